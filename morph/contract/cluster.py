@@ -1,0 +1,44 @@
+"""Cluster configuration: what a user writes in ``configs/clusters/*.yaml`` (parsed by the command line)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from morph.contract.base import Value
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class LocalVms(Value):
+    """VMs played by Ray nodes on this machine, one worker each."""
+
+    kind: Literal["local"] = "local"
+    num_vms: Annotated[int, Field(ge=1, le=64)] = Field(default=6, description="VMs at the start when no trace is given")
+    memory_bytes: Annotated[int, Field(gt=0)] | None = Field(
+        default=None, description="memory of one VM's device as the planner sees it; absent: this machine's memory / num_vms"
+    )
+    device: Literal["cpu", "cuda"] = "cpu"
+
+
+class Policy(Value):
+    """When the controller acts. Times in seconds."""
+
+    checkpoint_every_steps: Annotated[int, Field(ge=1)] = 20
+    start_patience_s: Positive = Field(default=60.0, description="how long to wait at the start for VMs still booting")
+    heartbeat_timeout_s: Positive = Field(default=5.0, description="a silent worker is given up after this")
+    order_timeout_s: Positive = Field(default=300.0, description="bound on one step or reshape")
+    max_fruitless_generations: Annotated[int, Field(ge=1)] = Field(
+        default=10, description="generations in a row without a committed step before the run stops"
+    )
+    min_join_gain: Annotated[float, Field(ge=0)] = Field(
+        default=0.02, description="a newcomer is taken in when the better shape is faster by this share"
+    )
+
+
+class ClusterConfig(Value):
+    """Root of a cluster file."""
+
+    vms: LocalVms = LocalVms()
+    policy: Policy = Policy()

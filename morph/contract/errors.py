@@ -1,0 +1,118 @@
+"""Every error that Morph raises on purpose, grouped by what the caller should do.
+
+MorphError
+├── InputError                fix the input: names source, field, value, what is allowed
+│   ├── JobError              the job file or what it defines
+│   ├── ExportError           torch.export refused the model
+│   ├── ProfileError          a profile file, or a profile that does not fit the job
+│   ├── PlanError             a shape that cannot be
+│   ├── TraceError            a trace file
+│   ├── ConfigError           a cluster or job configuration file
+│   └── RunDirError           a run directory in use, not writable, or of another job
+├── GenerationAborted         retry: the group was dissolved, a new generation follows
+├── PeerLost                  retry: a collective failed because a peer went away
+└── TrainingStopped           stop: the run cannot go on
+    ├── NonFiniteGradient     a gradient is NaN or infinite
+    ├── CheckpointError       a checkpoint is incomplete or damaged
+    ├── ClusterError          the cluster cannot be started or reached
+    └── WaitTimeout           a bounded wait ran out; says what was waited for
+"""
+
+from __future__ import annotations
+
+
+class MorphError(Exception):
+    """Root of everything that Morph raises on purpose."""
+
+
+class InputError(MorphError):
+    """A mistake in something that the user gave.
+
+    Args:
+        message: What is wrong, in one sentence.
+        source: File or argument in which the value stands.
+        field: Dotted name of the field.
+        value: The offending value, shown with ``repr``.
+        allowed: What would be accepted.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        source: str | None = None,
+        field: str | None = None,
+        value: object = None,
+        allowed: str | None = None,
+    ) -> None:
+        self.message = message
+        self.source = source
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        where = ": ".join(part for part in (self.source, self.field) if part)
+        text = f"{where}: {self.message}" if where else self.message
+        if self.value is not None:
+            text += f" (got {self.value!r})"
+        if self.allowed is not None:
+            text += f"; allowed: {self.allowed}"
+        return text
+
+
+class JobError(InputError):
+    """The job file, or what it defines, is wrong."""
+
+
+class ExportError(InputError):
+    """torch.export refused the model."""
+
+
+class ProfileError(InputError):
+    """A profile file is wrong, or belongs to another job."""
+
+
+class PlanError(InputError):
+    """The shape asked for cannot be."""
+
+
+class TraceError(InputError):
+    """A trace file is wrong."""
+
+
+class ConfigError(InputError):
+    """A configuration file is wrong."""
+
+
+class RunDirError(InputError):
+    """The run directory is in use, not writable, or belongs to another job."""
+
+
+class GenerationAborted(MorphError):
+    """The group of this generation was dissolved; the manager will form a new one."""
+
+
+class PeerLost(MorphError):
+    """A message or collective failed because a peer went away."""
+
+
+class TrainingStopped(MorphError):
+    """The run cannot go on."""
+
+
+class NonFiniteGradient(TrainingStopped):
+    """A gradient is NaN or infinite."""
+
+
+class CheckpointError(TrainingStopped):
+    """A checkpoint is incomplete or damaged."""
+
+
+class ClusterError(TrainingStopped):
+    """The cluster cannot be started or reached."""
+
+
+class WaitTimeout(TrainingStopped):
+    """A bounded wait ran out."""

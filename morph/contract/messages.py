@@ -1,0 +1,213 @@
+"""Orders from the manager to workers, and what workers answer.
+
+A *version* counts the optimizer steps contained in a state: version v means steps 0..v-1 were
+applied. Step t starts from version t. The manager's journal decides commits: once every member
+reported ``Prepared(step=t)``, version t+1 is decided, and each worker applies it when the next
+order (a step, a reshape or a commit) names that version.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from morph.contract.base import Value
+from morph.contract.plan import Plan
+
+WorkerId = str
+UnitId = str
+Version = Annotated[int, Field(ge=0)]
+
+
+class Fault(Value):
+    """A scheduled fault, for tests: the worker kills itself with SIGKILL when it reaches the phase.
+
+    ``nth`` picks the nth arrival at the phase within the step (0 = first).
+    """
+
+    worker: WorkerId
+    phase: Literal[
+        "forward", "backward", "reduce", "before_commit", "after_commit", "applied",
+        "reshape", "transfer", "checkpoint",
+    ]
+    step: Annotated[int, Field(ge=0)]
+    nth: Annotated[int, Field(ge=0)] = 0
+
+
+class WorkerSetup(Value):
+    """Everything a fresh worker needs before it can be given a stage."""
+
+    worker: WorkerId
+    job_path: str = Field(description="path/to/file.py:name")
+    fingerprint: str = Field(description="of the cut model, from the profile")
+    num_sections: int = Field(ge=1)
+    micro_batch_size: int = Field(ge=1)
+    checkpoint_url: str = Field(description="fsspec URL or path of the run's checkpoint directory")
+    store_host: str
+    store_port: int = Field(ge=1, le=65535)
+    listen_host: str = Field(description="address on which this worker accepts its peers")
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_threads: int = Field(default=1, ge=1)
+    faults: tuple[Fault, ...] = ()
+
+
+class Slot(Value):
+    """Who drives which stage of which replica."""
+
+    worker: WorkerId
+    stage: int = Field(ge=0)
+    replica: int = Field(ge=0)
+
+
+class Source(Value):
+    """Where one worker gets one parameter unit's state from in a reshape.
+
+    ``keep``: the worker holds it already; ``peer``: from the living worker ``peer``;
+    ``checkpoint``: from the checkpoint of version ``ReshapeOrder.version``; ``initial``: made from the job's seed.
+    """
+
+    worker: WorkerId
+    unit: UnitId
+    kind: Literal["keep", "peer", "checkpoint", "initial"]
+    peer: WorkerId | None = None
+
+
+class ReshapeOrder(Value):
+    """Form generation ``generation`` with these slots, and bring every unit to ``version``."""
+
+    generation: int = Field(ge=1)
+    version: Version
+    plan: Plan
+    slots: tuple[Slot, ...] = Field(min_length=1)
+    sources: tuple[Source, ...]
+
+
+class StepOrder(Value):
+    """Apply ``step`` as committed version first (if not yet applied), then run step ``step``.
+
+    ``checkpoint_units``: units that this worker copies at version ``step`` and writes in the background.
+    ``attempt`` grows when the same step is run again in the same generation after an overflow.
+    """
+
+    generation: int = Field(ge=1)
+    step: int = Field(ge=0)
+    attempt: int = Field(default=0, ge=0)
+    checkpoint_units: tuple[UnitId, ...] = ()
+
+
+class CommitOrder(Value):
+    """Apply the decided version without running another step; used at the end and before a pause."""
+
+    generation: int = Field(ge=1)
+    version: Version
+    checkpoint_units: tuple[UnitId, ...] = ()
+
+
+class WorkerReady(Value):
+    """Answer to the setup."""
+
+    kind: Literal["ready"] = "ready"
+    worker: WorkerId
+    pid: int
+    setup_s: float = Field(ge=0)
+
+
+class Reshaped(Value):
+    """Answer to a reshape."""
+
+    kind: Literal["reshaped"] = "reshaped"
+    worker: WorkerId
+    generation: int
+    groups_s: float = Field(ge=0, description="re-forming the process groups")
+    state_s: float = Field(ge=0, description="moving and loading state")
+    received_bytes: int = Field(ge=0)
+
+
+class MicroBatchLoss(Value):
+    """Loss of one micro-batch (mean over its samples); only last stages report them."""
+
+    micro_batch: int
+    loss: float
+
+
+class ComputeTimes(Value):
+    """Compute time of one stage in one step, for the heartbeat and the expected-against-measured table."""
+
+    forward_s: float = Field(ge=0)
+    recompute_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+    reduce_s: float = Field(ge=0)
+    wait_s: float = Field(ge=0, description="idle within the step")
+    step_s: float = Field(ge=0, description="whole step, start to reduced")
+
+
+class Prepared(Value):
+    """Every gradient of this worker's units is reduced and held; nothing is applied yet.
+
+    ``overflowed`` (exact accumulation): a gradient did not fit its fixed-point scale; the step must
+    be run again, with scales that fit.
+    """
+
+    kind: Literal["prepared"] = "prepared"
+    worker: WorkerId
+    generation: int
+    step: int
+    attempt: int = 0
+    overflowed: bool = False
+    losses: tuple[MicroBatchLoss, ...] = ()
+    times: ComputeTimes
+
+
+class Committed(Value):
+    """Answer to a commit order."""
+
+    kind: Literal["committed"] = "committed"
+    worker: WorkerId
+    generation: int
+    version: int
+
+
+class Aborted(Value):
+    """The order was given up because the generation was aborted or a peer was lost.
+
+    ``peer_lost`` is true when this worker itself saw a connection fail.
+    """
+
+    kind: Literal["aborted"] = "aborted"
+    worker: WorkerId
+    generation: int
+    peer_lost: bool
+    detail: str = ""
+
+
+class Failed(Value):
+    """The order failed for a reason that a new generation would not mend: the run must stop."""
+
+    kind: Literal["failed"] = "failed"
+    worker: WorkerId
+    generation: int
+    error: str
+    detail: str = ""
+
+
+class UnitWritten(Value):
+    """One unit of a checkpoint is safely on storage."""
+
+    worker: WorkerId
+    version: int
+    unit: UnitId
+    file: str = Field(description="name inside the checkpoint's directory")
+    size_bytes: int = Field(ge=0)
+    sha256: str
+
+
+class Heartbeat(Value):
+    """Answer to a heartbeat poll: proof of life, and what the background finished since the last one."""
+
+    worker: WorkerId
+    written: tuple[UnitWritten, ...] = ()
+    checkpoint_error: str | None = None
+
+
+Answer = Annotated[WorkerReady | Reshaped | Prepared | Committed | Aborted | Failed, Field(discriminator="kind")]

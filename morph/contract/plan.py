@@ -1,0 +1,120 @@
+"""The plan: one shape P x D for one job, and what the simulator expects of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from morph.contract.base import Value, read_json
+from morph.contract.errors import PlanError
+
+Schedule = Literal["varuna", "gpipe", "1f1b"]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class StagePlan(Value):
+    """Consecutive sections ``first_section .. end_section - 1`` on one worker.
+
+    ``window`` is how many micro-batches may be in flight (forward started, backward not finished).
+    """
+
+    first_section: Annotated[int, Field(ge=0)]
+    end_section: Count
+    window: Count
+    recompute: bool
+
+    @property
+    def sections(self) -> range:
+        """The section numbers of this stage."""
+        return range(self.first_section, self.end_section)
+
+
+class Expectation(Value):
+    """What the simulator expects of the plan, and where one mini-batch's worker-seconds go.
+
+    ``parts_s`` maps a part (forward, recompute, backward, bubble, all_reduce, optimizer, commit) to
+    seconds per worker of one mini-batch, averaged over workers; they add up to ``mini_batch_s``.
+    """
+
+    mini_batch_s: Seconds
+    examples_per_s: Annotated[float, Field(ge=0)]
+    lower_bound_s: Seconds
+    peak_memory_bytes: int = Field(ge=0, description="of the fullest stage")
+    parts_s: dict[str, Seconds]
+
+
+class Plan(Value):
+    """A shape and its stages.
+
+    ``orders[n][s]`` is stage s's static task order when its replica has n micro-batches: a string
+    over F (forward), R (recompute), B (backward); the k-th F is the replica's micro-batch k, and so
+    for R and B. A stage that does not recompute has no R.
+    """
+
+    schema_version: Literal[1] = 1
+    fingerprint: str = Field(description="of the cut model; equals the profile's")
+    schedule: Schedule
+    micro_batch_size: Count
+    num_micro_batches: Count = Field(description="N = M / m over all replicas")
+    num_replicas: Count = Field(description="D")
+    stages: tuple[StagePlan, ...] = Field(min_length=1)
+    orders: dict[Count, tuple[str, ...]]
+    expected: Expectation
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        end = 0
+        for index, stage in enumerate(self.stages):
+            if stage.first_section != end or stage.end_section <= stage.first_section:
+                raise ValueError(f"stages[{index}] does not begin at section {end} or holds no section")
+            end = stage.end_section
+        if self.num_replicas > self.num_micro_batches:
+            raise ValueError(f"{self.num_replicas} replicas have only {self.num_micro_batches} micro-batches to share")
+        for count in self.micro_batches_per_replica:
+            orders = self.orders.get(count)
+            if orders is None or len(orders) != len(self.stages):
+                raise ValueError(f"orders lack {count} micro-batches for each of the {len(self.stages)} stages")
+            for index, (order, stage) in enumerate(zip(orders, self.stages, strict=True)):
+                want = {"F": count, "B": count, "R": count if stage.recompute else 0}
+                if {task: order.count(task) for task in "FRB"} != want or len(order) != sum(want.values()):
+                    raise ValueError(f"orders[{count}][{index}] does not hold each task of {count} micro-batches once")
+        return self
+
+    @property
+    def pipeline_depth(self) -> int:
+        """P."""
+        return len(self.stages)
+
+    @property
+    def num_workers(self) -> int:
+        """P * D."""
+        return len(self.stages) * self.num_replicas
+
+    @property
+    def shape(self) -> str:
+        """``"PxD"``."""
+        return f"{self.pipeline_depth}x{self.num_replicas}"
+
+    @property
+    def micro_batches_per_replica(self) -> tuple[int, ...]:
+        """How many micro-batches each replica gets; the first N mod D replicas get one more."""
+        share, extra = divmod(self.num_micro_batches, self.num_replicas)
+        return tuple(share + (replica < extra) for replica in range(self.num_replicas))
+
+    def micro_batches_of(self, replica: int) -> range:
+        """Global numbers of the micro-batches dealt to one replica, in the order it runs them."""
+        counts = self.micro_batches_per_replica
+        start = sum(counts[:replica])
+        return range(start, start + counts[replica])
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        PlanError: naming the file and, where there is one, the field.
+    """
+    return read_json(path, Plan, PlanError)

@@ -1,0 +1,148 @@
+"""The profile: what calibration measured of one job, independent of how many GPUs the job will get.
+
+Varuna, section 4.3 and Table 2. Times are seconds, sizes bytes. One section's ``forward[m]`` is
+F_i(m), ``backward[m]`` is B_i(m) without the recompute (which costs F_i(m) again).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from morph.contract.base import Value, read_json
+from morph.contract.errors import ProfileError
+
+SCHEMA_VERSION = 1
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class Timing(Value):
+    """A measured duration: robust centre and spread over ``num_samples`` samples."""
+
+    median_s: Seconds
+    mad_s: Seconds = Field(description="median absolute deviation")
+    num_samples: PositiveInt
+
+
+class SectionProfile(Value):
+    """One section C_i (Varuna, Table 2)."""
+
+    index: Annotated[int, Field(ge=0)]
+    label: str = Field(description="where in the user's model the section begins")
+    forward: dict[PositiveInt, Timing] = Field(description="F_i(m) by micro-batch size m")
+    backward: dict[PositiveInt, Timing] = Field(description="B_i(m) by micro-batch size m, without recompute")
+    parameter_bytes: Bytes
+    optimizer_bytes: Bytes = Field(description="optimizer state of this section's parameters")
+    gradient_bytes: Bytes = Field(description="accumulated gradient held until the commit")
+    input_bytes_per_sample: Bytes = Field(description="what must be kept to recompute the section")
+    activation_bytes_per_sample: Bytes = Field(description="held between forward and backward without recompute")
+    output_bytes_per_sample: Bytes = Field(description="crosses the cut-point behind this section; 0 for the last")
+    optimizer_step: Timing
+
+
+class UnitProfile(Value):
+    """A parameter unit: the parameters used by exactly these sections (several = tied weights)."""
+
+    id: str
+    sections: tuple[int, ...] = Field(min_length=1)
+    parameter_bytes: Bytes
+
+
+class SendTime(Value):
+    """One-way time of one message of ``size_bytes``, send call to receipt."""
+
+    size_bytes: Bytes
+    time: Timing
+
+
+class LinkProfile(Value):
+    """Send times by growing size over one kind of link."""
+
+    activation: tuple[SendTime, ...] = Field(min_length=1, description="downstream direction")
+    gradient: tuple[SendTime, ...] = Field(min_length=1, description="upstream direction")
+
+
+class AllReduceTime(Value):
+    """AR(D): time of one all-reduce of ``size_bytes`` over a ring of ``ring_size``, ``in_flight`` at once."""
+
+    ring_size: Annotated[int, Field(ge=2)]
+    size_bytes: PositiveInt
+    in_flight: PositiveInt = 1
+    time: Timing
+
+
+class JobFacts(Value):
+    """What the profile knows of the job; ``fingerprint`` changes when the cut model changes."""
+
+    name: str
+    fingerprint: str
+    batch_size: PositiveInt = Field(description="global batch M, samples")
+    micro_batch_size: PositiveInt | None = Field(default=None, description="m fixed by the user; None: the planner picks")
+    num_parameters: Bytes
+
+
+class Environment(Value):
+    """Where the profile was measured."""
+
+    python: str
+    torch: str
+    platform: str
+    device: str = Field(description="cuda device name, or cpu model")
+    num_cores: PositiveInt
+    threads_per_worker: PositiveInt
+    created: str = Field(description="ISO 8601, UTC")
+
+
+class Profile(Value):
+    """One versioned profile of one job."""
+
+    schema_version: Literal[1] = 1
+    job: JobFacts
+    environment: Environment
+    sections: tuple[SectionProfile, ...] = Field(min_length=1)
+    units: tuple[UnitProfile, ...] = ()
+    intra_node: LinkProfile
+    inter_node: LinkProfile
+    all_reduce: tuple[AllReduceTime, ...] = ()
+    accumulator_bytes_per_parameter: Literal[4, 8] = Field(description="8: exact accumulation, 4: fast")
+    commit: Timing = Field(description="commit barrier: manager round trip")
+    checkpoint_write_bytes_per_s: Annotated[float, Field(gt=0)]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Profile:
+        for position, section in enumerate(self.sections):
+            if section.index != position:
+                raise ValueError(f"sections[{position}].index is {section.index}; sections are numbered 0..K-1 in order")
+            if not section.forward or set(section.forward) != set(section.backward):
+                raise ValueError(f"sections[{position}] needs forward and backward for the same micro-batch sizes, at least one")
+            if set(section.forward) != set(self.sections[0].forward):
+                raise ValueError(f"sections[{position}].forward has other micro-batch sizes than sections[0]")
+        num_sections = len(self.sections)
+        for unit in self.units:
+            if any(not 0 <= section < num_sections for section in unit.sections):
+                raise ValueError(f"unit {unit.id!r} names a section outside 0..{num_sections - 1}")
+        return self
+
+    @property
+    def num_sections(self) -> int:
+        """K."""
+        return len(self.sections)
+
+    @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """Every m that was measured, ascending."""
+        return tuple(sorted(self.sections[0].forward))
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a profile file.
+
+    Raises:
+        ProfileError: naming the file and, where there is one, the field.
+    """
+    return read_json(path, Profile, ProfileError)
