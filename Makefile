@@ -1,0 +1,62 @@
+# Every target sets up what it needs on first use: a virtual environment in .venv with pinned versions.
+#
+#   make demo        calibrate, plan and a managed run that loses and gains VMs (a few minutes)
+#   make test        every test, those with real processes included
+#   make test-fast   tests without real worker processes
+#   make check       lint, format, types, layers: what CI runs first
+#
+# PYTHON picks the interpreter (3.11 or 3.12). TORCH_PIP_ARGS is handed to pip when torch is installed, for
+# example TORCH_PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu" for a build without CUDA.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+TORCH_PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+# Nothing here may reach out to a model hub, and one thread per process keeps CPU arithmetic comparable.
+TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 MPLBACKEND=Agg
+
+.PHONY: help setup demo test test-fast check format clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no python3.11, python3.12 or python3 on PATH" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
+		|| { echo "error: $(PYTHON) is not Python 3.11 or 3.12; name one with PYTHON=..." >&2; exit 1; }
+	@echo "setting up $(VENV) (once)"
+	"$(PYTHON)" -m venv $(VENV)
+	# Torch first, and pinned, so that a local wheel or an index named by TORCH_PIP_ARGS decides which build it is.
+	$(PIP_INSTALL) $(TORCH_PIP_ARGS) torch==2.13.0
+	$(PIP_INSTALL) --editable '.[dev,examples]'
+	@touch $@
+
+demo: $(READY)
+	$(TEST_ENV) $(BIN)/morph demo
+
+test: $(READY)
+	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(READY)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not system" $(PYTEST_ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
