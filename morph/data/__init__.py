@@ -1,1 +1,8 @@
-"""."""
+"""Which samples belong to which micro-batch, and loading them."""
+
+from __future__ import annotations
+
+from morph.data.loader import MicroBatchLoader
+from morph.data.order import sample_indices
+
+__all__ = ["MicroBatchLoader", "sample_indices"]

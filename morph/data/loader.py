@@ -1,0 +1,104 @@
+"""Load the batch entries of one micro-batch from the user's data set."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from morph.contract.errors import JobError
+from morph.data.order import sample_indices
+from morph.job import MapDataset
+
+_CACHED_MICRO_BATCHES = 8
+
+
+class MicroBatchLoader:
+    """Loads micro-batch ``j`` of step ``t``: samples ``j*m .. (j+1)*m - 1`` of that mini-batch.
+
+    The last few micro-batches are remembered, so that several sections of one stage load a sample once.
+    """
+
+    def __init__(self, dataset: MapDataset, seed: int, batch_size: int, micro_batch_size: int) -> None:
+        if len(dataset) == 0:
+            raise JobError("is empty", source="Job", field="dataset", allowed="at least one sample")
+        self._dataset = dataset
+        self._seed = seed
+        self._batch_size = batch_size
+        self._micro_batch_size = micro_batch_size
+        self._samples: OrderedDict[tuple[int, int], list[dict[str, Tensor]]] = OrderedDict()
+        self._stacked: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def load(self, step: int, micro_batch: int, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Return the wanted entries, each [micro_batch_size, ...]. They are shared: do not write to them.
+
+        Raises:
+            JobError: when an item is not a dict of tensors, lacks a key, or differs in shape or dtype.
+        """
+        wanted = tuple(keys)
+        if not wanted:
+            return {}
+        place = (step, micro_batch)
+        samples = self._load_samples(place)
+        stacked = self._stacked[place]
+        for key in wanted:
+            if key not in stacked:
+                stacked[key] = stack_entry(samples, key)
+        return {key: stacked[key] for key in wanted}
+
+    def _load_samples(self, place: tuple[int, int]) -> list[dict[str, Tensor]]:
+        if place in self._samples:
+            self._samples.move_to_end(place)
+            return self._samples[place]
+        step, micro_batch = place
+        first = micro_batch * self._micro_batch_size
+        indices = sample_indices(self._seed, step, self._batch_size, len(self._dataset))
+        chosen = indices[first : first + self._micro_batch_size]
+        samples = [check_sample(self._dataset[int(index)], int(index)) for index in chosen]
+        self._samples[place] = samples
+        self._stacked[place] = {}
+        while len(self._samples) > _CACHED_MICRO_BATCHES:
+            oldest, _ = self._samples.popitem(last=False)
+            del self._stacked[oldest]
+        return samples
+
+
+def check_sample(sample: object, index: int) -> dict[str, Tensor]:
+    """Return the sample.
+
+    Raises:
+        JobError: when it is not a dict with string keys and tensor values.
+    """
+    field = f"dataset()[{index}]"
+    allowed = "a dict from names to tensors"
+    if not isinstance(sample, dict) or not sample:
+        raise JobError("is not a sample", source="Job", field=field, value=type(sample).__name__, allowed=allowed)
+    for key, value in sample.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            shown = f"{key!r}: {type(value).__name__}"
+            raise JobError("is not a sample", source="Job", field=field, value=shown, allowed=allowed)
+    return sample
+
+
+def stack_entry(samples: Sequence[dict[str, Tensor]], key: str) -> Tensor:
+    """Stack one entry of the samples to [len(samples), ...].
+
+    Raises:
+        JobError: when a sample lacks the entry, or has another shape or dtype than the first.
+    """
+    for position, sample in enumerate(samples):
+        if key not in sample:
+            have = ", ".join(sorted(sample))
+            raise JobError("is missing in a sample", source="Job", field=f"dataset item {key!r}", allowed=have)
+        first, value = samples[0][key], sample[key]
+        if value.shape != first.shape or value.dtype != first.dtype:
+            raise JobError(
+                f"differs between samples of one micro-batch (sample {position} against sample 0)",
+                source="Job",
+                field=f"dataset item {key!r}",
+                value=f"{tuple(value.shape)} {value.dtype} and {tuple(first.shape)} {first.dtype}",
+                allowed="equal shapes and dtypes; pad or crop samples in the data set",
+            )
+    return torch.stack([sample[key] for sample in samples])

@@ -1,0 +1,194 @@
+"""What the user writes: a :class:`Job`, and reading one from ``path/to/file.py:name``.
+
+Importing this module loads no torch; the job file itself does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+from morph.contract.errors import JobError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+Accumulation = Literal["exact", "fast"]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class MapDataset(Protocol):
+    """A map-style data set: every item is a dict of tensors of equal keys, shapes and dtypes."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one sample, without a batch dimension."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training job, written as for a single GPU.
+
+    Args:
+        model: Builds the model with fresh random weights.
+        loss: ``loss(model, batch)`` calls the model and returns the scalar mean loss over the samples of ``batch``
+            (every entry of which has the samples as its first dimension).
+        dataset: Builds the data set. Order and contents must be the same in every process.
+        optimizer: Builds the optimizer for some named parameters; it is called once per parameter unit.
+        batch_size: Global batch M: samples per optimizer step, in every shape of the job.
+        name: Short name, used in files and logs.
+        micro_batch_size: m, a divisor of M. None: the planner picks it from the profile.
+        num_sections: K. None: chosen from the model's narrow places.
+        seed: Seeds the weights, the sample order and all randomness of training.
+        accumulation: ``exact`` sums gradients in 64-bit fixed point, so that the result is bit-identical in every
+            shape; ``fast`` sums in floating point.
+
+    Raises:
+        JobError: naming the field, its value and what is allowed.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    dataset: Callable[[], MapDataset]
+    optimizer: Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
+    batch_size: int
+    name: str
+    micro_batch_size: int | None = None
+    num_sections: int | None = None
+    seed: int = 0
+    accumulation: Accumulation = "exact"
+
+    def __post_init__(self) -> None:
+        for field in ("model", "loss", "dataset", "optimizer"):
+            _require(callable(getattr(self, field)), field, getattr(self, field), "a function")
+        _require(
+            isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None,
+            "name",
+            self.name,
+            "letters, digits, '.', '_' and '-', beginning with a letter or digit",
+        )
+        _require_count("batch_size", self.batch_size)
+        if self.num_sections is not None:
+            _require_count("num_sections", self.num_sections)
+        _require(_is_int(self.seed) and 0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2**63 - 1")
+        _require(self.accumulation in get_args(Accumulation), "accumulation", self.accumulation, "'exact' or 'fast'")
+        if self.micro_batch_size is not None:
+            _require_count("micro_batch_size", self.micro_batch_size)
+            divisors = [m for m in range(1, self.batch_size + 1) if self.batch_size % m == 0]
+            _require(
+                self.micro_batch_size in divisors,
+                "micro_batch_size",
+                self.micro_batch_size,
+                f"a divisor of batch_size {self.batch_size}: {', '.join(map(str, divisors))}",
+            )
+
+
+def load_job(spec: str) -> Job:
+    """Import ``path/to/file.py:name`` and return the Job it names (or that the function it names returns).
+
+    The file's folder is put on ``sys.path``, so that the file can import its neighbours.
+
+    Raises:
+        JobError: in one line, when the spec, the file, its import or the named object is not right.
+    """
+    path_text, colon, attribute = spec.rpartition(":")
+    if not colon or not path_text or not attribute:
+        raise JobError("names no job", source=spec, allowed="path/to/file.py:name")
+    path = Path(path_text)
+    if not path.is_file():
+        raise JobError("no such file", source=path_text, allowed="path/to/file.py:name")
+    module = _import_file(path)
+    if not hasattr(module, attribute):
+        defined = sorted(name for name, value in vars(module).items() if isinstance(value, Job))
+        raise JobError(
+            f"defines no {attribute!r}",
+            source=path_text,
+            allowed=", ".join(defined) or "the file defines no Job at all",
+        )
+    value = getattr(module, attribute)
+    if not isinstance(value, Job) and callable(value):
+        value = _call(value, path, attribute)
+    if not isinstance(value, Job):
+        raise JobError(
+            "is not a Job",
+            source=path_text,
+            field=attribute,
+            value=type(value).__name__,
+            allowed="a morph.Job, or a function without arguments that returns one",
+        )
+    return value
+
+
+def _import_file(path: Path) -> ModuleType:
+    resolved = path.resolve()
+    folder = str(resolved.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    module_name = f"morph_job_{re.sub(r'[^A-Za-z0-9_]', '_', resolved.stem)}"
+    spec = importlib.util.spec_from_file_location(module_name, resolved)
+    if spec is None or spec.loader is None:
+        raise JobError("is not a Python file", source=str(path), allowed="path/to/file.py:name")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except JobError:
+        sys.modules.pop(module_name, None)
+        raise
+    except Exception as error:
+        sys.modules.pop(module_name, None)
+        raise JobError(
+            f"cannot be imported: {type(error).__name__}: {error}", source=f"{path}:{_line_in(error, resolved)}"
+        ) from error
+    return module
+
+
+def _call(function: Callable[..., Any], path: Path, attribute: str) -> Any:
+    try:
+        return function()
+    except JobError:
+        raise
+    except Exception as error:
+        raise JobError(
+            f"calling it failed: {type(error).__name__}: {error}",
+            source=f"{path}:{_line_in(error, path.resolve())}",
+            field=attribute,
+        ) from error
+
+
+def _line_in(error: BaseException, path: Path) -> int:
+    """Return the deepest line of ``path`` in the error's traceback (a syntax error has a line of its own)."""
+    if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno is not None:
+        return error.lineno
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(path) and frame.lineno
+    ]
+    return lines[-1] if lines else 1
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(holds: bool, field: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise JobError("is not right", source="Job", field=field, value=value, allowed=allowed)
+
+
+def _require_count(field: str, value: int) -> None:
+    _require(_is_int(value) and value > 0, field, value, "a whole number from 1")
