@@ -74,7 +74,13 @@ class Source(Value):
 
 
 class ReshapeOrder(Value):
-    """Form generation ``generation`` with these slots, and bring every unit to ``version``."""
+    """Form generation ``generation`` with these slots, and bring every unit to ``version``.
+
+    A receiver that holds step ``version - 1`` prepared applies it first; gradients of any other step it drops.
+    It keeps every unit that it holds at ``version``, and what it completely received, until the first step or
+    commit order of this generation comes: a reshape that fails loses nothing. A receiver without a slot is
+    named as a ``peer`` in ``sources``: it serves those units, joins no group, keeps its units and answers too.
+    """
 
     generation: int = Field(ge=1)
     version: Version

@@ -1,0 +1,87 @@
+"""What the controller asks its shell to do.
+
+Orders are idempotent: they are named by (worker, generation, step or version, attempt), so a shell that
+carries one out twice, or resends it, changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from morph.contract.base import Value
+from morph.contract.checkpoint import Manifest
+from morph.contract.messages import CommitOrder, ReshapeOrder, StepOrder, WorkerId
+
+
+class StartWorker(Value):
+    """Start the worker of a VM and set it up; it answers ``WorkerReady``."""
+
+    kind: Literal["start_worker"] = "start_worker"
+    worker: WorkerId
+
+
+class SendReshape(Value):
+    """Give a worker a reshape order; it answers ``Reshaped``.
+
+    A worker that has no slot in the order but is named as a peer gets it too: it serves its units.
+    """
+
+    kind: Literal["send_reshape"] = "send_reshape"
+    worker: WorkerId
+    order: ReshapeOrder
+
+
+class SendStep(Value):
+    """Give a worker a step order; it answers ``Prepared``."""
+
+    kind: Literal["send_step"] = "send_step"
+    worker: WorkerId
+    order: StepOrder
+
+
+class SendCommit(Value):
+    """Give a worker a commit order; it answers ``Committed``."""
+
+    kind: Literal["send_commit"] = "send_commit"
+    worker: WorkerId
+    order: CommitOrder
+
+
+class Abort(Value):
+    """Tell a worker, on its control lane, to give up its order of this generation; the order then answers."""
+
+    kind: Literal["abort"] = "abort"
+    worker: WorkerId
+    generation: int
+
+
+class WriteManifest(Value):
+    """Write the manifest; ``ManifestWritten`` (or ``CheckpointFailed``) follows."""
+
+    kind: Literal["write_manifest"] = "write_manifest"
+    manifest: Manifest
+
+
+class EndWorker(Value):
+    """End a worker that the controller has given up; no event about it is expected any more."""
+
+    kind: Literal["end_worker"] = "end_worker"
+    worker: WorkerId
+
+
+class Finish(Value):
+    """The run is over: end every worker.
+
+    ``finished``: all steps are committed and checkpointed; ``stopped``: ended on request, resumable from the
+    newest checkpoint; ``failed``: the sentence says why.
+    """
+
+    kind: Literal["finish"] = "finish"
+    outcome: Literal["finished", "stopped", "failed"]
+    sentence: str
+
+
+Action = StartWorker | SendReshape | SendStep | SendCommit | Abort | WriteManifest | EndWorker | Finish
+ACTION: TypeAdapter[Action] = TypeAdapter(Annotated[Action, Field(discriminator="kind")])

@@ -1,0 +1,51 @@
+"""What the controller is told once, before the first event."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from morph.contract.base import Value
+from morph.contract.checkpoint import Manifest
+from morph.contract.cluster import Policy
+from morph.contract.messages import UnitId
+from morph.contract.plan import Plan
+
+
+class ControllerConfig(Value):
+    """The job as the controller sees it.
+
+    ``plans[G]`` is the best plan that G ready workers can run (it may leave some of them idle); a G for
+    which no plan fits is absent. ``units`` maps each parameter unit to the sections that use it.
+    """
+
+    job: str = "job"
+    fingerprint: str = Field(description="of the cut model")
+    plans: dict[int, Plan] = Field(min_length=1)
+    units: dict[UnitId, tuple[int, ...]] = Field(min_length=1)
+    unit_bytes: dict[UnitId, int] = Field(description="parameters and optimizer state, bytes")
+    num_steps: int = Field(ge=1, description="the run ends when this version is committed")
+    policy: Policy = Policy()
+    initial_version: int = Field(default=0, ge=0)
+    initial_checkpoint: Manifest | None = Field(
+        default=None, description="newest complete checkpoint; absent: from the seed"
+    )
+    expected_nodes: int = Field(ge=1, description="VMs asked for at the start")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ControllerConfig:
+        if set(self.unit_bytes) != set(self.units):
+            raise ValueError("unit_bytes and units do not name the same units")
+        for count, plan in self.plans.items():
+            if plan.num_workers > count:
+                raise ValueError(f"plans[{count}] needs {plan.num_workers} workers")
+            if plan.fingerprint != self.fingerprint:
+                raise ValueError(f"plans[{count}] was made for another model ({plan.fingerprint})")
+        checkpoint = self.initial_checkpoint
+        if checkpoint is None:
+            if self.initial_version:
+                raise ValueError(f"initial_version is {self.initial_version} but there is no checkpoint to start from")
+        elif checkpoint.version != self.initial_version:
+            raise ValueError(f"initial_version is {self.initial_version}, the checkpoint's is {checkpoint.version}")
+        elif {file.unit for file in checkpoint.units} != set(self.units):
+            raise ValueError("initial_checkpoint and units do not name the same units")
+        return self
