@@ -28,13 +28,13 @@ help:
 
 setup: $(READY)
 
+# Torch comes first, so that a local wheel or the index named in TORCH_PIP_ARGS decides which build it is.
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no python3.11, python3.12 or python3 on PATH" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
 		|| { echo "error: $(PYTHON) is not Python 3.11 or 3.12; name one with PYTHON=..." >&2; exit 1; }
 	@echo "setting up $(VENV) (once)"
 	"$(PYTHON)" -m venv $(VENV)
-	# Torch first, and pinned, so that a local wheel or an index named by TORCH_PIP_ARGS decides which build it is.
 	$(PIP_INSTALL) $(TORCH_PIP_ARGS) torch==2.13.0
 	$(PIP_INSTALL) --editable '.[dev,examples]'
 	@touch $@

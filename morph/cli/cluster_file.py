@@ -1,0 +1,110 @@
+"""Reading a cluster file (YAML) into the contract's ``ClusterConfig``, with errors a user can act on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from morph.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    from morph.contract.cluster import ClusterConfig
+
+
+_BOUNDS = {
+    "exclusiveMinimum": "above",
+    "minimum": "at least",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
+}
+
+
+def load_cluster(path: Path) -> ClusterConfig:
+    """Read a cluster file; an empty one gives every default.
+
+    Raises:
+        ConfigError: naming file, dotted field, value and what is allowed, for a file that cannot be read or is not
+            YAML, for unknown or repeated keys, and for values of a wrong type or out of range.
+    """
+    from pydantic import ValidationError
+
+    from morph.contract.cluster import ClusterConfig
+
+    data = _read_yaml(path)
+    try:
+        # By way of JSON, so that strict types still take a mapping for a section.
+        return ClusterConfig.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        entry = error.errors(include_url=False)[0]
+        parts = [part for part in entry["loc"] if isinstance(part, str)]
+        unknown = entry["type"] == "extra_forbidden"
+        value = entry["input"]
+        raise ConfigError(
+            "unknown key" if unknown else entry["msg"],
+            source=str(path),
+            field=".".join(parts) or None,
+            value=value if isinstance(value, str | int | float) else None,
+            allowed=_allowed(parts[:-1] if unknown else parts, ClusterConfig.model_json_schema()),
+        ) from error
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """A safe loader that refuses a key given twice, of which YAML would drop one silently."""
+
+    def mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                where = f"{path}, line {key.start_mark.line + 1}"
+                raise ConfigError("key is given twice", source=where, field=str(key.value), allowed="each key once")
+            seen.add(key.value)
+        return loader.construct_mapping(node, deep=True)
+
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader)  # a SafeLoader: builds plain values only
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("is not UTF-8 text", source=str(path)) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)
+        raise ConfigError(f"is not YAML: {getattr(error, 'problem', None) or error}", source=where) from error
+    return {} if data is None else data
+
+
+def _allowed(parts: list[str], schema: dict[str, Any]) -> str | None:
+    """Say what the schema accepts at a dotted field: a range, a choice, or a section's keys."""
+    node = schema
+    for part in parts:
+        node = _resolved(node, schema).get("properties", {}).get(part)
+        if node is None:
+            return None
+    return _in_words(_resolved(node, schema))
+
+
+def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    for option in node.get("anyOf", ()):
+        if option.get("type") != "null":
+            node = option
+            break
+    reference = node.get("$ref")
+    found: dict[str, Any] = schema["$defs"][reference.rsplit("/", 1)[1]] if reference else node
+    return found
+
+
+def _in_words(node: dict[str, Any]) -> str | None:
+    if "properties" in node:
+        return "the keys " + ", ".join(node["properties"])
+    choices = node.get("enum", [node["const"]] if "const" in node else None)
+    if choices is not None:
+        return " or ".join(map(str, choices))
+    kind = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
+    words = kind.get(node.get("type", ""))
+    bounds = [f"{text} {node[key]:g}" for key, text in _BOUNDS.items() if key in node]
+    return " ".join(filter(None, [words, " and ".join(bounds)])) if words else None

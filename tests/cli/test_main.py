@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from morph import __version__
+from morph.cli.main import app
+
+COMMANDS = ("calibrate", "plan", "simulate", "run", "status", "demo")
+HEAVY = (
+    "torch",
+    "ray",
+    "numpy",
+    "numba",
+    "pandas",
+    "matplotlib",
+    "simpy",
+    "transformers",
+    "pydantic",
+    "yaml",
+    "psutil",
+)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+def test_help_loads_nothing_heavy() -> None:
+    loaded = run_python(
+        "import sys\n"
+        "sys.argv = ['morph', '--help']\n"
+        "from morph.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"print('LOADED', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    assert "Usage: morph" in loaded
+    assert loaded.splitlines()[-1] == "LOADED []"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_loads_nothing_heavy(name: str) -> None:
+    loaded = run_python(
+        "import sys\n"
+        f"sys.argv = ['morph', {name!r}, '--help']\n"
+        "from morph.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"print('LOADED', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    assert loaded.splitlines()[-1] == "LOADED []"
+
+
+def test_importing_morph_loads_no_torch() -> None:
+    assert run_python("import sys, morph; print([n for n in ('torch', 'ray') if n in sys.modules])").strip() == "[]"
+
+
+def test_help_lists_every_command() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for name in COMMANDS:
+        assert f"\n  {name} " in result.output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help_with_an_example(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "--help"])
+    assert result.exit_code == 0
+    assert "Example:" in result.output
+    lines = result.output.splitlines()
+    assert any(line.strip().startswith(f"morph {name}") for line in lines), "an example must keep its own line"
+
+
+def test_the_version_is_printed() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"morph {__version__}\n")
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    result = CliRunner().invoke(app, ["evaporate"])
+    assert result.exit_code == 2
+    assert "evaporate" in result.output
