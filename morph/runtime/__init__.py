@@ -1,1 +1,1 @@
-"""."""
+"""The training runtime inside a worker process: sections, schedule, reduction, commit, state."""

@@ -1,0 +1,92 @@
+"""The manifest of a checkpoint: written last and atomically; a directory without one is not a checkpoint.
+
+Layout under the checkpoint URL: ``v00000040/<unit file>`` and ``v00000040/manifest.json``.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+import fsspec
+from pydantic import ValidationError
+
+from morph.contract.base import first_problem
+from morph.contract.checkpoint import Manifest
+from morph.contract.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+
+
+def version_url(url: str, version: int) -> str:
+    """Directory of one version's files."""
+    return f"{url.rstrip('/')}/v{version:08d}"
+
+
+def write_atomically(url: str, data: bytes) -> None:
+    """Write a file so that a reader sees all of it or nothing."""
+    filesystem, path = fsspec.core.url_to_fs(url)
+    parent = path.rsplit("/", 1)[0]
+    filesystem.makedirs(parent, exist_ok=True)
+    temporary = f"{parent}/.{uuid.uuid4().hex}.tmp"
+    with filesystem.open(temporary, "wb") as out:
+        out.write(data)
+        if "file" in filesystem.protocol:
+            out.flush()
+            os.fsync(out.fileno())
+    filesystem.mv(temporary, path)
+
+
+def write_manifest(url: str, manifest: Manifest) -> None:
+    """Make a set of unit files a checkpoint."""
+    data = manifest.model_dump_json(indent=2).encode()
+    write_atomically(f"{version_url(url, manifest.version)}/{MANIFEST}", data)
+
+
+def read_manifest(url: str, version: int) -> Manifest:
+    """Read one version's manifest.
+
+    Raises:
+        CheckpointError: when it is missing or damaged.
+    """
+    where = f"{version_url(url, version)}/{MANIFEST}"
+    filesystem, path = fsspec.core.url_to_fs(where)
+    try:
+        manifest = Manifest.model_validate_json(filesystem.cat_file(path))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{where}: there is no such checkpoint") from error
+    except ValidationError as error:
+        field, problem, _ = first_problem(error)
+        raise CheckpointError(f"{where}: {field}: {problem}") from error
+    if manifest.version != version:
+        raise CheckpointError(f"{where}: version is {manifest.version}, expected {version}")
+    return manifest
+
+
+def complete_versions(url: str) -> tuple[int, ...]:
+    """Versions that have a manifest, ascending."""
+    filesystem, path = fsspec.core.url_to_fs(url)
+    if not filesystem.exists(path):
+        return ()
+    versions = []
+    for entry in filesystem.ls(path, detail=False):
+        name = entry.rstrip("/").rsplit("/", 1)[-1]
+        if name[:1] == "v" and name[1:].isdigit() and filesystem.exists(f"{entry}/{MANIFEST}"):
+            versions.append(int(name[1:]))
+    return tuple(sorted(versions))
+
+
+def drop_versions(url: str, keep: int) -> None:
+    """Delete every version but the ``keep`` newest complete ones and what is newer than them."""
+    complete = complete_versions(url)
+    if len(complete) <= keep:
+        return
+    oldest_kept = complete[-keep]
+    filesystem, path = fsspec.core.url_to_fs(url)
+    for entry in filesystem.ls(path, detail=False):
+        name = entry.rstrip("/").rsplit("/", 1)[-1]
+        if name[:1] == "v" and name[1:].isdigit() and int(name[1:]) < oldest_kept:
+            manifest = f"{entry}/{MANIFEST}"
+            if filesystem.exists(manifest):
+                filesystem.rm_file(manifest)  # first it stops being a checkpoint, then its files go
+            filesystem.rm(entry, recursive=True)

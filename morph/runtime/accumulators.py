@@ -1,0 +1,123 @@
+"""Sums of one parameter unit's gradients over the micro-batches of a step.
+
+Two kinds behind one interface: ``ExactAccumulator`` (64-bit fixed point) and ``FastAccumulator``
+(ordinary floating point). A step uses a fresh accumulator, so that a reduction left behind by an
+aborted generation cannot write into one that is in use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from morph.contract.errors import NonFiniteGradient
+from morph.runtime.channels import Pending, Ring
+from morph.runtime.fixed_point import fits, from_fixed, next_exponent, to_fixed
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Mean gradients of one unit over the whole mini-batch, held until the commit.
+
+    ``exponents`` are the scales that the next step uses; ``overflowed`` asks for a redo with them.
+    """
+
+    gradients: Mapping[str, Tensor]
+    exponents: Mapping[str, int]
+    overflowed: bool
+
+
+class Accumulator(Protocol):
+    """Sums gradients of one unit, then reduces them over a ring."""
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add one contribution (of one micro-batch and one section) to a parameter's sum."""
+
+    def start_reduce(self, ring: Ring | None) -> Sequence[Pending]:
+        """Start the reductions; ``finish`` may be called once all of them are done."""
+
+    def finish(self, num_micro_batches: int, step: int) -> Reduced:
+        """Turn the reduced sums into mean gradients.
+
+        Raises:
+            NonFiniteGradient: naming step and parameter.
+        """
+
+
+class ExactAccumulator:
+    """Fixed-point sums of one unit in one flat int64 buffer."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], exponents: Mapping[str, int], num_contributions: int) -> None:
+        self._names = tuple(parameters)
+        self._parameters = parameters
+        self._exponents = dict(exponents)
+        self._num_contributions = num_contributions
+        sizes = [parameters[name].numel() for name in self._names]
+        self._flat = torch.zeros(sum(sizes), dtype=torch.int64)
+        self._slices = dict(zip(self._names, self._flat.split(sizes), strict=True))
+        self._largest = torch.zeros(len(self._names), dtype=torch.float64)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """See ``Accumulator.add``."""
+        gradient = gradient.detach().to("cpu")
+        index = self._names.index(name)
+        largest = float(gradient.abs().max())
+        largest = largest if math.isfinite(largest) else math.inf
+        self._largest[index] = max(float(self._largest[index]), largest)
+        if fits(self._exponents[name], largest, self._num_contributions):
+            self._slices[name].add_(to_fixed(gradient, self._exponents[name]).view(-1))
+
+    def start_reduce(self, ring: Ring | None) -> Sequence[Pending]:
+        """See ``Accumulator.start_reduce``."""
+        if ring is None:
+            return ()
+        return (ring.reduce(self._flat, dist.ReduceOp.SUM), ring.reduce(self._largest, dist.ReduceOp.MAX))
+
+    def finish(self, num_micro_batches: int, step: int) -> Reduced:
+        """See ``Accumulator.finish``."""
+        gradients, exponents, overflowed = {}, {}, False
+        for name, largest in zip(self._names, self._largest.tolist(), strict=True):
+            if not math.isfinite(largest):
+                raise NonFiniteGradient(f"step {step}: the gradient of {name} is NaN or infinite")
+            exponent, parameter = self._exponents[name], self._parameters[name]
+            overflowed |= not fits(exponent, largest, self._num_contributions)
+            total = from_fixed(self._slices[name], exponent, num_micro_batches, parameter.dtype)
+            gradients[name] = total.view(parameter.shape).to(parameter.device)
+            exponents[name] = next_exponent(exponent, largest, self._num_contributions)
+        return Reduced(gradients=gradients, exponents=exponents, overflowed=overflowed)
+
+
+class FastAccumulator:
+    """Floating-point sums of one unit in one flat float32 buffer (float64 for float64 parameters)."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        wide = any(parameter.dtype == torch.float64 for parameter in parameters.values())
+        sizes = [parameter.numel() for parameter in parameters.values()]
+        self._flat = torch.zeros(sum(sizes), dtype=torch.float64 if wide else torch.float32)
+        self._slices = dict(zip(parameters, self._flat.split(sizes), strict=True))
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """See ``Accumulator.add``."""
+        self._slices[name].add_(gradient.detach().to("cpu").view(-1))
+
+    def start_reduce(self, ring: Ring | None) -> Sequence[Pending]:
+        """See ``Accumulator.start_reduce``."""
+        return () if ring is None else (ring.reduce(self._flat, dist.ReduceOp.SUM),)
+
+    def finish(self, num_micro_batches: int, step: int) -> Reduced:
+        """See ``Accumulator.finish``."""
+        gradients = {}
+        for name, total in self._slices.items():
+            if not bool(torch.isfinite(total).all()):
+                raise NonFiniteGradient(f"step {step}: the gradient of {name} is NaN or infinite")
+            parameter = self._parameters[name]
+            mean = (total / num_micro_batches).to(parameter.dtype)
+            gradients[name] = mean.view(parameter.shape).to(parameter.device)
+        return Reduced(gradients=gradients, exponents={}, overflowed=False)

@@ -1,0 +1,165 @@
+"""Process groups of one generation: two-rank channels for tensors, rings for reductions (gloo).
+
+A channel is a two-rank group whose messages are broadcasts: unlike gloo's send and receive, a
+broadcast has a future with a completion callback, so nothing polls, and it can be left behind when
+the generation is aborted (docs/decisions/0002).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from morph.runtime.interrupt import Interrupt
+
+GROUP_TIMEOUT_S = 120.0
+"""Bound on one collective; an abort ends waits long before it."""
+
+FORM_TIMEOUT_S = 30.0
+"""Bound on meeting the other members of one group."""
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A group by name; members in rank order. Every worker forms its groups in the same global order."""
+
+    name: str
+    members: tuple[str, ...]
+
+
+def connect_store(host: str, port: int) -> dist.Store:
+    """Open a connection of its own to the rendezvous store; a blocked call on it blocks nobody else."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=FORM_TIMEOUT_S))
+
+
+def form_group(store: dist.Store, spec: GroupSpec, worker: str, listen_host: str) -> dist.ProcessGroupGloo:
+    """Meet the other members; blocks until all are there or the store's time-out."""
+    options = dist.ProcessGroupGloo._Options()  # the constructor's only way to bind one address
+    options._timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    options._threads = 1
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=listen_host)]
+    prefixed = dist.PrefixStore(spec.name, store)
+    return dist.ProcessGroupGloo(prefixed, spec.members.index(worker), len(spec.members), options)
+
+
+class Pending:
+    """An operation under way; holds its tensors until it is done."""
+
+    def __init__(self, work: dist.Work, tensors: Sequence[Tensor], interrupt: Interrupt) -> None:
+        self._tensors = tensors
+        self._interrupt = interrupt
+        self.done = False
+        work.get_future().add_done_callback(self._finished)
+
+    def _finished(self, future: torch.futures.Future[object]) -> None:
+        try:
+            future.value()
+        except RuntimeError as error:
+            self._interrupt.lose(error)
+            return
+        self.done = True
+        self._interrupt.notify()
+
+    def wait(self, what: str, timeout_s: float = GROUP_TIMEOUT_S) -> float:
+        """Block until done; return the seconds waited. Raises as ``Interrupt.wait_for``."""
+        return self._interrupt.wait_for(lambda: self.done, what, timeout_s)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as flat bytes, so that every dtype can travel."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class Channel:
+    """One direction between two workers: the root sends, the other receives, in order."""
+
+    def __init__(self, group: dist.ProcessGroupGloo, sender_rank: int, interrupt: Interrupt) -> None:
+        self._group = group
+        self._interrupt = interrupt
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = sender_rank
+        self._options.rootTensor = 0
+        self._options.asyncOp = True
+
+    def transfer(self, tensor: Tensor) -> Pending:
+        """Send (on the sender) or receive into (on the receiver) one contiguous CPU tensor."""
+        if tensor.numel() == 0:
+            raise ValueError("an empty tensor cannot travel")
+        flat = as_bytes(tensor)
+        return Pending(self._group.broadcast([flat], self._options), (tensor, flat), self._interrupt)
+
+
+class Ring:
+    """A reduction group."""
+
+    def __init__(self, group: dist.ProcessGroupGloo, interrupt: Interrupt) -> None:
+        self._group = group
+        self._interrupt = interrupt
+
+    def reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Pending:
+        """All-reduce one CPU tensor in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        options.asyncOp = True
+        return Pending(self._group.allreduce([tensor], options), (tensor,), self._interrupt)
+
+
+class GroupSet:
+    """The groups of one worker in one generation."""
+
+    def __init__(self, interrupt: Interrupt) -> None:
+        self._interrupt = interrupt
+        self._groups: dict[str, tuple[GroupSpec, dist.ProcessGroupGloo]] = {}
+
+    def form(self, specs: Sequence[GroupSpec], worker: str, listen_host: str, open_store: Callable[[], dist.Store]) -> None:
+        """Form every group that ``worker`` belongs to, in the order given (the same on every worker).
+
+        Raises:
+            GenerationAborted: aborted meanwhile; the half-formed groups are left behind.
+            PeerLost: a member went away or did not come within ``FORM_TIMEOUT_S``.
+        """
+        mine = [spec for spec in specs if worker in spec.members and len(spec.members) > 1]
+        if not mine:
+            return
+
+        def form_all() -> dict[str, tuple[GroupSpec, dist.ProcessGroupGloo]]:
+            store = open_store()
+            groups = {}
+            for spec in mine:
+                if self._interrupt.aborted:
+                    break
+                groups[spec.name] = (spec, form_group(store, spec, worker, listen_host))
+            return groups
+
+        def guarded() -> dict[str, tuple[GroupSpec, dist.ProcessGroupGloo]]:
+            try:
+                return form_all()
+            except RuntimeError as error:  # gloo and the store raise RuntimeError and subclasses
+                self._interrupt.lose(error)
+                raise
+
+        self._groups = self._interrupt.call(guarded, "forming groups", FORM_TIMEOUT_S * (1 + len(mine)))
+
+    @property
+    def broken(self) -> bool:
+        """Whether an operation that nobody can end may still be under way in one of the groups."""
+        return self._interrupt.over
+
+    def clear(self) -> None:
+        """Close every group: blocks for 10-100 ms, or until a broken operation times out."""
+        self._groups.clear()
+
+    def channel(self, name: str, sender: str) -> Channel:
+        """The channel over the two-member group ``name``."""
+        spec, group = self._groups[name]
+        return Channel(group, spec.members.index(sender), self._interrupt)
+
+    def ring(self, name: str) -> Ring | None:
+        """The ring ``name``; None when this worker is its only member."""
+        entry = self._groups.get(name)
+        return Ring(entry[1], self._interrupt) if entry else None

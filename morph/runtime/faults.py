@@ -1,0 +1,37 @@
+"""Scheduled faults, for tests: a worker kills itself when it reaches a phase of a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Sequence
+
+from morph.contract.messages import Fault
+
+
+class FaultPlan:
+    """The faults of one worker; with none, ``reach`` does nothing.
+
+    A fault is met once: the process does not survive it.
+    """
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._faults = tuple(faults)
+        self._step = 0
+        self._reached: Counter[str] = Counter()
+
+    def begin(self, step: int) -> None:
+        """A step (or the reshape before it) begins; arrivals are counted from here."""
+        self._step = step
+        self._reached.clear()
+
+    def reach(self, phase: str, step: int | None = None) -> None:
+        """Die here if a fault says so; ``step`` overrides the step under way (for background work)."""
+        if not self._faults:
+            return
+        nth = self._reached[phase]
+        self._reached[phase] += 1
+        step = self._step if step is None else step
+        if any(fault.phase == phase and fault.step == step and fault.nth == nth for fault in self._faults):
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,67 @@
+"""What a worker holds of one generation: its slot, its groups and its units at the reshape's version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from morph.contract.messages import ReshapeOrder, Slot
+from morph.contract.plan import Plan
+from morph.cutting.cut_model import CutModel
+from morph.runtime.channels import Channel, GroupSet, Ring
+from morph.runtime.executor import Neighbours, StageWork
+from morph.runtime.interrupt import Interrupt
+from morph.runtime.topology import Topology, edge_name, worker_at
+from morph.runtime.unit_state import UnitState
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One membership as seen by one of its workers; ``slot`` is None for a worker that only gives state."""
+
+    order: ReshapeOrder
+    slot: Slot | None
+    topology: Topology
+    groups: GroupSet
+    interrupt: Interrupt
+    units: dict[str, UnitState]
+
+    @property
+    def plan(self) -> Plan:
+        """The generation's plan."""
+        return self.order.plan
+
+    def ring_of(self, unit: str) -> Ring | None:
+        """The reduction group of a unit."""
+        return self.groups.ring(self.topology.unit_rings[unit])
+
+    def neighbours(self) -> Neighbours:
+        """Channels to the stages before and behind this worker's."""
+        assert self.slot is not None
+        stage = self.slot.stage
+        before, behind = stage - 1, stage if stage + 1 < self.plan.pipeline_depth else None
+        return Neighbours(
+            activations_in=self._edge(before, "act") if stage else None,
+            gradients_out=self._edge(before, "grad") if stage else None,
+            activations_out=self._edge(behind, "act") if behind is not None else None,
+            gradients_in=self._edge(behind, "grad") if behind is not None else None,
+        )
+
+    def _edge(self, boundary: int, kind: str) -> Channel:
+        assert self.slot is not None
+        sender_stage = boundary if kind == "act" else boundary + 1
+        sender = worker_at(self.order.slots, sender_stage, self.slot.replica)
+        return self.groups.channel(edge_name(self.order.generation, self.slot.replica, boundary, kind), sender)
+
+    def stage_work(self, model: CutModel) -> StageWork:
+        """The tasks of this worker's stage in every step of the generation."""
+        assert self.slot is not None
+        stage = self.plan.stages[self.slot.stage]
+        micro_batches = self.plan.micro_batches_of(self.slot.replica)
+        return StageWork(
+            micro_batches=micro_batches,
+            order=self.plan.orders[len(micro_batches)][self.slot.stage],
+            window=stage.window,
+            opportunistic=self.plan.schedule == "varuna",
+            inputs=model.sections[stage.first_section].inputs,
+            outputs=model.sections[stage.end_section - 1].outputs,
+        )

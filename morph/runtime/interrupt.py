@@ -1,0 +1,97 @@
+"""Waiting that a control thread can end: every blocking wait of a worker goes through an ``Interrupt``.
+
+A generation owns one ``Interrupt``. Completion callbacks (from gloo's threads) ``notify`` it, the
+control lane ``abort``s it, and the training thread waits on it for a condition.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from morph.contract.errors import GenerationAborted, PeerLost, WaitTimeout
+
+T = TypeVar("T")
+
+
+class Interrupt:
+    """A condition variable with an abort flag."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self._condition = threading.Condition()
+        self._aborted = False
+        self._lost: BaseException | None = None
+
+    def abort(self) -> None:
+        """End every present and future wait with ``GenerationAborted``."""
+        with self._condition:
+            self._aborted = True
+            self._condition.notify_all()
+
+    def lose(self, error: BaseException) -> None:
+        """End every present and future wait with ``PeerLost``: a connection of this generation failed."""
+        with self._condition:
+            self._lost = self._lost or error
+            self._condition.notify_all()
+
+    def notify(self) -> None:
+        """Wake the waiting thread so that it looks at its condition again."""
+        with self._condition:
+            self._condition.notify_all()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the generation was aborted."""
+        return self._aborted
+
+    @property
+    def over(self) -> bool:
+        """Whether the generation was aborted or lost a peer."""
+        return self._aborted or self._lost is not None
+
+    def check(self) -> None:
+        """Raise if the generation is over."""
+        if self._aborted:
+            raise GenerationAborted(f"generation {self.generation} was aborted")
+        if self._lost is not None:
+            raise PeerLost(f"generation {self.generation} lost a peer: {self._lost}") from self._lost
+
+    def wait_for(self, ready: Callable[[], bool], what: str, timeout_s: float) -> float:
+        """Block until ``ready()``; return the seconds waited.
+
+        Raises:
+            GenerationAborted: the control lane aborted the generation.
+            PeerLost: a connection failed.
+            WaitTimeout: after ``timeout_s``; says ``what`` was waited for.
+        """
+        start_s = time.monotonic()
+        with self._condition:
+            while True:
+                self.check()
+                if ready():
+                    return time.monotonic() - start_s
+                left_s = start_s + timeout_s - time.monotonic()
+                if left_s <= 0:
+                    raise WaitTimeout(f"waited {timeout_s:g} s for {what}")
+                self._condition.wait(left_s)
+
+    def call(self, work: Callable[[], T], what: str, timeout_s: float) -> T:
+        """Run a blocking call that cannot be interrupted, in a thread that is left behind on abort."""
+        result: list[T] = []
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                result.append(work())
+            except BaseException as error:  # handed to the waiting thread below
+                failure.append(error)
+            self.notify()
+
+        threading.Thread(target=run, name=f"morph-{what}", daemon=True).start()
+        self.wait_for(lambda: bool(result or failure), what, timeout_s)
+        if failure:
+            raise failure[0]
+        return result[0]

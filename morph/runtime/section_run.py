@@ -1,0 +1,77 @@
+"""Running one section on one micro-batch: the atom of all arithmetic.
+
+Forward, recompute and backward always go section by section, with inputs detached at each section
+border, so that no result depends on how sections are grouped into stages. The forward pass always
+runs with autograd on, also where its graph is dropped and made again later, so that it cannot take
+another kernel than the recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from morph.cutting.cut_model import Section
+
+AddGradient = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True)
+class SectionRun:
+    """A section's inputs and outputs with the autograd graph between them."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+def run_section(
+    section: Section, inputs: Sequence[Tensor], batch: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> SectionRun:
+    """Run a section's forward with a fresh autograd graph. The caller seeds the generators."""
+    leaves = tuple(
+        tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in zip(inputs, section.inputs, strict=True)
+    )
+    with torch.enable_grad():
+        outputs = section(leaves, batch, parameters)
+    return SectionRun(inputs=leaves, outputs=tuple(outputs))
+
+
+def section_backward(
+    section: Section,
+    run: SectionRun,
+    output_gradients: Sequence[Tensor | None],
+    parameters: Mapping[str, Tensor],
+    add: AddGradient,
+) -> tuple[Tensor | None, ...]:
+    """Run a section's backward; parameter gradients go to ``add``, input gradients are returned.
+
+    ``output_gradients`` aligns with the outputs; None where an output needs no gradient.
+    """
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(run.outputs, output_gradients, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
+    wanted_inputs = [tensor for tensor in run.inputs if tensor.requires_grad]
+    wanted_parameters = [parameters[name] for name in section.parameters]
+    found = iter(
+        torch.autograd.grad(
+            [output for output, _ in pairs],
+            [*wanted_inputs, *wanted_parameters],
+            [gradient for _, gradient in pairs],
+            allow_unused=True,
+        )
+    )
+    # an unused input gets zeros, not None: across a stage border something must travel, so it does within a stage too
+    input_gradients = tuple(_or_zeros(next(found), tensor) if tensor.requires_grad else None for tensor in run.inputs)
+    for name, gradient in zip(section.parameters, found, strict=True):
+        if gradient is not None:
+            add(name, gradient)
+    return input_gradients
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient

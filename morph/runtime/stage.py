@@ -1,0 +1,83 @@
+"""One stage: its sections run in a row, keeping for each micro-batch in flight what its backward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from morph.cutting.cut_model import CutModel, Section
+from morph.runtime.random_streams import seed_section
+from morph.runtime.section_run import AddGradient, SectionRun, run_section, section_backward
+
+LoadBatch = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
+
+
+class Stage:
+    """Runs tasks of one stage in one step.
+
+    Args:
+        model: The cut model.
+        sections: Section numbers of the stage.
+        recompute: Keep only the stage's input between forward and backward.
+        parameters: Parameters by name; read at every run.
+        load_batch: Gives the batch entries of a micro-batch, by global number and keys.
+        seed: The job's seed.
+        step: The step, for the random streams.
+    """
+
+    def __init__(
+        self,
+        model: CutModel,
+        sections: range,
+        *,
+        recompute: bool,
+        parameters: Mapping[str, Tensor],
+        load_batch: LoadBatch,
+        seed: int,
+        step: int,
+    ) -> None:
+        self._sections: tuple[Section, ...] = tuple(model.sections[index] for index in sections)
+        self._recompute = recompute
+        self._parameters = parameters
+        self._load_batch = load_batch
+        self._seed = seed
+        self._step = step
+        self._stored: dict[int, tuple[Tensor, ...]] = {}
+        self._runs: dict[int, list[SectionRun]] = {}
+
+    def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the forward of one micro-batch; returns the stage's outputs, detached."""
+        runs = self._run(micro_batch, inputs, keep=not self._recompute)
+        if self._recompute:
+            self._stored[micro_batch] = tuple(inputs)
+        else:
+            self._runs[micro_batch] = runs
+        return tuple(output.detach() for output in runs[-1].outputs)
+
+    def recompute(self, micro_batch: int) -> None:
+        """Run the forward again from the stored input, keeping the graphs for the backward."""
+        self._runs[micro_batch] = self._run(micro_batch, self._stored.pop(micro_batch), keep=True)
+
+    def backward(
+        self, micro_batch: int, output_gradients: Sequence[Tensor | None], add: AddGradient
+    ) -> tuple[Tensor | None, ...]:
+        """Run the backward of one micro-batch; returns the gradients of the stage's inputs."""
+        gradients = tuple(output_gradients)
+        runs = self._runs.pop(micro_batch)
+        for section in reversed(self._sections):
+            gradients = section_backward(section, runs.pop(), gradients, self._parameters, add)
+        return gradients
+
+    def _run(self, micro_batch: int, inputs: Sequence[Tensor], *, keep: bool) -> list[SectionRun]:
+        runs: list[SectionRun] = []
+        values = tuple(inputs)
+        for section in self._sections:
+            batch = self._load_batch(micro_batch, section.batch_keys) if section.batch_keys else {}
+            seed_section(self._seed, self._step, micro_batch, section.index)
+            run = run_section(section, values, batch, self._parameters)
+            values = run.outputs
+            if not keep:
+                runs.clear()  # the graphs behind are dropped, one section's at a time
+            runs.append(run)
+        return runs

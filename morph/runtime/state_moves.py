@@ -1,0 +1,82 @@
+"""Bringing a worker's units to the version of a reshape: kept, from a peer, from a checkpoint, or made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from morph.checkpoint.manifest import read_manifest
+from morph.checkpoint.unit_files import from_payload, read_unit, to_payload
+from morph.contract.messages import Source
+from morph.runtime.channels import Channel, Pending
+from morph.runtime.unit_state import UnitState
+
+MakeUnit = Callable[[str], UnitState]
+
+
+@dataclass(frozen=True)
+class MoveContext:
+    """What the moves of one worker in one reshape need."""
+
+    worker: str
+    version: int
+    checkpoint_url: str
+    held: Mapping[str, UnitState]
+    make_unit: MakeUnit
+    channel: Callable[[str, str], Channel]
+
+
+def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Pending]:
+    """Start sending every unit that others take from this worker; returns at once.
+
+    Two workers may take units from each other, so nobody waits for its own to leave before it has received.
+    """
+    pending = []
+    for source in sources:
+        if source.kind == "peer" and source.peer == context.worker:
+            payload = to_payload(context.held[source.unit].tensors())
+            channel = context.channel(context.worker, source.worker)
+            pending.append(channel.transfer(torch.tensor([len(payload)], dtype=torch.int64)))
+            pending.append(channel.transfer(torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
+    return pending
+
+
+def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[str, UnitState], int]:
+    """Collect this worker's units at the wanted version; returns them and the bytes received from peers.
+
+    Raises:
+        CheckpointError: when a checkpoint is incomplete or damaged.
+    """
+    units: dict[str, UnitState] = {}
+    received_bytes = 0
+    for source in sources:
+        if source.worker != context.worker:
+            continue
+        if source.kind == "keep":
+            units[source.unit] = context.held[source.unit]
+            continue
+        state = context.make_unit(source.unit)
+        if source.kind == "peer":
+            assert source.peer is not None
+            payload = receive_payload(context.channel(source.peer, context.worker))
+            received_bytes += len(payload)
+            state.load(from_payload(payload))
+        elif source.kind == "checkpoint":
+            manifest = read_manifest(context.checkpoint_url, context.version)
+            state.load(read_unit(context.checkpoint_url, manifest, source.unit))
+        units[source.unit] = state
+    for name, state in units.items():
+        assert state.version == context.version, f"unit {name} is at version {state.version}, not {context.version}"
+    return units, received_bytes
+
+
+def receive_payload(channel: Channel) -> bytes:
+    """Receive one length-prefixed payload."""
+    size = torch.zeros(1, dtype=torch.int64)
+    channel.transfer(size).wait("the size of a unit's state")
+    payload: Tensor = torch.empty(int(size), dtype=torch.uint8)
+    channel.transfer(payload).wait("a unit's state")
+    return payload.numpy().tobytes()

@@ -1,0 +1,295 @@
+"""The worker: one long-lived process that drives one device and carries out the manager's orders.
+
+It knows nothing of Ray. The manager calls ``setup``, ``reshape``, ``step`` and ``commit`` one at a
+time (the order lane), and ``abort`` and ``heartbeat`` beside them (the control lane).
+
+What survives an aborted generation: a worker keeps every unit it held until the first step or commit
+of a *later* generation arrives, so a reshape that fails loses nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from morph.contract.errors import GenerationAborted, MorphError, PeerLost, ProfileError, WaitTimeout
+from morph.contract.messages import (
+    Aborted,
+    CommitOrder,
+    Committed,
+    Failed,
+    Heartbeat,
+    Prepared,
+    ReshapeOrder,
+    Reshaped,
+    StepOrder,
+    WorkerReady,
+    WorkerSetup,
+)
+from morph.cutting import cut, export_job
+from morph.data import MicroBatchLoader
+from morph.job import load_job
+from morph.runtime.channels import Channel, GroupSet, connect_store
+from morph.runtime.checkpoint_writer import CheckpointWriter
+from morph.runtime.executor import Executor, reduce_all
+from morph.runtime.faults import FaultPlan
+from morph.runtime.generation import Generation
+from morph.runtime.graveyard import Graveyard
+from morph.runtime.interrupt import Interrupt
+from morph.runtime.stage import Stage
+from morph.runtime.state_moves import MoveContext, start_sending, take_units
+from morph.runtime.topology import Topology, move_name, slot_of, topology
+from morph.runtime.unit_state import UnitState
+
+if TYPE_CHECKING:
+    from morph.cutting.cut_model import CutModel
+    from morph.job import Job
+
+log = logging.getLogger(__name__)
+AnswerT = TypeVar("AnswerT")
+
+
+class Worker:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self._interrupt = Interrupt(0)
+        self._aborted_generation = 0
+        self._generation: Generation | None = None
+        self._held: dict[str, UnitState] = {}
+        self._graveyard = Graveyard()
+
+    # ---- order lane ----
+
+    def setup(self, setup: WorkerSetup) -> WorkerReady | Failed:
+        """Load the job and cut its model; seconds, once in the worker's life."""
+        start_s = time.perf_counter()
+        try:
+            torch.set_num_threads(setup.num_threads)
+            self._setup = setup
+            self._device = torch.device(setup.device)
+            self._faults = FaultPlan([fault for fault in setup.faults if fault.worker == setup.worker])
+            self._job: Job = load_job(setup.job_path)
+            exported = export_job(self._job)
+            self._model: CutModel = cut(
+                exported, num_sections=setup.num_sections, micro_batch_size=setup.micro_batch_size
+            )
+            self._initial = exported.initial_parameters
+            if self._model.fingerprint != setup.fingerprint:
+                raise ProfileError(
+                    "the profile belongs to another model; calibrate again",
+                    source=setup.job_path,
+                    field="fingerprint",
+                    value=self._model.fingerprint,
+                    allowed=setup.fingerprint,
+                )
+            self._loader = MicroBatchLoader(
+                self._job.dataset(), self._job.seed, self._job.batch_size, setup.micro_batch_size
+            )
+            self._writer = CheckpointWriter(setup.worker, setup.checkpoint_url, self._faults)
+        except Exception as error:
+            return self._failed(0, error)
+        return WorkerReady(worker=setup.worker, pid=os.getpid(), setup_s=time.perf_counter() - start_s)
+
+    def reshape(self, order: ReshapeOrder) -> Reshaped | Aborted | Failed:
+        """Join a new generation: form its groups and bring the slot's units to its version."""
+        return self._carry_out(order.generation, lambda: self._reshape(order))
+
+    def step(self, order: StepOrder) -> Prepared | Aborted | Failed:
+        """Apply what was decided, then run one step up to its reduced gradients."""
+        return self._carry_out(order.generation, lambda: self._step(order))
+
+    def commit(self, order: CommitOrder) -> Committed | Aborted | Failed:
+        """Apply what was decided and hand the wanted units to the checkpoint writer."""
+        return self._carry_out(order.generation, lambda: self._commit(order))
+
+    # ---- control lane ----
+
+    def abort(self, generation: int) -> None:
+        """Dissolve every generation up to this one: a running order returns ``Aborted`` soon."""
+        self._aborted_generation = max(self._aborted_generation, generation)
+        if self._interrupt.generation <= generation:
+            self._interrupt.abort()
+
+    def heartbeat(self, wait_s: float) -> Heartbeat:
+        """Proof of life; returns early when a checkpoint unit was written. Blocks up to ``wait_s``."""
+        writer: CheckpointWriter | None = getattr(self, "_writer", None)
+        if writer is None:
+            time.sleep(min(wait_s, 0.2))
+            return Heartbeat(worker="")
+        return writer.collect(wait_s)
+
+    # ---- inside ----
+
+    def _carry_out(self, generation: int, work: Callable[[], AnswerT]) -> AnswerT | Aborted | Failed:
+        worker = self._setup.worker
+        try:
+            if generation <= self._aborted_generation:
+                raise GenerationAborted(f"generation {generation} was aborted before the order arrived")
+            return work()
+        except GenerationAborted as error:
+            return Aborted(worker=worker, generation=generation, peer_lost=False, detail=str(error))
+        except (PeerLost, WaitTimeout) as error:
+            return Aborted(worker=worker, generation=generation, peer_lost=True, detail=str(error))
+        except Exception as error:
+            return self._failed(generation, error)
+
+    def _failed(self, generation: int, error: Exception) -> Failed:
+        log.exception("order failed")
+        known = isinstance(error, MorphError)
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        return Failed(worker=self._setup.worker, generation=generation, error=text, detail=type(error).__name__)
+
+    def _reshape(self, order: ReshapeOrder) -> Reshaped:
+        start_s = time.perf_counter()
+        self._faults.begin(order.version)
+        if self._generation is not None:
+            self._graveyard.bury(self._generation.groups)
+            self._generation = None
+        self._roll_forward(self._held, order.version)
+        for state in self._held.values():
+            state.reduced = None  # of a step that was not decided
+        interrupt = self._interrupt = Interrupt(order.generation)
+        if order.generation <= self._aborted_generation:
+            interrupt.abort()  # the abort came between the check and the new interrupt
+        self._faults.reach("reshape")
+        layout = topology(order, self._model.units)
+        groups = GroupSet(interrupt)
+        try:
+            return self._join(order, layout, groups, start_s)
+        except MorphError:
+            self._graveyard.bury(groups)
+            raise
+
+    def _join(self, order: ReshapeOrder, layout: Topology, groups: GroupSet, start_s: float) -> Reshaped:
+        setup, interrupt = self._setup, self._interrupt
+        groups.form(
+            layout.groups, setup.worker, setup.listen_host, lambda: connect_store(setup.store_host, setup.store_port)
+        )
+        formed_s = time.perf_counter()
+        self._faults.reach("transfer")
+        context = MoveContext(
+            worker=setup.worker,
+            version=order.version,
+            checkpoint_url=setup.checkpoint_url,
+            held=self._held,
+            make_unit=self._make_unit(order),
+            channel=lambda sender, receiver: self._move_channel(groups, order.generation, sender, receiver),
+        )
+        leaving = start_sending(order.sources, context)
+        units, received_bytes = take_units(order.sources, context)
+        for transfer in leaving:
+            transfer.wait("a unit's state to leave for a peer")
+        at_version = {name: state for name, state in self._held.items() if state.version == order.version}
+        self._held = {**at_version, **units}
+        slot = slot_of(order.slots, setup.worker)
+        self._generation = Generation(order, slot, layout, groups, interrupt, units)
+        return Reshaped(
+            worker=setup.worker,
+            generation=order.generation,
+            groups_s=formed_s - start_s,
+            state_s=time.perf_counter() - formed_s,
+            received_bytes=received_bytes,
+        )
+
+    @staticmethod
+    def _move_channel(groups: GroupSet, generation: int, sender: str, receiver: str) -> Channel:
+        return groups.channel(move_name(generation, sender, receiver), sender)
+
+    def _make_unit(self, order: ReshapeOrder) -> Callable[[str], UnitState]:
+        by_id = {unit.id: unit for unit in self._model.units}
+
+        def make(name: str) -> UnitState:
+            unit = by_id[name]
+            return UnitState(
+                unit,
+                {parameter: self._initial[parameter].to(self._device) for parameter in unit.parameters},
+                self._job.optimizer,
+                num_micro_batches=order.plan.num_micro_batches,
+                exact=self._job.accumulation == "exact",
+            )
+
+        return make
+
+    def _roll_forward(self, units: dict[str, UnitState], version: int) -> None:
+        """Apply the held gradients of the step before ``version`` where that step was decided."""
+        for state in units.values():
+            if state.version == version - 1 and state.reduced is not None:
+                state.apply()
+
+    def _enter(self, generation: int, version: int) -> Generation:
+        """The current generation with every unit at ``version``; what the generation does not use is let go."""
+        current = self._generation
+        assert current is not None
+        assert current.order.generation == generation
+        self._held = current.units
+        self._roll_forward(current.units, version)
+        for name, state in current.units.items():
+            assert state.version == version, f"unit {name} is at version {state.version}, not {version}"
+        return current
+
+    def _step(self, order: StepOrder) -> Prepared:
+        self._faults.begin(order.step)
+        self._faults.reach("after_commit")
+        current = self._enter(order.generation, order.step)
+        self._faults.reach("applied")
+        self._hand_over(current, order.checkpoint_units)
+        for state in current.units.values():
+            if state.reduced is not None and state.reduced.overflowed:
+                state.rescale(state.reduced)
+            state.reduced = None
+        return self._run_step(current, order)
+
+    def _run_step(self, current: Generation, order: StepOrder) -> Prepared:
+        assert current.slot is not None
+        units = current.units
+        accumulators = {name: state.new_accumulator() for name, state in units.items()}
+        by_parameter = {name: accumulators[unit] for unit, state in units.items() for name in state.parameters}
+        stage_plan = current.plan.stages[current.slot.stage]
+        stage = Stage(
+            self._model,
+            stage_plan.sections,
+            recompute=stage_plan.recompute,
+            parameters={name: tensor for state in units.values() for name, tensor in state.parameters.items()},
+            load_batch=lambda micro_batch, keys: self._load(order.step, micro_batch, keys),
+            seed=self._job.seed,
+            step=order.step,
+        )
+        executor = Executor(
+            stage, current.stage_work(self._model), current.neighbours(), current.interrupt, self._faults, self._device
+        )
+        executor.run(by_parameter)
+        rings = {name: current.ring_of(name) for name in units}
+        reduce_all(accumulators, rings, self._faults, executor.stopwatch)
+        for name, state in units.items():
+            state.reduced = accumulators[name].finish(current.plan.num_micro_batches, order.step)
+        self._faults.reach("before_commit")
+        return Prepared(
+            worker=self._setup.worker,
+            generation=order.generation,
+            step=order.step,
+            attempt=order.attempt,
+            overflowed=any(state.reduced.overflowed for state in units.values() if state.reduced),
+            losses=tuple(executor.losses),
+            times=executor.stopwatch.times(),
+        )
+
+    def _load(self, step: int, micro_batch: int, keys: Sequence[str]) -> dict[str, torch.Tensor]:
+        batch = self._loader.load(step, micro_batch, keys)
+        return {key: tensor.to(self._device) for key, tensor in batch.items()}
+
+    def _commit(self, order: CommitOrder) -> Committed:
+        self._faults.begin(order.version)
+        current = self._enter(order.generation, order.version)
+        self._hand_over(current, order.checkpoint_units)
+        return Committed(worker=self._setup.worker, generation=order.generation, version=order.version)
+
+    def _hand_over(self, current: Generation, names: tuple[str, ...]) -> None:
+        for name in names:
+            state = current.units[name]
+            self._writer.hand_over(state.version, name, state.tensors())
