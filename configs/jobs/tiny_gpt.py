@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from morph import Job
 
@@ -39,10 +39,10 @@ class Block(nn.Module):
         samples, length, width = hidden.shape
         heads = self.query_key_value(self.norm_attention(hidden)).view(samples, length, 3, NUM_HEADS, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         attended = attended.transpose(1, 2).reshape(samples, length, width)
         hidden = hidden + self.dropout(self.project(attended))
-        return hidden + self.dropout(self.narrow(F.gelu(self.widen(self.norm_mlp(hidden)))))
+        return hidden + self.dropout(self.narrow(functional.gelu(self.widen(self.norm_mlp(hidden)))))
 
 
 class TinyGPT(nn.Module):
@@ -87,7 +87,7 @@ class CountingText(torch.utils.data.Dataset[dict[str, Tensor]]):
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the mean cross entropy."""
     logits = model(batch["tokens"])
-    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
 def optimizer(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

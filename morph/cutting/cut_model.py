@@ -1,0 +1,212 @@
+"""The cut model: K sections with their borders, and the parameter units that the sections share or own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from morph.contract.errors import JobError
+from morph.cutting.analysis import Analysis, analyse
+from morph.cutting.build import BuiltSection, build_section, describe
+from morph.cutting.export import ExportedJob
+from morph.cutting.positions import choose_positions, default_num_sections
+
+
+@dataclass(frozen=True)
+class BoundaryTensor:
+    """A tensor that crosses a cut; ``shape`` is for the cut model's m."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of one such tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ParameterUnit:
+    """The parameters that exactly these sections read; several sections mean tied weights.
+
+    Attributes:
+        id: ``s3``, or ``s0+s7`` for a unit of sections 0 and 7.
+        sections: Ascending section numbers.
+        parameters: Names in the user's model.
+    """
+
+    id: str
+    sections: tuple[int, ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """One section: a function of border tensors, batch entries and parameters, which it does not own.
+
+    Attributes:
+        index: 0..K-1.
+        label: Where in the user's model the section begins.
+        inputs: Border tensors it takes: the previous section's outputs.
+        outputs: Border tensors it returns, contiguous; of the last section the scalar loss alone. A tensor that only
+            passes through is in both.
+        batch_keys: Batch entries it reads.
+        parameters: Parameters it reads, tied ones included.
+        signature: Equal for sections of equal operations and shapes.
+    """
+
+    index: int
+    label: str
+    inputs: tuple[BoundaryTensor, ...]
+    outputs: tuple[BoundaryTensor, ...]
+    batch_keys: tuple[str, ...]
+    parameters: tuple[str, ...]
+    signature: str
+    module: GraphModule
+
+    def __call__(
+        self, inputs: Sequence[Tensor], batch: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Run the section; autograd records as usual, and randomness comes from torch's generator.
+
+        Args:
+            inputs: One tensor per entry of ``self.inputs``.
+            batch: At least ``self.batch_keys``, each [m, ...].
+            parameters: At least ``self.parameters``, from any storage.
+        """
+        entries = [batch[key] for key in self.batch_keys]
+        weights = [parameters[name] for name in self.parameters]
+        outputs: tuple[Tensor, ...] = self.module(*inputs, *entries, *weights)
+        return outputs
+
+
+@dataclass(frozen=True, eq=False)
+class CutModel:
+    """A model cut into K sections for one micro-batch size.
+
+    Attributes:
+        sections: In order.
+        units: Every parameter that a section reads is in exactly one.
+        fingerprint: Of operations, cut positions and parameters; the same for every m, process and machine.
+        micro_batch_size: m.
+        parameter_specs: Shape and dtype of each parameter that a section reads.
+        unused_parameters: Trainable, but the loss does not depend on them: in no unit, and never changed.
+    """
+
+    sections: tuple[Section, ...]
+    units: tuple[ParameterUnit, ...]
+    fingerprint: str
+    micro_batch_size: int
+    parameter_specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    unused_parameters: tuple[str, ...]
+
+
+def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: int) -> CutModel:
+    """Cut an exported job into sections, fixed to micro-batches of ``micro_batch_size`` samples.
+
+    Args:
+        exported: What ``export_job`` returned.
+        num_sections: K; None chooses it from the graph's narrow places.
+        micro_batch_size: m. Cut positions and fingerprint do not depend on it.
+
+    Raises:
+        JobError: the graph has fewer places to cut than asked for.
+        ExportError: a size in the graph depends on data.
+    """
+    analysis = analyse(exported)
+    places = _cut_places(analysis, num_sections)
+    bounds = [0, *places, len(analysis.sequence)]
+    borders = [(), *(analysis.alive(place) for place in places), (analysis.output,)]
+    sections: list[Section] = []
+    for index in range(len(bounds) - 1):
+        nodes = analysis.sequence[bounds[index] : bounds[index + 1]]
+        inputs, outputs = borders[index], borders[index + 1]
+        built = build_section(analysis, nodes, inputs, outputs, micro_batch_size)
+        sections.append(_section(analysis, index, nodes, built, inputs, outputs, micro_batch_size))
+    used = {name for section in sections for name in section.parameters}
+    initial = exported.initial_parameters
+    return CutModel(
+        sections=tuple(sections),
+        units=_units(sections, tuple(initial)),
+        fingerprint=_fingerprint(analysis, places),
+        micro_batch_size=micro_batch_size,
+        parameter_specs={name: (tuple(t.shape), t.dtype) for name, t in initial.items() if name in used},
+        unused_parameters=tuple(name for name in initial if name not in used),
+    )
+
+
+def _cut_places(analysis: Analysis, num_sections: int | None) -> tuple[int, ...]:
+    positions, total = analysis.positions(), analysis.total_cost
+    wanted = default_num_sections(positions, total) if num_sections is None else num_sections
+    try:
+        return choose_positions(positions, total, wanted)
+    except ValueError as error:
+        raise JobError(
+            str(error), source="Job", field="num_sections", value=wanted, allowed="fewer sections"
+        ) from error
+
+
+def _section(
+    analysis: Analysis,
+    index: int,
+    nodes: Sequence[Node],
+    built: BuiltSection,
+    inputs: Sequence[Node],
+    outputs: Sequence[Node],
+    num_samples: int,
+) -> Section:
+    return Section(
+        index=index,
+        label=_label(nodes),
+        inputs=tuple(_boundary(analysis, node, num_samples) for node in inputs),
+        outputs=tuple(_boundary(analysis, node, num_samples) for node in outputs),
+        batch_keys=built.batch_keys,
+        parameters=built.parameters,
+        signature=built.signature,
+        module=built.module,
+    )
+
+
+def _boundary(analysis: Analysis, node: Node, num_samples: int) -> BoundaryTensor:
+    (shape,) = analysis.shapes(node, num_samples)
+    return BoundaryTensor(node.name, tuple(shape), node.meta["val"].dtype, node in analysis.carries_gradient)
+
+
+def _label(nodes: Sequence[Node]) -> str:
+    """Return the path of the module in which the section's first operation stands."""
+    for node in nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        paths = [path.removeprefix("model").removeprefix(".") for path, _ in stack.values()]
+        deepest = max(paths, key=len, default="")
+        if deepest:
+            return deepest
+    return "loss"
+
+
+def _units(sections: Sequence[Section], names: Sequence[str]) -> tuple[ParameterUnit, ...]:
+    members: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        readers = tuple(section.index for section in sections if name in section.parameters)
+        if readers:
+            members.setdefault(readers, []).append(name)
+    return tuple(
+        ParameterUnit("+".join(f"s{index}" for index in readers), readers, tuple(members[readers]))
+        for readers in sorted(members)
+    )
+
+
+def _fingerprint(analysis: Analysis, places: Sequence[int]) -> str:
+    exported = analysis.exported
+    lines = [f"places {tuple(places)}"]
+    lines += describe(exported.graph_module.graph.nodes)
+    lines += [f"{source.kind} {source.name}" for source in exported.sources.values()]
+    lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in exported.initial_parameters.items()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
