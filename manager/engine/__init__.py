@@ -1,1 +1,1 @@
-"""."""
+"""The live shell around the controller: the one place that knows Ray."""

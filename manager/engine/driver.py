@@ -1,0 +1,159 @@
+"""The live loop: observe, decide, write down, act. No policy in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from manager.controller.actions import (
+    Abort,
+    Action,
+    EndWorker,
+    Finish,
+    SendCommit,
+    SendReshape,
+    SendStep,
+    StartWorker,
+    WriteManifest,
+)
+from manager.controller.decide import decide
+from manager.controller.events import CheckpointFailed, Event, ManifestWritten, StopRequested, Tick
+from manager.controller.state import ControllerState, Decision
+from manager.engine.inbox import Fact, Inbox, Stamped
+from manager.journal import Journal
+from morph.checkpoint.manifest import drop_versions, write_manifest
+from morph.contract.checkpoint import Manifest
+from morph.contract.messages import CommitOrder, ReshapeOrder, StepOrder
+
+IDLE_S = 0.5
+KEEP_CHECKPOINTS = 2
+
+
+class Pool(Protocol):
+    """What carries orders to workers; answers come back through the inbox."""
+
+    def start(self, worker: str, vm: str) -> None:
+        """Start and set up a worker."""
+
+    def reshape(self, worker: str, order: ReshapeOrder) -> None:
+        """Send a reshape order."""
+
+    def step(self, worker: str, order: StepOrder) -> None:
+        """Send a step order."""
+
+    def commit(self, worker: str, order: CommitOrder) -> None:
+        """Send a commit order."""
+
+    def abort(self, worker: str, generation: int) -> None:
+        """Abort a generation on a worker."""
+
+    def end(self, worker: str) -> None:
+        """Kill a worker."""
+
+    def watch(self) -> None:
+        """Look for silent workers."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One turn of the loop, for whoever shows the run."""
+
+    time_s: float
+    event: Event
+    decision: Decision
+
+
+Observer = Callable[[Observed], None]
+
+
+class Driver:
+    """Drives one run to its end.
+
+    Args:
+        state: The controller's state to begin with.
+        inbox: Where events and facts arrive.
+        pool: Carries orders.
+        journal: Every event and decision is in it before its actions are carried out.
+        checkpoint_url: Where manifests go.
+        observer: Called after each decision, in this thread.
+    """
+
+    def __init__(
+        self,
+        state: ControllerState,
+        inbox: Inbox,
+        pool: Pool,
+        journal: Journal,
+        checkpoint_url: str,
+        observer: Observer,
+    ) -> None:
+        self.state = state
+        self._inbox = inbox
+        self._pool = pool
+        self._journal = journal
+        self._checkpoint_url = checkpoint_url
+        self._observer = observer
+        self._finish: Finish | None = None
+        self._wake_at_s: float | None = None
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for an end at the next step boundary; safe in a signal handler."""
+        self._inbox.put(StopRequested(reason=reason))
+
+    def run(self) -> Finish:
+        """Block until the controller finishes the run."""
+        while self._finish is None:
+            self._pool.watch()
+            now_s = time.time()
+            wait_s = IDLE_S if self._wake_at_s is None else min(IDLE_S, self._wake_at_s - now_s)
+            stamped = self._inbox.get(wait_s)
+            if stamped is not None:
+                self._take(stamped)
+            elif self._wake_at_s is not None and time.time() >= self._wake_at_s:
+                self._handle(time.time(), Tick())
+        return self._finish
+
+    def _take(self, stamped: Stamped) -> None:
+        if isinstance(stamped.item, Fact):
+            self._journal.append_fact(stamped.time_s, stamped.item.kind, stamped.item.details)
+        else:
+            self._handle(stamped.time_s, stamped.item)
+
+    def _handle(self, time_s: float, event: Event) -> None:
+        decision = decide(self.state, event, time_s)
+        self._journal.append_decision(time_s, event, decision)
+        self.state = decision.state
+        self._wake_at_s = decision.wake_at_s
+        for action in decision.actions:
+            self._act(action)
+        self._observer(Observed(time_s, event, decision))
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case SendStep(worker=worker, order=order):
+                self._pool.step(worker, order)
+            case SendReshape(worker=worker, order=reshape):
+                self._pool.reshape(worker, reshape)
+            case SendCommit(worker=worker, order=commit):
+                self._pool.commit(worker, commit)
+            case Abort(worker=worker, generation=generation):
+                self._pool.abort(worker, generation)
+            case StartWorker(worker=worker):
+                self._pool.start(worker, worker)
+            case EndWorker(worker=worker):
+                self._pool.end(worker)
+            case WriteManifest(manifest=manifest):
+                self._write_manifest(manifest)
+            case Finish():
+                self._finish = action
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        try:
+            write_manifest(self._checkpoint_url, manifest)
+            drop_versions(self._checkpoint_url, KEEP_CHECKPOINTS)
+        except OSError as error:
+            self._inbox.put(CheckpointFailed(worker="manager", error=f"{type(error).__name__}: {error}"))
+            return
+        self._inbox.put(ManifestWritten(version=manifest.version))

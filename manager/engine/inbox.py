@@ -1,0 +1,44 @@
+"""The driver's queue: events for the controller, and facts that are only written down."""
+
+from __future__ import annotations
+
+import queue
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from manager.controller.events import Event
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that happened outside the controller's sight, for the journal: a VM was killed, say."""
+
+    kind: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stamped:
+    """An event or fact with the wall-clock second at which it was seen."""
+
+    time_s: float
+    item: Event | Fact
+
+
+class Inbox:
+    """Thread-safe; stamps what is put in."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Stamped] = queue.Queue()
+
+    def put(self, item: Event | Fact) -> None:
+        """Add an event or fact; never blocks."""
+        self._queue.put(Stamped(time.time(), item))
+
+    def get(self, timeout_s: float) -> Stamped | None:
+        """The oldest entry; None when none comes within ``timeout_s``."""
+        try:
+            return self._queue.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return None

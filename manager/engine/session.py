@@ -1,0 +1,122 @@
+"""One managed run from nothing to nothing: cluster up, controller driven, everything ended."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from manager.controller.actions import Finish
+from manager.controller.config import ControllerConfig
+from manager.controller.state import Phase, initial_state
+from manager.engine.driver import Driver, Observed, Observer
+from manager.engine.inbox import Inbox
+from manager.engine.ray_cluster import RayCluster
+from manager.engine.vm_player import VmPlayer
+from manager.engine.worker_pool import Store, WorkerPool
+from manager.journal import Journal
+from manager.run_dir import RunDir
+from morph.contract.cluster import ClusterConfig
+from morph.contract.messages import Fault, WorkerSetup
+from morph.contract.trace import Trace
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What to run and on what. Everything in it was checked before."""
+
+    job_path: str
+    config: ControllerConfig
+    cluster: ClusterConfig
+    trace: Trace
+    num_sections: int
+    micro_batch_size: int
+    faults: tuple[Fault, ...] = ()
+
+
+def run_session(spec: RunSpec, run_dir: RunDir, observer: Observer) -> Finish:
+    """Run a job to its end on local VMs; blocks. The first SIGINT or SIGTERM asks for a clean stop.
+
+    Raises:
+        ClusterError: when Ray does not start.
+        KeyboardInterrupt: on a second SIGINT; everything is ended all the same.
+    """
+    inbox = Inbox()
+    cluster = RayCluster()
+    journal = Journal.open(run_dir.journal_path)
+    try:
+        cluster.start()
+        store = Store(LOOPBACK)
+        pool = WorkerPool(
+            inbox, lambda worker: _setup(spec, run_dir, store, worker), spec.config.policy.heartbeat_timeout_s
+        )
+        player = VmPlayer(cluster, spec.trace, inbox)
+        driver = Driver(
+            initial_state(spec.config),
+            inbox,
+            pool,
+            journal,
+            run_dir.checkpoint_url,
+            lambda observed: _observe(observed, player, observer),
+        )
+        journal.append_config(spec.config)
+        with _stop_on_signal(driver):
+            player.start()
+            try:
+                finish = driver.run()
+            finally:
+                player.close()
+        return finish
+    finally:
+        cluster.close()
+        journal.close()
+
+
+def _observe(observed: Observed, player: VmPlayer, observer: Observer) -> None:
+    if observed.decision.state.phase is Phase.TRAINING:
+        player.start_clock()
+    observer(observed)
+
+
+def _setup(spec: RunSpec, run_dir: RunDir, store: Store, worker: str) -> WorkerSetup:
+    return WorkerSetup(
+        worker=worker,
+        job_path=spec.job_path,
+        fingerprint=spec.config.fingerprint,
+        num_sections=spec.num_sections,
+        micro_batch_size=spec.micro_batch_size,
+        checkpoint_url=run_dir.checkpoint_url,
+        store_host=store.host,
+        store_port=store.port,
+        listen_host=LOOPBACK,
+        device=spec.cluster.vms.device,
+        faults=spec.faults,
+    )
+
+
+@contextmanager
+def _stop_on_signal(driver: Driver) -> Iterator[None]:
+    """First signal: stop at the next boundary. Second: KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = False
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        driver.request_stop(signal.Signals(number).name)
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,152 @@
+"""Worker actors: one Ray actor a VM, orders on one lane, control beside it.
+
+Every answer and every loss becomes an event on the driver's queue. A worker is lost when Ray says
+that its process died (10-20 ms after a kill) or when its heartbeat has been silent for too long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from manager.controller.events import CheckpointFailed, UnitsWritten, WorkerAnswered, WorkerLost
+from manager.engine.inbox import Inbox
+from manager.engine.ray_cluster import HEAD_RESOURCE, VM_RESOURCE
+from morph.contract.messages import CommitOrder, Heartbeat, ReshapeOrder, StepOrder, WorkerSetup
+from morph.runtime.store import StoreHost
+from morph.runtime.worker import Worker
+
+HEARTBEAT_WAIT_S = 1.0
+CONTROL_LANE = "control"
+STORE_TIMEOUT_S = 60.0
+
+
+@dataclass
+class _Handle:
+    """A started worker."""
+
+    actor: Any
+    ready: bool = False
+    gone: bool = False
+    beat_sent_s: float = field(default_factory=time.monotonic)
+
+
+class WorkerPool:
+    """Starts, orders, watches and ends workers. Events go to ``inbox``; callbacks run in Ray's threads."""
+
+    def __init__(self, inbox: Inbox, make_setup: Callable[[str], WorkerSetup], heartbeat_timeout_s: float) -> None:
+        self._inbox = inbox
+        self._make_setup = make_setup
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._handles: dict[str, _Handle] = {}
+        self._actor_class = ray.remote(concurrency_groups={CONTROL_LANE: 2})(Worker)
+
+    def start(self, worker: str, vm: str) -> None:
+        """Start a worker on its VM and set it up; ``WorkerReady`` follows as an answer."""
+        actor = self._actor_class.options(
+            num_cpus=1, resources={VM_RESOURCE + vm: 1}, max_restarts=0, max_task_retries=0
+        ).remote()
+        self._handles[worker] = _Handle(actor)
+        self._answer(worker, actor.setup.remote(self._make_setup(worker)))
+
+    def reshape(self, worker: str, order: ReshapeOrder) -> None:
+        """Send a reshape order."""
+        self._send(worker, "reshape", order)
+
+    def step(self, worker: str, order: StepOrder) -> None:
+        """Send a step order."""
+        self._send(worker, "step", order)
+
+    def commit(self, worker: str, order: CommitOrder) -> None:
+        """Send a commit order."""
+        self._send(worker, "commit", order)
+
+    def abort(self, worker: str, generation: int) -> None:
+        """Abort a generation on a worker, beside its running order."""
+        handle = self._handles.get(worker)
+        if handle and not handle.gone:
+            handle.actor.abort.options(concurrency_group=CONTROL_LANE).remote(generation)
+
+    def end(self, worker: str) -> None:
+        """Kill a worker's process; no event follows."""
+        handle = self._handles.get(worker)
+        if handle and not handle.gone:
+            handle.gone = True
+            ray.kill(handle.actor, no_restart=True)
+
+    def watch(self) -> None:
+        """Report workers whose heartbeat is overdue. Call at least once a second."""
+        now_s = time.monotonic()
+        for worker, handle in self._handles.items():
+            silent_s = now_s - handle.beat_sent_s
+            if handle.ready and not handle.gone and silent_s > HEARTBEAT_WAIT_S + self._heartbeat_timeout_s:
+                self._lose(worker, handle, f"silent for {silent_s:.1f} s")
+
+    def _send(self, worker: str, method: str, order: object) -> None:
+        handle = self._handles[worker]
+        if not handle.gone:
+            self._answer(worker, getattr(handle.actor, method).remote(order))
+
+    def _answer(self, worker: str, reference: Any) -> None:
+        handle = self._handles[worker]
+
+        def finished(future: Future[Any]) -> None:
+            error = future.exception()
+            if error is not None:
+                self._lose(worker, handle, _cause(error))
+                return
+            answer = future.result()
+            if answer.kind == "ready":
+                handle.ready = True
+                self._beat(worker, handle)
+            self._inbox.put(WorkerAnswered(worker=worker, answer=answer))
+
+        reference.future().add_done_callback(finished)
+
+    def _beat(self, worker: str, handle: _Handle) -> None:
+        handle.beat_sent_s = time.monotonic()
+        reference = handle.actor.heartbeat.options(concurrency_group=CONTROL_LANE).remote(HEARTBEAT_WAIT_S)
+
+        def finished(future: Future[Any]) -> None:
+            error = future.exception()
+            if error is not None:
+                self._lose(worker, handle, _cause(error))
+                return
+            beat: Heartbeat = future.result()
+            if beat.written:
+                self._inbox.put(UnitsWritten(worker=worker, written=beat.written))
+            if beat.checkpoint_error:
+                self._inbox.put(CheckpointFailed(worker=worker, error=beat.checkpoint_error))
+            if not handle.gone:
+                self._beat(worker, handle)
+
+        reference.future().add_done_callback(finished)
+
+    def _lose(self, worker: str, handle: _Handle, cause: str) -> None:
+        if not handle.gone:
+            handle.gone = True
+            self._inbox.put(WorkerLost(worker=worker, cause=cause))
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, RayError):
+        return f"{type(error).__name__}: the worker's process or VM is gone"
+    return f"{type(error).__name__}: {error}"
+
+
+class Store:
+    """The rendezvous store's process on the head node."""
+
+    def __init__(self, host: str) -> None:
+        actor_class = ray.remote(StoreHost)
+        self._actor = actor_class.options(num_cpus=0, resources={HEAD_RESOURCE: 0.01}).remote(host)
+        self.host = host
+        self.port = int(ray.get(self._actor.port.remote(), timeout=STORE_TIMEOUT_S))
+
+

@@ -1,0 +1,128 @@
+"""A run directory: one run's journal, checkpoints and facts; used by one manager at a time.
+
+Layout: ``run.json`` (what is run), ``run.lock``, ``journal.sqlite``, ``checkpoints/``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from pydantic import Field
+
+from morph.contract.base import Value, read_json
+from morph.contract.errors import RunDirError
+
+
+class RunFacts(Value):
+    """What a run directory belongs to; a resume must agree."""
+
+    schema_version: int = Field(default=1, ge=1, le=1)
+    job: str = Field(description="path/to/file.py:name")
+    fingerprint: str
+    micro_batch_size: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    num_sections: int = Field(ge=1)
+
+
+def read_facts(path: Path) -> RunFacts:
+    """Read what a run directory belongs to.
+
+    Raises:
+        RunDirError: when it is not a run directory.
+    """
+    if not path.is_dir():
+        raise RunDirError("there is no such run directory", source=str(path))
+    if not (path / "run.json").exists():
+        raise RunDirError("is not a run directory: it has no run.json", source=str(path))
+    return read_json(path / "run.json", RunFacts, RunDirError)
+
+
+class RunDir:
+    """An opened run directory; a context manager that holds its lock.
+
+    Raises:
+        RunDirError: in use by another process, not writable, not empty and not a run's, or of another job.
+    """
+
+    def __init__(self, path: Path, facts: RunFacts) -> None:
+        self.path = path.resolve()
+        self.facts = facts
+        self._lock_file: IO[str] | None = None
+
+    @property
+    def checkpoint_url(self) -> str:
+        """Where the run's checkpoints are."""
+        return str(self.path / "checkpoints")
+
+    @property
+    def journal_path(self) -> Path:
+        """The run's journal."""
+        return self.path / "journal.sqlite"
+
+    def __enter__(self) -> RunDir:
+        self._make()
+        self._lock()
+        try:
+            self._claim()
+        except BaseException:
+            self._unlock()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._unlock()
+
+    def _make(self) -> None:
+        where = str(self.path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise RunDirError("is not a directory", source=where) from error
+        except OSError as error:
+            raise RunDirError(f"cannot be made: {error.strerror}", source=where) from error
+        if not (self.path / "run.json").exists() and any(entry.name != "run.lock" for entry in self.path.iterdir()):
+            raise RunDirError("is not empty and is no run directory", source=where, allowed="a new or empty directory")
+
+    def _lock(self) -> None:
+        try:
+            lock_file = (self.path / "run.lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise RunDirError(f"is not writable: {error.strerror}", source=str(self.path)) from error
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock_file.seek(0)
+            holder = lock_file.read().strip() or "unknown"
+            lock_file.close()
+            raise RunDirError(f"is in use by process {holder}", source=str(self.path)) from error
+        lock_file.truncate(0)
+        lock_file.write(str(os.getpid()))
+        lock_file.flush()
+        self._lock_file = lock_file
+
+    def _unlock(self) -> None:
+        if self._lock_file is not None:
+            self._lock_file.truncate(0)
+            self._lock_file.close()
+            self._lock_file = None
+
+    def _claim(self) -> None:
+        path = self.path / "run.json"
+        if not path.exists():
+            temporary = self.path / "run.json.tmp"
+            temporary.write_text(self.facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            temporary.replace(path)
+            return
+        known = read_facts(self.path)
+        for field in ("fingerprint", "micro_batch_size", "batch_size", "num_sections"):
+            ours, theirs = getattr(self.facts, field), getattr(known, field)
+            if ours != theirs:
+                raise RunDirError(
+                    "belongs to another job or profile", source=str(path), field=field, value=theirs, allowed=repr(ours)
+                )
