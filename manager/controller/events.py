@@ -9,6 +9,9 @@ from pydantic import Field, TypeAdapter
 from morph.contract.base import Value
 from morph.contract.messages import Answer, UnitWritten, Version, WorkerId
 
+MANIFEST_WRITER = "manager"
+"""The name under which the shell reports that a manifest could not be written."""
+
 
 class NodeAppeared(Value):
     """A VM is up; its worker is not started yet. The id is new for each incarnation, and becomes the worker's."""
@@ -42,7 +45,7 @@ class UnitsWritten(Value):
 
 
 class CheckpointFailed(Value):
-    """A worker's background writer, or the writer of the manifest, gave up."""
+    """A worker's background writer gave up, or (``worker`` is ``MANIFEST_WRITER``) the writer of the manifest."""
 
     kind: Literal["checkpoint_failed"] = "checkpoint_failed"
     worker: WorkerId

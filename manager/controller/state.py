@@ -103,13 +103,19 @@ class ControllerState(Value):
     pending: PendingCheckpoint | None = None
     sealing: tuple[Manifest, ...] = Field(default=(), description="manifests being written")
     sealing_since_s: float | None = None
+    checkpoint_base: Version = Field(default=0, description="the next checkpoint is counted from this version")
     stop_reason: str | None = None
     recent: tuple[str, ...] = Field(default=(), description="the last events, for the error of an impossible one")
 
 
 def initial_state(config: ControllerConfig) -> ControllerState:
     """Return the state before the first event."""
-    return ControllerState(config=config, version=config.initial_version, checkpoint=config.initial_checkpoint)
+    return ControllerState(
+        config=config,
+        version=config.initial_version,
+        checkpoint=config.initial_checkpoint,
+        checkpoint_base=config.initial_version,
+    )
 
 
 class Decision(Value):

@@ -1,0 +1,143 @@
+"""``decide``: one table from (phase, event type) to what is done. Pure: the same input gives the same decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from manager.controller.actions import StartWorker
+from manager.controller.answering import answered, start_if_due
+from manager.controller.changes import changed, ended, followed, said
+from manager.controller.events import (
+    CheckpointFailed,
+    Event,
+    ManifestWritten,
+    NodeAppeared,
+    StopRequested,
+    Tick,
+    UnitsWritten,
+    WorkerAnswered,
+    WorkerLost,
+)
+from manager.controller.losing import lose
+from manager.controller.reasons import ReasonCode
+from manager.controller.saving import checkpoint_failed, manifest_written, units_written
+from manager.controller.state import ControllerState, Decision, Phase, WorkerState
+from manager.controller.waking import tick, wake_at_s
+from morph.contract.errors import MorphError
+
+MAX_RECENT = 12
+
+Handler = Callable[[ControllerState, Any, float], Decision]
+
+
+class ImpossibleEvent(MorphError):  # noqa: N818 - named like the contract's errors
+    """An event came in a phase in which it cannot happen: a defect of the shell or of the controller."""
+
+    def __init__(self, state: ControllerState, event: Event) -> None:
+        self.phase, self.event = state.phase, event
+        history = "; ".join(state.recent) or "none"
+        super().__init__(
+            f"job {state.config.job}: {event.kind} cannot happen in phase {state.phase} "
+            f"(event {event.model_dump_json()}; last events: {history})"
+        )
+
+
+def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
+    """Take one event.
+
+    Args:
+        state: What is known, from ``initial_state`` or the last decision.
+        event: What happened.
+        now_s: Wall-clock seconds at which the shell saw it; never runs backwards.
+
+    Returns:
+        The new state, the actions to carry out in order (after both are journalled), the reason, and the
+        time at which a ``Tick`` must come at the latest.
+
+    Raises:
+        ImpossibleEvent: the event cannot happen in this phase.
+    """
+    handler = TRANSITIONS.get((state.phase, type(event)))
+    if handler is None:
+        raise ImpossibleEvent(state, event)
+    decision = handler(state, event, now_s)
+    subject = getattr(event, "worker", getattr(event, "node", ""))
+    entry = f"{now_s:.3f} {event.kind} {subject} in {state.phase}: {decision.reason.code}"
+    after = changed(decision.state, recent=(*decision.state.recent, entry)[-MAX_RECENT:])
+    return Decision(state=after, actions=decision.actions, reason=decision.reason, wake_at_s=wake_at_s(after))
+
+
+def _node_appeared(state: ControllerState, event: NodeAppeared, now_s: float) -> Decision:
+    if event.node in state.workers:
+        return said(state, ReasonCode.IGNORED, f"{event.node} is known already")
+    workers = {**state.workers, event.node: WorkerState(appeared_s=now_s)}
+    state = changed(state, workers=workers, num_appeared=state.num_appeared + 1)
+    sentence = f"{event.node} appeared: its worker is started"
+    return said(state, ReasonCode.NODE_REGISTERED, sentence, StartWorker(worker=event.node))
+
+
+def _worker_lost(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:
+    if event.worker not in state.workers:
+        return said(state, ReasonCode.IGNORED, f"{event.worker} is not known, or was lost before")
+    return lose(state, {event.worker: event.cause}, now_s)
+
+
+def _worker_lost_at_start(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:
+    removed = _worker_lost(state, event, now_s)
+    if removed.reason.code is ReasonCode.IGNORED:
+        return removed
+    return followed(removed, start_if_due(removed.state, now_s))
+
+
+def _stop_later(state: ControllerState, event: StopRequested, now_s: float) -> Decision:
+    del now_s
+    if state.stop_reason is not None:
+        return said(state, ReasonCode.IGNORED, "the run is stopping already")
+    sentence = f"{event.reason}: the run ends at the next step boundary"
+    return said(changed(state, stop_reason=event.reason), ReasonCode.STOP_NOTED, sentence)
+
+
+def _stop_now(state: ControllerState, event: StopRequested, now_s: float) -> Decision:
+    del now_s
+    saved = 0 if state.checkpoint is None else state.checkpoint.version
+    return ended(changed(state, stop_reason=event.reason), "stopped", f"{event.reason}; version {saved} is saved")
+
+
+def _ending(state: ControllerState, event: Event, now_s: float) -> Decision:
+    del now_s
+    return said(state, ReasonCode.IGNORED, f"the run is ending: {event.kind} changes nothing")
+
+
+BEFORE = (Phase.STARTING,)
+IDLE = (Phase.WAITING,)
+FORMED = (Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING, Phase.ABORTING)
+LAST = (Phase.SEALING,)
+OVER = (Phase.ENDED,)
+
+_ROWS: tuple[tuple[type[Event], tuple[Phase, ...], Handler], ...] = (
+    (NodeAppeared, (*BEFORE, *IDLE, *FORMED), _node_appeared),
+    (NodeAppeared, (*LAST, *OVER), _ending),
+    (WorkerAnswered, (*BEFORE, *IDLE, *FORMED, *LAST), answered),
+    (WorkerAnswered, OVER, _ending),
+    (WorkerLost, BEFORE, _worker_lost_at_start),
+    (WorkerLost, (*IDLE, *FORMED, *LAST), _worker_lost),
+    (WorkerLost, OVER, _ending),
+    (UnitsWritten, (*IDLE, *FORMED, *LAST), units_written),
+    (UnitsWritten, OVER, _ending),
+    (CheckpointFailed, (*IDLE, *FORMED, *LAST), checkpoint_failed),
+    (CheckpointFailed, OVER, _ending),
+    (ManifestWritten, (*IDLE, *FORMED, *LAST), manifest_written),
+    (ManifestWritten, OVER, _ending),
+    (StopRequested, (*BEFORE, *IDLE), _stop_now),
+    (StopRequested, FORMED, _stop_later),
+    (StopRequested, (*LAST, *OVER), _ending),
+    (Tick, (*BEFORE, *IDLE, *FORMED, *LAST), tick),
+    (Tick, OVER, _ending),
+)
+
+TRANSITIONS: Mapping[tuple[Phase, type[Event]], Handler] = MappingProxyType(
+    {(phase, event_type): handler for event_type, phases, handler in _ROWS for phase in phases}
+)
+"""What is done by (phase, event type). Missing: nothing can be written to storage before the first generation."""

@@ -1,0 +1,80 @@
+"""Checkpoints on their way to storage."""
+
+from __future__ import annotations
+
+from manager.controller.changes import changed, debtors, ended, followed, said
+from manager.controller.events import MANIFEST_WRITER, CheckpointFailed, ManifestWritten, UnitsWritten
+from manager.controller.losing import dissolve
+from manager.controller.reasons import ReasonCode
+from manager.controller.state import ControllerState, Decision, Phase
+from manager.controller.stepping import end_if_saved, seal, seal_if_complete
+
+
+def units_written(state: ControllerState, event: UnitsWritten, now_s: float) -> Decision:
+    """Note units that are on storage; with the last one the manifest is written."""
+    pending = state.pending
+    if pending is None:
+        return said(state, ReasonCode.IGNORED, "no checkpoint is being written")
+    new = {
+        entry.unit: entry
+        for entry in event.written
+        if entry.version == pending.version and entry.unit in pending.writers and entry.unit not in pending.written
+    }
+    if not new:
+        return said(state, ReasonCode.IGNORED, f"nothing of these is awaited for version {pending.version}")
+    pending = pending.model_copy(update={"written": {**pending.written, **new}})
+    state = changed(state, pending=pending)
+    sentence = f"{len(pending.written)} of {len(pending.writers)} units of version {pending.version} are written"
+    noted = said(state, ReasonCode.UNITS_NOTED, sentence)
+    if state.phase is Phase.COMMITTING:
+        return followed(noted, seal_if_complete(state, now_s))
+    return followed(noted, seal(state, pending, now_s)) if pending.complete else noted
+
+
+def checkpoint_failed(state: ControllerState, event: CheckpointFailed, now_s: float) -> Decision:
+    """Give up the checkpoint that failed; training goes on, the next one is tried when it is due.
+
+    The last checkpoint of a run is tried again in a new generation; its manifest's failure ends the run.
+    """
+    sentence = f"{event.worker} could not write its part of a checkpoint: {event.error}"
+    if event.worker == MANIFEST_WRITER and state.sealing:
+        if state.phase is Phase.SEALING:
+            return ended(state, "failed", f"the manifest of version {state.version} cannot be written: {event.error}")
+        state = changed(state, sealing=(), sealing_since_s=None, checkpoint_base=_last_try(state))
+        return said(state, ReasonCode.CHECKPOINT_ABANDONED, f"the manifest cannot be written: {event.error}")
+    if state.pending is None or event.worker not in debtors(state.pending):
+        return said(state, ReasonCode.IGNORED, f"{event.worker} had nothing to write: {event.error}")
+    if state.phase is Phase.COMMITTING:
+        failed = said(state, ReasonCode.CHECKPOINT_ABANDONED, sentence)
+        return followed(failed, dissolve(state, now_s))
+    state = changed(state, pending=None, checkpoint_base=_last_try(state))
+    return said(state, ReasonCode.CHECKPOINT_ABANDONED, sentence)
+
+
+def manifest_written(state: ControllerState, event: ManifestWritten, now_s: float) -> Decision:
+    """A checkpoint is complete; the newest one is where lost state comes from."""
+    del now_s
+    manifest = next((entry for entry in state.sealing if entry.version == event.version), None)
+    if manifest is None:
+        return said(state, ReasonCode.IGNORED, f"no manifest of version {event.version} is awaited")
+    left = tuple(entry for entry in state.sealing if entry.version != event.version)
+    newest = manifest
+    if state.checkpoint is not None and state.checkpoint.version > manifest.version:
+        newest = state.checkpoint
+    state = changed(
+        state,
+        sealing=left,
+        sealing_since_s=state.sealing_since_s if left else None,
+        checkpoint=newest,
+        checkpoint_base=max(state.checkpoint_base, min(manifest.version, state.version)),
+    )
+    complete = said(state, ReasonCode.CHECKPOINT_COMPLETE, f"the checkpoint of version {event.version} is complete")
+    return followed(complete, end_if_saved(state)) if state.phase is Phase.SEALING else complete
+
+
+def _last_try(state: ControllerState) -> int:
+    """The next checkpoint is due a whole interval after the one that failed, so bad storage is not hammered."""
+    tried = [entry.version for entry in state.sealing]
+    if state.pending is not None:
+        tried.append(state.pending.version)
+    return max(state.checkpoint_base, min(max(tried), state.version))
