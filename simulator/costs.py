@@ -1,0 +1,176 @@
+"""From a profile to what one stage costs: integer nanoseconds and bytes.
+
+Symbols as in Varuna's Table 2: F_i(m), B_i(m), Act_i, Grad_i, AR_i(D) of section (cut-point) i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from morph.contract.errors import PlanError
+from morph.contract.plan import Schedule
+from morph.contract.profile import Profile
+from simulator.engine import StageTimes
+from simulator.orders import recomputes
+from simulator.transfer import AllReduce, send_curve
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ReducedUnit:
+    """A parameter unit's gradient as it is reduced."""
+
+    sections: tuple[int, ...]
+    reduced_bytes: int
+
+
+class SectionCosts:
+    """A profile at one micro-batch size m; arrays over the K sections, with prefix sums of length K + 1.
+
+    Args:
+        profile: The measurements.
+        micro_batch_size: m; must have been measured.
+
+    Raises:
+        PlanError: m was not measured.
+    """
+
+    def __init__(self, profile: Profile, micro_batch_size: int) -> None:
+        m = micro_batch_size
+        if m not in profile.micro_batch_sizes:
+            allowed = ", ".join(map(str, profile.micro_batch_sizes))
+            raise PlanError("was not measured", field="micro_batch_size", value=m, allowed=allowed)
+        sections = profile.sections
+        self.profile = profile
+        self.micro_batch_size = m
+        self.num_sections = len(sections)
+        self.forward_sum_ns = _sums(_ns([section.forward[m].median_s for section in sections]))
+        self.backward_sum_ns = _sums(_ns([section.backward[m].median_s for section in sections]))
+        self.optimizer_sum_ns = _sums(_ns([section.optimizer_step.median_s for section in sections]))
+        self.commit_ns = int(_ns([profile.commit.median_s])[0])
+        sent = np.array([m * section.output_bytes_per_sample for section in sections], np.float64)
+        link = profile.inter_node
+        self.activation_ns: Ints = np.rint(send_curve(link.activation)(sent)).astype(np.int64)
+        self.gradient_ns: Ints = np.rint(send_curve(link.gradient)(sent)).astype(np.int64)
+        self.held_sum_bytes = _sums([s.parameter_bytes + s.optimizer_bytes + s.gradient_bytes for s in sections])
+        self.input_bytes: Ints = np.array([m * section.input_bytes_per_sample for section in sections], np.int64)
+        self.activation_sum_bytes = _sums([m * section.activation_bytes_per_sample for section in sections])
+        self.units = _reduced_units(profile)
+        self._all_reduces: dict[int, AllReduce] = {}
+
+    def all_reduce(self, in_flight: int) -> AllReduce:
+        """AR(D) when so many all-reduces share one machine's network."""
+        if in_flight not in self._all_reduces:
+            self._all_reduces[in_flight] = AllReduce(self.profile, in_flight)
+        return self._all_reduces[in_flight]
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """P stages of one shape: arrays over the stages; see :func:`stage_costs`."""
+
+    times: StageTimes
+    boundaries: tuple[int, ...]
+    optimizer_ns: Ints
+    memory_bytes: Ints
+    private_bytes: npt.NDArray[np.float64]
+    tied: tuple[tuple[tuple[int, ...], float], ...]
+    sections: SectionCosts
+    all_reduce: AllReduce
+
+    def private_reduce_ns(self, num_replicas: int) -> Ints:
+        """AR of what only one stage holds, over a ring of D."""
+        return self.all_reduce.times_ns(num_replicas, self.private_bytes)
+
+    def tied_reduce_ns(self, num_replicas: int) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """(stages, AR) of what several stages hold, over a ring of D for each of the stages."""
+        reduce = self.all_reduce.times_ns
+        return tuple(
+            (stages, int(reduce(num_replicas * len(stages), np.array([size]))[0])) for stages, size in self.tied
+        )
+
+
+def stage_costs(
+    costs: SectionCosts,
+    boundaries: Sequence[int],
+    windows: Sequence[int],
+    schedule: Schedule,
+    all_reduces_in_flight: int = 1,
+) -> StageCosts:
+    """Cost of the stages that ``boundaries`` (first section of each stage) and ``windows`` describe.
+
+    Memory of a stage: parameters, optimizer state and accumulated gradients of its sections, and
+    with recompute ``window`` stored stage inputs and one micro-batch's activations, without recompute
+    ``window`` of both. A tied unit counts for each section that uses it.
+    """
+    num_stages = len(boundaries)
+    begin = np.asarray(boundaries, np.int64)
+    end = np.append(begin[1:], costs.num_sections)
+    again = np.array(recomputes(schedule, num_stages), np.bool_)
+    window = np.asarray(windows, np.int64)
+    forward = np.maximum(1, costs.forward_sum_ns[end] - costs.forward_sum_ns[begin])
+    activations = costs.activation_sum_bytes[end] - costs.activation_sum_bytes[begin]
+    private, tied = _rings(costs.units, begin)
+    return StageCosts(
+        times=StageTimes(
+            forward_ns=forward,
+            recompute_ns=forward,
+            backward_ns=np.maximum(1, costs.backward_sum_ns[end] - costs.backward_sum_ns[begin]),
+            activation_ns=costs.activation_ns[end - 1],
+            gradient_ns=costs.gradient_ns[end - 1],
+            window=window,
+            recompute=again,
+        ),
+        boundaries=tuple(int(section) for section in begin),
+        optimizer_ns=costs.optimizer_sum_ns[end] - costs.optimizer_sum_ns[begin],
+        memory_bytes=costs.held_sum_bytes[end]
+        - costs.held_sum_bytes[begin]
+        + window * costs.input_bytes[begin]
+        + np.where(again, 1, window) * activations,
+        private_bytes=private,
+        tied=tied,
+        sections=costs,
+        all_reduce=costs.all_reduce(all_reduces_in_flight),
+    )
+
+
+def _rings(
+    units: tuple[ReducedUnit, ...], begin: Ints
+) -> tuple[npt.NDArray[np.float64], tuple[tuple[tuple[int, ...], float], ...]]:
+    """Bytes that each stage reduces on its own, and (stages, bytes) for each set of stages that share a unit."""
+    private = np.zeros(len(begin))
+    tied: dict[tuple[int, ...], float] = {}
+    for unit in units:
+        stages = np.unique(np.searchsorted(begin, unit.sections, side="right") - 1)
+        if len(stages) == 1:
+            private[stages[0]] += unit.reduced_bytes
+        else:
+            key = tuple(int(stage) for stage in stages)
+            tied[key] = tied.get(key, 0.0) + unit.reduced_bytes
+    return private, tuple(sorted(tied.items()))
+
+
+def _reduced_units(profile: Profile) -> tuple[ReducedUnit, ...]:
+    """Bytes reduced = number of parameters times ``accumulator_bytes_per_parameter``.
+
+    A unit's number of parameters is its share of ``job.num_parameters`` (float32 if that is unknown).
+    """
+    held = [(unit.sections, unit.parameter_bytes) for unit in profile.units]
+    held = held or [((section.index,), section.parameter_bytes) for section in profile.sections]
+    total_bytes = sum(size for _, size in held)
+    per_byte = profile.job.num_parameters / total_bytes if total_bytes and profile.job.num_parameters else 0.25
+    scale = per_byte * profile.accumulator_bytes_per_parameter
+    return tuple(ReducedUnit(sections, round(size * scale)) for sections, size in held)
+
+
+def _ns(times_s: Sequence[float]) -> Ints:
+    return np.array([round(time_s * 1e9) for time_s in times_s], np.int64)
+
+
+def _sums(values: Sequence[int] | Ints) -> Ints:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(values, np.int64))])

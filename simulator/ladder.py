@@ -1,0 +1,71 @@
+"""The ladder from pure work to the simulated mini-batch, and one sentence on what limits a shape."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from morph.contract.plan import Plan
+from simulator.bounds import lower_bound_ns, stage_time_ns
+from simulator.costs import StageCosts
+
+_SENTENCES = {
+    "imbalance": "uneven stages or replicas: the slowest worker sets the pace; more cut-points or another P may help",
+    "fill_and_drain": (
+        "filling and draining the pipeline: {n} micro-batches per replica are few for {p} stages; "
+        "a smaller micro-batch, a shallower pipeline or a larger batch would help"
+    ),
+    "latency": "network latency and the in-flight windows; steeper windows (more memory) or fewer stages would help",
+    "schedule": "waiting that the {schedule} schedule adds to the bound for these stages; steeper windows may help",
+    "all_reduce": "the gradient all-reduce over {d} replicas; a deeper pipeline with fewer replicas would reduce less",
+    "commit_and_optimizer": "the commit barrier and the optimizer step, which no shape avoids",
+    "shared_cores": "the cores that the workers share; more workers cannot make it faster",
+}
+
+
+def ladder_s(
+    costs: StageCosts, mini_batch_ns: int, prepared_ns: int, counts: tuple[int, ...], compute_slots: int | None
+) -> dict[str, float]:
+    """Steps in seconds that add up to the mini-batch.
+
+    work: all work / workers; imbalance: up to n * max t_s; fill_and_drain: up to the bound without latency,
+    windows and all-reduce; latency: up to the bound with latency and windows; shared_cores: up to all work /
+    slots; schedule: up to the simulated pipelines; all_reduce: what of it is exposed; commit_and_optimizer.
+    """
+    times, most = costs.times, max(counts)
+    work = stage_time_ns(times)
+    nothing = np.zeros_like(work)
+    pipeline_bound = lower_bound_ns(times, most, nothing)
+    rungs: list[tuple[str, float]] = [
+        ("work", float(work.sum()) * sum(counts) / (len(counts) * len(work))),
+        ("imbalance", float(most * work.max())),
+        ("fill_and_drain", float(lower_bound_ns(times, most, nothing, latency=False, window=False))),
+        ("latency", float(pipeline_bound)),
+        ("shared_cores", float(work.sum()) * sum(counts) / compute_slots if compute_slots else 0.0),
+    ]
+    reduced = costs.private_reduce_ns(len(counts))
+    for stages, duration in costs.tied_reduce_ns(len(counts)):
+        reduced[list(stages)] += duration
+    exposed = max(0, lower_bound_ns(times, most, reduced) - pipeline_bound)
+    rungs += [("schedule", float(prepared_ns - exposed)), ("all_reduce", float(prepared_ns))]
+    rungs.append(("commit_and_optimizer", float(mini_batch_ns)))
+    steps, reached = {}, 0.0
+    for name, rung in rungs:
+        steps[name] = max(0.0, rung - reached) / 1e9
+        reached = max(reached, rung)
+    return steps
+
+
+def explain(steps_s: dict[str, float], plan: Plan) -> str:
+    """One sentence: how much of the mini-batch is work, and what takes most of the rest."""
+    total = sum(steps_s.values())
+    name, lost = max(((key, value) for key, value in steps_s.items() if key != "work"), key=lambda item: item[1])
+    share = steps_s["work"] / total
+    if lost < 0.02 * total:
+        return f"{share:.0%} of the mini-batch is work; nothing else takes more than 2 %."
+    cause = _SENTENCES[name].format(
+        n=max(plan.micro_batches_per_replica),
+        p=plan.pipeline_depth,
+        d=plan.num_replicas,
+        schedule=plan.schedule,
+    )
+    return f"{share:.0%} of the mini-batch is work; most of the rest ({lost / total:.0%}) is {cause}."
