@@ -1,0 +1,64 @@
+"""What one line of the journal holds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from manager.controller.actions import Action, SendReshape
+from manager.controller.reasons import Reason
+from manager.controller.state import Decision, Phase
+from morph.contract.base import Value
+from morph.contract.messages import ReshapeOrder, WorkerId
+
+EntryKind = Literal["config", "event", "decision", "fact"]
+VM_KILLED = "vm_killed"
+
+
+class Entry(Value):
+    """One line, in the order written. ``time_s``: wall-clock seconds, from the shell."""
+
+    sequence: int
+    time_s: float
+    kind: EntryKind
+    payload_json: str
+
+
+class Fact(Value):
+    """What the shell knows besides events, such as when it killed a VM (``name`` is then ``VM_KILLED``)."""
+
+    name: str
+    worker: WorkerId | None = None
+    detail: str = ""
+
+
+class DecisionRecord(Value):
+    """A decision without its state, which replaying the events gives back.
+
+    The reshape order, equal for all of its receivers, is kept once; ``actions`` holds every other action.
+    """
+
+    reason: Reason
+    phase: Phase
+    generation: int
+    version: int
+    wake_at_s: float | None
+    actions: tuple[Action, ...] = ()
+    reshape: ReshapeOrder | None = None
+    reshape_receivers: tuple[WorkerId, ...] = Field(default=(), description="in order of appearance")
+
+    @classmethod
+    def of(cls, decision: Decision) -> DecisionRecord:
+        """Build the record of a decision."""
+        reshapes = [action for action in decision.actions if isinstance(action, SendReshape)]
+        return cls(
+            reason=decision.reason,
+            phase=decision.state.phase,
+            generation=decision.state.generation,
+            version=decision.state.version,
+            wake_at_s=decision.wake_at_s,
+            actions=tuple(action for action in decision.actions if not isinstance(action, SendReshape)),
+            reshape=reshapes[0].order if reshapes else None,
+            reshape_receivers=tuple(action.worker for action in reshapes),
+        )
