@@ -1,0 +1,62 @@
+"""The job that the simulated clusters run: plans, units and a configuration."""
+
+from __future__ import annotations
+
+import itertools
+
+from manager.controller.config import ControllerConfig
+from morph.contract.cluster import Policy
+from morph.contract.plan import Expectation, Plan, StagePlan
+
+
+def make_plan(depth: int, replicas: int, num_sections: int = 6, num_micro_batches: int = 8) -> Plan:
+    """Build a balanced plan whose speed grows with its workers."""
+    borders = [round(stage * num_sections / depth) for stage in range(depth + 1)]
+    stages = tuple(
+        StagePlan(first_section=first, end_section=end, window=2, recompute=False)
+        for first, end in itertools.pairwise(borders)
+    )
+    share = num_micro_batches // replicas
+    counts = {share, share + bool(num_micro_batches % replicas)}
+    speed = depth * replicas * (1 - 0.01 * depth)
+    return Plan(
+        fingerprint="f",
+        schedule="1f1b",
+        micro_batch_size=1,
+        num_micro_batches=num_micro_batches,
+        num_replicas=replicas,
+        stages=stages,
+        orders={count: ("F" * count + "B" * count,) * depth for count in counts},
+        expected=Expectation(
+            mini_batch_s=num_micro_batches / speed,
+            examples_per_s=speed,
+            lower_bound_s=0,
+            peak_memory_bytes=0,
+            parts_s={},
+        ),
+    )
+
+
+PLANS = {2: make_plan(2, 1), 3: make_plan(3, 1), 4: make_plan(2, 2), 5: make_plan(2, 2), 6: make_plan(3, 2)}
+UNITS: dict[str, tuple[int, ...]] = {f"s{section}": (section,) for section in range(6)} | {"s0+s5": (0, 5)}
+SIZES = {unit: 100 if "+" in unit else 10 for unit in UNITS}
+
+
+def make_config(**fields: object) -> ControllerConfig:
+    """Build a configuration: six sections, one tied unit, two workers at least, twelve steps."""
+    policy = Policy(checkpoint_every_steps=3, start_patience_s=5.0, heartbeat_timeout_s=2.0, order_timeout_s=20.0)
+    values: dict[str, object] = {
+        "fingerprint": "f",
+        "plans": PLANS,
+        "units": UNITS,
+        "unit_bytes": SIZES,
+        "num_steps": 12,
+        "policy": policy,
+        "expected_nodes": 4,
+    }
+    return ControllerConfig.model_validate(values | fields)
+
+
+def file_of(unit: str) -> str:
+    """Return a file name for a unit."""
+    return unit.replace("+", "_") + ".safetensors"
