@@ -1,0 +1,174 @@
+"""The two ways to lose a worker under torchrun: the process alone, or the whole VM with its agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agents import Setting, kill_vm, start_agent
+
+MIN_STEPS = 20  # of a new group before the next kill; a random number up to one checkpoint interval comes on top
+WAIT_S = 120.0
+
+
+class OutOfTimeError(Exception):
+    """The benchmark's own time limit was reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What one kill cost, from just before the SIGKILL."""
+
+    next_step_s: float  # until any step is applied again by the new group
+    caught_up_s: float  # until a step is applied that had not been applied before the kill
+    redone_steps: int
+
+
+@dataclass
+class Outcome:
+    """All kills of one scenario; ``rejoin_s``: start of a new agent until a step of the full group."""
+
+    recoveries: list[Recovery] = field(default_factory=list)
+    rejoin_s: list[float] = field(default_factory=list)
+    finished: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Log:
+    """The lines that the workers have written so far."""
+
+    def __init__(self, path: Path, deadline_s: float, check: Callable[[], None]) -> None:
+        self._path, self._deadline_s, self._check, self._read = path, deadline_s, check, 0
+        self.entries: list[dict[str, Any]] = []
+
+    def wait(self, what: str, found: Callable[[], Any]) -> Any:
+        """Read on until ``found()`` is not None; polls each 5 ms, gives up after WAIT_S or at the deadline."""
+        until_s = time.monotonic() + WAIT_S
+        while True:
+            self._poll()
+            result = found()
+            if result is not None:
+                return result
+            self._check()
+            now_s = time.monotonic()
+            if now_s > self._deadline_s:
+                raise OutOfTimeError
+            if now_s > until_s:
+                raise RuntimeError(f"waited {WAIT_S:.0f} s for {what}")
+            time.sleep(0.005)
+
+    def _poll(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as lines:
+            lines.seek(self._read)
+            whole, _, _ = lines.read().rpartition(b"\n")
+        if whole:
+            self._read += len(whole) + 1
+            self.entries += [json.loads(line) for line in whole.splitlines()]
+
+    def settled(self, world: int, after: int, num_steps: int) -> int | None:
+        """Return rank 0's process id once it has applied so many steps with ``world`` workers."""
+        steps = [e for e in self.entries[after:] if e["event"] == "step"]
+        last = steps[-1] if steps else None
+        if last is None or last["world"] != world:
+            return None
+        return last["pid"] if sum(e["pid"] == last["pid"] for e in steps) >= num_steps else None
+
+    def first_step(self, after: int, not_pid: int, above: int = -1) -> dict[str, Any] | None:
+        """Return the first step that another process than ``not_pid`` applied, numbered above ``above``."""
+        for entry in self.entries[after:]:
+            if entry["event"] == "step" and entry["pid"] != not_pid and entry["step"] > above:
+                return entry
+        return None
+
+    def recovery(self, mark: int, old_pid: int, killed_s: float) -> Recovery:
+        """Wait for the group to come back after a kill."""
+        before = max(e["step"] for e in self.entries[:mark] if e["event"] == "step")
+        step = self.wait("a step after the kill", partial(self.first_step, mark, old_pid))
+        # Steps that were under way at the kill may still have been applied by the old group.
+        before = max(
+            [before, *(e["step"] for e in self.entries[mark:] if e["event"] == "step" and e["pid"] == old_pid)]
+        )
+        caught_up = self.wait("the step that was lost", partial(self.first_step, mark, old_pid, before))
+        return Recovery(
+            next_step_s=step["time_s"] - killed_s,
+            caught_up_s=caught_up["time_s"] - killed_s,
+            redone_steps=before + 1 - step["step"],
+        )
+
+
+def lose_processes(setting: Setting, num_workers: int, num_kills: int, deadline_s: float, outcome: Outcome) -> None:
+    """One agent; a random worker process is killed each time, and torchrun starts the whole group again."""
+    agent = start_agent(setting, "agent")
+
+    def check() -> None:
+        if agent.poll() is not None:
+            raise RuntimeError(f"torchrun ended with {agent.returncode}; see {setting.run_dir}/agent.log")
+
+    log, choose, mark = Log(setting.run_dir / "log.jsonl", deadline_s, check), random.Random(0), 0
+    try:
+        for _ in range(num_kills):
+            steps = MIN_STEPS + choose.randrange(setting.checkpoint_every)
+            settled = partial(log.settled, num_workers, mark, steps)
+            old_pid = log.wait("the group to settle", settled)
+            group = [e["pid"] for e in log.entries if e["event"] == "start"][-num_workers:]
+            mark, killed_s = len(log.entries), time.monotonic()
+            os.kill(choose.choice(group), signal.SIGKILL)
+            outcome.recoveries.append(log.recovery(mark, old_pid, killed_s))
+        outcome.finished = True
+    except OutOfTimeError:
+        pass
+    finally:
+        kill_vm(agent)
+
+
+def lose_vms(setting: Setting, num_workers: int, num_kills: int, deadline_s: float, outcome: Outcome) -> None:
+    """One agent per VM; a random one is killed with its worker, the rest go on, then a new agent joins."""
+    from torch.distributed import TCPStore
+
+    # The rendezvous store lives here, so that losing any VM leaves it standing.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    arguments = (*setting.elastic_arguments, f"--rdzv-endpoint=127.0.0.1:{store.port}")
+    setting = Setting(**{**vars(setting), "elastic_arguments": arguments})
+    agents = [start_agent(setting, f"vm{index}") for index in range(num_workers)]
+
+    def check() -> None:
+        for agent in agents:
+            if agent.poll() is not None:
+                raise RuntimeError(f"an agent ended with {agent.returncode}; see {setting.run_dir}")
+
+    log, choose, mark = Log(setting.run_dir / "log.jsonl", deadline_s, check), random.Random(0), 0
+    try:
+        for kill in range(num_kills):
+            steps = MIN_STEPS + choose.randrange(setting.checkpoint_every)
+            settled = partial(log.settled, num_workers, mark, steps)
+            old_pid = log.wait("the group to settle", settled)
+            mark, killed_s = len(log.entries), time.monotonic()
+            kill_vm(agents.pop(choose.randrange(num_workers)))
+            outcome.recoveries.append(log.recovery(mark, old_pid, killed_s))
+            mark, started_s = len(log.entries), time.monotonic()
+            agents.append(start_agent(setting, f"vm{num_workers + kill}"))
+            full = log.wait("the new VM to take part", partial(_full_step, log, mark, num_workers))
+            outcome.rejoin_s.append(full["time_s"] - started_s)
+        outcome.finished = True
+    except OutOfTimeError:
+        pass
+    finally:
+        for agent in agents:
+            kill_vm(agent)
+
+
+def _full_step(log: Log, after: int, world: int) -> dict[str, Any] | None:
+    return next((e for e in log.entries[after:] if e["event"] == "step" and e["world"] == world), None)
