@@ -1,163 +1,151 @@
 """A Ray cluster on this machine whose nodes stand for spot VMs.
 
 A VM is one raylet and what it starts. ``kill_vm`` takes them all away with SIGKILL at once, as a
-revocation does. Nothing outlives ``close``: every process is a descendant of this one, is ended by
-its id, and dies with this process (the kernel's parent-death signal) should it be killed itself.
+revocation does. The nodes belong to a process of their own (``vm_host``); nothing outlives ``close``,
+nor this process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-import os
-import secrets
+import queue
 import shutil
 import signal
-import tempfile
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
 
 from morph.contract.errors import ClusterError
 
 log = logging.getLogger(__name__)
 
-VM_RESOURCE = "morph_vm_"
-HEAD_RESOURCE = "morph_head"
-OBJECT_STORE_BYTES = 80 * 1024 * 1024
-END_TIMEOUT_S = 10.0
-
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "RAY_AUTH_MODE": "token",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # a lost node should be known to Ray soon too, not after 14 s
-    "RAY_health_check_initial_delay_ms": "2000",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "5",
-}
+START_TIMEOUT_S = 90.0
+ADD_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 15.0
 
 
 class RayCluster:
-    """Head node and VMs. ``start``, ``add_vm`` and ``close`` must be called from threads that live as long as the
-    cluster does: the kernel ends a process when the *thread* that started it ends.
+    """Head node and VMs. ``add_vm`` may be called from one thread at a time, ``kill_vm`` from any.
+
+    Args:
+        directory: What ``ray_environment.prepare`` returned; Ray's sessions lie below it.
     """
 
-    def __init__(self) -> None:
-        self._cluster: Any = None
-        self._vms: dict[str, Any] = {}
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._host: subprocess.Popen[str] | None = None
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._vms: dict[str, list[int]] = {}
         self._lock = threading.Lock()
-        self._saved_environment: dict[str, str | None] = {}
-        self._directory: Path | None = None
 
     def start(self) -> None:
         """Start the head node and connect to it.
 
         Raises:
-            ClusterError: when Ray does not come up.
+            ClusterError: when Ray does not come up within ``START_TIMEOUT_S``.
         """
-        self._directory = Path(tempfile.mkdtemp(prefix="morph-"))  # short: Ray puts sockets below it
-        token = self._directory / "token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32), encoding="utf-8")
-        for key, value in {**_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(token)}.items():
-            self._saved_environment[key] = os.environ.get(key)
-            os.environ[key] = value
-        import ray  # reads the environment when it is imported
-        from ray.cluster_utils import Cluster
-
+        log_path = self._directory / "vm_host.log"
+        with log_path.open("a", encoding="utf-8") as errors:
+            self._host = subprocess.Popen(
+                [sys.executable, "-m", "manager.engine.vm_host"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,  # Ctrl-C in the terminal is for the manager alone
+            )
+        threading.Thread(target=self._read, args=(self._host,), name="morph-vm-host", daemon=True).start()
         try:
-            self._cluster = Cluster(
-                initialize_head=True,
-                shutdown_at_exit=True,
-                head_node_args={
-                    "num_cpus": 0,
-                    "resources": {HEAD_RESOURCE: 1},
-                    "object_store_memory": OBJECT_STORE_BYTES,
-                    "include_dashboard": False,
-                    "temp_dir": str(self._directory),
-                    "node_ip_address": "127.0.0.1",
-                },
-            )
-            ray.init(
-                address=self._cluster.address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                include_dashboard=False,
-                namespace="morph",
-            )
-        except Exception as error:
+            answer = self._wait("the head node to start", START_TIMEOUT_S)
+            if "error" in answer:
+                raise ClusterError(f"Ray did not start: {answer['error']}")
+            ray.init(address=answer["address"], log_to_driver=False, logging_level=logging.ERROR, namespace="morph")
+        except (ClusterError, ConnectionError) as error:
             self.close()
-            raise ClusterError(f"Ray did not start: {type(error).__name__}: {error}") from error
+            raise error if isinstance(error, ClusterError) else ClusterError(f"Ray did not start: {error}") from error
 
     def add_vm(self, name: str) -> None:
         """Bring up a VM; blocks until Ray knows it, some seconds.
 
         Raises:
-            ClusterError: when the node does not come up.
+            ClusterError: when the node does not come up within ``ADD_TIMEOUT_S``.
         """
-        try:
-            node = self._cluster.add_node(
-                num_cpus=1,
-                resources={VM_RESOURCE + name: 1},
-                object_store_memory=OBJECT_STORE_BYTES,
-                node_ip_address="127.0.0.1",
-                temp_dir=str(self._directory),
-            )
-        except Exception as error:
-            raise ClusterError(f"VM {name} did not come up: {type(error).__name__}: {error}") from error
+        host = self._host
+        if host is None or host.stdin is None:
+            raise ClusterError(f"VM {name} did not come up: the cluster is closed")
+        with contextlib.suppress(BrokenPipeError):
+            host.stdin.write(json.dumps({"add": name}) + "\n")
+            host.stdin.flush()
+        answer = self._wait(f"VM {name} to come up", ADD_TIMEOUT_S)
+        if "error" in answer:
+            raise ClusterError(f"VM {name} did not come up: {answer['error']}")
         with self._lock:
-            self._vms[name] = node
+            self._vms[name] = answer["pids"]
 
     def kill_vm(self, name: str) -> bool:
         """Take a VM away without warning: SIGKILL to its raylet and everything below. False if there is none."""
+        pids = self.vm_pids(name)
         with self._lock:
-            node = self._vms.pop(name, None)
-        if node is None:
-            return False
-        _kill_trees([info.process.pid for infos in node.all_processes.values() for info in infos])
-        return True
+            known = self._vms.pop(name, None) is not None
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).send_signal(signal.SIGKILL)
+        return known
 
     def vm_pids(self, name: str) -> list[int]:
         """Process ids of a VM, raylet first."""
         with self._lock:
-            node = self._vms.get(name)
-        roots = [] if node is None else [info.process.pid for infos in node.all_processes.values() for info in infos]
+            roots = self._vms.get(name, [])
         return [process.pid for root in roots for process in _tree(root)]
 
     def close(self) -> None:
         """End every process of the cluster and remove its files. Safe to call twice."""
-        import ray
-
-        doomed = [process for process in psutil.Process().children(recursive=True) if _is_ray(process)]
+        host = self._host
+        self._host = None
         if ray.is_initialized():
             ray.shutdown()
-        if self._cluster is not None:
-            # not Cluster.shutdown: it waits for each node in turn
-            nodes = [self._cluster.head_node, *self._cluster.worker_nodes]
-            pids = [info.process.pid for node in nodes if node for infos in node.all_processes.values() for info in infos]
-            _kill_trees(pids)
-            for node in nodes:
-                if node is not None:
-                    node.all_processes.clear()
-            self._cluster = None
-        _kill_and_reap(doomed)
+        if host is not None:
+            nodes = _tree(host.pid)
+            if host.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    host.stdin.close()
+            try:
+                host.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                log.warning("the process with the local Ray nodes did not end within %g s", END_TIMEOUT_S)
+            for process in nodes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+            psutil.wait_procs(nodes, timeout=END_TIMEOUT_S)
+            host.wait(END_TIMEOUT_S)
         with self._lock:
             self._vms.clear()
-        for key, value in self._saved_environment.items():
-            if value is None:
-                os.environ.pop(key, None)
+        for session in self._directory.glob("session_*"):
+            if session.is_symlink():
+                session.unlink()
             else:
-                os.environ[key] = value
-        self._saved_environment = {}
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+                shutil.rmtree(session, ignore_errors=True)
+
+    def _read(self, host: subprocess.Popen[str]) -> None:
+        assert host.stdout is not None
+        with host.stdout as lines:
+            for line in lines:
+                if line.startswith("{"):
+                    self._answers.put(json.loads(line))
+        self._answers.put({"error": "the process with the local Ray nodes ended"})
+
+    def _wait(self, what: str, timeout_s: float) -> dict[str, Any]:
+        try:
+            return self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise ClusterError(f"waited {timeout_s:g} s for {what}") from None
 
 
 def _tree(pid: int) -> list[psutil.Process]:
@@ -166,26 +154,3 @@ def _tree(pid: int) -> list[psutil.Process]:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
-
-
-def _is_ray(process: psutil.Process) -> bool:
-    try:
-        return any("ray" in part for part in process.cmdline()[:3]) or process.name().startswith("ray::")
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _kill_trees(pids: list[int]) -> None:
-    """SIGKILL to processes and all their descendants, collected before the first is killed."""
-    _kill_and_reap([process for pid in pids for process in _tree(pid)])
-
-
-def _kill_and_reap(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        try:
-            process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
-    _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
-    if alive:
-        log.warning("processes still there %g s after SIGKILL: %s", END_TIMEOUT_S, [process.pid for process in alive])

@@ -14,9 +14,8 @@ from manager.controller.config import ControllerConfig
 from manager.controller.state import Phase, initial_state
 from manager.engine.driver import Driver, Observed, Observer
 from manager.engine.inbox import Inbox
-from manager.engine.ray_cluster import RayCluster
+from manager.engine.ray_environment import prepare
 from manager.engine.vm_player import VmPlayer
-from manager.engine.worker_pool import Store, WorkerPool
 from manager.journal import Journal
 from manager.run_dir import RunDir
 from morph.contract.cluster import ClusterConfig
@@ -46,14 +45,20 @@ def run_session(spec: RunSpec, run_dir: RunDir, observer: Observer) -> Finish:
         ClusterError: when Ray does not start.
         KeyboardInterrupt: on a second SIGINT; everything is ended all the same.
     """
+    directory = prepare()
+    from manager.engine.ray_cluster import RayCluster
+    from manager.engine.worker_pool import Store, WorkerPool
+
     inbox = Inbox()
-    cluster = RayCluster()
+    cluster = RayCluster(directory)
     journal = Journal.open(run_dir.journal_path)
     try:
         cluster.start()
         store = Store(LOOPBACK)
         pool = WorkerPool(
-            inbox, lambda worker: _setup(spec, run_dir, store, worker), spec.config.policy.heartbeat_timeout_s
+            inbox,
+            lambda worker: _setup(spec, run_dir, store.host, store.port, worker),
+            spec.config.policy.heartbeat_timeout_s,
         )
         player = VmPlayer(cluster, spec.trace, inbox)
         driver = Driver(
@@ -83,7 +88,7 @@ def _observe(observed: Observed, player: VmPlayer, observer: Observer) -> None:
     observer(observed)
 
 
-def _setup(spec: RunSpec, run_dir: RunDir, store: Store, worker: str) -> WorkerSetup:
+def _setup(spec: RunSpec, run_dir: RunDir, store_host: str, store_port: int, worker: str) -> WorkerSetup:
     return WorkerSetup(
         worker=worker,
         job_path=spec.job_path,
@@ -91,8 +96,8 @@ def _setup(spec: RunSpec, run_dir: RunDir, store: Store, worker: str) -> WorkerS
         num_sections=spec.num_sections,
         micro_batch_size=spec.micro_batch_size,
         checkpoint_url=run_dir.checkpoint_url,
-        store_host=store.host,
-        store_port=store.port,
+        store_host=store_host,
+        store_port=store_port,
         listen_host=LOOPBACK,
         device=spec.cluster.vms.device,
         faults=spec.faults,

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from manager.controller.events import CheckpointFailed, UnitsWritten, WorkerAnswered, WorkerLost
 from manager.engine.inbox import Inbox
-from manager.engine.ray_cluster import HEAD_RESOURCE, VM_RESOURCE
+from manager.engine.names import HEAD_RESOURCE, VM_RESOURCE
 from morph.contract.messages import CommitOrder, Heartbeat, ReshapeOrder, StepOrder, WorkerSetup
 from morph.runtime.store import StoreHost
 from morph.runtime.worker import Worker
@@ -148,5 +148,3 @@ class Store:
         self._actor = actor_class.options(num_cpus=0, resources={HEAD_RESOURCE: 0.01}).remote(host)
         self.host = host
         self.port = int(ray.get(self._actor.port.remote(), timeout=STORE_TIMEOUT_S))
-
-

@@ -116,7 +116,9 @@ class GroupSet:
         self._interrupt = interrupt
         self._groups: dict[str, tuple[GroupSpec, dist.ProcessGroupGloo]] = {}
 
-    def form(self, specs: Sequence[GroupSpec], worker: str, listen_host: str, open_store: Callable[[], dist.Store]) -> None:
+    def form(
+        self, specs: Sequence[GroupSpec], worker: str, listen_host: str, open_store: Callable[[], dist.Store]
+    ) -> None:
         """Form every group that ``worker`` belongs to, in the order given (the same on every worker).
 
         Raises:

@@ -67,9 +67,7 @@ def run_single(
     torch.set_num_threads(1)
     job = load_job(job_path)
     model = cut(export_job(job), num_sections=num_sections, micro_batch_size=micro_batch_size)
-    plan = single_plan(
-        model.fingerprint, len(model.sections), micro_batch_size, job.batch_size // micro_batch_size
-    )
+    plan = single_plan(model.fingerprint, len(model.sections), micro_batch_size, job.batch_size // micro_batch_size)
     worker = Worker()
     setup = WorkerSetup(
         worker=ME,

@@ -1,0 +1,51 @@
+"""Environment that Ray reads once, when it is imported: token authentication, time-outs, one thread a worker.
+
+``prepare`` must run before the first ``import ray`` of the process; the other modules here import Ray
+at their top, so whoever starts a cluster calls ``prepare`` and only then imports them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from morph.contract.errors import ClusterError
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # a lost node should be known to Ray within seconds, not after 14
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "5",
+}
+
+
+@lru_cache(maxsize=1)
+def prepare() -> Path:
+    """Make this process's Ray directory and token (readable by the user alone), set Ray's environment; once.
+
+    Returns the directory, below which Ray keeps its sessions; it goes when the process exits.
+
+    Raises:
+        ClusterError: when Ray was imported before, without the token.
+    """
+    if "ray" in sys.modules:
+        raise ClusterError("Ray was imported before Morph could switch its token authentication on")
+    directory = Path(tempfile.mkdtemp(prefix="morph-"))  # short: Ray puts sockets below it
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    token = directory / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32), encoding="utf-8")
+    (directory / "ray").mkdir()
+    os.environ.update(_ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(token), RAY_TMPDIR=str(directory))
+    return directory / "ray"
