@@ -26,7 +26,7 @@ from morph.cutting.export import ExportedJob
 from morph.cutting.positions import Position
 
 REFERENCE_SAMPLES = 16
-_REPLICATED_SHARE = 0.002
+_REPLICATED_SHARE = 0.05
 _NO_GRADIENT = {torch.ops.aten.detach.default, torch.ops.higher_order.wrap_with_set_grad_enabled}
 
 
@@ -166,16 +166,18 @@ def _free_of_parameters_and_chance(exported: ExportedJob, calls: list[Node]) -> 
 
 
 def _cheap(exported: ExportedJob, calls: list[Node], free: set[Node]) -> set[Node]:
-    """Keep those free nodes whose own cost is small and which need no costly one."""
+    """Keep those free nodes that cost little together with all they need."""
     shapes_of = Analysis(exported, (), frozenset(), calls[-1]).shapes
     costs = {node: node_cost(node, shapes_of) for node in calls}
     limit = _REPLICATED_SHARE * sum(costs.values())
-    cheap: set[Node] = set()
+    needed: dict[Node, frozenset[Node]] = {}
     for node in calls:
-        inputs = [argument for argument in node.all_input_nodes if argument.op == "call_function"]
-        if node in free and costs[node] <= limit and all(is_known(i) or i in cheap for i in inputs):
-            cheap.add(node)
-    return cheap
+        inputs = [a for a in node.all_input_nodes if a.op == "call_function" and not is_known(a)]
+        if node in free and all(argument in needed for argument in inputs):
+            cone = frozenset((node,)).union(*(needed[argument] for argument in inputs))
+            if sum(costs[part] for part in cone) <= limit:
+                needed[node] = cone
+    return set(needed)
 
 
 def _is_random(node: Node, graph_module: GraphModule) -> bool:
@@ -195,8 +197,8 @@ def _draws_nothing(node: Node) -> bool:
     """Whether a dropout is off: attention without dropout_p, or dropout outside training."""
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return probability == 0.0
-    return node.target is torch.ops.aten.dropout.default and (node.args[1] == 0.0 or node.args[2] is False)
+        return bool(probability == 0.0)
+    return node.target is torch.ops.aten.dropout.default and (node.args[1] in {0.0} or node.args[2] is False)
 
 
 def _differentiable(analysis: Analysis) -> set[Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,21 +126,23 @@ def _values(node: Node) -> list[torch.Tensor]:
     return [node.meta["val"]]
 
 
-def describe(nodes: Sequence[Node]) -> list[str]:
+def describe(nodes: Iterable[Node]) -> list[str]:
     """Write nodes as text with numbers in place of names; the same in every process and on every machine."""
     numbers: dict[Node, int] = {}
     lines: list[str] = []
     for node in nodes:
         numbers[node] = len(numbers)
         target = "" if node.op in {"placeholder", "get_attr", "output"} else str(node.target)
-        arguments = torch.fx.map_arg((node.args, node.kwargs), lambda argument: _Number(numbers[argument]))
+        arguments = _numbered((node.args, node.kwargs), numbers)
         lines.append(f"{node.op} {target} {arguments}")
     return lines
 
 
-@dataclass(frozen=True)
-class _Number:
-    number: int
-
-    def __repr__(self) -> str:
-        return f"%{self.number}"
+def _numbered(value: Any, numbers: dict[Node, int]) -> str:
+    if isinstance(value, Node):
+        return f"%{numbers[value]}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_numbered(item, numbers) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_numbered(item, numbers)}' for key, item in sorted(value.items()))}}}"
+    return repr(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -121,7 +122,7 @@ def _example_batch(job: Job) -> dict[str, Tensor]:
     if len(dataset) == 0:
         raise JobError("is empty", source="Job", field="dataset", allowed="at least one sample")
     indices = [position % len(dataset) for position in range(_EXAMPLE_SAMPLES)]
-    samples = [check_sample(_run_users_code(lambda i=i: dataset[i], job, None, "dataset"), i) for i in indices]
+    samples = [check_sample(_run_users_code(partial(dataset.__getitem__, i), job, None, "dataset"), i) for i in indices]
     return {key: stack_entry(samples, key) for key in sorted(samples[0])}
 
 

@@ -6,6 +6,7 @@ replaced by their functional overload; otherwise the whole graph is functionalis
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -40,16 +41,19 @@ def make_functional(program: ExportedProgram, prefix: str) -> GraphModule:
     _refuse_changed_buffers(program, prefix)
     _clean(program.graph_module)
     if not all(_replace_in_place(node) for node in _in_place_nodes(program.graph_module)):
-        program = program.run_decompositions({})
-        _clean(program.graph_module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = program.run_decompositions({})
+        _make_copies_differentiable(program.graph_module)
         for node in _in_place_nodes(program.graph_module):
             raise ExportError(
                 f"cannot replace the in-place operation {node.target}",
                 source=_line_of(node),
                 allowed="operations that return a new tensor",
             )
-    _clean(program.graph_module)
-    return program.graph_module
+    graph_module: GraphModule = program.graph_module
+    _clean(graph_module)
+    return graph_module
 
 
 def is_view(node: Node) -> bool:
@@ -136,6 +140,24 @@ def _replace_in_place(node: Node) -> bool:
     changed.replace_all_uses_with(node, delete_user_cb=lambda user: order[user] > order[node])
     node.target = functional
     return True
+
+
+def _make_copies_differentiable(graph_module: GraphModule) -> None:
+    """Functionalising writes ``aten.copy``, which has no derivative; converting and expanding have."""
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.copy.default:
+            continue
+        target, source = node.args[:2]
+        with graph.inserting_before(node):
+            if _dtype(source) != _dtype(target):
+                meta = {**source.meta, "val": source.meta["val"].to(_dtype(target))}
+                source = graph.call_function(torch.ops.aten.to.dtype, (source, _dtype(target)))
+                source.meta = meta
+            expanded = graph.call_function(torch.ops.aten.expand_as.default, (source, target))
+        expanded.meta = node.meta
+        node.replace_all_uses_with(expanded)
+        graph.erase_node(node)
 
 
 def _functional_overload(node: Node) -> OpOverload | None:

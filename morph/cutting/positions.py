@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 MAX_DEFAULT_SECTIONS = 24
 _WINDOW = 0.4
-_NARROW = 1.05
-_INTERIOR = 0.02
+_NARROW = 1.5
 
 
 @dataclass(frozen=True)
@@ -32,22 +31,21 @@ class Position:
 def default_num_sections(positions: Sequence[Position], total_cost: float) -> int:
     """Return one section for every two narrow positions, from 1 to 24.
 
-    Narrow: crossed by at most 5 % more bytes than the narrowest position inside the model (2 % of compute away from
-    both ends); neighbours with no compute between them count once. A transformer has two narrow positions per block
-    (behind attention and behind the MLP), so this is one section per block.
+    Narrow: crossed by at most 1.5 times the bytes that the narrowest tenth of all positions stays within; those nearer
+    to each other than 1/80 of the total compute count once. A transformer has two narrow positions per block (behind
+    attention and behind the MLP), so this is one section per block.
     """
-    margin = _INTERIOR * total_cost
-    inside = [place for place in positions if margin < place.cost_before < total_cost - margin]
-    if not inside:
+    places = _distinct(positions, total_cost)
+    if not places:
         return 1
-    limit = _NARROW * min(place.crossing_bytes for place in inside)
-    runs = 0
-    previous_narrow = False
-    for place in inside:
-        narrow = place.crossing_bytes <= limit
-        runs += narrow and not previous_narrow
-        previous_narrow = narrow
-    return max(1, min(MAX_DEFAULT_SECTIONS, (runs + 1) // 2))
+    limit = _NARROW * sorted(place.crossing_bytes for place in places)[len(places) // 10]
+    num_narrow = 0
+    counted_until = 0.0
+    for place in places:
+        if place.crossing_bytes <= limit and place.cost_before >= counted_until:
+            num_narrow += 1
+            counted_until = place.cost_before + total_cost / 80
+    return max(1, min(MAX_DEFAULT_SECTIONS, (num_narrow + 1) // 2))
 
 
 def choose_positions(positions: Sequence[Position], total_cost: float, num_sections: int) -> tuple[int, ...]:

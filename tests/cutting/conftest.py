@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from morph.cutting import CutModel
+from morph.job import Job
+
+Result = tuple[Tensor, dict[str, Tensor]]
+
+
+class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __init__(self, items: list[dict[str, Tensor]]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.items[index]
+
+
+def sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
+
+
+def make_job(model: Callable[[], nn.Module], loss: Any, items: list[dict[str, Tensor]], **fields: Any) -> Job:
+    values = {"name": "test", "batch_size": 12, **fields}
+    return Job(model=model, loss=loss, dataset=lambda: Samples(items), optimizer=sgd, **values)
+
+
+def stack(items: list[dict[str, Tensor]], num_samples: int) -> dict[str, Tensor]:
+    return {key: torch.stack([item[key] for item in items[:num_samples]]) for key in items[0]}
+
+
+def run_sections(
+    cut_model: CutModel,
+    initial: dict[str, Tensor],
+    batch: dict[str, Tensor],
+    before: Callable[[int], object] = lambda index: None,
+) -> Result:
+    """Forward, then recompute and backward per section, with inputs detached at every border."""
+    parameters = {name: tensor.clone().requires_grad_() for name, tensor in initial.items()}
+    stored: list[tuple[Tensor, ...]] = [()]
+    with torch.no_grad():
+        for section in cut_model.sections:
+            before(section.index)
+            stored.append(section(stored[-1], batch, parameters))
+    gradients: list[Tensor | None] = [torch.ones(())]
+    for section in reversed(cut_model.sections):
+        inputs = tuple(
+            value.detach().requires_grad_(spec.requires_grad)
+            for value, spec in zip(stored[section.index], section.inputs, strict=True)
+        )
+        before(section.index)
+        with torch.enable_grad():
+            outputs = section(inputs, batch, parameters)
+        for output, again, spec in zip(stored[section.index + 1], outputs, section.outputs, strict=True):
+            assert torch.equal(output, again)
+            assert tuple(again.shape) == spec.shape
+            assert again.dtype == spec.dtype
+            assert again.requires_grad == spec.requires_grad
+            assert again.is_contiguous()
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        gradients = [value.grad for value in inputs]
+    return stored[-1][0], {name: value.grad for name, value in parameters.items() if value.grad is not None}
+
+
+def run_whole(job: Job, batch: dict[str, Tensor]) -> Result:
+    torch.manual_seed(job.seed)
+    model = job.model().train()
+    loss = job.loss(model, batch)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tools() -> Any:
+    class Tools:
+        make_job = staticmethod(make_job)
+        run_sections = staticmethod(run_sections)
+        run_whole = staticmethod(run_whole)
+        stack = staticmethod(stack)
+
+    return Tools
