@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from morph.contract.errors import JobError
+from morph.job import Job, load_job
+
+ROOT = Path(__file__).parents[2]
+HEADER = "from morph import Job\nnothing = lambda *_: None\n"
+MAKE = "Job(model=nothing, loss=nothing, dataset=nothing, optimizer=nothing, batch_size=4, name='a')\n"
+
+
+def make(**fields: Any) -> Job:
+    def nothing(*_: Any) -> Any:
+        return None
+
+    values: dict[str, Any] = {
+        "model": nothing,
+        "loss": nothing,
+        "dataset": nothing,
+        "optimizer": nothing,
+        "batch_size": 12,
+        "name": "a",
+    }
+    return Job(**{**values, **fields})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("batch_size", 0, "batch_size: is not right (got 0); allowed: a whole number from 1"),
+        ("batch_size", True, "batch_size: is not right (got True)"),
+        ("micro_batch_size", 5, "(got 5); allowed: a divisor of batch_size 12: 1, 2, 3, 4, 6, 12"),
+        ("micro_batch_size", -1, "micro_batch_size: is not right (got -1)"),
+        ("num_sections", 0, "num_sections: is not right (got 0)"),
+        ("seed", -3, "seed: is not right (got -3)"),
+        ("accumulation", "double", "(got 'double'); allowed: 'exact' or 'fast'"),
+        ("name", "a/b", "name: is not right (got 'a/b')"),
+        ("name", "", "name: is not right (got '')"),
+        ("loss", 3, "loss: is not right (got 3); allowed: a function"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(field: str, value: object, message: str) -> None:
+    with pytest.raises(JobError) as caught:
+        make(**{field: value})
+    assert message in str(caught.value)
+
+
+def test_divisors_of_the_batch_are_taken() -> None:
+    assert [make(micro_batch_size=m).micro_batch_size for m in (1, 3, 12)] == [1, 3, 12]
+    assert make().accumulation == "exact"
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "user_job.py"
+    path.write_text(HEADER + text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_job_is_loaded_by_name_or_from_a_function(tmp_path: Path) -> None:
+    path = write(tmp_path, f"job = {MAKE}def build():\n    return {MAKE}")
+    assert load_job(f"{path}:job").name == "a"
+    assert load_job(f"{path}:build").batch_size == 4
+
+
+def test_a_job_file_may_import_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_job.py").write_text("SIZE = 4\n", encoding="utf-8")
+    path = write(tmp_path, f"from neighbour_of_job import SIZE\njob = {MAKE}")
+    assert load_job(f"{path}:job").batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("import torch\nmissing_name\n", "job", "user_job.py:4: cannot be imported: NameError: name 'missing_name'"),
+        ("def f(:\n", "job", "user_job.py:3: cannot be imported: SyntaxError"),
+        (
+            "def f():\n    import json\n    json.loads('x')\nf()\n",
+            "job",
+            "user_job.py:5: cannot be imported: JSONDecode",
+        ),
+        (f"first = {MAKE}other = {MAKE}", "job", "defines no 'job'; allowed: first, other"),
+        ("", "job", "defines no 'job'; allowed: the file defines no Job at all"),
+        ("job = 3\n", "job", "user_job.py: job: is not a Job (got 'int')"),
+        ("def job():\n    return None\n", "job", "user_job.py: job: is not a Job (got 'NoneType')"),
+        (
+            "def job():\n    raise OSError('no disk')\n",
+            "job",
+            "user_job.py:4: job: calling it failed: OSError: no disk",
+        ),
+        (f"job = {MAKE}".replace("batch_size=4", "batch_size=-4"), "job", "batch_size: is not right (got -4)"),
+    ],
+)
+def test_a_wrong_job_file_gets_one_clear_line(tmp_path: Path, text: str, name: str, message: str) -> None:
+    with pytest.raises(JobError) as caught:
+        load_job(f"{write(tmp_path, text)}:{name}")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("job.py", "job.py: names no job; allowed: path/to/file.py:name"),
+        ("job.py:", "names no job"),
+        (":job", "names no job"),
+        ("nowhere/job.py:job", "nowhere/job.py: no such file"),
+    ],
+)
+def test_a_spec_that_names_no_file_is_refused(spec: str, message: str) -> None:
+    with pytest.raises(JobError) as caught:
+        load_job(spec)
+    assert message in str(caught.value)
+
+
+def test_importing_morph_and_its_job_module_loads_no_torch() -> None:
+    script = "import sys, morph, morph.job; morph.Job; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["tiny_gpt"])
+def test_the_examples_load(name: str) -> None:
+    assert load_job(f"{ROOT}/configs/jobs/{name}.py:job").num_sections
