@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -36,7 +37,7 @@ from manager.controller.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.state import ControllerState, Decision, initial_state
+from manager.controller.state import ControllerState, Decision, Phase, initial_state
 from morph.contract.messages import (
     Aborted,
     Answer,
@@ -61,6 +62,8 @@ class Faults:
 
     death_per_order: float = 0.0
     deaths_after_s: tuple[tuple[float, int], ...] = ()
+    deaths_in: tuple[tuple[Phase, int, int], ...] = ()
+    """(phase, how often it is entered before, how many die at once then)"""
     joins_after_s: tuple[float, ...] = ()
     silent_death: float = 0.0
     late_loss: float = 0.0
@@ -128,6 +131,7 @@ class SimulatedCluster:
         self.sequence = itertools.count()
         self.workers: dict[str, SimulatedWorker] = {}
         self.told_lost: set[str] = set()
+        self.entered: Counter[Phase] = Counter()
         self.num_nodes = 0
         self.state = initial_state(config)
         self.checkpoints: set[int] = {config.initial_version} if config.initial_checkpoint else set()
@@ -172,6 +176,8 @@ class SimulatedCluster:
         before = self.state
         decision = self.decider(before, event, self.now_s)
         self.log.append((self.now_s, before, event, decision))
+        if decision.state.phase is not before.phase:
+            self.enter(decision.state.phase)
         self.history.append((self.now_s, event, decision))
         self.state = decision.state
         for observer in self.observers:
@@ -182,6 +188,13 @@ class SimulatedCluster:
         if wake_s is not None and wake_s != self.wake_s:
             self.wake_s = wake_s
             self.at_time(max(self.now_s, wake_s), self.wake)
+
+    def enter(self, phase: Phase) -> None:
+        """Some workers die a little after the controller enters a phase."""
+        self.entered[phase] += 1
+        for fatal, nth, count in self.faults.deaths_in:
+            if fatal is phase and self.entered[phase] == nth + 1:
+                self.at(self.random.uniform(0.0, 0.1), lambda count=count: self.kill_some(count))
 
     def wake(self) -> None:
         """Send the tick that the last decision asked for."""

@@ -55,12 +55,37 @@ def test_every_history_keeps_the_invariants_and_ends(first: int) -> None:
     play_all(range(first, first + SEEDS_PER_TEST))
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
+def test_workers_dying_at_once_in_any_phase_cost_no_step_without_a_word(phase: Phase, count: int) -> None:
+    for seed in range(12):
+        play_deaths(phase, count, seed)
+
+
+def play_deaths(phase: Phase, count: int, seed: int) -> SimulatedCluster:
+    """Play a history in which workers die just after the phase is entered."""
+    first = ((Phase.TRAINING, 0, 1),) if phase is Phase.ABORTING else ()
+    first = ((Phase.TRAINING, 0, 5),) if phase is Phase.WAITING else first
+    faults = Faults(
+        deaths_in=(*first, (phase, seed % 2 and phase is Phase.TRAINING, count)),
+        deaths_after_s=((1.2, count),) if phase is Phase.STARTING else (),
+        quiet_after_s=16.0,
+    )
+    cluster = SimulatedCluster(seed, make_config(num_steps=6), faults, observers=INVARIANTS)
+    cluster.entered[Phase.STARTING] += 1
+    cluster.check(cluster.run(6).outcome == "finished", "did not finish")
+    cluster.check(cluster.entered[phase] > 0, f"never in {phase}")
+    return cluster
+
+
 def test_the_histories_reach_every_phase_and_every_kind_of_decision() -> None:
     phases: Counter[Phase] = Counter()
     codes: Counter[ReasonCode] = Counter()
     lost_in: Counter[Phase] = Counter()
-    for seed in range(150):
-        for entry in play(seed).log:
+    clusters = [play(seed) for seed in range(150)]
+    clusters += [play_deaths(Phase.SEALING, 1, seed) for seed in range(5)]
+    for cluster in clusters:
+        for entry in cluster.log:
             if isinstance(entry, tuple):
                 _, before, event, decision = entry
                 phases[decision.state.phase] += 1

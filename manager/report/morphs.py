@@ -1,0 +1,142 @@
+"""Telling the morphs of a run from its events and decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from manager.controller.actions import EndWorker, SendCommit, SendStep
+from manager.controller.config import ControllerConfig
+from manager.controller.events import Event, WorkerAnswered, WorkerLost
+from manager.controller.reasons import ReasonCode
+from manager.controller.state import Phase
+from manager.journal.records import DecisionRecord
+from manager.report.values import MorphRecord, SourceKind, SourceSum
+from morph.contract.messages import Prepared, Reshaped, ReshapeOrder
+
+KINDS: tuple[SourceKind, ...] = ("keep", "peer", "checkpoint", "initial")
+GENERATION_LOST = (Phase.ABORTING, Phase.WAITING, Phase.RESHAPING)
+
+
+@dataclass
+class MorphReader:
+    """The open morph, and those that are over. ``killed_s``: when the shell killed each VM."""
+
+    killed_s: dict[str, float] = field(default_factory=dict)
+    over: list[MorphRecord] = field(default_factory=list)
+    open: MorphRecord | None = None
+    shape: str | None = None
+    phase: Phase = Phase.STARTING
+    generation: int = 0
+
+    def all(self) -> tuple[MorphRecord, ...]:
+        """Return every morph, one that is still open last."""
+        return (*self.over, *((self.open,) if self.open else ()))
+
+    def end_session(self) -> None:
+        """The run was resumed in a new process: nothing of the old one is open."""
+        self._close()
+        self.shape, self.phase, self.generation = None, Phase.STARTING, 0
+
+    def resumed(self, time_s: float) -> None:
+        """A step is decided: the open morph, if any, is over."""
+        if self.open is not None and self.open.reformed_at_s is not None:
+            self._change(resumed_at_s=time_s)
+            self._close()
+
+    def reshaped(self, answer: Reshaped) -> None:
+        """Note how long one member took, if it is of the present generation."""
+        if self.open is not None and answer.generation == self.generation:
+            self._change(
+                groups_s=max(self.open.groups_s, answer.groups_s),
+                state_s=max(self.open.state_s, answer.state_s),
+                received_bytes=self.open.received_bytes + answer.received_bytes,
+            )
+
+    def decided(
+        self, config: ControllerConfig, event: Event, record: DecisionRecord, version: int, time_s: float
+    ) -> None:
+        """Take a decision; ``version`` was decided before it (its own step included)."""
+        lost = self._lost_by(event, record)
+        formed_before = self.phase in (Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING)
+        leaves = record.phase in (Phase.ABORTING, Phase.WAITING) or record.reshape is not None
+        if self.open is None and self.shape is not None and formed_before and leaves:
+            planned = isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared)
+            self.open = _opened(record, version, time_s, self.shape, planned)
+        if self.open is not None and lost:
+            self._add_lost(lost)
+        if record.reshape is not None:
+            self._formed(config, record.reshape)
+        if self.open is not None and any(isinstance(action, SendStep | SendCommit) for action in record.actions):
+            if self.open.reformed_at_s is None:
+                self._change(reformed_at_s=time_s)
+        elif self.open is not None and record.phase in GENERATION_LOST:
+            self._change(reformed_at_s=None)
+        self.phase, self.generation = record.phase, record.generation
+
+    def _lost_by(self, event: Event, record: DecisionRecord) -> tuple[str, ...]:
+        """Return the workers that a decision wrote off, but for those that the generation could do without."""
+        if record.reason.code is ReasonCode.WORKER_REMOVED and record.phase is not Phase.WAITING:
+            return ()
+        if isinstance(event, WorkerLost) and record.reason.code is not ReasonCode.IGNORED:
+            return (event.worker,)
+        return tuple(action.worker for action in record.actions if isinstance(action, EndWorker))
+
+    def _add_lost(self, lost: tuple[str, ...]) -> None:
+        assert self.open is not None
+        first_s = min((self.killed_s[worker] for worker in lost if worker in self.killed_s), default=None)
+        known_s = self.open.killed_at_s
+        earliest = min((value for value in (first_s, known_s) if value is not None), default=None)
+        told = f"lost {', '.join(lost)}"
+        cause = (
+            told if self.open.planned else f"{self.open.cause}; {told}" if self.open.lost_workers else self.open.cause
+        )
+        self._change(lost_workers=(*self.open.lost_workers, *lost), killed_at_s=earliest, planned=False, cause=cause)
+
+    def _formed(self, config: ControllerConfig, order: ReshapeOrder) -> None:
+        self.shape = order.plan.shape
+        if self.open is None:
+            return
+        sums = {}
+        for kind in KINDS:
+            units = [source.unit for source in order.sources if source.kind == kind]
+            if units:
+                sums[kind] = SourceSum(count=len(units), size_bytes=sum(config.unit_bytes[unit] for unit in units))
+        self._change(
+            num_generations=self.open.num_generations + 1,
+            to_shape=order.plan.shape,
+            steps_redone=max(0, self.open.version - order.version),
+            sources=sums,
+            groups_s=0.0,
+            state_s=0.0,
+            received_bytes=0,
+        )
+
+    def _change(self, **fields: object) -> None:
+        assert self.open is not None
+        self.open = self.open.model_copy(update=fields)
+
+    def _close(self) -> None:
+        if self.open is not None:
+            self.over.append(self.open)
+        self.open = None
+
+
+def _opened(record: DecisionRecord, version: int, time_s: float, shape: str, planned: bool) -> MorphRecord:
+    return MorphRecord(
+        planned=planned,
+        cause="more workers are ready" if planned else record.reason.sentence.split("; ")[0],
+        lost_workers=(),
+        killed_at_s=None,
+        detected_at_s=time_s,
+        reformed_at_s=None,
+        resumed_at_s=None,
+        num_generations=0,
+        from_shape=shape,
+        to_shape=None,
+        version=version,
+        steps_redone=0,
+        sources={},
+        groups_s=0.0,
+        state_s=0.0,
+        received_bytes=0,
+    )

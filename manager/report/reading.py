@@ -1,0 +1,219 @@
+"""From the lines of a journal to a ``RunReport``."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manager.controller.actions import EndWorker, Finish, SendStep
+from manager.controller.config import ControllerConfig
+from manager.controller.events import EVENT, Event, ManifestWritten, NodeAppeared, WorkerAnswered, WorkerLost
+from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
+from manager.report.morphs import MorphReader
+from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
+from morph.contract.errors import RunDirError
+from morph.contract.messages import MicroBatchLoss, Prepared, Reshaped
+
+
+def read_report(run_dir: Path) -> RunReport:
+    """Read the journal of a run, while it runs or later.
+
+    Raises:
+        RunDirError: the directory holds no journal, or an empty one.
+    """
+    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+        return report_of(journal.read(), source=str(run_dir))
+
+
+def report_of(entries: tuple[Entry, ...], source: str = "journal") -> RunReport:
+    """Build the report from a journal's lines.
+
+    Raises:
+        RunDirError: there is no configuration among them.
+    """
+    reader = _Reader()
+    for entry in entries:
+        reader.take(entry)
+    return reader.report(source)
+
+
+@dataclass
+class _Reader:
+    """What was read so far."""
+
+    config: ControllerConfig | None = None
+    num_sessions: int = 0
+    start_s: float = 0.0
+    end_s: float = 0.0
+    version: int = 0
+    checkpoint_version: int | None = None
+    finish: Finish | None = None
+    event: Event | None = None
+    ordered_s: float = 0.0
+    attempt: int = 0
+    prepared: dict[tuple[int, int, int], dict[str, Prepared]] = field(default_factory=dict)
+    shapes: list[ShapeSpan] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    living: set[str] = field(default_factory=set)
+    vms: list[VmCount] = field(default_factory=list)
+    morphs: MorphReader = field(default_factory=MorphReader)
+
+    def take(self, entry: Entry) -> None:
+        """Read one line."""
+        if not self.num_sessions:
+            self.start_s = entry.time_s
+        self.end_s = max(self.end_s, entry.time_s)
+        match entry.kind:
+            case "config":
+                self._begin_session(ControllerConfig.model_validate_json(entry.payload_json), entry.time_s)
+            case "fact":
+                fact = Fact.model_validate_json(entry.payload_json)
+                if fact.name == VM_KILLED and fact.worker is not None:
+                    self.morphs.killed_s[fact.worker] = entry.time_s
+            case "event":
+                self.event = EVENT.validate_json(entry.payload_json)
+            case "decision":
+                if self.event is not None and self.config is not None:
+                    record = DecisionRecord.model_validate_json(entry.payload_json)
+                    self._decided(self.config, self.event, record, entry.time_s)
+                    self.event = None
+
+    def report(self, source: str) -> RunReport:
+        """Close what is open."""
+        if self.config is None:
+            raise RunDirError("its journal holds no run", source=source)
+        if self.finish is not None:
+            self._close_shape(self.end_s)
+        return RunReport(
+            job=self.config.job,
+            num_steps=self.config.num_steps,
+            start_s=self.start_s,
+            end_s=self.end_s,
+            version=self.version,
+            checkpoint_version=self.checkpoint_version,
+            outcome=self.finish.outcome if self.finish else "running",
+            sentence=self.finish.sentence if self.finish else f"version {self.version} is decided",
+            num_sessions=self.num_sessions,
+            shapes=tuple(self._measured(shape) for shape in self.shapes),
+            morphs=self.morphs.all(),
+            steps=tuple(self.steps),
+            vms=tuple(self.vms),
+        )
+
+    def _begin_session(self, config: ControllerConfig, time_s: float) -> None:
+        self.morphs.end_session()
+        self._close_shape(time_s)
+        self.config, self.num_sessions, self.finish = config, self.num_sessions + 1, None
+        self._set_back(config.initial_version)
+        self.checkpoint_version = config.initial_checkpoint.version if config.initial_checkpoint else None
+        self.living.clear()
+        self.prepared.clear()
+        self._count_vms(time_s)
+
+    def _decided(self, config: ControllerConfig, event: Event, record: DecisionRecord, time_s: float) -> None:
+        match event:
+            case WorkerAnswered(answer=Prepared() as answer):
+                attempts = self.prepared.setdefault((answer.generation, answer.step, answer.attempt), {})
+                attempts.setdefault(event.worker, answer)
+            case WorkerAnswered(answer=Reshaped() as reshaped):
+                self.morphs.reshaped(reshaped)
+            case NodeAppeared(node=node):
+                self.living.add(node)
+            case WorkerLost(worker=worker):
+                self.living.discard(worker)
+            case ManifestWritten(version=version):
+                self.checkpoint_version = max(version, self.checkpoint_version or 0)
+        for action in record.actions:
+            if isinstance(action, EndWorker):
+                self.living.discard(action.worker)
+            elif isinstance(action, Finish):
+                self.finish = action
+        self._count_vms(time_s)
+        decided = record.version == self.version + 1 and isinstance(event, WorkerAnswered)
+        if decided and isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
+            self._step_decided(event.answer, time_s)
+            self.morphs.resumed(time_s)
+        self.morphs.decided(config, event, record, self.version, time_s)
+        self._set_back(record.version)
+        self._orders(record, time_s)
+
+    def _orders(self, record: DecisionRecord, time_s: float) -> None:
+        order = record.reshape
+        if order is not None:
+            self._close_shape(time_s)
+            plan = order.plan
+            self.shapes.append(
+                ShapeSpan(
+                    generation=order.generation,
+                    shape=plan.shape,
+                    num_workers=plan.num_workers,
+                    batch_size=plan.num_micro_batches * plan.micro_batch_size,
+                    start_s=time_s,
+                    end_s=None,
+                    first_version=order.version,
+                    num_steps=0,
+                    expected_mini_batch_s=plan.expected.mini_batch_s,
+                    measured_mini_batch_s=None,
+                )
+            )
+        step = next((action.order for action in record.actions if isinstance(action, SendStep)), None)
+        if step is not None:
+            self.attempt = step.attempt
+            if step.attempt == 0:
+                self.ordered_s = time_s
+
+    def _step_decided(self, last: Prepared, time_s: float) -> None:
+        answers = list(self.prepared.get((last.generation, last.step, last.attempt), {}).values())
+        losses = [loss for answer in answers for loss in answer.losses]
+        self.steps.append(
+            StepRecord(
+                step=last.step,
+                generation=last.generation,
+                decided_at_s=time_s,
+                duration_s=max(0.0, time_s - self.ordered_s),
+                compute_s=max(answer.times.step_s for answer in answers),
+                loss=mean_loss(losses),
+                num_attempts=last.attempt + 1,
+            )
+        )
+        self.prepared.clear()
+        shape = self.shapes[-1]
+        self.shapes[-1] = shape.model_copy(update={"num_steps": shape.num_steps + 1})
+        self.version = last.step + 1
+
+    def _set_back(self, version: int) -> None:
+        """Steps from ``version`` on are to be run again."""
+        if version < self.version:
+            self.steps = [
+                record.model_copy(update={"redone_later": True}) if record.step >= version else record
+                for record in self.steps
+            ]
+        self.version = version
+
+    def _measured(self, shape: ShapeSpan) -> ShapeSpan:
+        until_s = self.end_s if shape.end_s is None else shape.end_s
+        times = [
+            record.duration_s
+            for record in self.steps
+            if record.generation == shape.generation and shape.start_s < record.decided_at_s <= until_s
+        ]
+        return shape.model_copy(update={"measured_mini_batch_s": statistics.median(times)}) if times else shape
+
+    def _close_shape(self, time_s: float) -> None:
+        if self.shapes and self.shapes[-1].end_s is None:
+            self.shapes[-1] = self.shapes[-1].model_copy(update={"end_s": time_s})
+
+    def _count_vms(self, time_s: float) -> None:
+        if not self.vms or self.vms[-1].num_vms != len(self.living):
+            self.vms.append(VmCount(time_s=time_s, num_vms=len(self.living)))
+
+
+def mean_loss(losses: list[MicroBatchLoss]) -> float | None:
+    """Return the mean over micro-batches (each once), exactly summed in their order; None for none."""
+    by_number = {loss.micro_batch: loss.loss for loss in losses}
+    if not by_number:
+        return None
+    return math.fsum(by_number[number] for number in sorted(by_number)) / len(by_number)

@@ -1,0 +1,42 @@
+"""A report as a few lines of text."""
+
+from __future__ import annotations
+
+import statistics
+
+from manager.report.values import RunReport
+
+
+def summarise(report: RunReport) -> str:
+    """Return what ``morph status`` prints: where the run stands, its shapes, its morphs, its loss."""
+    saved = "none" if report.checkpoint_version is None else f"version {report.checkpoint_version}"
+    lines = [
+        f"{report.job}: {report.outcome} ({report.sentence})",
+        f"steps: {report.version} of {report.num_steps} decided, {report.steps_redone} redone; checkpoint: {saved}",
+        f"time: {report.end_s - report.start_s:.1f} s; VMs now: {report.vms[-1].num_vms if report.vms else 0}",
+    ]
+    if report.losses:
+        first, last = min(report.losses), max(report.losses)
+        lines.append(f"loss: {report.losses[first]:.4f} at step {first}, {report.losses[last]:.4f} at step {last}")
+    for shape in report.shapes:
+        if shape.num_steps:
+            expected_ms, measured_ms = shape.expected_mini_batch_s * 1e3, (shape.measured_mini_batch_s or 0) * 1e3
+            lines.append(
+                f"shape {shape.shape} from {shape.start_s - report.start_s:.1f} s: {shape.num_steps} steps, "
+                f"expected {expected_ms:.0f} ms, measured {measured_ms:.0f} ms"
+            )
+    pauses = [morph.pause_ms for morph in report.morphs if morph.pause_ms is not None]
+    unplanned = sum(not morph.planned for morph in report.morphs)
+    if report.morphs:
+        line = f"morphs: {len(report.morphs)}, {unplanned} of them forced"
+        if pauses:
+            line += f"; pause median {statistics.median(pauses):.0f} ms, worst {max(pauses):.0f} ms"
+        lines.append(line)
+    for morph in report.morphs:
+        pause = "not resumed" if morph.pause_ms is None else f"{morph.pause_ms:.0f} ms"
+        came_from = ", ".join(f"{total.count} {kind}" for kind, total in morph.sources.items()) or "nothing moved"
+        lines.append(
+            f"  {morph.detected_at_s - report.start_s:7.1f} s  {morph.from_shape} -> {morph.to_shape or 'none'}  "
+            f"{pause}, {morph.steps_redone} steps redone, state: {came_from}; {morph.cause}"
+        )
+    return "\n".join(lines)

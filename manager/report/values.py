@@ -1,0 +1,120 @@
+"""What a run looked like. Times are wall-clock seconds as the shell stamped them, durations seconds unless named."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from morph.contract.base import Value
+from morph.contract.messages import WorkerId
+
+SourceKind = Literal["keep", "peer", "checkpoint", "initial"]
+
+
+class StepRecord(Value):
+    """One decided step. ``redone_later``: its state was lost afterwards, and the step run again."""
+
+    step: int
+    generation: int
+    decided_at_s: float
+    duration_s: float = Field(description="order to decision, overflow attempts included")
+    compute_s: float = Field(description="longest step_s that a member reported")
+    loss: float | None = Field(description="mean over micro-batches, in their order; None: none was reported")
+    num_attempts: int
+    redone_later: bool = False
+
+
+class ShapeSpan(Value):
+    """One generation, from its reshape order to the next one (or the end)."""
+
+    generation: int
+    shape: str = Field(description='"PxD"')
+    num_workers: int
+    batch_size: int
+    start_s: float
+    end_s: float | None
+    first_version: int
+    num_steps: int
+    expected_mini_batch_s: float
+    measured_mini_batch_s: float | None = Field(description="median over its steps; None: it decided none")
+
+    @property
+    def examples_per_s(self) -> float | None:
+        """Measured speed while stepping."""
+        return self.batch_size / self.measured_mini_batch_s if self.measured_mini_batch_s else None
+
+
+class SourceSum(Value):
+    """How many (worker, unit) states came from one kind of source, and their bytes."""
+
+    count: int
+    size_bytes: int
+
+
+class MorphRecord(Value):
+    """From losing a generation, or leaving it on purpose, to the next decided step; several attempts are one morph."""
+
+    planned: bool = Field(description="at a step boundary, for newcomers")
+    cause: str
+    lost_workers: tuple[WorkerId, ...]
+    killed_at_s: float | None = Field(description="first of its VMs killed, when the shell noted it")
+    detected_at_s: float
+    reformed_at_s: float | None = Field(description="first order of the generation that went on")
+    resumed_at_s: float | None = Field(description="next decided step; None: the run ended before")
+    num_generations: int = Field(description="formed until one went on")
+    from_shape: str
+    to_shape: str | None
+    version: int = Field(description="decided when it began")
+    steps_redone: int
+    sources: dict[SourceKind, SourceSum] = Field(description="of the generation that went on")
+    groups_s: float = Field(description="longest of its members")
+    state_s: float = Field(description="longest of its members")
+    received_bytes: int
+
+    @property
+    def pause_ms(self) -> float | None:
+        """From the kill (else the detection) to the next decided step, that step included."""
+        began_s = self.detected_at_s if self.killed_at_s is None else self.killed_at_s
+        return None if self.resumed_at_s is None else (self.resumed_at_s - began_s) * 1e3
+
+    @property
+    def reshape_ms(self) -> float | None:
+        """From the kill (else the detection) to the first order of the new generation."""
+        began_s = self.detected_at_s if self.killed_at_s is None else self.killed_at_s
+        return None if self.reformed_at_s is None else (self.reformed_at_s - began_s) * 1e3
+
+
+class VmCount(Value):
+    """From this time on there were so many VMs."""
+
+    time_s: float
+    num_vms: int
+
+
+class RunReport(Value):
+    """A run as its journal tells it; a resumed run is told whole."""
+
+    job: str
+    num_steps: int
+    start_s: float
+    end_s: float
+    version: int = Field(description="decided last")
+    checkpoint_version: int | None
+    outcome: Literal["finished", "stopped", "failed", "running"]
+    sentence: str
+    num_sessions: int
+    shapes: tuple[ShapeSpan, ...]
+    morphs: tuple[MorphRecord, ...]
+    steps: tuple[StepRecord, ...]
+    vms: tuple[VmCount, ...]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Loss by step, the last run of each."""
+        return {record.step: record.loss for record in self.steps if record.loss is not None}
+
+    @property
+    def steps_redone(self) -> int:
+        """How many decided steps were run again because their state was lost."""
+        return sum(record.redone_later for record in self.steps)
