@@ -1,0 +1,218 @@
+"""The picture of a run: VMs, shape, throughput and loss on one time axis, with every morph marked."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from manager.report.values import MorphRecord, RunReport
+
+WIDTH_PX, HEIGHT_PX, DOTS_PER_INCH = 1600, 1000, 100
+UNPLANNED, PLANNED, INK, QUIET = "#c8372d", "#7a828c", "#22303c", "#8795a1"
+MEASURED, EXPECTED, LOSS, VMS = "#2f6db3", "#e08a1e", "#6a4c9c", "#9cc3e6"
+# Soft colours that carry dark text; a shape keeps its colour wherever it returns.
+SHAPES = ("#a6cee3", "#b2df8a", "#fdcf8e", "#d4bfe6", "#f7b6b2", "#9fd9cf", "#e6d98f", "#cfd6dd", "#f3bfe0", "#b9c7f0")
+LABEL_ROWS = 3
+LABEL_WIDTH_PX = 66
+
+
+def draw_run(report: RunReport, path: Path) -> None:
+    """Write the picture as a PNG, 1600 x 1000 pixels; an existing file is replaced atomically.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.new")
+    run_figure(report).savefig(temporary, format="png")
+    temporary.replace(path)
+
+
+def run_figure(report: RunReport) -> Figure:
+    """Return the figure: four panels from top to bottom, in seconds since the run's start."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(
+        {"font.size": 11, "axes.edgecolor": QUIET, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
+    ):
+        figure = Figure(figsize=(WIDTH_PX / DOTS_PER_INCH, HEIGHT_PX / DOTS_PER_INCH), dpi=DOTS_PER_INCH)
+        panels = figure.subplots(4, 1, sharex=True, gridspec_kw={"height_ratios": [2.4, 0.9, 3, 3], "hspace": 0.14})
+        figure.subplots_adjust(left=0.065, right=0.985, top=0.855, bottom=0.06)
+        for panel in panels:
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.grid(axis="y", color="#e4e8ec", linewidth=0.8)
+            panel.set_axisbelow(True)
+        duration_s = max(report.end_s - report.start_s, 1e-3)
+        panels[0].set_xlim(0, duration_s)
+        panels[3].set_xlabel("seconds since the start")
+        _draw_vms(panels[0], report)
+        _draw_shapes(panels[1], report)
+        _draw_throughput(panels[2], report)
+        _draw_loss(panels[3], report)
+        _mark_morphs(panels, report)
+        figure.text(0.065, 0.965, _title(report), fontsize=15, color=INK, fontweight="bold")
+        figure.text(0.065, 0.938, _subtitle(report), fontsize=11.5, color="#55626e")
+        figure.align_ylabels(panels)
+    return figure
+
+
+def _title(report: RunReport) -> str:
+    shapes = dict.fromkeys(span.shape for span in report.shapes if span.num_steps)
+    return f"{report.job}: {report.version} of {report.num_steps} steps in {len(shapes)} shapes"
+
+
+def _subtitle(report: RunReport) -> str:
+    forced = sum(not morph.planned for morph in report.morphs)
+    planned = len(report.morphs) - forced
+    text = f"{_count(forced, 'forced morph')} (red) and {planned} planned (grey), each with its pause"
+    pauses_ms = [morph.pause_ms for morph in report.morphs if morph.pause_ms is not None and not morph.planned]
+    if pauses_ms:
+        text += f"; after a loss: median {statistics.median(pauses_ms):.0f} ms, worst {max(pauses_ms):.0f} ms"
+    return f"{text}; {_count(report.steps_redone, 'step')} redone"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _draw_vms(panel: Axes, report: RunReport) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    times_s = [change.time_s - report.start_s for change in report.vms]
+    counts = [change.num_vms for change in report.vms]
+    if times_s:
+        times_s, counts = [*times_s, report.end_s - report.start_s], [*counts, counts[-1]]
+        panel.fill_between(times_s, counts, step="post", color=VMS, alpha=0.45, linewidth=0, label="VMs available")
+        panel.step(times_s, counts, where="post", color="#5b93c7", linewidth=1.2)
+    edges_s, workers = [0.0], [0]
+    for span in report.shapes:
+        end_s = report.end_s if span.end_s is None else span.end_s
+        edges_s += [span.start_s - report.start_s, end_s - report.start_s]
+        workers += [span.num_workers, 0]
+    if report.shapes:
+        panel.step(edges_s, workers, where="post", color=INK, linewidth=1.8, label="workers in use")
+    panel.set_ylim(0, max([*counts, *workers, 1]) * 1.12)
+    panel.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    panel.set_ylabel("VMs")
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(loc="lower right", ncols=2, fontsize=10, framealpha=0.9, edgecolor="none")
+
+
+def _draw_shapes(panel: Axes, report: RunReport) -> None:
+    colours: dict[str, str] = {}
+    width_s = max(report.end_s - report.start_s, 1e-3)
+    for start_s, end_s, shape in _bands(report):
+        colour = colours.setdefault(shape, SHAPES[len(colours) % len(SHAPES)])
+        panel.axvspan(start_s, end_s, facecolor=colour, edgecolor="white", linewidth=1.0)
+        share = (end_s - start_s) / width_s
+        if share > 0.008:
+            panel.text(
+                (start_s + end_s) / 2, 0.5, shape, transform=panel.get_xaxis_transform(),
+                ha="center", va="center", color=INK, fontsize=13 if share > 0.03 else 10, fontweight="bold",
+                rotation=0 if share > 0.025 else 90,
+            )  # fmt: skip
+    panel.set_yticks([])
+    panel.grid(visible=False)
+    panel.spines["left"].set_visible(False)
+    panel.set_ylabel("shape PxD")
+
+
+def _bands(report: RunReport) -> list[tuple[float, float, str]]:
+    """Return (start, end, shape) in seconds since the start; neighbours of one shape become one band."""
+    bands: list[tuple[float, float, str]] = []
+    for span in report.shapes:
+        end_s = report.end_s if span.end_s is None else span.end_s
+        if bands and bands[-1][2] == span.shape and bands[-1][1] == span.start_s - report.start_s:
+            bands[-1] = (bands[-1][0], end_s - report.start_s, span.shape)
+        else:
+            bands.append((span.start_s - report.start_s, end_s - report.start_s, span.shape))
+    return bands
+
+
+def _draw_throughput(panel: Axes, report: RunReport) -> None:
+    top = 0.0
+    for number, span in enumerate(span for span in report.shapes if span.num_steps):
+        steps = [record for record in report.steps if record.generation == span.generation and record.duration_s > 0]
+        speeds = [span.batch_size / record.duration_s for record in steps]
+        times_s = [record.decided_at_s - report.start_s for record in steps]
+        panel.plot(times_s, speeds, ".", color=MEASURED, markersize=4, alpha=0.35)
+        smooth = [statistics.median(speeds[max(0, i - 4) : i + 5]) for i in range(len(speeds))]
+        panel.plot(times_s, smooth, color=MEASURED, linewidth=1.8, label="" if number else "measured (dots: each step)")
+        end_s = (report.end_s if span.end_s is None else span.end_s) - report.start_s
+        if span.expected_mini_batch_s > 0:
+            expected = span.batch_size / span.expected_mini_batch_s
+            panel.plot(
+                [span.start_s - report.start_s, end_s], [expected, expected], "--", color=EXPECTED, linewidth=1.8,
+                label="" if number else "expected by the planner",
+            )  # fmt: skip
+            top = max(top, expected)
+        top = max([top, *smooth])
+    panel.set_ylim(0, top * 1.25 or 1)
+    panel.set_ylabel("examples / s")
+    _legend_or_note(panel, "no step was decided")
+
+
+def _draw_loss(panel: Axes, report: RunReport) -> None:
+    points = [
+        (record.decided_at_s - report.start_s, record.loss, record.redone_later)
+        for record in report.steps
+        if record.loss is not None
+    ]
+    kept = [(time_s, loss) for time_s, loss, redone in points if not redone]
+    lost = [(time_s, loss) for time_s, loss, redone in points if redone]
+    if kept:
+        panel.plot(*zip(*kept, strict=True), color=LOSS, linewidth=1.6, label="loss of each step")
+    if lost:
+        panel.plot(*zip(*lost, strict=True), "o", mfc="none", color=UNPLANNED, ms=6, label="lost, and run again")
+    panel.set_ylabel("loss")
+    _legend_or_note(panel, "no loss was reported")
+
+
+def _legend_or_note(panel: Axes, note: str) -> None:
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(loc="upper right", ncols=2, fontsize=10, framealpha=0.9, edgecolor="none")
+    else:
+        panel.text(0.5, 0.5, note, transform=panel.transAxes, ha="center", va="center", color=QUIET)
+
+
+def _mark_morphs(panels: Sequence[Axes], report: RunReport) -> None:
+    begins_s = [_began_s(morph) - report.start_s for morph in report.morphs]
+    width_px = WIDTH_PX * 0.92
+    rows = label_rows([begin_s / max(report.end_s - report.start_s, 1e-3) * width_px for begin_s in begins_s])
+    for morph, begin_s, row in zip(report.morphs, begins_s, rows, strict=True):
+        colour = PLANNED if morph.planned else UNPLANNED
+        end_s = begin_s if morph.resumed_at_s is None else morph.resumed_at_s - report.start_s
+        for panel in panels:
+            panel.axvspan(begin_s, end_s, color=colour, alpha=0.18, linewidth=0)
+            panel.axvline(begin_s, color=colour, linewidth=1.1, alpha=0.9)
+        panels[0].annotate(
+            "not resumed" if morph.pause_ms is None else f"{morph.pause_ms:.0f} ms",
+            xy=(begin_s, 1.0), xycoords=panels[0].get_xaxis_transform(), xytext=(0, 4 + 15 * row),
+            textcoords="offset points", ha="center", va="bottom", color=colour, fontsize=10.5, fontweight="bold",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0},
+        )  # fmt: skip
+
+
+def _began_s(morph: MorphRecord) -> float:
+    return morph.detected_at_s if morph.killed_at_s is None else morph.killed_at_s
+
+
+def label_rows(centres_px: Sequence[float]) -> list[int]:
+    """Give each label, in ascending order of its centre, the lowest row in which it overlaps none before it.
+
+    When all rows are taken at a place, the one that overlaps least is used.
+    """
+    ends_px = [float("-inf")] * LABEL_ROWS
+    rows = []
+    for centre_px in centres_px:
+        free = [row for row in range(LABEL_ROWS) if ends_px[row] <= centre_px - LABEL_WIDTH_PX / 2]
+        row = free[0] if free else min(range(LABEL_ROWS), key=lambda row: ends_px[row])
+        ends_px[row] = centre_px + LABEL_WIDTH_PX / 2
+        rows.append(row)
+    return rows

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import pytest
+
+from manager.report.values import MorphRecord, RunReport, ShapeSpan, SourceSum, StepRecord, VmCount
+from morph.cli.run_picture import LABEL_WIDTH_PX, PLANNED, UNPLANNED, draw_run, label_rows, run_figure
+
+START_S = 1_700_000_000.0
+BATCH = 48
+
+
+def span(generation: int, shape: str, start_s: float, end_s: float | None, step_s: float, num_steps: int) -> ShapeSpan:
+    depth, replicas = map(int, shape.split("x"))
+    return ShapeSpan(
+        generation=generation,
+        shape=shape,
+        num_workers=depth * replicas,
+        batch_size=BATCH,
+        start_s=START_S + start_s,
+        end_s=None if end_s is None else START_S + end_s,
+        first_version=0,
+        num_steps=num_steps,
+        expected_mini_batch_s=step_s,
+        measured_mini_batch_s=step_s if num_steps else None,
+    )
+
+
+def morph(begin_s: float, pause_s: float | None, before: str, after: str, planned: bool = False) -> MorphRecord:
+    return MorphRecord(
+        planned=planned,
+        cause="newcomers" if planned else "worker lost",
+        lost_workers=() if planned else ("vm1",),
+        killed_at_s=None if planned else START_S + begin_s,
+        detected_at_s=START_S + begin_s + 0.02,
+        reformed_at_s=None if pause_s is None else START_S + begin_s + pause_s / 2,
+        resumed_at_s=None if pause_s is None else START_S + begin_s + pause_s,
+        num_generations=1,
+        from_shape=before,
+        to_shape=after,
+        version=10,
+        steps_redone=0,
+        sources={"peer": SourceSum(count=2, size_bytes=1000)},
+        groups_s=0.1,
+        state_s=0.05,
+        received_bytes=1000,
+    )
+
+
+SPANS = (
+    span(1, "3x2", 5, 30, 0.5, 45),
+    span(2, "2x2", 30.4, 52, 0.7, 28),
+    span(3, "4x1", 52.1, 52.3, 0.9, 0),
+    span(4, "3x1", 53, 70, 1.0, 15),
+    span(5, "3x2", 70.4, 108, 0.5, 70),
+    span(6, "5x1", 108.3, None, 0.62, 17),
+)
+MORPHS = (
+    morph(30, 0.6, "3x2", "2x2"),
+    morph(52, 1.4, "2x2", "3x1"),
+    morph(70, 0.5, "3x1", "3x2", planned=True),
+    morph(108, 0.55, "3x2", "5x1"),
+)
+
+
+def steps() -> tuple[StepRecord, ...]:
+    records, number = [], 0
+    for one in SPANS:
+        for index in range(one.num_steps):
+            duration_s = one.expected_mini_batch_s * (1.0 + 0.12 * math.sin(7.0 * number))
+            records.append(
+                StepRecord(
+                    step=number,
+                    generation=one.generation,
+                    decided_at_s=one.start_s + 0.2 + one.expected_mini_batch_s * (index + 1),
+                    duration_s=duration_s,
+                    compute_s=duration_s * 0.9,
+                    loss=2.0 + 3.5 * math.exp(-number / 40) + 0.05 * math.sin(3.0 * number),
+                    num_attempts=1,
+                    redone_later=number in (71, 72),
+                )
+            )
+            number += 1
+    return tuple(records)
+
+
+def report(**changes: object) -> RunReport:
+    counts = ((0, 2), (1, 4), (3, 6), (30, 5), (31, 4), (52, 3), (66, 6), (108, 5))
+    return RunReport(
+        job="gpt2-stdlib",
+        num_steps=180,
+        start_s=START_S,
+        end_s=START_S + 119.5,
+        version=175,
+        checkpoint_version=160,
+        outcome="finished",
+        sentence="all steps are done",
+        num_sessions=1,
+        shapes=SPANS,
+        morphs=MORPHS,
+        steps=steps(),
+        vms=tuple(VmCount(time_s=START_S + time_s, num_vms=num_vms) for time_s, num_vms in counts),
+    ).model_copy(update=changes)
+
+
+def test_the_picture_is_a_png_of_1600_by_1000_pixels(tmp_path: Path) -> None:
+    draw_run(report(), tmp_path / "run.png")
+    data = (tmp_path / "run.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", data[16:24]) == (1600, 1000)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.png"]
+
+
+def test_every_morph_is_marked_in_every_panel_in_its_colour_with_its_pause() -> None:
+    panels = run_figure(report()).axes
+    for panel in panels:
+        marks = [line for line in panel.lines if list(line.get_ydata()) == [0, 1] and len(set(line.get_xdata())) == 1]
+        assert [round(line.get_xdata()[0]) for line in marks if line.get_color() in (PLANNED, UNPLANNED)] == [
+            30, 52, 70, 108,
+        ]  # fmt: skip
+    labels = {text.get_text(): text.get_color() for text in panels[0].texts}
+    assert labels == {"600 ms": UNPLANNED, "1400 ms": UNPLANNED, "480 ms": PLANNED, "550 ms": UNPLANNED}
+
+
+def test_each_shape_that_lasted_is_labelled_and_keeps_its_colour() -> None:
+    panel = run_figure(report()).axes[1]
+    assert [text.get_text() for text in panel.texts] == ["3x2", "2x2", "3x1", "3x2", "5x1"]
+    colours = [patch.get_facecolor() for patch in panel.patches if patch.get_alpha() is None]
+    assert colours[0] == colours[4]
+    assert len(set(colours)) == 5
+
+
+def test_the_curves_hold_what_the_report_holds() -> None:
+    _, _, throughput, loss = run_figure(report()).axes
+    measured = [line for line in throughput.lines if line.get_marker() == "."]
+    assert sum(len(line.get_xdata()) for line in measured) == len(steps())
+    assert measured[0].get_ydata()[0] == pytest.approx(BATCH / steps()[0].duration_s)
+    dashed = [line.get_ydata()[0] for line in throughput.lines if line.get_linestyle() == "--"]
+    assert dashed == pytest.approx([BATCH / one.expected_mini_batch_s for one in SPANS if one.num_steps])
+    curve, again, *_ = loss.lines
+    assert len(curve.get_xdata()) == len(steps()) - 2
+    assert [round(value, 6) for value in again.get_ydata()] == [round(steps()[i].loss or 0, 6) for i in (71, 72)]
+
+
+def test_workers_in_use_fall_to_none_between_shapes() -> None:
+    panel = run_figure(report()).axes[0]
+    line = next(line for line in panel.lines if line.get_label() == "workers in use")
+    assert list(line.get_ydata()) == [0, 6, 0, 4, 0, 4, 0, 3, 0, 6, 0, 5, 0]
+
+
+def test_a_run_that_never_stepped_can_be_drawn(tmp_path: Path) -> None:
+    empty = report(shapes=(), morphs=(), steps=(), vms=(), version=0, end_s=START_S)
+    assert "no step was decided" in [text.get_text() for text in run_figure(empty).axes[2].texts]
+    draw_run(empty, tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 0
+
+
+def test_a_morph_that_was_never_resumed_is_said_to_be_so() -> None:
+    panel = run_figure(report(morphs=(morph(108, None, "3x2", "5x1"),))).axes[0]
+    assert [text.get_text() for text in panel.texts] == ["not resumed"]
+
+
+def test_neighbouring_labels_stand_in_different_rows() -> None:
+    near = LABEL_WIDTH_PX / 2
+    assert label_rows([0, near, 2 * near, 2 * near + 1, 1000]) == [0, 1, 0, 2, 0]
+    assert label_rows([]) == []
