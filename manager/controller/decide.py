@@ -32,7 +32,7 @@ MAX_RECENT = 12
 Handler = Callable[[ControllerState, Any, float], Decision]
 
 
-class ImpossibleEvent(MorphError):  # noqa: N818 - named like the contract's errors
+class ImpossibleEvent(MorphError):
     """An event came in a phase in which it cannot happen: a defect of the shell or of the controller."""
 
     def __init__(self, state: ControllerState, event: Event) -> None:

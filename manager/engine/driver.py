@@ -21,8 +21,9 @@ from manager.controller.actions import (
 from manager.controller.decide import decide
 from manager.controller.events import CheckpointFailed, Event, ManifestWritten, StopRequested, Tick
 from manager.controller.state import ControllerState, Decision
-from manager.engine.inbox import Fact, Inbox, Stamped
-from manager.journal import Journal
+from manager.engine.inbox import Inbox, Stamped
+from manager.journal.journal import Journal
+from manager.journal.records import Fact
 from morph.checkpoint.manifest import drop_versions, write_manifest
 from morph.contract.checkpoint import Manifest
 from morph.contract.messages import CommitOrder, ReshapeOrder, StepOrder
@@ -117,7 +118,7 @@ class Driver:
 
     def _take(self, stamped: Stamped) -> None:
         if isinstance(stamped.item, Fact):
-            self._journal.append_fact(stamped.time_s, stamped.item.kind, stamped.item.details)
+            self._journal.append_fact(stamped.time_s, stamped.item)
         else:
             self._handle(stamped.time_s, stamped.item)
 

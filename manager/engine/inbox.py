@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import queue
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from manager.controller.events import Event
-
-
-@dataclass(frozen=True)
-class Fact:
-    """Something that happened outside the controller's sight, for the journal: a VM was killed, say."""
-
-    kind: str
-    details: dict[str, Any] = field(default_factory=dict)
+from manager.journal.records import Fact
 
 
 @dataclass(frozen=True)

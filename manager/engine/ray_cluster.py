@@ -66,6 +66,7 @@ class RayCluster:
             answer = self._wait("the head node to start", START_TIMEOUT_S)
             if "error" in answer:
                 raise ClusterError(f"Ray did not start: {answer['error']}")
+            _silence_ray()
             ray.init(address=answer["address"], log_to_driver=False, logging_level=logging.ERROR, namespace="morph")
         except (ClusterError, ConnectionError) as error:
             self.close()
@@ -146,6 +147,14 @@ class RayCluster:
             return self._answers.get(timeout=timeout_s)
         except queue.Empty:
             raise ClusterError(f"waited {timeout_s:g} s for {what}") from None
+
+
+def _silence_ray() -> None:
+    """Keep Ray from printing every worker's death into the user's terminal: the manager tells of it itself."""
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda data, ignore_prefix: log.debug("%s %s", data, ignore_prefix)
 
 
 def _tree(pid: int) -> list[psutil.Process]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from manager.engine.driver import Driver, Observed, Observer
 from manager.engine.inbox import Inbox
 from manager.engine.ray_environment import prepare
 from manager.engine.vm_player import VmPlayer
-from manager.journal import Journal
+from manager.journal.journal import Journal
 from manager.run_dir import RunDir
 from morph.contract.cluster import ClusterConfig
 from morph.contract.messages import Fault, WorkerSetup
@@ -69,7 +70,7 @@ def run_session(spec: RunSpec, run_dir: RunDir, observer: Observer) -> Finish:
             run_dir.checkpoint_url,
             lambda observed: _observe(observed, player, observer),
         )
-        journal.append_config(spec.config)
+        journal.append_config(time.time(), spec.config)
         with _stop_on_signal(driver):
             player.start()
             try:

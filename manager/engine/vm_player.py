@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from manager.controller.events import NodeAppeared
-from manager.engine.inbox import Fact, Inbox
+from manager.engine.inbox import Inbox
+from manager.journal.records import VM_KILLED, Fact
 from morph.contract.errors import ClusterError
 from morph.contract.trace import Trace, TraceEvent
 
@@ -87,7 +88,7 @@ class VmPlayer:
             vm = event.node_id if count == 1 else f"{event.node_id}.{count}"
             with self._lock:
                 self._wanted[event.node_id] = vm
-            self._inbox.put(Fact("vm_requested", {"vm": vm, "zone": event.zone}))
+            self._inbox.put(Fact(name="vm_requested", worker=vm, detail=event.zone))
             self._boots.put(vm)
             return
         with self._lock:
@@ -95,7 +96,7 @@ class VmPlayer:
             was_up = vm in self._up
             self._up.discard(vm)
         if was_up:
-            self._inbox.put(Fact("vm_killed", {"vm": vm}))
+            self._inbox.put(Fact(name=VM_KILLED, worker=vm))
             self._host.kill_vm(vm)
 
     def _boot_loop(self) -> None:
@@ -109,7 +110,7 @@ class VmPlayer:
                 boot(vm)
             except ClusterError as error:
                 if not self._over.is_set():
-                    self._inbox.put(Fact("vm_failed", {"vm": vm, "error": str(error)}))
+                    self._inbox.put(Fact(name="vm_failed", worker=vm, detail=str(error)))
                 continue
             with self._lock:
                 wanted = vm in self._wanted.values()

@@ -45,7 +45,8 @@ class WorkerPool:
         self._make_setup = make_setup
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._handles: dict[str, _Handle] = {}
-        self._actor_class = ray.remote(concurrency_groups={CONTROL_LANE: 2})(Worker)
+        remote: Any = ray.remote  # its types know only the plain form
+        self._actor_class = remote(concurrency_groups={CONTROL_LANE: 2})(Worker)
 
     def start(self, worker: str, vm: str) -> None:
         """Start a worker on its VM and set it up; ``WorkerReady`` follows as an answer."""
@@ -144,7 +145,8 @@ class Store:
     """The rendezvous store's process on the head node."""
 
     def __init__(self, host: str) -> None:
-        actor_class = ray.remote(StoreHost)
-        self._actor = actor_class.options(num_cpus=0, resources={HEAD_RESOURCE: 0.01}).remote(host)
+        remote: Any = ray.remote
+        self._actor: Any = remote(StoreHost).options(num_cpus=0, resources={HEAD_RESOURCE: 0.01}).remote(host)
         self.host = host
-        self.port = int(ray.get(self._actor.port.remote(), timeout=STORE_TIMEOUT_S))
+        port: Any = ray.get(self._actor.port.remote(), timeout=STORE_TIMEOUT_S)
+        self.port = int(port)

@@ -15,9 +15,12 @@ class LocalVms(Value):
     """VMs played by Ray nodes on this machine, one worker each."""
 
     kind: Literal["local"] = "local"
-    num_vms: Annotated[int, Field(ge=1, le=64)] = Field(default=6, description="VMs at the start when no trace is given")
+    num_vms: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=6, description="VMs at the start when no trace is given"
+    )
     memory_bytes: Annotated[int, Field(gt=0)] | None = Field(
-        default=None, description="memory of one VM's device as the planner sees it; absent: this machine's memory / num_vms"
+        default=None,
+        description="memory of one VM's device as the planner sees it; absent: this machine's memory / num_vms",
     )
     device: Literal["cpu", "cuda"] = "cpu"
 

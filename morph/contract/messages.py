@@ -28,8 +28,15 @@ class Fault(Value):
 
     worker: WorkerId
     phase: Literal[
-        "forward", "backward", "reduce", "before_commit", "after_commit", "applied",
-        "reshape", "transfer", "checkpoint",
+        "forward",
+        "backward",
+        "reduce",
+        "before_commit",
+        "after_commit",
+        "applied",
+        "reshape",
+        "transfer",
+        "checkpoint",
     ]
     step: Annotated[int, Field(ge=0)]
     nth: Annotated[int, Field(ge=0)] = 0

@@ -82,7 +82,9 @@ class JobFacts(Value):
     name: str
     fingerprint: str
     batch_size: PositiveInt = Field(description="global batch M, samples")
-    micro_batch_size: PositiveInt | None = Field(default=None, description="m fixed by the user; None: the planner picks")
+    micro_batch_size: PositiveInt | None = Field(
+        default=None, description="m fixed by the user; None: the planner picks"
+    )
     num_parameters: Bytes
 
 
@@ -117,9 +119,13 @@ class Profile(Value):
     def _consistent(self) -> Profile:
         for position, section in enumerate(self.sections):
             if section.index != position:
-                raise ValueError(f"sections[{position}].index is {section.index}; sections are numbered 0..K-1 in order")
+                raise ValueError(
+                    f"sections[{position}].index is {section.index}; sections are numbered 0..K-1 in order"
+                )
             if not section.forward or set(section.forward) != set(section.backward):
-                raise ValueError(f"sections[{position}] needs forward and backward for the same micro-batch sizes, at least one")
+                raise ValueError(
+                    f"sections[{position}] needs forward and backward for the same micro-batch sizes, at least one"
+                )
             if set(section.forward) != set(self.sections[0].forward):
                 raise ValueError(f"sections[{position}].forward has other micro-batch sizes than sections[0]")
         num_sections = len(self.sections)

@@ -76,7 +76,11 @@ def parse_trace(lines: Iterable[str], source: str) -> Trace:
             raise TraceError(problem, source=where, field=field, value=value) from error
         if events and event.time_s < events[-1].time_s:
             raise TraceError(
-                "time steps back", source=where, field="time_s", value=event.time_s, allowed=f"at least {events[-1].time_s}"
+                "time steps back",
+                source=where,
+                field="time_s",
+                value=event.time_s,
+                allowed=f"at least {events[-1].time_s}",
             )
         if (event.node_id in alive) == (event.event == "add"):
             state = "already there" if event.event == "add" else "not there"
@@ -109,4 +113,6 @@ def write_trace(trace: Trace, path: Path) -> None:
         writer = csv.writer(out)
         writer.writerow(HEADER)
         for event in trace.events:
-            writer.writerow([f"{event.time_s:g}", event.event, event.node_id, event.zone, event.instance_type, event.source])
+            writer.writerow(
+                [f"{event.time_s:g}", event.event, event.node_id, event.zone, event.instance_type, event.source]
+            )

@@ -60,7 +60,7 @@ class ExactAccumulator:
         self._num_contributions = num_contributions
         sizes = [parameters[name].numel() for name in self._names]
         self._flat = torch.zeros(sum(sizes), dtype=torch.int64)
-        self._slices = dict(zip(self._names, self._flat.split(sizes), strict=True))
+        self._slices = dict(zip(self._names, torch.split(self._flat, sizes), strict=True))
         self._largest = torch.zeros(len(self._names), dtype=torch.float64)
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -101,7 +101,7 @@ class FastAccumulator:
         wide = any(parameter.dtype == torch.float64 for parameter in parameters.values())
         sizes = [parameter.numel() for parameter in parameters.values()]
         self._flat = torch.zeros(sum(sizes), dtype=torch.float64 if wide else torch.float32)
-        self._slices = dict(zip(parameters, self._flat.split(sizes), strict=True))
+        self._slices = dict(zip(parameters, torch.split(self._flat, sizes), strict=True))
 
     def add(self, name: str, gradient: Tensor) -> None:
         """See ``Accumulator.add``."""

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from morph.runtime.interrupt import Interrupt
+
+Group = Any
+"""A ``ProcessGroupGloo``; torch ships no types for its collectives."""
 
 GROUP_TIMEOUT_S = 120.0
 """Bound on one collective; an abort ends waits long before it."""
@@ -32,19 +37,20 @@ class GroupSpec:
     members: tuple[str, ...]
 
 
-def connect_store(host: str, port: int) -> dist.Store:
+def connect_store(host: str, port: int) -> Store:
     """Open a connection of its own to the rendezvous store; a blocked call on it blocks nobody else."""
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=FORM_TIMEOUT_S))
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=FORM_TIMEOUT_S))
 
 
-def form_group(store: dist.Store, spec: GroupSpec, worker: str, listen_host: str) -> dist.ProcessGroupGloo:
+def form_group(store: Store, spec: GroupSpec, worker: str, listen_host: str) -> Group:
     """Meet the other members; blocks until all are there or the store's time-out."""
-    options = dist.ProcessGroupGloo._Options()  # the constructor's only way to bind one address
+    gloo: Any = dist.ProcessGroupGloo  # torch ships no types for what follows
+    options = gloo._Options()  # the constructor's only way to bind one address
     options._timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     options._threads = 1
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=listen_host)]
-    prefixed = dist.PrefixStore(spec.name, store)
-    return dist.ProcessGroupGloo(prefixed, spec.members.index(worker), len(spec.members), options)
+    options._devices = [gloo.create_device(hostname=listen_host)]
+    prefixed = PrefixStore(spec.name, store)
+    return gloo(prefixed, spec.members.index(worker), len(spec.members), options)
 
 
 class Pending:
@@ -78,7 +84,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 class Channel:
     """One direction between two workers: the root sends, the other receives, in order."""
 
-    def __init__(self, group: dist.ProcessGroupGloo, sender_rank: int, interrupt: Interrupt) -> None:
+    def __init__(self, group: Group, sender_rank: int, interrupt: Interrupt) -> None:
         self._group = group
         self._interrupt = interrupt
         self._options = dist.BroadcastOptions()
@@ -97,11 +103,11 @@ class Channel:
 class Ring:
     """A reduction group."""
 
-    def __init__(self, group: dist.ProcessGroupGloo, interrupt: Interrupt) -> None:
+    def __init__(self, group: Group, interrupt: Interrupt) -> None:
         self._group = group
         self._interrupt = interrupt
 
-    def reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Pending:
+    def reduce(self, tensor: Tensor, operation: Any) -> Pending:
         """All-reduce one CPU tensor in place."""
         options = dist.AllreduceOptions()
         options.reduceOp = operation
@@ -114,11 +120,9 @@ class GroupSet:
 
     def __init__(self, interrupt: Interrupt) -> None:
         self._interrupt = interrupt
-        self._groups: dict[str, tuple[GroupSpec, dist.ProcessGroupGloo]] = {}
+        self._groups: dict[str, tuple[GroupSpec, Group]] = {}
 
-    def form(
-        self, specs: Sequence[GroupSpec], worker: str, listen_host: str, open_store: Callable[[], dist.Store]
-    ) -> None:
+    def form(self, specs: Sequence[GroupSpec], worker: str, listen_host: str, open_store: Callable[[], Store]) -> None:
         """Form every group that ``worker`` belongs to, in the order given (the same on every worker).
 
         Raises:
@@ -129,7 +133,7 @@ class GroupSet:
         if not mine:
             return
 
-        def form_all() -> dict[str, tuple[GroupSpec, dist.ProcessGroupGloo]]:
+        def form_all() -> dict[str, tuple[GroupSpec, Group]]:
             store = open_store()
             groups = {}
             for spec in mine:
@@ -138,7 +142,7 @@ class GroupSet:
                 groups[spec.name] = (spec, form_group(store, spec, worker, listen_host))
             return groups
 
-        def guarded() -> dict[str, tuple[GroupSpec, dist.ProcessGroupGloo]]:
+        def guarded() -> dict[str, tuple[GroupSpec, Group]]:
             try:
                 return form_all()
             except RuntimeError as error:  # gloo and the store raise RuntimeError and subclasses

@@ -12,7 +12,7 @@ from torch import Tensor
 from morph.contract.messages import ComputeTimes, MicroBatchLoss
 from morph.cutting.cut_model import BoundaryTensor
 from morph.runtime.accumulators import Accumulator
-from morph.runtime.channels import GROUP_TIMEOUT_S, Channel, Ring
+from morph.runtime.channels import GROUP_TIMEOUT_S, Channel, Pending, Ring
 from morph.runtime.faults import FaultPlan
 from morph.runtime.interrupt import Interrupt
 from morph.runtime.links import Receiver, Sender
@@ -154,7 +154,7 @@ def reduce_all(
 ) -> None:
     """Reduce every unit over its ring, all in flight at once; units in the same order on every worker."""
     start_s = time.perf_counter()
-    pending = []
+    pending: list[Pending] = []
     for unit in sorted(accumulators):
         pending += accumulators[unit].start_reduce(rings[unit])
         faults.reach("reduce")

@@ -48,7 +48,7 @@ def run_single(
     num_sections: int | None,
     micro_batch_size: int,
     checkpoint_url: str,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
+    on_step: Callable[[int, float], None] | None = None,
 ) -> Manifest:
     """Train ``steps`` steps on one worker; returns the manifest of the final checkpoint.
 
@@ -92,7 +92,8 @@ def run_single(
             if not answer.overflowed:
                 break
             attempt += 1
-        on_step(step, mean_loss(answer))
+        if on_step is not None:
+            on_step(step, mean_loss(answer))
     units = tuple(unit.id for unit in model.units)
     _expect(worker.commit(CommitOrder(generation=1, version=steps, checkpoint_units=units)))
     files: list[UnitFile] = []

@@ -1,0 +1,51 @@
+"""From a profile and a cluster file to what the controller starts with: plans and the checkpoint."""
+
+from __future__ import annotations
+
+from manager.controller.config import ControllerConfig
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.contract.checkpoint import Manifest
+from morph.contract.cluster import LocalVms, Policy
+from morph.contract.errors import PlanError
+from morph.contract.profile import Profile
+from morph.contract.trace import Trace, TraceEvent
+from simulator import plan, plan_table
+
+
+def newest_checkpoint(checkpoint_url: str) -> Manifest | None:
+    """The newest complete checkpoint of a run; None when there is none."""
+    versions = complete_versions(checkpoint_url)
+    return read_manifest(checkpoint_url, versions[-1]) if versions else None
+
+
+def constant_trace(vms: LocalVms) -> Trace:
+    """A trace in which the cluster file's VMs come at the start and stay."""
+    return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(vms.num_vms)))
+
+
+def controller_config(
+    profile: Profile, vms: LocalVms, policy: Policy, trace: Trace, num_steps: int, checkpoint: Manifest | None
+) -> ControllerConfig:
+    """Plan for every number of VMs that the trace can bring, and gather what the controller needs.
+
+    Raises:
+        PlanError: when not even the trace's largest number of VMs can run the job.
+    """
+    max_nodes = trace.max_nodes
+    plans = plan_table(profile, max_nodes, memory_bytes=vms.memory_bytes)
+    if not plans:
+        plan(profile, num_gpus=max_nodes, memory_bytes=vms.memory_bytes)  # raises, and says what would do
+        raise PlanError("no plan fits", field="num_vms", value=max_nodes)
+    state_share = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
+    return ControllerConfig(
+        job=profile.job.name,
+        fingerprint=profile.job.fingerprint,
+        plans=plans,
+        units={unit.id: unit.sections for unit in profile.units},
+        unit_bytes={unit.id: unit.parameter_bytes * state_share for unit in profile.units},
+        num_steps=num_steps,
+        policy=policy,
+        initial_version=checkpoint.version if checkpoint else 0,
+        initial_checkpoint=checkpoint,
+        expected_nodes=sum(event.event == "add" and event.time_s == 0 for event in trace.events) or 1,
+    )

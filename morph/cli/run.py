@@ -1,0 +1,142 @@
+"""``morph run``: the managed job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from manager.controller.actions import Finish
+    from manager.report.values import RunReport
+    from morph.contract.cluster import ClusterConfig
+    from morph.contract.messages import Fault
+    from morph.contract.profile import Profile
+    from morph.contract.trace import Trace
+
+
+def run_command(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="path/to/file.py:name")],
+    profile: Annotated[Path, typer.Option(help="What `morph calibrate` wrote for this job.")],
+    cluster: Annotated[Path, typer.Option(help="Cluster file (YAML).")],
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run.")] = 100,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Journal, checkpoints and pictures go here; default: runs/NAME of the job.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Spot trace (CSV): local VMs come and go as in it.")] = None,
+    trace_speed: Annotated[
+        float, typer.Option(min=0.001, help="Play the trace this many times faster than it was recorded.")
+    ] = 1.0,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines even in a terminal.")] = False,
+) -> None:
+    """Train a job on VMs that come and go, re-shaping it as they do.
+
+    A first Ctrl-C stops at the next step and saves; the same command then goes on from there.
+
+    \b
+    Example:
+      morph run configs/jobs/tiny_gpt.py:job --profile profile.json \\
+          --cluster configs/clusters/local.yaml --steps 200 --run-dir runs/tiny
+    """
+    from morph.cli.cluster_file import load_cluster
+    from morph.contract.profile import load_profile
+    from morph.contract.trace import load_trace
+
+    known = load_profile(profile)
+    finish, _ = managed_run(
+        job,
+        known,
+        load_cluster(cluster),
+        load_trace(trace).scaled(1 / trace_speed) if trace else None,
+        steps=steps,
+        run_dir=run_dir or Path("runs") / known.job.name,
+        plain=plain,
+    )
+    raise typer.Exit({"finished": 0, "stopped": 130}.get(finish.outcome, 1))
+
+
+def managed_run(
+    job_path: str,
+    profile: Profile,
+    cluster: ClusterConfig,
+    trace: Trace | None,
+    *,
+    steps: int,
+    run_dir: Path,
+    plain: bool,
+    faults: tuple[Fault, ...] = (),
+) -> tuple[Finish, RunReport]:
+    """Check everything, then run a job on local VMs to its end, showing it live; returns the end and the report.
+
+    Raises:
+        InputError: before anything is started or written.
+        TrainingStopped: when the cluster or training fails.
+    """
+    from manager.engine.session import RunSpec, run_session
+    from manager.preparation import constant_trace, controller_config, newest_checkpoint
+    from manager.report.reading import read_report
+    from manager.run_dir import RunDir, RunFacts
+    from morph.cli.checks import check_job
+    from morph.cli.run_view import run_view
+
+    check_job(job_path, profile)
+    events = trace or constant_trace(cluster.vms)
+    # planned before the run directory is made: a job that cannot run leaves nothing behind
+    draft = controller_config(profile, cluster.vms, cluster.policy, events, steps, None)
+    facts = RunFacts(
+        job=job_path,
+        fingerprint=profile.job.fingerprint,
+        micro_batch_size=next(iter(draft.plans.values())).micro_batch_size,
+        batch_size=profile.job.batch_size,
+        num_sections=profile.num_sections,
+    )
+    with RunDir(run_dir, facts) as opened:
+        checkpoint = newest_checkpoint(opened.checkpoint_url)
+        _check_steps(steps, checkpoint.version if checkpoint else 0, run_dir)
+        config = controller_config(profile, cluster.vms, cluster.policy, events, steps, checkpoint)
+        spec = RunSpec(
+            job_path=str(_absolute(job_path)),
+            config=config,
+            cluster=cluster,
+            trace=events,
+            num_sections=profile.num_sections,
+            micro_batch_size=facts.micro_batch_size,
+            faults=faults,
+        )
+        with run_view(profile.job.name, steps, profile.job.batch_size, plain=plain) as observer:
+            finish = run_session(spec, opened, observer)
+        report = read_report(opened.path)
+        _conclude(finish, report, opened.path)
+    return finish, report
+
+
+def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:
+    from manager.report.summary import summarise
+    from morph.cli.run_picture import draw_run
+
+    print(summarise(report))
+    if report.steps:
+        picture = run_dir / "run.png"
+        draw_run(report, picture)
+        print(f"picture: {picture}")
+    if finish.outcome == "stopped":
+        print("stopped; the same command goes on from the checkpoint")
+
+
+def _check_steps(steps: int, version: int, run_dir: Path) -> None:
+    from morph.contract.errors import RunDirError
+
+    if version >= steps:
+        raise RunDirError(
+            "has reached that step already",
+            source=str(run_dir),
+            field="--steps",
+            value=steps,
+            allowed=f"above {version}",
+        )
+
+
+def _absolute(job_path: str) -> str:
+    path, _, name = job_path.rpartition(":")
+    return f"{Path(path).resolve()}:{name}"
