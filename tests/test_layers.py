@@ -1,4 +1,4 @@
-"""What import-linter cannot say: it checks that the layer table of pyproject.toml is kept and covers every package."""
+"""The layer table of pyproject.toml is kept and covers every package; every dependency has a tested version."""
 
 from __future__ import annotations
 
@@ -34,13 +34,24 @@ def test_the_contract_loads_neither_torch_nor_ray(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+def pins() -> dict[str, str]:
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def plain_name(requirement: str) -> str:
+    return requirement.split(">=")[0].split("==")[0].lower().replace("_", "-")
+
+
 def test_every_dependency_has_a_tested_version() -> None:
-    pins = {
-        line.split("==")[0].lower().replace("_", "-")
-        for line in (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
-        if not line.startswith("#")
-    }
     project = PYPROJECT["project"]
     asked = [*project["dependencies"], *(name for extra in project["optional-dependencies"].values() for name in extra)]
-    names = {requirement.split(">=")[0].split("==")[0].lower().replace("_", "-") for requirement in asked}
-    assert names - pins == set()
+    assert {plain_name(requirement) for requirement in asked} <= {plain_name(name) for name in pins()}
+
+
+def test_tested_versions_name_no_build_and_no_place() -> None:
+    assert {version for version in pins().values() if not set(version) <= set("0123456789.")} == set()
+
+
+def test_the_makefile_installs_the_tested_torch() -> None:
+    assert f" torch=={pins()['torch']}\n" in (REPOSITORY / "Makefile").read_text(encoding="utf-8")
