@@ -17,13 +17,14 @@ that many tasks run at once over all stages and replicas, in order of the instan
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
-from simulator.engine_loop import Stages, play
+from simulator.engine_loop import STAGE, play
 from simulator.orders import fixed_orders
 
 Ints = npt.NDArray[np.int64]
@@ -50,6 +51,19 @@ class StageTimes:
     def num_stages(self) -> int:
         """P."""
         return len(self.forward_ns)
+
+    @cached_property
+    def packed(self) -> npt.NDArray[np.void]:
+        """The same as one structured array, as the compiled loop wants it."""
+        stages = np.zeros(self.num_stages, STAGE)
+        stages["forward"], stages["recompute"], stages["backward"] = (
+            self.forward_ns,
+            self.recompute_ns,
+            self.backward_ns,
+        )
+        stages["activation"], stages["gradient"] = self.activation_ns, self.gradient_ns
+        stages["window"], stages["again"] = self.window, self.recompute
+        return stages
 
 
 @dataclass(frozen=True)
@@ -106,15 +120,7 @@ def run_pipeline(
     skip = skip_periods and schedule == "varuna" and not keep_times and slots >= num_lanes and len(counts) == 1
     finished, ended_ns, letters, lengths, starts, jump = play(
         np.array(counts, np.int64),
-        Stages(
-            times.forward_ns,
-            times.recompute_ns,
-            times.backward_ns,
-            times.activation_ns,
-            times.gradient_ns,
-            times.window,
-            times.recompute,
-        ),
+        times.packed,
         fixed,
         slots,
         skip,

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -101,13 +103,13 @@ def test_a_backward_is_preferred_to_a_forward() -> None:
 
 def test_gpipe_runs_every_forward_first_and_recomputes_everywhere() -> None:
     times = _even_times(3)
-    again = StageTimes(**{**times.__dict__, "recompute": np.ones(3, np.bool_), "window": np.full(3, 4)})
+    again = replace(times, recompute=np.ones(3, np.bool_), window=np.full(3, 4))
     played = run_pipeline(again, (4,), schedule="gpipe", keep_orders=True)
     assert played.orders == (("FFFFRBRBRBRB",) * 3,)
 
 
 def test_the_varuna_schedule_of_figure_4_takes_27_units_where_gpipe_takes_28_and_its_last_recompute() -> None:
-    gpipe = StageTimes(**{**_even_times(4).__dict__, "recompute": np.ones(4, np.bool_), "window": np.full(4, 5)})
+    gpipe = replace(_even_times(4), recompute=np.ones(4, np.bool_), window=np.full(4, 5))
     assert run_pipeline(_even_times(4, slope=2), (5,)).makespan_ns == 2700
     assert run_pipeline(gpipe, (5,), schedule="gpipe").makespan_ns == 2800 + 100
 
