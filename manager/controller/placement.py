@@ -25,49 +25,65 @@ def place(
     needed: Sequence[Sequence[UnitId]],
     sizes: Mapping[UnitId, int],
 ) -> tuple[Slot, ...]:
-    """Assign workers to slots so that few bytes have to move; ordered by (stage, replica).
+    """Assign workers to slots so that the fewest bytes have to move; ordered by (stage, replica).
 
-    Greedy by overlap (bytes a worker holds of what a stage needs), then workers and stages are exchanged
-    pairwise while that raises the total overlap. Ties go to earlier workers and stages. Workers may be left over.
+    Exact: the assignment has the largest overlap (bytes a worker holds of what its stage needs). There must be
+    enough workers; some may be left over, later ones first where it makes no difference.
     """
-    overlap = {
-        worker: [sum(sizes[unit] for unit in units if unit in held.get(worker, ())) for units in needed]
-        for worker in workers
-    }
-    choices = sorted(
-        (-overlap[worker][stage], order, stage) for order, worker in enumerate(workers) for stage in range(len(needed))
+    overlap = [
+        [sum(sizes[unit] for unit in units if unit in held.get(worker, ())) for worker in workers] for units in needed
+    ]
+    stages = [stage for stage in range(len(needed)) for _ in range(plan.num_replicas)]
+    chosen = _largest_assignment([overlap[stage] for stage in stages])
+    drivers: list[list[int]] = [[] for _ in needed]
+    for stage, column in zip(stages, chosen, strict=True):
+        drivers[stage].append(column)
+    return tuple(
+        Slot(worker=workers[column], stage=stage, replica=replica)
+        for stage, columns in enumerate(drivers)
+        for replica, column in enumerate(sorted(columns))
     )
-    stage_of: dict[WorkerId, int | None] = dict.fromkeys(workers)
-    room = [plan.num_replicas] * len(needed)
-    for _, order, stage in choices:
-        if room[stage] and stage_of[workers[order]] is None:
-            stage_of[workers[order]] = stage
-            room[stage] -= 1
-    _exchange(stage_of, overlap)
-    slots: list[Slot] = []
-    for stage in range(len(needed)):
-        drivers = [worker for worker in workers if stage_of[worker] == stage]
-        slots += [Slot(worker=worker, stage=stage, replica=replica) for replica, worker in enumerate(drivers)]
-    return tuple(slots)
 
 
-def _exchange(stage_of: dict[WorkerId, int | None], overlap: Mapping[WorkerId, Sequence[int]]) -> None:
-    """Exchange the stages of two workers (or give one's to an idle one) while the total overlap grows."""
+def _largest_assignment(gain: Sequence[Sequence[int]]) -> list[int]:
+    """Give each row a column of its own so that the sum of gains is largest.
 
-    def gain_of(worker: WorkerId, stage: int | None) -> int:
-        return 0 if stage is None else overlap[worker][stage]
-
-    workers = tuple(stage_of)
-    improved = True
-    while improved:
-        improved = False
-        for index, first in enumerate(workers):
-            for second in workers[index + 1 :]:
-                a, b = stage_of[first], stage_of[second]
-                now = gain_of(first, a) + gain_of(second, b)
-                if gain_of(first, b) + gain_of(second, a) > now:
-                    stage_of[first], stage_of[second] = b, a
-                    improved = True
+    The Hungarian method with potentials (Kuhn 1955, Munkres 1957), O(rows^2 columns); no more rows than columns.
+    """
+    num_rows, num_columns = len(gain), len(gain[0])
+    row_potential, column_potential = [0] * (num_rows + 1), [0] * (num_columns + 1)
+    row_of = [0] * (num_columns + 1)
+    for row in range(1, num_rows + 1):
+        row_of[0], column = row, 0
+        slack: list[float] = [float("inf")] * (num_columns + 1)
+        before, seen = [0] * (num_columns + 1), [False] * (num_columns + 1)
+        while row_of[column]:
+            seen[column] = True
+            here, delta, following = row_of[column], float("inf"), 0
+            for other in range(1, num_columns + 1):
+                if seen[other]:
+                    continue
+                cost = -gain[here - 1][other - 1] - row_potential[here] - column_potential[other]
+                if cost < slack[other]:
+                    slack[other], before[other] = cost, column
+                if slack[other] < delta:
+                    delta, following = slack[other], other
+            step = int(delta)
+            for other in range(num_columns + 1):
+                if seen[other]:
+                    row_potential[row_of[other]] += step
+                    column_potential[other] -= step
+                else:
+                    slack[other] -= step
+            column = following
+        while column:
+            row_of[column] = row_of[before[column]]
+            column = before[column]
+    columns = [0] * num_rows
+    for column, row in enumerate(row_of[1:]):
+        if row:
+            columns[row - 1] = column
+    return columns
 
 
 def choose_sources(

@@ -1,0 +1,149 @@
+"""Telling a controller one event after another, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from simulated_cluster import TIMES
+from simulated_job import UNITS, file_of, make_config
+
+from manager.controller.actions import Action, SendCommit, SendReshape, SendStep
+from manager.controller.decide import decide
+from manager.controller.events import Event, ManifestWritten, NodeAppeared, UnitsWritten, WorkerAnswered, WorkerLost
+from manager.controller.state import ControllerState, Decision, Phase, initial_state
+from morph.contract.messages import Aborted, Committed, Prepared, Reshaped, UnitWritten, WorkerReady
+
+
+class Script:
+    """A controller and what it said last. Time goes on by a tenth of a second with each event."""
+
+    def __init__(self, **fields: object) -> None:
+        self.state: ControllerState = initial_state(make_config(**fields))
+        self.now_s = 0.0
+        self.last: Decision | None = None
+
+    def tell(self, event: Event, at_s: float | None = None) -> tuple[Action, ...]:
+        """Tell one event and return the actions."""
+        self.now_s = self.now_s + 0.1 if at_s is None else at_s
+        self.last = decide(self.state, event, self.now_s)
+        self.state = self.last.state
+        return self.last.actions
+
+    @property
+    def code(self) -> str:
+        """The last reason's code."""
+        assert self.last is not None
+        return self.last.reason.code
+
+    @property
+    def sentence(self) -> str:
+        """The last reason's sentence."""
+        assert self.last is not None
+        return self.last.reason.sentence
+
+    @property
+    def members(self) -> list[str]:
+        """The present members, by stage and replica."""
+        return [slot.worker for slot in self.state.slots]
+
+    def ready(self, *workers: str) -> tuple[Action, ...]:
+        """Workers appear and get ready."""
+        for worker in workers:
+            self.tell(NodeAppeared(node=worker))
+        actions: tuple[Action, ...] = ()
+        for worker in workers:
+            actions = self.tell(WorkerAnswered(worker=worker, answer=WorkerReady(worker=worker, pid=1, setup_s=1)))
+        return actions
+
+    def reshaped(self, *workers: str) -> tuple[Action, ...]:
+        """Workers (all that are busy, by default) answer their reshape."""
+        actions: tuple[Action, ...] = ()
+        for worker in workers or self.busy:
+            answer = Reshaped(worker=worker, generation=self.state.generation, groups_s=0, state_s=0, received_bytes=0)
+            actions = self.tell(WorkerAnswered(worker=worker, answer=answer))
+        return actions
+
+    def prepared(self, *workers: str, overflowed: bool = False) -> tuple[Action, ...]:
+        """Workers (all that are busy, by default) answer their step."""
+        actions: tuple[Action, ...] = ()
+        for worker in workers or self.busy:
+            actions = self.tell(WorkerAnswered(worker=worker, answer=self.prepared_answer(worker, overflowed)))
+        return actions
+
+    def prepared_answer(self, worker: str, overflowed: bool = False) -> Prepared:
+        """Return a worker's answer to the present step."""
+        return Prepared(
+            worker=worker,
+            generation=self.state.generation,
+            step=self.state.version,
+            attempt=self.state.attempt,
+            overflowed=overflowed,
+            times=TIMES,
+        )
+
+    def aborted(self, *workers: str, peer_lost: bool = False) -> tuple[Action, ...]:
+        """Workers (all that are busy, by default) give up their orders."""
+        actions: tuple[Action, ...] = ()
+        for worker in workers or self.busy:
+            answer = Aborted(worker=worker, generation=self.state.generation, peer_lost=peer_lost)
+            actions = self.tell(WorkerAnswered(worker=worker, answer=answer))
+        return actions
+
+    def committed(self) -> tuple[Action, ...]:
+        """Every busy worker answers its commit."""
+        actions: tuple[Action, ...] = ()
+        for worker in self.busy:
+            answer = Committed(worker=worker, generation=self.state.generation, version=self.state.version)
+            actions = self.tell(WorkerAnswered(worker=worker, answer=answer))
+        return actions
+
+    def written(self, version: int, units: Sequence[str] = tuple(UNITS)) -> tuple[Action, ...]:
+        """Units of the pending checkpoint are on storage."""
+        assert self.state.pending is not None
+        entries = tuple(
+            UnitWritten(worker="w", version=version, unit=unit, file=file_of(unit), size_bytes=1, sha256="0" * 64)
+            for unit in units
+        )
+        return self.tell(UnitsWritten(worker=self.state.pending.writers[units[0]], written=entries))
+
+    def saved(self, version: int) -> tuple[Action, ...]:
+        """A whole checkpoint gets to storage."""
+        self.written(version)
+        return self.tell(ManifestWritten(version=version))
+
+    @property
+    def busy(self) -> list[str]:
+        """The workers with an order."""
+        return [worker for worker, entry in self.state.workers.items() if entry.order is not None]
+
+
+def receivers(actions: Sequence[Action], kind: type[SendReshape] | type[SendStep] | type[SendCommit]) -> list[str]:
+    """Return who gets an order of this kind."""
+    return sorted(action.worker for action in actions if isinstance(action, kind))
+
+
+def script_in(phase: Phase) -> Script:
+    """Return a script whose controller is in a phase, with four VMs and two more that are starting."""
+    script = Script(num_steps=2)
+    if phase is Phase.STARTING:
+        script.tell(NodeAppeared(node="n1"))
+        return script
+    script.ready("n1", "n2", "n3", "n4")
+    if phase is not Phase.RESHAPING:
+        script.reshaped()
+    if phase in (Phase.COMMITTING, Phase.SEALING, Phase.ENDED):
+        script.prepared()
+        script.prepared()
+    if phase in (Phase.SEALING, Phase.ENDED):
+        script.committed()
+        script.written(2)
+    if phase is Phase.ENDED:
+        script.tell(ManifestWritten(version=2))
+    if phase is Phase.ABORTING:
+        script.aborted("n1")
+    if phase is Phase.WAITING:
+        script.aborted("n1")
+        for worker in ("n2", "n3", "n4"):
+            script.tell(WorkerLost(worker=worker, cause="killed"))
+    assert script.state.phase is phase
+    return script

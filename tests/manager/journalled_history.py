@@ -1,0 +1,35 @@
+"""A simulated history that is journalled as the live shell does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simulated_cluster import Faults, SimulatedCluster
+from simulated_job import make_config
+
+from manager.controller.events import Event
+from manager.controller.state import ControllerState, Decision
+from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.records import VM_KILLED, Fact
+
+
+class JournalledCluster(SimulatedCluster):
+    """Notes each kill, each event and each decision before acting."""
+
+    def __init__(self, seed: int, run_dir: Path, faults: Faults, **fields: object) -> None:
+        config = make_config(**fields)
+        super().__init__(seed, config, faults, observers=(self.note,))
+        self.journal = Journal.open(run_dir / FILE_NAME)
+        self.journal.append_config(0.0, config)
+        self.killed_s: dict[str, float] = {}
+
+    def note(self, cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
+        """Journal a decision."""
+        self.journal.append_decision(self.now_s, event, decision)
+
+    def kill(self, name: str) -> None:
+        """Journal a kill."""
+        if self.workers[name].alive:
+            self.killed_s[name] = self.now_s
+            self.journal.append_fact(self.now_s, Fact(name=VM_KILLED, worker=name))
+        super().kill(name)

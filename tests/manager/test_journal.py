@@ -1,0 +1,120 @@
+"""The journal keeps what it is given, in one piece, and gives the state back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from journalled_history import JournalledCluster
+from simulated_cluster import Faults
+from simulated_job import make_config
+
+from manager.controller.actions import SendReshape
+from manager.controller.decide import decide
+from manager.controller.events import EVENT, NodeAppeared
+from manager.controller.state import ControllerState, Phase, initial_state
+from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.records import DecisionRecord, Fact
+from manager.journal.replay import replay
+from morph.contract.errors import RunDirError
+
+FAULTS = Faults(
+    deaths_in=((Phase.TRAINING, 2, 2), (Phase.RESHAPING, 2, 1)),
+    joins_after_s=(6.0, 7.0),
+    doubled=0.2,
+    write_failure=0.1,
+)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_replaying_the_journal_gives_the_live_state(seed: int, tmp_path: Path) -> None:
+    cluster = JournalledCluster(seed, tmp_path, FAULTS)
+    cluster.run(5)
+    with cluster.journal:
+        assert replay(cluster.journal) == cluster.state
+
+
+def test_replaying_half_a_journal_gives_the_state_of_that_moment(tmp_path: Path) -> None:
+    cluster = JournalledCluster(1, tmp_path, FAULTS)
+    cluster.run(5)
+    half = len(cluster.history) // 2
+    with cluster.journal, Journal.open(tmp_path / "half.sqlite") as journal:
+        for entry in cluster.journal.read():
+            if sum(line.kind == "decision" for line in journal.read()) < half:
+                journal.append(entry.time_s, entry.kind, entry.payload_json)
+        assert replay(journal) == cluster.history[half - 1][2].state
+
+
+def test_a_resumed_run_is_replayed_from_its_own_configuration(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / FILE_NAME) as journal:
+        for num_steps in (5, 9):
+            config = make_config(num_steps=num_steps)
+            journal.append_config(0.0, config)
+            event = NodeAppeared(node=f"n{num_steps}")
+            journal.append_decision(1.0, event, decide(initial_state(config), event, 1.0))
+        state = replay(journal)
+    assert state.config.num_steps == 9
+    assert set(state.workers) == {"n9"}
+
+
+def test_lines_come_back_in_order_and_outlive_the_process_that_wrote_them(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / FILE_NAME)
+    journal.append(1.0, "fact", '{"name": "first"}')
+    journal.append_fact(0.5, Fact(name="second", worker="n1", detail="why"))
+    with Journal.open(tmp_path / FILE_NAME, read_only=True) as reader:
+        lines = reader.read()
+    journal.close()
+    assert [(line.sequence, line.time_s, line.kind) for line in lines] == [(1, 1.0, "fact"), (2, 0.5, "fact")]
+    assert Fact.model_validate_json(lines[1].payload_json).detail == "why"
+
+
+def test_an_event_and_its_decision_are_written_both_or_neither(tmp_path: Path) -> None:
+    config = make_config()
+    event = NodeAppeared(node="n1")
+    decision = decide(initial_state(config), event, 1.0)
+    with Journal.open(tmp_path / FILE_NAME) as journal:
+        with pytest.raises(RunDirError, match="cannot be written"):
+            journal._write([(1.0, "event", "{}"), (1.0, "nonsense", "{}")])  # type: ignore[list-item]
+        assert journal.read() == ()
+        journal.append_decision(1.0, event, decision)
+        assert [line.kind for line in journal.read()] == ["event", "decision"]
+
+
+def test_a_reshape_order_is_kept_once_for_all_its_receivers(tmp_path: Path) -> None:
+    cluster = JournalledCluster(0, tmp_path, Faults())
+    cluster.run(4)
+    cluster.journal.close()
+    decision = next(made for _, _, made in cluster.history if any(isinstance(act, SendReshape) for act in made.actions))
+    record = DecisionRecord.of(decision)
+    assert record.reshape is not None
+    assert set(record.reshape_receivers) == {slot.worker for slot in record.reshape.slots}
+    assert DecisionRecord.model_validate_json(record.model_dump_json()) == record
+
+
+def test_events_decisions_and_states_survive_json(tmp_path: Path) -> None:
+    cluster = JournalledCluster(3, tmp_path, FAULTS)
+    cluster.run(5)
+    cluster.journal.close()
+    for _, event, decision in cluster.history[::7]:
+        assert EVENT.validate_json(event.model_dump_json()) == event
+        assert ControllerState.model_validate_json(decision.state.model_dump_json()) == decision.state
+
+
+def test_what_is_no_journal_is_refused_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"missing\.sqlite: holds no journal"):
+        Journal.open(tmp_path / "missing.sqlite", read_only=True)
+    other = tmp_path / "other.sqlite"
+    other.write_text("this is a text of some length, and surely not a database")
+    with pytest.raises(RunDirError, match=r"other\.sqlite: is not a journal"):
+        Journal.open(other)
+    with pytest.raises(RunDirError, match="cannot be opened"):
+        Journal.open(tmp_path / "nowhere" / "journal.sqlite")
+
+
+def test_a_journal_without_a_configuration_cannot_be_replayed(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / FILE_NAME) as journal:
+        with pytest.raises(RunDirError, match="no configuration"):
+            replay(journal)
+        journal.append(0.0, "event", NodeAppeared(node="n1").model_dump_json())
+        with pytest.raises(RunDirError, match="before any configuration"):
+            replay(journal)

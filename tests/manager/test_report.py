@@ -1,0 +1,169 @@
+"""A report tells of a run what its journal holds."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from journalled_history import JournalledCluster
+from simulated_cluster import TIMES, Faults
+from simulated_job import SIZES, make_config
+
+from manager.controller.actions import SendReshape
+from manager.controller.state import Phase
+from manager.journal.journal import FILE_NAME, Journal
+from manager.report.reading import mean_loss, read_report
+from manager.report.summary import summarise
+from manager.report.values import RunReport
+from morph.contract.errors import RunDirError
+from morph.contract.messages import MicroBatchLoss
+
+
+def report_on(run_dir: Path, faults: Faults, num_nodes: int, seed: int = 0) -> tuple[JournalledCluster, RunReport]:
+    """Play a journalled run and read it back."""
+    cluster = JournalledCluster(seed, run_dir, faults, expected_nodes=num_nodes)
+    assert cluster.run(num_nodes).outcome == "finished"
+    cluster.journal.close()
+    return cluster, read_report(run_dir)
+
+
+def test_an_undisturbed_run_has_one_shape_and_no_morph(tmp_path: Path) -> None:
+    cluster, report = report_on(tmp_path, Faults(), 4)
+    assert report.morphs == ()
+    (shape,) = report.shapes
+    assert (shape.shape, shape.num_steps, shape.first_version, shape.batch_size) == ("2x2", 12, 0, 8)
+    assert shape.end_s == report.end_s == cluster.now_s
+    assert 0.2 <= (shape.measured_mini_batch_s or 0) <= 1.1
+    assert shape.examples_per_s == pytest.approx(8 / (shape.measured_mini_batch_s or 1))
+    assert shape.expected_mini_batch_s == pytest.approx(8 / (4 * 0.98))
+    assert [record.step for record in report.steps] == list(range(12))
+    assert {record.compute_s for record in report.steps} == {TIMES.step_s}
+    assert report.losses == {step: 1 / (1 + step) for step in range(12)}
+    assert (report.version, report.checkpoint_version, report.steps_redone) == (12, 12, 0)
+    assert [count.num_vms for count in report.vms] == [0, 1, 2, 3, 4]
+
+
+def test_a_kill_is_a_forced_morph_timed_from_the_kill_to_the_next_decided_step(tmp_path: Path) -> None:
+    cluster, report = report_on(tmp_path, Faults(deaths_after_s=((6.0, 1),)), 6)
+    (victim, killed_s), *_ = cluster.killed_s.items()
+    morph = report.morphs[0]
+    assert not morph.planned
+    assert (morph.lost_workers, morph.killed_at_s) == ((victim,), killed_s)
+    assert killed_s <= morph.detected_at_s < (morph.reformed_at_s or 0) < (morph.resumed_at_s or 0)
+    after = [record.decided_at_s for record in report.steps if record.decided_at_s > morph.detected_at_s]
+    assert morph.pause_ms == pytest.approx((after[0] - killed_s) * 1e3)
+    assert (morph.from_shape, morph.to_shape, morph.steps_redone) == ("3x2", "2x2", 0)
+    assert (morph.groups_s, morph.state_s, morph.num_generations) == (0.1, 0.2, 1)
+    order = next(
+        action.order
+        for _, _, decision in cluster.history
+        for action in decision.actions
+        if isinstance(action, SendReshape) and action.order.generation == 2
+    )
+    for kind, total in morph.sources.items():
+        units = [source.unit for source in order.sources if source.kind == kind]
+        assert (total.count, total.size_bytes) == (len(units), sum(SIZES[unit] for unit in units))
+    assert sum(total.count for total in morph.sources.values()) == len(order.sources)
+
+
+def test_newcomers_are_a_planned_morph(tmp_path: Path) -> None:
+    _, report = report_on(tmp_path, Faults(joins_after_s=(5.0, 5.0)), 4)
+    planned = report.morphs[-1]
+    assert planned.planned
+    assert planned.lost_workers == ()
+    assert planned.to_shape == "3x2"
+    assert set(planned.sources) <= {"keep", "peer"}
+    assert report.steps_redone == 0
+
+
+def test_steps_are_counted_as_redone_when_their_state_is_lost(tmp_path: Path) -> None:
+    cluster, report = report_on(tmp_path, Faults(deaths_after_s=((7.0, 5),), quiet_after_s=9.0), 5)
+    morph = report.morphs[0]
+    assert morph.steps_redone > 0
+    assert report.steps_redone == morph.steps_redone
+    assert [record.step for record in report.steps if not record.redone_later] == list(range(12))
+    assert set(morph.sources) <= {"checkpoint", "initial"}
+    assert len(morph.lost_workers) == 5
+    assert morph.killed_at_s == min(cluster.killed_s.values())
+
+
+def test_a_morph_that_is_hit_again_is_one_morph(tmp_path: Path) -> None:
+    faults = Faults(deaths_in=((Phase.TRAINING, 0, 1), (Phase.RESHAPING, 1, 1)))
+    cluster, report = report_on(tmp_path, faults, 6)
+    morph = report.morphs[0]
+    assert len(morph.lost_workers) == 2
+    assert set(morph.lost_workers) <= set(cluster.killed_s)
+    assert morph.num_generations == 2
+    assert [count.num_vms for count in report.vms][:9] == [0, 1, 2, 3, 4, 5, 6, 5, 4]
+
+
+def test_every_disturbed_history_adds_up(tmp_path: Path) -> None:
+    for seed in range(20):
+        run_dir = tmp_path / str(seed)
+        run_dir.mkdir()
+        faults = Faults(
+            death_per_order=0.03,
+            joins_after_s=(5.0, 9.0),
+            doubled=0.2,
+            overflow=0.05,
+            silent_death=0.2,
+            quiet_after_s=16.0,
+        )
+        cluster, report = report_on(run_dir, faults, 5, seed)
+        assert sum(shape.num_steps for shape in report.shapes) == len(report.steps) == 12 + report.steps_redone
+        assert sum(morph.steps_redone for morph in report.morphs) == report.steps_redone
+        assert set(report.losses) == set(range(12))
+        assert report.shapes[-1].generation == cluster.state.generation
+        assert all(first.end_s == second.start_s for first, second in itertools.pairwise(report.shapes))
+        assert all(morph.pause_ms is None or morph.pause_ms > 0 for morph in report.morphs)
+        assert report.vms[-1].num_vms == len(cluster.state.workers)
+
+
+def test_a_run_under_way_can_be_read(tmp_path: Path) -> None:
+    cluster = JournalledCluster(0, tmp_path, Faults())
+    cluster.run(4)
+    lines = cluster.journal.read()
+    cluster.journal.close()
+    (tmp_path / "half").mkdir()
+    with Journal.open(tmp_path / "half" / FILE_NAME) as half:
+        for line in lines[: len(lines) // 2]:
+            half.append(line.time_s, line.kind, line.payload_json)
+    report = read_report(tmp_path / "half")
+    assert report.outcome == "running"
+    assert report.shapes[-1].end_s is None
+    assert 0 < report.version < 12
+
+
+def test_the_summary_names_shapes_morphs_and_the_loss(tmp_path: Path) -> None:
+    _, report = report_on(tmp_path, Faults(deaths_after_s=((6.0, 1),)), 6)
+    text = summarise(report)
+    assert "job: finished" in text
+    assert "12 of 12 decided, 0 redone; checkpoint: version 12" in text
+    assert "loss: 1.0000 at step 0, 0.0833 at step 11" in text
+    assert "shape 2x2" in text
+    assert f"pause median {report.morphs[0].pause_ms:.0f} ms" in text
+    assert "was lost: killed" in text or "gave up its order" in text
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match="holds no journal"):
+        read_report(tmp_path)
+    Journal.open(tmp_path / FILE_NAME).close()
+    with pytest.raises(RunDirError, match="holds no run"):
+        read_report(tmp_path)
+
+
+def test_a_resumed_run_is_told_whole(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / FILE_NAME) as journal:
+        journal.append_config(1.0, make_config())
+        journal.append_config(5.0, make_config())
+    report = read_report(tmp_path)
+    assert (report.num_sessions, report.start_s, report.end_s, report.outcome) == (2, 1.0, 5.0, "running")
+
+
+def test_the_loss_is_the_exact_mean_whatever_the_order() -> None:
+    losses = [MicroBatchLoss(micro_batch=number, loss=loss) for number, loss in enumerate([1e16, 1.0, -1e16, 1.0])]
+    assert mean_loss(losses) == mean_loss(losses[::-1]) == 0.5
+    assert mean_loss([*losses, losses[0]]) == 0.5
+    assert mean_loss([]) is None
