@@ -50,7 +50,7 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
     Args:
         state: What is known, from ``initial_state`` or the last decision.
         event: What happened.
-        now_s: Wall-clock seconds at which the shell saw it; never runs backwards.
+        now_s: Wall-clock seconds at which the shell saw it; a small step back does no harm.
 
     Returns:
         The new state, the actions to carry out in order (after both are journalled), the reason, and the

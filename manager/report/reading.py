@@ -65,9 +65,10 @@ class _Reader:
         """Read one line."""
         if not self.num_sessions:
             self.start_s = entry.time_s
-        self.end_s = max(self.end_s, entry.time_s)
+        before_s, self.end_s = self.end_s, max(self.end_s, entry.time_s)
         match entry.kind:
             case "config":
+                self._close_shape(before_s)
                 self._begin_session(ControllerConfig.model_validate_json(entry.payload_json), entry.time_s)
             case "fact":
                 fact = Fact.model_validate_json(entry.payload_json)
@@ -105,7 +106,6 @@ class _Reader:
 
     def _begin_session(self, config: ControllerConfig, time_s: float) -> None:
         self.morphs.end_session()
-        self._close_shape(time_s)
         self.config, self.num_sessions, self.finish = config, self.num_sessions + 1, None
         self._set_back(config.initial_version)
         self.checkpoint_version = config.initial_checkpoint.version if config.initial_checkpoint else None

@@ -16,11 +16,12 @@ from manager.journal.records import VM_KILLED, Fact
 class JournalledCluster(SimulatedCluster):
     """Notes each kill, each event and each decision before acting."""
 
-    def __init__(self, seed: int, run_dir: Path, faults: Faults, **fields: object) -> None:
+    def __init__(self, seed: int, run_dir: Path, faults: Faults, start_s: float = 0.0, **fields: object) -> None:
         config = make_config(**fields)
         super().__init__(seed, config, faults, observers=(self.note,))
         self.journal = Journal.open(run_dir / FILE_NAME)
-        self.journal.append_config(0.0, config)
+        self.now_s = start_s
+        self.journal.append_config(start_s, config)
         self.killed_s: dict[str, float] = {}
 
     def note(self, cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from manager.controller.config import ControllerConfig
+from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import Policy
 from morph.contract.plan import Expectation, Plan, StagePlan
 
@@ -60,3 +61,7 @@ def make_config(**fields: object) -> ControllerConfig:
 def file_of(unit: str) -> str:
     """Return a file name for a unit."""
     return unit.replace("+", "_") + ".safetensors"
+
+
+FILES = tuple(UnitFile(unit=unit, file=file_of(unit), size_bytes=1, sha256="0" * 64) for unit in UNITS)
+MANIFEST = Manifest(fingerprint="f", version=5, units=FILES)

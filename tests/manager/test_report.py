@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from journalled_history import JournalledCluster
 from simulated_cluster import TIMES, Faults
-from simulated_job import SIZES, make_config
+from simulated_job import SIZES
 
 from manager.controller.actions import SendReshape
 from manager.controller.state import Phase
@@ -155,11 +155,23 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_is_told_whole(tmp_path: Path) -> None:
-    with Journal.open(tmp_path / FILE_NAME) as journal:
-        journal.append_config(1.0, make_config())
-        journal.append_config(5.0, make_config())
+    first = JournalledCluster(0, tmp_path, Faults(stop_after_s=6.0))
+    assert first.run(4).outcome == "stopped"
+    first.journal.close()
+    assert read_report(tmp_path).outcome == "stopped"
+    checkpoint = first.state.checkpoint
+    assert checkpoint is not None
+    again = JournalledCluster(
+        1, tmp_path, Faults(), first.now_s + 100, initial_checkpoint=checkpoint, initial_version=checkpoint.version
+    )
+    assert again.run(6).outcome == "finished"
+    again.journal.close()
     report = read_report(tmp_path)
-    assert (report.num_sessions, report.start_s, report.end_s, report.outcome) == (2, 1.0, 5.0, "running")
+    assert (report.num_sessions, report.start_s, report.end_s, report.outcome) == (2, 0.0, again.now_s, "finished")
+    assert [shape.shape for shape in report.shapes] == ["2x2", "3x2"]
+    assert report.shapes[0].end_s == first.now_s
+    assert [record.step for record in report.steps] == list(range(12))
+    assert report.morphs == ()
 
 
 def test_the_loss_is_the_exact_mean_whatever_the_order() -> None:

@@ -1,0 +1,212 @@
+"""Workers that die, fall silent or give up."""
+
+from __future__ import annotations
+
+from controller_script import Script, receivers, script_in
+from simulated_job import MANIFEST, PLANS
+
+from manager.controller.actions import (
+    Abort,
+    EndWorker,
+    Finish,
+    SendReshape,
+    SendStep,
+)
+from manager.controller.events import (
+    NodeAppeared,
+    Tick,
+    WorkerAnswered,
+    WorkerLost,
+)
+from manager.controller.state import Phase
+from morph.contract.messages import (
+    Failed,
+    ReshapeOrder,
+)
+
+
+def test_a_lost_worker_aborts_the_generation() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared("n1")
+    assert script.tell(WorkerLost(worker="n2", cause="killed")) == (
+        Abort(worker="n3", generation=1),
+        Abort(worker="n4", generation=1),
+    )
+    assert script.state.phase is Phase.ABORTING
+    assert script.aborted("n3") == ()
+    actions = script.prepared("n4")
+    assert receivers(actions, SendReshape) == ["n1", "n3", "n4"]
+    assert script.state.version == 0
+    assert script.tell(WorkerLost(worker="n2", cause="killed")) == ()
+
+
+def test_state_comes_from_living_replicas_and_no_step_is_redone() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared()
+    victim = script.members[0]
+    script.tell(WorkerLost(worker=victim, cause="killed"))
+    order = next(action.order for action in script.aborted() if isinstance(action, SendReshape))
+    assert (order.generation, order.version) == (2, 1)
+    assert {source.kind for source in order.sources} == {"keep", "peer"}
+    holds = {worker: entry.holds for worker, entry in script.state.workers.items()}
+    assert all(source.unit in holds[source.peer or source.worker] for source in order.sources)
+
+
+def lose_a_stage(script: Script) -> ReshapeOrder:
+    """Both replicas of stage 0 die."""
+    for worker in script.members[:2]:
+        script.tell(WorkerLost(worker=worker, cause="killed"))
+    return next(action.order for action in script.aborted() if isinstance(action, SendReshape))
+
+
+def test_without_a_living_holder_everybody_goes_back_to_the_checkpoint() -> None:
+    script = Script()
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    for _ in range(3):
+        script.prepared()
+    script.saved(3)
+    script.prepared()
+    script.prepared()
+    assert script.state.version == 5
+    order = lose_a_stage(script)
+    assert (order.version, script.state.version, script.code) == (3, 3, "set_back")
+    assert {source.kind for source in order.sources} == {"checkpoint"}
+    assert "2 steps are to be redone" in script.sentence
+
+
+def test_without_a_checkpoint_everybody_goes_back_to_the_start() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared()
+    order = lose_a_stage(script)
+    assert (order.version, script.code) == (0, "set_back")
+    assert {source.kind for source in order.sources} == {"initial"}
+    assert "1 steps are to be redone" in script.sentence
+
+
+def test_lost_units_of_the_checkpointed_version_are_read_and_the_rest_kept() -> None:
+    script = Script(initial_version=5, initial_checkpoint=MANIFEST)
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    order = lose_a_stage(script)
+    assert (order.version, script.code) == (5, "formed")
+    assert {source.kind for source in order.sources} >= {"checkpoint", "keep"}
+
+
+def test_a_failed_reshape_loses_nothing() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared()
+    before = {worker: entry.holds for worker, entry in script.state.workers.items()}
+    script.tell(WorkerLost(worker=script.members[0], cause="killed"))
+    script.aborted()
+    assert script.state.phase is Phase.RESHAPING
+    script.reshaped(script.members[0])
+    script.aborted()
+    assert (script.state.generation, script.state.version) == (3, 1)
+    assert all(entry.holds >= before[worker] for worker, entry in script.state.workers.items())
+
+
+def test_a_worker_that_is_left_over_serves_what_only_it_holds() -> None:
+    plans = {2: PLANS[2], 3: PLANS[2], 6: PLANS[6]}
+    script = Script(plans=plans, expected_nodes=6)
+    script.ready("n1", "n2", "n3", "n4", "n5", "n6")
+    script.reshaped()
+    script.prepared()
+    for worker in script.members[::2]:
+        script.tell(WorkerLost(worker=worker, cause="killed"))
+    actions = script.aborted()
+    order = next(action.order for action in actions if isinstance(action, SendReshape))
+    members = {slot.worker for slot in order.slots}
+    assert (order.version, len(members)) == (1, 2)
+    assert len(receivers(actions, SendReshape)) == 3
+    (server,) = set(receivers(actions, SendReshape)) - members
+    assert server in {source.peer for source in order.sources}
+    assert receivers(script.reshaped(), SendStep) == sorted(members)
+
+
+def test_below_the_minimum_survivors_wait_and_keep_their_state() -> None:
+    script = Script(plans={count: PLANS[count] for count in (4, 6)}, expected_nodes=4)
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    script.prepared()
+    script.tell(WorkerLost(worker="n1", cause="killed"))
+    assert script.aborted() == ()
+    assert (script.state.phase, script.code) == (Phase.WAITING, "too_few_workers")
+    order = next(action.order for action in script.ready("n5") if isinstance(action, SendReshape))
+    assert order.version == 1
+    assert {source.kind for source in order.sources} == {"keep", "peer"}
+
+
+def test_losing_a_spare_only_removes_it() -> None:
+    script = script_in(Phase.TRAINING)
+    script.ready("n5")
+    assert script.tell(WorkerLost(worker="n5", cause="killed")) == ()
+    assert (script.state.phase, script.code) == (Phase.TRAINING, "worker_removed")
+
+
+def test_an_abort_before_the_loss_is_known_reforms_with_everybody_believed_alive() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared("n1")
+    assert script.aborted("n2", peer_lost=True) == (Abort(worker="n3", generation=1), Abort(worker="n4", generation=1))
+    assert receivers(script.aborted(), SendReshape) == ["n1", "n2", "n3", "n4"]
+    aborts = script.tell(WorkerLost(worker="n1", cause="killed"))
+    assert [action.worker for action in aborts if isinstance(action, Abort)] == ["n2", "n3", "n4"]
+
+
+def test_generations_that_come_to_nothing_end_the_run() -> None:
+    script = script_in(Phase.TRAINING)
+    limit = script.state.config.policy.max_fruitless_generations
+    for _ in range(limit):
+        actions = script.aborted()
+    finish = actions[-1]
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "failed"
+    assert f"{limit} generations in a row" in finish.sentence
+
+
+def test_a_failed_order_ends_the_run_with_its_sentence() -> None:
+    script = script_in(Phase.TRAINING)
+    failed = Failed(worker="n2", generation=1, error="gradient of s3 is not finite")
+    actions = script.tell(WorkerAnswered(worker="n2", answer=failed))
+    assert [action.worker for action in actions if isinstance(action, Abort)] == ["n1", "n3", "n4"]
+    assert actions[-1] == Finish(outcome="failed", sentence="n2 failed: gradient of s3 is not finite")
+
+
+def test_an_order_that_is_never_answered_costs_its_worker() -> None:
+    script = script_in(Phase.TRAINING)
+    script.prepared("n1", "n2", "n3")
+    assert script.last is not None
+    assert script.last.wake_at_s is not None
+    assert script.tell(Tick(), at_s=script.last.wake_at_s - 0.001) == ()
+    actions = script.tell(Tick(), at_s=script.last.wake_at_s)
+    assert actions[0] == EndWorker(worker="n4")
+    assert receivers(actions, SendReshape) == ["n1", "n2", "n3"]
+
+
+def test_a_worker_that_does_not_give_up_its_order_is_given_up() -> None:
+    script = script_in(Phase.ABORTING)
+    script.aborted("n2", "n3")
+    assert script.last is not None
+    assert script.last.wake_at_s is not None
+    actions = script.tell(Tick(), at_s=script.last.wake_at_s)
+    assert actions[0] == EndWorker(worker="n4")
+    assert receivers(actions, SendReshape) == ["n1", "n2", "n3"]
+
+
+def test_a_worker_that_never_gets_ready_is_given_up() -> None:
+    script = script_in(Phase.TRAINING)
+    script.tell(NodeAppeared(node="n9"))
+    deadline_s = script.now_s + script.state.config.policy.order_timeout_s
+    for _ in range(2):
+        script.prepared()
+    script.now_s = deadline_s
+    assert EndWorker(worker="n9") in script.tell(Tick(), at_s=deadline_s)
+
+
+def test_a_manifest_that_is_never_written_ends_the_run() -> None:
+    script = script_in(Phase.SEALING)
+    assert script.last is not None
+    assert script.last.wake_at_s is not None
+    (finish,) = script.tell(Tick(), at_s=script.last.wake_at_s)
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "failed"
