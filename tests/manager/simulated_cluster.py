@@ -11,6 +11,9 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+from simulated_job import file_of
+from simulated_worker import Faults, Order, SimulatedWorker
+
 from manager.controller.actions import (
     Abort,
     Action,
@@ -51,6 +54,7 @@ from morph.contract.messages import (
     WorkerReady,
 )
 
+NO_FAULTS = Faults()
 TIMES = ComputeTimes(forward_s=0.1, recompute_s=0.1, backward_s=0.2, reduce_s=0.1, wait_s=0.0, step_s=0.5)
 
 
@@ -78,7 +82,7 @@ class SimulatedCluster:
         self,
         seed: int,
         config: ControllerConfig,
-        faults: Faults = Faults(),
+        faults: Faults = NO_FAULTS,
         decider: Decider = decide,
         observers: tuple[Observer, ...] = (),
     ) -> None:
@@ -396,9 +400,7 @@ class SimulatedCluster:
             self.emit(CheckpointFailed(worker=name, error="disk full"))
             return
         written = tuple(
-            UnitWritten(
-                worker=name, version=version, unit=unit, file=unit.replace("+", "_"), size_bytes=1, sha256="0" * 64
-            )
+            UnitWritten(worker=name, version=version, unit=unit, file=file_of(unit), size_bytes=1, sha256="0" * 64)
             for unit in units
         )
         self.emit(UnitsWritten(worker=name, written=written))
