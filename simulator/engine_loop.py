@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from simulator.compiling import compiled, inlined, loop
 from simulator.period import find_period, new_memory
 
 _NEVER = 2**62
@@ -33,17 +33,15 @@ _LANE = np.dtype(
     ]
 )
 
-compiled: Any = njit(cache=True, nogil=True)
 
-
-@compiled
+@inlined
 def _key(instant, deciding, lane, bits):  # type: ignore[no-untyped-def]
     if instant == _NEVER:
         return np.int64(_NEVER)
     return (((instant << 1) | deciding) << bits) | lane
 
 
-@compiled
+@inlined
 def _choose(stages, lanes, arrivals, lane, count, now):  # type: ignore[no-untyped-def]
     """Apply the rules: (letter to run now or 0, when to look again)."""
     me, mask = lanes[lane], arrivals.shape[2] - 1
@@ -75,7 +73,7 @@ def _choose(stages, lanes, arrivals, lane, count, now):  # type: ignore[no-untyp
     return 0, wake
 
 
-@compiled
+@inlined
 def _follow(stages, lanes, arrivals, lane, letter, now):  # type: ignore[no-untyped-def]
     """The next letter of a fixed order if its input is there: (letter or 0, when to look again)."""
     me, mask, arrival = lanes[lane], arrivals.shape[2] - 1, np.int64(0)
@@ -86,7 +84,7 @@ def _follow(stages, lanes, arrivals, lane, letter, now):  # type: ignore[no-unty
     return (int(letter) if arrival <= now else 0), arrival
 
 
-@compiled
+@inlined
 def _next_letter(stages, lanes, arrivals, lane, counts, fixed, now):  # type: ignore[no-untyped-def]
     replica, at = lanes[lane].replica, lanes[lane].position
     if fixed.shape[2] == 0:
@@ -97,7 +95,7 @@ def _next_letter(stages, lanes, arrivals, lane, counts, fixed, now):  # type: ig
     return _follow(stages, lanes, arrivals, lane, fixed[stage, replica, at], now)
 
 
-@compiled
+@inlined
 def _start(stages, lanes, keys, arrivals, lane, letter, now, num_replicas, bits):  # type: ignore[no-untyped-def]
     """Begin a task; tell the neighbour when its input will arrive, and wake it in time if it is idle."""
     me, mask = lanes[lane], arrivals.shape[2] - 1
@@ -130,7 +128,7 @@ def _start(stages, lanes, keys, arrivals, lane, letter, now, num_replicas, bits)
         keys[other] = min(keys[other], _key(wake, 1, other, bits))
 
 
-@compiled
+@inlined
 def _end(lanes, keys, lane, now, bits):  # type: ignore[no-untyped-def]
     me = lanes[lane]
     if me.task == _B:
@@ -150,7 +148,7 @@ def _set_up(lanes, keys, num_stages, num_replicas, bits):  # type: ignore[no-unt
         keys[lane] = _key(0, 1, lane, bits) if lanes[lane].stage == 0 else np.int64(_NEVER)
 
 
-@compiled
+@inlined
 def _note(lanes, lane, letter, now, letters, starts):  # type: ignore[no-untyped-def]
     me = lanes[lane]
     if letters.shape[2] > 0:
@@ -159,33 +157,18 @@ def _note(lanes, lane, letter, now, letters, starts):  # type: ignore[no-untyped
         starts[me.stage, me.replica, me.position] = now
 
 
-@compiled
-def _play(counts_in, stages, lanes, fixed, slots, skip, keep_orders, keep_times):  # type: ignore[no-untyped-def]
-    num_stages, num_replicas, num_lanes = len(stages), len(counts_in), len(lanes)
-    bits = 1
-    while (1 << bits) < num_lanes:
-        bits += 1
-    counts = counts_in.copy()
-    most = counts.max()
-    reach = most if fixed.shape[2] > 0 else min(most, stages["window"].max())
-    size = 1
-    while size < reach + 1:
-        size *= 2
-    arrivals = np.empty((2, num_lanes, size), np.int64)
-    keys = np.empty(num_lanes, np.int64)
-    _set_up(lanes, keys, num_stages, num_replicas, bits)
-    ended = np.zeros((num_stages, num_replicas), np.int64)
-    letters = np.zeros((num_stages, num_replicas, 3 * most if keep_orders else 0), np.uint8)
-    starts = np.zeros((num_stages, num_replicas, 3 * most if keep_times else 0), np.int64)
-    queue = np.zeros((num_lanes, 2), np.int64)
-    jump = np.zeros((num_stages, 3), np.int64)
-    hashes, positions = new_memory(num_lanes)
+@loop
+def _loop(counts, stages, lanes, keys, arrivals, queue, fixed, slots, skip, bits, kept, memory):  # type: ignore[no-untyped-def]
+    """Play to the end: (whether it came to one, ns skipped). Allocates nothing."""
+    ended, letters, starts, jump = kept
+    hashes, positions = memory
+    num_replicas, num_lanes = len(counts), len(lanes)
     head, waiting, running, shift = 0, 0, 0, np.int64(0)
     left, first_stage_done, num_kept = counts.sum(), np.int64(-1), 0
     while left > 0:
         key = np.int64(_NEVER)
-        for other in keys:
-            key = other if other < key else key
+        for other in range(num_lanes):
+            key = min(key, keys[other])
         now = key >> (bits + 1)
         if skip and 0 <= first_stage_done < now:
             period, duration, at = find_period(
@@ -232,11 +215,38 @@ def _play(counts_in, stages, lanes, fixed, slots, skip, keep_orders, keep_times)
             queue[place, 0], queue[place, 1] = lane, letter
             waiting += 1
             lanes[lane].task, keys[lane] = _QUEUED, np.int64(_NEVER)
+    return left == 0, shift
+
+
+@compiled
+def _play(counts_in, stages, lanes, fixed, slots, skip, keep_orders, keep_times):  # type: ignore[no-untyped-def]
+    num_stages, num_replicas, num_lanes = len(stages), len(counts_in), len(lanes)
+    bits = 1
+    while (1 << bits) < num_lanes:
+        bits += 1
+    counts = counts_in.copy()
+    most = counts.max()
+    reach = most if fixed.shape[2] > 0 else min(most, stages["window"].max())
+    size = 1
+    while size < reach + 1:
+        size *= 2
+    arrivals = np.empty((2, num_lanes, size), np.int64)
+    keys = np.empty(num_lanes, np.int64)
+    _set_up(lanes, keys, num_stages, num_replicas, bits)
+    ended = np.zeros((num_stages, num_replicas), np.int64)
+    letters = np.zeros((num_stages, num_replicas, 3 * most if keep_orders else 0), np.uint8)
+    starts = np.zeros((num_stages, num_replicas, 3 * most if keep_times else 0), np.int64)
+    queue = np.zeros((num_lanes, 2), np.int64)
+    jump = np.zeros((num_stages, 3), np.int64)
+    kept = (ended, letters, starts, jump)
+    over, shift = _loop(
+        counts, stages, lanes, keys, arrivals, queue, fixed, slots, skip, bits, kept, new_memory(num_lanes)
+    )
     ended += shift
     lengths = np.zeros((num_stages, num_replicas), np.int64)
     for lane in range(num_lanes):
         lengths[lanes[lane].stage, lanes[lane].replica] = lanes[lane].position
-    return left == 0, ended, letters, lengths, starts, jump
+    return over, ended, letters, lengths, starts, jump
 
 
 def play(counts: Any, stages: Any, fixed: Any, slots: int, skip: bool, keep_orders: bool, keep_times: bool) -> Any:

@@ -9,18 +9,16 @@ the more even one (sum of squares) is preferred where the table can tell.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from morph.contract.plan import Schedule
+from simulator.compiling import compiled
 from simulator.costs import SectionCosts
 from simulator.orders import recomputes, stage_windows
 
 _NEVER = 2**62
-_compiled: Any = njit(cache=True, nogil=True)
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def partition_table(
     return PartitionTable(bottleneck_ns=bottleneck, least_bytes=least, _choice=choice)
 
 
-@_compiled
+@compiled
 def _tabulate(forward, backward, held, stored, activations, windows, again, limit, by_memory):  # type: ignore[no-untyped-def]
     """Return (best[left] from section 0, choice[left, first] = end of the first stage)."""
     num_sections, deepest = len(stored), len(windows) - 1

@@ -8,31 +8,29 @@ when that hash comes back too.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import njit
+
+from simulator.compiling import compiled, inlined, loop
 
 _SNAPSHOTS = 64  # the longest period looked for, in micro-batches
-_compiled: Any = njit(cache=True, nogil=True)
 
 
 _QUICK, _WHOLE, _CLOCK, _BACKWARDS = 0, 1, 2, 3
 
 
-@_compiled
+@compiled
 def new_memory(num_lanes):  # type: ignore[no-untyped-def]
     """Ring buffers of the last states: (quick hash, whole hash, clock, backwards) and tasks begun by each lane."""
     return np.zeros((_SNAPSHOTS, 4), np.int64), np.zeros((_SNAPSHOTS, num_lanes), np.int64)
 
 
-@_compiled
+@inlined
 def _mix(h, word):  # type: ignore[no-untyped-def]
     h = (h ^ word) * np.int64(-7046029254386353131)
     return h ^ (h >> np.int64(29))
 
 
-@_compiled
+@loop
 def _quick_hash(lanes, keys, now, bits):  # type: ignore[no-untyped-def]
     base = lanes[len(keys) - 1].num_b
     h = np.int64(1469598103934665603)
@@ -45,7 +43,7 @@ def _quick_hash(lanes, keys, now, bits):  # type: ignore[no-untyped-def]
     return h
 
 
-@_compiled
+@loop
 def _whole_hash(lanes, arrivals, h, now):  # type: ignore[no-untyped-def]
     """Extend the quick hash by everything that is on its way or waits to be taken; never 0."""
     mask = arrivals.shape[2] - 1
@@ -59,7 +57,7 @@ def _whole_hash(lanes, arrivals, h, now):  # type: ignore[no-untyped-def]
     return h if h != 0 else np.int64(1)
 
 
-@_compiled
+@loop
 def find_period(lanes, keys, arrivals, hashes, positions, num_kept, now, bits):  # type: ignore[no-untyped-def]
     """Remember the state after ``now``: (period in micro-batches or 0, its ns, where the earlier one is kept)."""
     quick, whole = _quick_hash(lanes, keys, now, bits), np.int64(0)
