@@ -75,14 +75,17 @@ class MorphRecord(Value):
     @property
     def pause_ms(self) -> float | None:
         """From the kill (else the detection) to the next decided step, that step included."""
-        began_s = self.detected_at_s if self.killed_at_s is None else self.killed_at_s
-        return None if self.resumed_at_s is None else (self.resumed_at_s - began_s) * 1e3
+        return None if self.resumed_at_s is None else (self.resumed_at_s - self._began_s) * 1e3
 
     @property
     def reshape_ms(self) -> float | None:
         """From the kill (else the detection) to the first order of the new generation."""
-        began_s = self.detected_at_s if self.killed_at_s is None else self.killed_at_s
-        return None if self.reformed_at_s is None else (self.reformed_at_s - began_s) * 1e3
+        return None if self.reformed_at_s is None else (self.reformed_at_s - self._began_s) * 1e3
+
+    @property
+    def _began_s(self) -> float:
+        """The kill, unless training had stopped before it: for newcomers, or by another loss."""
+        return self.detected_at_s if self.killed_at_s is None else min(self.killed_at_s, self.detected_at_s)
 
 
 class VmCount(Value):
