@@ -19,7 +19,6 @@ HEAVY = (
     "matplotlib",
     "simpy",
     "transformers",
-    "pydantic",
     "yaml",
     "psutil",
 )
