@@ -71,7 +71,7 @@ def optimizer(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Opt
         {"params": [parameter for _, parameter in named if parameter.ndim >= 2], "weight_decay": 0.01},
         {"params": [parameter for _, parameter in named if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=2e-3, betas=(0.9, 0.98))
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-3, betas=(0.9, 0.98))
 
 
 job = Job(

@@ -1,0 +1,40 @@
+"""Write a profile so that a reader sees all of it or nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from morph.contract.errors import ProfileError
+from morph.contract.profile import Profile
+
+
+def check_output(path: Path) -> None:
+    """Refuse a place that cannot be written, before anything is measured.
+
+    Raises:
+        ProfileError: naming the path.
+    """
+    folder = path.parent
+    if path.is_dir():
+        raise ProfileError("is a folder", source=str(path), allowed="a file name")
+    if not folder.is_dir():
+        raise ProfileError("its folder does not exist", source=str(path), allowed="a file in an existing folder")
+    if not os.access(folder, os.W_OK):
+        raise ProfileError("its folder is not writable", source=str(path), allowed="a file in a writable folder")
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Replace ``path`` by the profile.
+
+    Raises:
+        ProfileError: when it cannot be written.
+    """
+    check_output(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(profile.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ProfileError(f"cannot be written: {error.strerror}", source=str(path)) from error

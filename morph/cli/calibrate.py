@@ -1,0 +1,115 @@
+"""``morph calibrate``: measure a job once on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from morph.contract.profile import Profile, Timing
+
+CALIBRATE_HELP = """Measure a job once on this machine, section by section, and write its profile.
+
+    The profile does not depend on how many GPUs the job will get; another machine can read it.
+
+    \b
+    Example:
+      morph calibrate configs/jobs/tiny_gpt.py:job -o profile.json
+"""
+
+
+def calibrate_command(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="path/to/file.py:name")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the profile goes.")] = Path("profile.json"),
+    micro_batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--micro-batch",
+            "-m",
+            min=1,
+            help="Micro-batch size to measure, repeatable; default: the job's, or growing.",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=5, help="Samples of each time.")] = 20,
+) -> None:
+    from rich.console import Console
+
+    from calibrate.output import check_output
+
+    check_output(output)
+    profile = _measure(job, tuple(micro_batch) if micro_batch else None, samples)
+
+    from calibrate import write_profile
+
+    write_profile(profile, output)
+    console = Console()
+    console.print(_table(profile))
+    console.print(_summary(profile))
+    console.print(f"written: {output}", soft_wrap=True)
+
+
+calibrate_command.__doc__ = CALIBRATE_HELP
+
+
+def _measure(job: str, micro_batch_sizes: tuple[int, ...] | None, num_samples: int) -> Profile:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from calibrate import calibrate
+
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+        return calibrate(
+            job,
+            micro_batch_sizes=micro_batch_sizes,
+            num_samples=num_samples,
+            progress=lambda what, share: bar.update(task, description=what, completed=share),
+        )
+
+
+def _table(profile: Profile) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{profile.job.name}: {profile.num_sections} sections")
+    table.add_column("section")
+    table.add_column("begins in", overflow="fold")
+    table.add_column("parameters", justify="right")
+    for m in profile.micro_batch_sizes:
+        table.add_column(f"F({m}) ms", justify="right")
+        table.add_column(f"B({m}) ms", justify="right")
+    table.add_column("bytes out / sample", justify="right")
+    for section in profile.sections:
+        times = [
+            _milliseconds(timing)
+            for m in profile.micro_batch_sizes
+            for timing in (section.forward[m], section.backward[m])
+        ]
+        parameters = section.gradient_bytes // profile.accumulator_bytes_per_parameter
+        table.add_row(
+            str(section.index), section.label, f"{parameters:,}", *times, f"{section.output_bytes_per_sample:,}"
+        )
+    return table
+
+
+def _summary(profile: Profile) -> str:
+    """Return F(m)/m of the whole model, tied units, and the figures of the machine."""
+    lines = []
+    for m in profile.micro_batch_sizes:
+        forward_s = sum(section.forward[m].median_s for section in profile.sections)
+        backward_s = sum(section.backward[m].median_s for section in profile.sections)
+        lines.append(f"m={m}: forward {forward_s / m * 1e3:.3g}, backward {backward_s / m * 1e3:.3g} ms per sample")
+    tied = [unit.id for unit in profile.units if len(unit.sections) > 1]
+    lines.append(
+        f"parameters: {profile.job.num_parameters:,}; tied weights between sections: {', '.join(tied) or 'none'}"
+    )
+    lines.append(f"checkpoints: {profile.checkpoint_write_bytes_per_s / 1e6:.0f} MB/s; {profile.environment.device}")
+    return "\n".join(lines)
+
+
+def _milliseconds(timing: Timing) -> str:
+    return f"{timing.median_s * 1e3:.3g} ±{timing.mad_s * 1e3:.1g}"
