@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 def stage_time_ns(times: StageTimes) -> Ints:
     """t_s: the work of one micro-batch on each stage."""
-    work: Ints = times.forward_ns + np.where(times.recompute, times.recompute_ns, 0) + times.backward_ns
+    work: Ints = times.forward_ns + times.recompute_ns * times.recompute + times.backward_ns
     return work
 
 

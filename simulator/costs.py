@@ -60,7 +60,13 @@ class SectionCosts:
         self.held_sum_bytes = _sums([s.parameter_bytes + s.optimizer_bytes + s.gradient_bytes for s in sections])
         self.input_bytes: Ints = np.array([m * section.input_bytes_per_sample for section in sections], np.int64)
         self.activation_sum_bytes = _sums([m * section.activation_bytes_per_sample for section in sections])
-        self.units = _reduced_units(profile)
+        units = _reduced_units(profile)
+        own = np.zeros(len(sections))
+        for unit in units:
+            if len(unit.sections) == 1:
+                own[unit.sections[0]] += unit.reduced_bytes
+        self.own_reduced_sum_bytes = np.concatenate([np.zeros(1), np.cumsum(own)])
+        self.shared_units = tuple(unit for unit in units if len(unit.sections) > 1)
         self._all_reduces: dict[int, AllReduce] = {}
 
     def all_reduce(self, in_flight: int) -> AllReduce:
@@ -115,7 +121,7 @@ def stage_costs(
     window = np.asarray(windows, np.int64)
     forward = np.maximum(1, costs.forward_sum_ns[end] - costs.forward_sum_ns[begin])
     activations = costs.activation_sum_bytes[end] - costs.activation_sum_bytes[begin]
-    private, tied = _rings(costs.units, begin)
+    private, tied = _rings(costs, begin, end)
     return StageCosts(
         times=StageTimes(
             forward_ns=forward,
@@ -140,18 +146,17 @@ def stage_costs(
 
 
 def _rings(
-    units: tuple[ReducedUnit, ...], begin: Ints
+    costs: SectionCosts, begin: Ints, end: Ints
 ) -> tuple[npt.NDArray[np.float64], tuple[tuple[tuple[int, ...], float], ...]]:
     """Bytes that each stage reduces on its own, and (stages, bytes) for each set of stages that share a unit."""
-    private = np.zeros(len(begin))
+    private = costs.own_reduced_sum_bytes[end] - costs.own_reduced_sum_bytes[begin]
     tied: dict[tuple[int, ...], float] = {}
-    for unit in units:
-        stages = np.unique(np.searchsorted(begin, unit.sections, side="right") - 1)
+    for unit in costs.shared_units:
+        stages = tuple(int(stage) for stage in np.unique(np.searchsorted(begin, unit.sections, side="right") - 1))
         if len(stages) == 1:
             private[stages[0]] += unit.reduced_bytes
         else:
-            key = tuple(int(stage) for stage in stages)
-            tied[key] = tied.get(key, 0.0) + unit.reduced_bytes
+            tied[stages] = tied.get(stages, 0.0) + unit.reduced_bytes
     return private, tuple(sorted(tied.items()))
 
 

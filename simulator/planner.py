@@ -195,9 +195,11 @@ class _Sweep:
     def _bound_ns(self, shape: tuple[int, int]) -> int:
         if shape not in self._bounds:
             counts = deal(self.total, shape[1])
+            slopes = self._slopes_that_fit(shape[0])
+            if self.memory_bytes is None:
+                slopes = slopes[-1:]  # the same stages under wider windows: never a higher bound
             self._bounds[shape] = min(
-                bound_ns(self._stage_costs(shape[0], counts[0], slope), counts, self.compute_slots)
-                for slope in self._slopes_that_fit(shape[0])
+                bound_ns(self._stage_costs(shape[0], counts[0], slope), counts, self.compute_slots) for slope in slopes
             )
         return self._bounds[shape]
 
