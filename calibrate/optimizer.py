@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from calibrate.samples import no_garbage_collection, timing
+from calibrate.samples import compute_clock_s, no_garbage_collection, timing
 from morph.contract.profile import Timing
 from morph.cutting import CutModel, ParameterUnit
 from morph.job import Job
@@ -54,11 +53,11 @@ def _measure(job: Job, unit: ParameterUnit, initial: Mapping[str, Tensor], num_s
         for sample in range(_WARM_UP + num_samples):
             for name, gradient in gradients.items():
                 sums.add(name, gradient)
-            start_s = time.perf_counter()
+            start_s = compute_clock_s()
             state.reduced = sums.finish(job.batch_size, sample)
             state.apply()
             sums = state.new_accumulator()
             if sample >= _WARM_UP:
-                samples_s.append(time.perf_counter() - start_s)
+                samples_s.append(compute_clock_s() - start_s)
     held = [value for entry in state.optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
     return UnitMeasurement(timing(samples_s), sum(value.numel() * value.element_size() for value in held))

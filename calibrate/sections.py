@@ -14,7 +14,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from calibrate.samples import no_garbage_collection, timing
+from calibrate.samples import compute_clock_s, no_garbage_collection, timing
 from morph.contract.profile import Timing
 from morph.cutting import BoundaryTensor, CutModel, Section
 from morph.data import MicroBatchLoader
@@ -92,11 +92,11 @@ def measure_sections(
             if sample >= MIN_SAMPLES and time.perf_counter() > end_s:
                 break
             for bench, forward_s, backward_s in zip(benches, forward, backward, strict=True):
-                start_s = time.perf_counter()
+                start_s = compute_clock_s()
                 run = bench.forward(sample)
-                middle_s = time.perf_counter()
+                middle_s = compute_clock_s()
                 bench.backward(run)
-                backward_s.append(time.perf_counter() - middle_s)
+                backward_s.append(compute_clock_s() - middle_s)
                 forward_s.append(middle_s - start_s)
     m = model.micro_batch_size
     return {

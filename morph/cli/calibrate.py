@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from morph.contract.profile import Profile, Timing
+    from morph.contract.profile import Profile, SectionProfile, Timing
 
 CALIBRATE_HELP = """Measure a job once on this machine, section by section, and write its profile.
 
@@ -36,6 +36,7 @@ def calibrate_command(
     ] = None,
     samples: Annotated[int, typer.Option(min=5, help="Samples of each time.")] = 20,
 ) -> None:
+    """Its help is CALIBRATE_HELP."""
     from rich.console import Console
 
     from calibrate.output import check_output
@@ -73,27 +74,39 @@ def _measure(job: str, micro_batch_sizes: tuple[int, ...] | None, num_samples: i
 
 
 def _table(profile: Profile) -> Table:
+    """One row for each run of equal sections and each micro-batch size."""
     from rich.table import Table
 
     table = Table(title=f"{profile.job.name}: {profile.num_sections} sections")
-    table.add_column("section")
+    table.add_column("sections", no_wrap=True)
     table.add_column("begins in", overflow="fold")
-    table.add_column("parameters", justify="right")
-    for m in profile.micro_batch_sizes:
-        table.add_column(f"F({m}) ms", justify="right")
-        table.add_column(f"B({m}) ms", justify="right")
-    table.add_column("bytes out / sample", justify="right")
-    for section in profile.sections:
-        times = [
-            _milliseconds(timing)
-            for m in profile.micro_batch_sizes
-            for timing in (section.forward[m], section.backward[m])
-        ]
-        parameters = section.gradient_bytes // profile.accumulator_bytes_per_parameter
-        table.add_row(
-            str(section.index), section.label, f"{parameters:,}", *times, f"{section.output_bytes_per_sample:,}"
-        )
+    for name in ("parameters", "bytes out", "m", "F(m) ms", "B(m) ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for group in _runs(profile):
+        first, last = group[0], group[-1]
+        place = str(first.index) if first is last else f"{first.index}-{last.index}"
+        parameters = first.gradient_bytes // profile.accumulator_bytes_per_parameter
+        facts = [place, first.label, f"{parameters:,}", f"{first.output_bytes_per_sample:,}"]
+        for m in profile.micro_batch_sizes:
+            table.add_row(*facts, str(m), _milliseconds(first.forward[m]), _milliseconds(first.backward[m]))
+            facts = ["", "", "", ""]
     return table
+
+
+def _runs(profile: Profile) -> list[list[SectionProfile]]:
+    """Group neighbouring sections that were measured as one kind; the last section stands alone."""
+    groups: list[list[SectionProfile]] = []
+    for section in profile.sections:
+        before = groups[-1][-1] if groups else None
+        if before is not None and (before.forward, before.backward, before.output_bytes_per_sample) == (
+            section.forward,
+            section.backward,
+            section.output_bytes_per_sample,
+        ):
+            groups[-1].append(section)
+        else:
+            groups.append([section])
+    return groups
 
 
 def _summary(profile: Profile) -> str:
