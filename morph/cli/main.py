@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from morph import __version__
+from morph.cli.calibrate import calibrate_command
+from morph.cli.demo import demo_command
 from morph.cli.errors import MorphGroup
+from morph.cli.plan import plan_command
+from morph.cli.run import run_command
+from morph.cli.simulate import simulate_command
+from morph.cli.status import status_command
 
 HELP = """Train one PyTorch model on whatever spot GPUs are there right now.
 
@@ -47,9 +51,12 @@ def root(
     """Give the root command its options; its help is HELP."""
 
 
-for _name in ("calibrate", "plan", "simulate", "run", "status", "demo"):
-    if find_spec(f"morph.cli.{_name}") is not None:
-        app.command(_name)(getattr(import_module(f"morph.cli.{_name}"), f"{_name}_command"))
+app.command("calibrate")(calibrate_command)
+app.command("plan")(plan_command)
+app.command("simulate")(simulate_command)
+app.command("run")(run_command)
+app.command("status")(status_command)
+app.command("demo")(demo_command)
 
 
 def main() -> None:
