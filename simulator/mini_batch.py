@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Expectation, Plan, Schedule, StagePlan
@@ -19,7 +19,9 @@ from simulator.ladder import explain, ladder_s
 from simulator.micro_batch import choose_micro_batch_size, num_micro_batches
 from simulator.orders import WINDOW_SLOPES, stage_windows
 from simulator.partition import partition_table
-from simulator.timeline import timeline_frame
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ class Simulation:
 
         Tasks are forward, recompute, backward, all_reduce, commit and optimizer; the last three have micro_batch -1.
         """
+        from simulator.timeline import timeline_frame  # pandas is slow to import, and few ask
+
         counts = self.plan.micro_batches_per_replica
         played = run_pipeline(
             self.costs.times,

@@ -1,0 +1,124 @@
+import numpy as np
+import pytest
+
+from morph.contract.errors import PlanError
+from morph.contract.plan import Schedule
+from simulator import Simulation, simulate, synthetic_profile
+
+SHAPES = [(1, 1), (1, 3), (2, 2), (3, 2), (4, 1), (8, 3)]
+
+
+@pytest.mark.parametrize(("num_stages", "num_replicas"), SHAPES)
+@pytest.mark.parametrize("schedule", ["varuna", "gpipe", "1f1b"])
+@pytest.mark.parametrize("slots", [None, 2])
+def test_parts_and_ladder_add_up_to_the_mini_batch_which_is_never_below_its_bound(
+    num_stages: int, num_replicas: int, schedule: Schedule, slots: int | None
+) -> None:
+    profile = synthetic_profile(tied=True, batch_size=40, micro_batch_size=2, latency_s=0.002)
+    got = simulate(profile, num_stages=num_stages, num_replicas=num_replicas, schedule=schedule, compute_slots=slots)
+    expected = got.expected
+    assert sum(expected.parts_s.values()) == pytest.approx(expected.mini_batch_s)
+    assert sum(got.ladder_s.values()) == pytest.approx(expected.mini_batch_s)
+    assert expected.lower_bound_s <= expected.mini_batch_s * (1 + 1e-12)
+    assert expected.examples_per_s == pytest.approx(40 / expected.mini_batch_s)
+    assert got.explanation.endswith(".")
+
+
+def _lower_bound_cases() -> list[Simulation]:
+    cases = []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        profile = synthetic_profile(
+            num_sections=6,
+            forward_s=[float(value) for value in rng.uniform(0.001, 0.01, 6)],
+            parameter_bytes=int(rng.integers(1, 50)) * 1_000_000,
+            latency_s=float(rng.uniform(0, 0.02)),
+            batch_size=int(rng.integers(3, 20)),
+            micro_batch_size=1,
+            tied=bool(rng.integers(2)),
+        )
+        cases.append(simulate(profile, num_stages=int(rng.integers(1, 7)), num_replicas=int(rng.integers(1, 4))))
+    return cases
+
+
+def test_no_random_shape_is_faster_than_its_lower_bound() -> None:
+    assert all(case.expected.lower_bound_s <= case.expected.mini_batch_s * (1 + 1e-12) for case in _lower_bound_cases())
+
+
+def test_a_lone_worker_takes_the_sum_of_its_parts() -> None:
+    profile = synthetic_profile(num_sections=4, forward_s=0.002, overhead_s=0.0, batch_size=10, micro_batch_size=2)
+    expected = simulate(profile, num_stages=1).expected
+    assert expected.mini_batch_s == pytest.approx(10 * 4 * 0.002 * 3 + 4 * 0.001 + 0.002)
+    assert expected.parts_s["bubble"] == pytest.approx(0, abs=1e-9)
+    assert expected.parts_s["recompute"] == expected.parts_s["all_reduce"] == 0
+
+
+def test_the_larger_replica_sets_the_time() -> None:
+    profile = synthetic_profile(batch_size=10, micro_batch_size=2, parameter_bytes=0)
+    uneven = simulate(profile, num_stages=2, num_replicas=2, window_slope=2)
+    assert uneven.plan.micro_batches_per_replica == (3, 2)
+    alone = simulate(
+        synthetic_profile(batch_size=6, micro_batch_size=2, parameter_bytes=0), num_stages=2, window_slope=2
+    )
+    assert uneven.expected.mini_batch_s == pytest.approx(alone.expected.mini_batch_s)
+    assert set(uneven.plan.orders) == {2, 3}
+
+
+def test_a_tied_unit_is_reduced_over_every_stage_that_holds_it() -> None:
+    sizes = {"batch_size": 8, "micro_batch_size": 2, "parameter_bytes": 8_000_000}
+    loose = simulate(synthetic_profile(**sizes), num_stages=2)  # type: ignore[arg-type]
+    tied = simulate(synthetic_profile(tied=True, **sizes), num_stages=2)  # type: ignore[arg-type]
+    assert loose.expected.parts_s["all_reduce"] == 0
+    # 8 MB of float32 parameters, 8 bytes each in the accumulator, over the ring of both stages.
+    assert tied.expected.parts_s["all_reduce"] == pytest.approx(2 * (0.0002 + 16_000_000 / 2 / 1e9), rel=0.01)
+    assert simulate(synthetic_profile(tied=True, **sizes), num_stages=1).expected.parts_s["all_reduce"] == 0  # type: ignore[arg-type]
+
+
+def test_memory_counts_the_window_of_stored_inputs() -> None:
+    profile = synthetic_profile(num_sections=4, batch_size=64, micro_batch_size=2)
+    narrow, wide = (simulate(profile, num_stages=4, window_slope=slope) for slope in (1, 4))
+    assert [stage.window for stage in narrow.plan.stages] == [4, 3, 2, 1]
+    assert [stage.window for stage in wide.plan.stages] == [13, 9, 5, 1]
+    more = wide.costs.memory_bytes - narrow.costs.memory_bytes
+    assert more.tolist() == [(b - a) * 2 * 65_536 for a, b in [(4, 13), (3, 9), (2, 5), (1, 1)]]
+
+
+def test_the_timeline_holds_each_task_once_and_ends_with_the_mini_batch() -> None:
+    got = simulate(synthetic_profile(batch_size=20, micro_batch_size=2, tied=True), num_stages=3, num_replicas=3)
+    counts = got.timeline.groupby(["replica", "task"]).size()
+    for replica, micro_batches in enumerate(got.plan.micro_batches_per_replica):
+        assert counts[replica, "forward"] == counts[replica, "backward"] == 3 * micro_batches
+        assert counts[replica, "recompute"] == 2 * micro_batches
+    assert got.timeline["end_s"].max() == pytest.approx(got.expected.mini_batch_s)
+
+
+def test_a_slow_network_makes_steeper_windows_pay() -> None:
+    fast = simulate(synthetic_profile(batch_size=64, micro_batch_size=1, latency_s=0.02), num_stages=6)
+    assert fast.plan.stages[0].window > 6
+
+
+def test_shared_cores_make_it_slower_and_are_named_as_the_cause() -> None:
+    profile = synthetic_profile(batch_size=40, micro_batch_size=2)
+    own, shared = (simulate(profile, num_stages=3, num_replicas=2, compute_slots=slots) for slots in (None, 2))
+    assert shared.expected.mini_batch_s > 1.5 * own.expected.mini_batch_s
+    assert "cores" in shared.explanation
+    assert shared.plan.orders == own.plan.orders
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"num_stages": 9}, "pipeline_depth"),
+        ({"num_stages": 0}, "pipeline_depth"),
+        ({"num_stages": 2, "num_replicas": 33}, "num_replicas"),
+        ({"boundaries": [0, 0]}, "boundaries"),
+        ({"boundaries": [1, 3]}, "boundaries"),
+        ({"num_stages": 2, "compute_slots": 0}, "compute_slots"),
+        ({"num_stages": 2, "micro_batch_size": 3}, "micro_batch_size"),
+        ({}, "num_stages"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused_by_name(arguments: dict[str, object], field: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        simulate(synthetic_profile(micro_batch_size=2), **arguments)  # type: ignore[arg-type]
+    assert caught.value.field == field

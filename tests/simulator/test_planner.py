@@ -1,0 +1,128 @@
+import numpy as np
+import pytest
+
+from morph.contract.errors import PlanError
+from morph.contract.plan import Plan
+from simulator import plan, plan_table, simulate, synthetic_profile
+
+
+def _profile(**changes: object):  # type: ignore[no-untyped-def]
+    settings: dict[str, object] = {"tied": True, "batch_size": 48, "parameter_bytes": 8_000_000}
+    return synthetic_profile(**(settings | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 5, 6, 13])
+def test_the_best_plan_is_the_fastest_of_all_shapes_simulated_one_by_one(num_gpus: int) -> None:
+    profile = _profile()
+    choice = plan(profile, num_gpus=num_gpus)
+    total = choice.best.num_micro_batches
+    rates = {
+        depth: simulate(profile, num_stages=depth, num_replicas=min(num_gpus // depth, total)).expected.examples_per_s
+        for depth in range(1, min(8, num_gpus) + 1)
+    }
+    assert choice.best.expected.examples_per_s == pytest.approx(max(rates.values()))
+    assert choice.best.num_workers <= num_gpus
+    ranked = [choice.best, *choice.runners_up]
+    assert [one.expected.examples_per_s for one in ranked] == sorted(
+        (one.expected.examples_per_s for one in ranked), reverse=True
+    )
+    assert len({one.shape for one in ranked}) == len(ranked) == min(6, len(rates))
+
+
+def test_pruning_by_the_lower_bound_loses_no_runner_up() -> None:
+    rng = np.random.default_rng(5)
+    profile = _profile(num_sections=12, forward_s=[float(v) for v in rng.uniform(0.001, 0.01, 12)], latency_s=0.01)
+    few, all_of_them = plan(profile, num_gpus=24, num_runners_up=3), plan(profile, num_gpus=24, num_runners_up=99)
+    assert [few.best, *few.runners_up] == [all_of_them.best, *all_of_them.runners_up][:4]
+
+
+def test_a_plan_survives_its_file() -> None:
+    best = plan(_profile(), num_gpus=6).best
+    assert Plan.model_validate_json(best.model_dump_json()) == best
+    assert best.fingerprint == _profile().job.fingerprint
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+def test_the_table_answers_what_plan_answers_for_each_number_of_gpus(slots: int | None) -> None:
+    table = plan_table(_profile(), 9, compute_slots=slots)
+    assert set(table) == set(range(1, 10))
+    for num_gpus, best in table.items():
+        assert best == plan(_profile(), num_gpus=num_gpus, compute_slots=slots).best
+
+
+def test_the_table_leaves_out_numbers_of_gpus_that_cannot_hold_the_job() -> None:
+    whole = simulate(_profile(), num_stages=1).expected.peak_memory_bytes
+    table = plan_table(_profile(), 6, memory_bytes=whole // 2)
+    assert 1 not in table
+    assert 6 in table
+    assert all(one.expected.peak_memory_bytes <= whole // 2 for one in table.values())
+    assert len({one.micro_batch_size for one in table.values()}) == 1
+
+
+def test_no_table_entry_fits_when_memory_is_far_too_small() -> None:
+    assert plan_table(_profile(), 4, memory_bytes=1000) == {}
+
+
+def test_a_costly_all_reduce_makes_the_pipeline_deeper() -> None:
+    light = plan(_profile(parameter_bytes=1_000), num_gpus=8).best
+    heavy = plan(_profile(parameter_bytes=400_000_000, forward_s=0.01), num_gpus=8).best
+    assert heavy.pipeline_depth > light.pipeline_depth
+
+
+def test_a_wanted_depth_or_replica_count_is_kept() -> None:
+    assert plan(_profile(), num_gpus=6, pipeline_depth=3).best.shape == "3x2"
+    assert plan(_profile(), num_gpus=6, num_replicas=2).best.num_replicas == 2
+    assert plan(_profile(), num_gpus=6, pipeline_depth=2, num_replicas=1).best.shape == "2x1"
+
+
+def test_the_micro_batch_size_is_the_knee_and_divides_the_batch() -> None:
+    # F(m)/m improves by more than 5 % per doubling up to m = 4 with this overhead.
+    assert plan(_profile(overhead_s=0.0006), num_gpus=2).best.micro_batch_size == 4
+    assert plan(_profile(overhead_s=0.0), num_gpus=2).best.micro_batch_size == 1
+    assert plan(_profile(overhead_s=0.1, batch_size=12), num_gpus=2).best.micro_batch_size == 4
+    assert plan(_profile(micro_batch_size=8), num_gpus=2).best.micro_batch_size == 8
+    assert plan(_profile(micro_batch_size=8), num_gpus=2, micro_batch_size=2).best.micro_batch_size == 2
+
+
+def test_less_memory_makes_the_micro_batch_smaller() -> None:
+    profile = _profile(overhead_s=0.1, activation_bytes_per_sample=50_000_000)
+    assert plan(profile, num_gpus=8).best.micro_batch_size == 16
+    least = simulate(profile, num_stages=8, micro_batch_size=2, window_slope=1).expected.peak_memory_bytes
+    assert plan(profile, num_gpus=8, memory_bytes=least).best.micro_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "says"),
+    [
+        ({"num_gpus": 0}, "num_gpus", "1 or more"),
+        ({"num_gpus": 4, "pipeline_depth": 9}, "pipeline_depth", "1 to 4"),
+        ({"num_gpus": 20, "pipeline_depth": 9}, "pipeline_depth", "1 to 8"),
+        ({"num_gpus": 4, "num_replicas": 5}, "num_replicas", "1 to 4"),
+        ({"num_gpus": 4, "micro_batch_size": 5}, "micro_batch_size", "1, 2, 4, 8, 16"),
+        ({"num_gpus": 4, "memory_bytes": 1000}, "memory_bytes", "bytes per device"),
+        ({"num_gpus": 4, "memory_bytes": 0}, "memory_bytes", "1 or more"),
+        ({"num_gpus": 4, "compute_slots": 0}, "compute_slots", "1 or more"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_what_would_do(
+    arguments: dict[str, object], field: str, says: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(_profile(), **arguments)  # type: ignore[arg-type]
+    assert caught.value.field == field
+    assert says in str(caught.value)
+
+
+def test_a_batch_that_m_does_not_divide_is_refused_with_the_sizes_that_do() -> None:
+    with pytest.raises(PlanError, match="allowed: 1, 2, 4") as caught:
+        plan(_profile(batch_size=12), num_gpus=2, micro_batch_size=8)
+    assert caught.value.value == 8
+    with pytest.raises(PlanError, match="no measured micro-batch size divides"):
+        plan(_profile(batch_size=9, micro_batch_sizes=(2, 4)), num_gpus=2)
+
+
+def test_too_few_gpus_for_the_memory_are_told_how_many_would_do() -> None:
+    limit = simulate(_profile(), num_stages=3, window_slope=1).expected.peak_memory_bytes
+    with pytest.raises(PlanError, match="at least 3 GPUs"):
+        plan(_profile(), num_gpus=2, memory_bytes=limit)
+    assert plan(_profile(), num_gpus=3, memory_bytes=limit).best.pipeline_depth == 3
