@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import psutil
+
 from manager.controller.config import ControllerConfig
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
@@ -23,6 +25,11 @@ def constant_trace(vms: LocalVms) -> Trace:
     return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(vms.num_vms)))
 
 
+def device_memory_bytes(vms: LocalVms) -> int:
+    """Memory of one VM's device, for the planner: as the cluster file says, else this machine's share."""
+    return vms.memory_bytes or psutil.virtual_memory().total // vms.num_vms
+
+
 def controller_config(
     profile: Profile, vms: LocalVms, policy: Policy, trace: Trace, num_steps: int, checkpoint: Manifest | None
 ) -> ControllerConfig:
@@ -32,9 +39,10 @@ def controller_config(
         PlanError: when not even the trace's largest number of VMs can run the job.
     """
     max_nodes = trace.max_nodes
-    plans = plan_table(profile, max_nodes, memory_bytes=vms.memory_bytes)
+    memory_bytes = device_memory_bytes(vms)
+    plans = plan_table(profile, max_nodes, memory_bytes=memory_bytes)
     if not plans:
-        plan(profile, num_gpus=max_nodes, memory_bytes=vms.memory_bytes)  # raises, and says what would do
+        plan(profile, num_gpus=max_nodes, memory_bytes=memory_bytes)  # raises, and says what would do
         raise PlanError("no plan fits", field="num_vms", value=max_nodes)
     state_share = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
     return ControllerConfig(

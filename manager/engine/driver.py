@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,11 +59,12 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class Observed:
-    """One turn of the loop, for whoever shows the run."""
+    """One turn of the loop, for whoever shows the run or wants it to end."""
 
     time_s: float
     event: Event
     decision: Decision
+    request_stop: Callable[[str], None]
 
 
 Observer = Callable[[Observed], None]
@@ -78,7 +79,7 @@ class Driver:
         pool: Carries orders.
         journal: Every event and decision is in it before its actions are carried out.
         checkpoint_url: Where manifests go.
-        observer: Called after each decision, in this thread.
+        observers: Each called after each decision, in this thread.
     """
 
     def __init__(
@@ -88,14 +89,14 @@ class Driver:
         pool: Pool,
         journal: Journal,
         checkpoint_url: str,
-        observer: Observer,
+        observers: Sequence[Observer],
     ) -> None:
         self.state = state
         self._inbox = inbox
         self._pool = pool
         self._journal = journal
         self._checkpoint_url = checkpoint_url
-        self._observer = observer
+        self._observers = observers
         self._finish: Finish | None = None
         self._wake_at_s: float | None = None
 
@@ -108,12 +109,12 @@ class Driver:
         while self._finish is None:
             self._pool.watch()
             now_s = time.time()
-            wait_s = IDLE_S if self._wake_at_s is None else min(IDLE_S, self._wake_at_s - now_s)
-            stamped = self._inbox.get(wait_s)
+            if self._wake_at_s is not None and now_s >= self._wake_at_s:
+                self._handle(now_s, Tick())
+                continue
+            stamped = self._inbox.get(IDLE_S if self._wake_at_s is None else min(IDLE_S, self._wake_at_s - now_s))
             if stamped is not None:
                 self._take(stamped)
-            elif self._wake_at_s is not None and time.time() >= self._wake_at_s:
-                self._handle(time.time(), Tick())
         return self._finish
 
     def _take(self, stamped: Stamped) -> None:
@@ -129,7 +130,8 @@ class Driver:
         self._wake_at_s = decision.wake_at_s
         for action in decision.actions:
             self._act(action)
-        self._observer(Observed(time_s, event, decision))
+        for observer in self._observers:
+            observer(Observed(time_s, event, decision, self.request_stop))
 
     def _act(self, action: Action) -> None:
         match action:

@@ -24,11 +24,15 @@ from morph.contract.messages import Fault, WorkerSetup
 from morph.contract.trace import Trace
 
 LOOPBACK = "127.0.0.1"
+STEPS_AFTER_TRACE = 3
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What to run and on what. Everything in it was checked before."""
+    """What to run and on what. Everything in it was checked before.
+
+    ``stop_with_trace``: end, saved and resumable, some steps after the trace's last event.
+    """
 
     job_path: str
     config: ControllerConfig
@@ -37,6 +41,7 @@ class RunSpec:
     num_sections: int
     micro_batch_size: int
     faults: tuple[Fault, ...] = ()
+    stop_with_trace: bool = False
 
 
 def run_session(spec: RunSpec, run_dir: RunDir, observer: Observer) -> Finish:
@@ -62,14 +67,10 @@ def run_session(spec: RunSpec, run_dir: RunDir, observer: Observer) -> Finish:
             spec.config.policy.heartbeat_timeout_s,
         )
         player = VmPlayer(cluster, spec.trace, inbox)
-        driver = Driver(
-            initial_state(spec.config),
-            inbox,
-            pool,
-            journal,
-            run_dir.checkpoint_url,
-            lambda observed: _observe(observed, player, observer),
-        )
+        observers = [lambda observed: _start_clock(observed, player), observer]
+        driver = Driver(initial_state(spec.config), inbox, pool, journal, run_dir.checkpoint_url, observers)
+        if spec.stop_with_trace:
+            observers.append(_StopWithTrace(player))
         journal.append_config(time.time(), spec.config)
         with _stop_on_signal(driver):
             player.start()
@@ -83,10 +84,24 @@ def run_session(spec: RunSpec, run_dir: RunDir, observer: Observer) -> Finish:
         journal.close()
 
 
-def _observe(observed: Observed, player: VmPlayer, observer: Observer) -> None:
+def _start_clock(observed: Observed, player: VmPlayer) -> None:
     if observed.decision.state.phase is Phase.TRAINING:
         player.start_clock()
-    observer(observed)
+
+
+class _StopWithTrace:
+    """Asks for the end ``STEPS_AFTER_TRACE`` steps after the trace was played."""
+
+    def __init__(self, player: VmPlayer) -> None:
+        self._player = player
+        self._stop_at: int | None = None
+
+    def __call__(self, observed: Observed) -> None:
+        state = observed.decision.state
+        if self._stop_at is None and self._player.finished and state.phase is Phase.TRAINING:
+            self._stop_at = state.version + STEPS_AFTER_TRACE
+        if self._stop_at is not None and state.version >= self._stop_at and state.stop_reason is None:
+            observed.request_stop("the trace is over")
 
 
 def _setup(spec: RunSpec, run_dir: RunDir, store_host: str, store_port: int, worker: str) -> WorkerSetup:

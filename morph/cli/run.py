@@ -66,6 +66,7 @@ def managed_run(
     run_dir: Path,
     plain: bool,
     faults: tuple[Fault, ...] = (),
+    stop_with_trace: bool = False,
 ) -> tuple[Finish, RunReport]:
     """Check everything, then run a job on local VMs to its end, showing it live; returns the end and the report.
 
@@ -103,6 +104,7 @@ def managed_run(
             num_sections=profile.num_sections,
             micro_batch_size=facts.micro_batch_size,
             faults=faults,
+            stop_with_trace=stop_with_trace,
         )
         with run_view(profile.job.name, steps, profile.job.batch_size, plain=plain) as observer:
             finish = run_session(spec, opened, observer)

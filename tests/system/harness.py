@@ -1,0 +1,139 @@
+"""Managed runs of the tiny job on real Ray workers, and the uninterrupted run that each must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from manager.controller.config import ControllerConfig
+from manager.engine.driver import Observed
+from manager.engine.session import RunSpec, run_session
+from manager.run_dir import RunDir, RunFacts
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.contract.checkpoint import Manifest
+from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.messages import Fault
+from morph.contract.plan import Plan
+from morph.contract.trace import Trace, TraceEvent
+from morph.cutting import cut, export_job
+from morph.job import load_job
+from morph.runtime.single import run_single
+from simulator import plan, synthetic_profile
+
+JOB = f"{Path(__file__).resolve().parents[2] / 'configs/jobs/tiny_gpt.py'}:job"
+MICRO_BATCH_SIZE = 2
+NUM_SECTIONS = 5
+
+
+@dataclass(frozen=True)
+class TinyJob:
+    """What the controller must know of the tiny job."""
+
+    fingerprint: str
+    batch_size: int
+    units: dict[str, tuple[int, ...]]
+
+    def plan(self, shape: str) -> Plan:
+        """A plan of this job for ``"PxD"``."""
+        depth, replicas = map(int, shape.split("x"))
+        profile = synthetic_profile(
+            num_sections=NUM_SECTIONS, batch_size=self.batch_size, micro_batch_sizes=(1, MICRO_BATCH_SIZE)
+        )
+        best = plan(
+            profile,
+            num_gpus=depth * replicas,
+            pipeline_depth=depth,
+            num_replicas=replicas,
+            micro_batch_size=MICRO_BATCH_SIZE,
+        ).best
+        return best.model_copy(update={"fingerprint": self.fingerprint})
+
+
+def load_tiny_job() -> TinyJob:
+    """Cut the tiny job as a worker does."""
+    job = load_job(JOB)
+    model = cut(export_job(job), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
+    return TinyJob(model.fingerprint, job.batch_size, {unit.id: unit.sections for unit in model.units})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a managed run ended, and what it decided on the way."""
+
+    outcome: str
+    manifest: Manifest
+    history: tuple[str, ...]
+    shapes: tuple[str, ...]
+
+    def digests(self) -> dict[str, str]:
+        """sha256 of every unit's final parameters and optimizer state."""
+        return {entry.unit: entry.sha256 for entry in self.manifest.units}
+
+
+def constant_vms(count: int) -> Trace:
+    """``count`` VMs, vm0.., that are not revoked by the trace."""
+    return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(count)))
+
+
+def managed(
+    job: TinyJob,
+    run_dir: Path,
+    *,
+    shapes: dict[int, str],
+    trace: Trace,
+    num_steps: int,
+    faults: tuple[Fault, ...] = (),
+    checkpoint_every: int = 4,
+    initial: Manifest | None = None,
+    observe: Callable[[Observed], None] | None = None,
+) -> Outcome:
+    """Run the tiny job; ``shapes[G]`` is the shape for G workers."""
+    policy = Policy(checkpoint_every_steps=checkpoint_every, start_patience_s=60)
+    config = ControllerConfig(
+        fingerprint=job.fingerprint,
+        plans={count: job.plan(shape) for count, shape in shapes.items()},
+        units=job.units,
+        unit_bytes=dict.fromkeys(job.units, 1),
+        num_steps=num_steps,
+        policy=policy,
+        initial_version=initial.version if initial else 0,
+        initial_checkpoint=initial,
+        expected_nodes=sum(event.time_s == 0 for event in trace.events),
+    )
+    spec = RunSpec(JOB, config, ClusterConfig(policy=policy), trace, NUM_SECTIONS, MICRO_BATCH_SIZE, faults)
+    history: list[str] = []
+    formed: list[str] = []
+
+    def remember(observed: Observed) -> None:
+        state, reason = observed.decision.state, observed.decision.reason
+        history.append(f"{observed.time_s:.3f} {observed.event.kind} -> {state.phase} v{state.version} {reason.sentence}")
+        if state.plan is not None and (not formed or formed[-1] != state.plan.shape):
+            formed.append(state.plan.shape)
+        if observe is not None:
+            observe(observed)
+
+    facts = RunFacts(
+        job=JOB,
+        fingerprint=job.fingerprint,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        batch_size=job.batch_size,
+        num_sections=NUM_SECTIONS,
+    )
+    with RunDir(run_dir, facts) as opened:
+        finish = run_session(spec, opened, remember)
+        print("\n".join(history))  # shown by pytest when the test fails
+        newest = complete_versions(opened.checkpoint_url)[-1]
+        return Outcome(finish.outcome, read_manifest(opened.checkpoint_url, newest), tuple(history), tuple(formed))
+
+
+def uninterrupted(steps: int, directory: Path) -> dict[str, str]:
+    """sha256 of every unit after ``steps`` steps on one worker without a cluster."""
+    manifest = run_single(
+        JOB,
+        steps=steps,
+        num_sections=NUM_SECTIONS,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        checkpoint_url=str(directory),
+    )
+    return {entry.unit: entry.sha256 for entry in manifest.units}

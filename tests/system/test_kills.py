@@ -1,0 +1,89 @@
+"""Workers die with SIGKILL in every phase of a step; the weights end bit for bit as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manager.controller.state import Phase
+from manager.engine.driver import Observed
+from morph.contract.messages import Fault
+from morph.contract.trace import Trace, TraceEvent
+from tests.system.conftest import REFERENCE_STEPS
+from tests.system.harness import TinyJob, constant_vms, managed, uninterrupted
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+
+SHAPES = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
+
+
+def fault(worker: str, phase: str, step: int, nth: int = 0) -> Fault:
+    return Fault.model_validate({"worker": worker, "phase": phase, "step": step, "nth": nth})
+
+
+HISTORIES = {
+    "in the forward pass, the backward pass and the reduction": (
+        fault("vm1", "forward", 2, nth=1),
+        fault("vm3", "backward", 5, nth=2),
+        fault("vm0", "reduce", 8),
+    ),
+    "before the commit barrier, behind it, and when the step is applied": (
+        fault("vm0", "before_commit", 3),
+        fault("vm2", "after_commit", 6),
+        fault("vm1", "applied", 9),
+    ),
+    "in a morph, while its state moves, and in a checkpoint": (
+        fault("vm3", "backward", 3),
+        fault("vm1", "reshape", 3),
+        fault("vm2", "checkpoint", 6),
+    ),
+    # the two may hold the only copies of a stage: then the run goes back to a checkpoint, and vm2 dies loading it
+    "two at once, then while state moves": (
+        fault("vm0", "forward", 6),
+        fault("vm1", "forward", 6),
+        *(fault("vm2", "transfer", version) for version in range(1, 14)),
+    ),
+}
+
+
+@pytest.mark.parametrize("faults", HISTORIES.values(), ids=HISTORIES.keys())
+def test_a_run_whose_workers_are_killed_ends_with_the_weights_of_an_uninterrupted_one(
+    faults: tuple[Fault, ...], tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
+) -> None:
+    result = managed(
+        tiny_job, tmp_path / "run", shapes=SHAPES, trace=constant_vms(4), num_steps=REFERENCE_STEPS, faults=faults, checkpoint_every=2
+    )
+    assert result.outcome == "finished"
+    for worker in {planned.worker for planned in faults}:  # each was really killed
+        assert any("worker_lost" in line and worker in line for line in result.history), worker
+    assert result.digests() == reference
+
+
+def test_a_joining_worker_that_dies_while_it_is_taken_in_changes_nothing(tiny_job: TinyJob, tmp_path: Path) -> None:
+    """Two VMs start; two more join while training goes on, one of which dies when state moves to it."""
+    events = [TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(2)]
+    events += [TraceEvent(time_s=0.1, event="add", node_id=f"vm{index}") for index in (2, 3)]
+    faults = tuple(fault("vm2", "transfer", version) for version in range(1, 2000))
+    taken_in_at: list[int] = []
+
+    def stop_when_joined(observed: Observed) -> None:
+        state = observed.decision.state
+        if not taken_in_at and state.phase is Phase.TRAINING and {slot.worker for slot in state.slots} >= {"vm3"}:
+            taken_in_at.append(state.version)
+        if taken_in_at and state.version >= taken_in_at[0] + 3 and "vm2" not in state.workers:
+            observed.request_stop("both newcomers had their turn")
+
+    result = managed(
+        tiny_job,
+        tmp_path / "run",
+        shapes=SHAPES,
+        trace=Trace(events=tuple(events)),
+        num_steps=2000,
+        faults=faults,
+        checkpoint_every=500,
+        observe=stop_when_joined,
+    )
+    assert result.outcome == "stopped"
+    assert any("worker_lost" in line and "vm2" in line for line in result.history)
+    assert result.digests() == uninterrupted(result.manifest.version, tmp_path / "reference")
