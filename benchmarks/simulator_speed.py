@@ -69,10 +69,8 @@ def main() -> None:
         alone = best_ms(lambda measured=measured: plan(measured, num_gpus=128, num_runners_up=0), 5)
         ranked = best_ms(lambda measured=measured: plan(measured, num_gpus=128), 5)
         table = best_ms(lambda measured=measured: plan_table(measured, 128), 3)
-        print(
-            f"  {'uneven' if uneven else 'equal '} sections: best {alone:.1f} ms; with five runners-up {ranked:.1f} ms; "
-            f"table for 1-128 {table:.0f} ms"
-        )
+        print(f"  {'uneven' if uneven else 'equal '} sections: best {alone:.1f} ms; with runners-up {ranked:.1f} ms;")
+        print(f"    table of the best plan for each of 1 to 128 GPUs {table:.0f} ms")
 
 
 if __name__ == "__main__":
