@@ -103,18 +103,21 @@ def _run_peers(specs: Sequence[PeerSpec]) -> list[dict[str, Any]]:
 
 def _wait(peers: Sequence[subprocess.Popen[bytes]], specs: Sequence[PeerSpec]) -> None:
     end_s = time.monotonic() + WAIT_S
-    while any(peer.poll() is None for peer in peers):
-        for peer, spec in zip(peers, specs, strict=True):
-            if peer.returncode:
-                said = (Path(spec.folder) / f"{spec.rank}.log").read_text(encoding="utf-8", errors="replace")
-                raise ClusterError(f"measuring the network failed in process {spec.rank}: {said.strip()[-500:]}")
+    while True:
+        codes = [peer.poll() for peer in peers]
+        for code, spec in zip(codes, specs, strict=True):
+            if code:
+                raise ClusterError(f"measuring the network failed in process {spec.rank}: {_last_words(spec)}")
+        if all(code == 0 for code in codes):
+            return
         if time.monotonic() > end_s:
             raise WaitTimeout(f"waited {WAIT_S:g} s for the processes that measure the network")
         time.sleep(_POLL_S)
-    for peer, spec in zip(peers, specs, strict=True):
-        if peer.returncode:
-            said = (Path(spec.folder) / f"{spec.rank}.log").read_text(encoding="utf-8", errors="replace")
-            raise ClusterError(f"measuring the network failed in process {spec.rank}: {said.strip()[-500:]}")
+
+
+def _last_words(spec: PeerSpec) -> str:
+    said = (Path(spec.folder) / f"{spec.rank}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
 
 
 def _end(peers: Sequence[subprocess.Popen[bytes]]) -> None:

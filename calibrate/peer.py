@@ -141,7 +141,8 @@ class Peer:
 
 def _end_with_parent() -> None:
     """Block until standard input closes, then end this process."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1024):  # not through sys.stdin, whose lock would spoil the end of a process that fails
+        pass
     os._exit(1)
 
 

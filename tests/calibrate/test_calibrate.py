@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from calibrate import calibrate, write_profile
+from calibrate.schema import schema_text
+from morph.cli.main import app
+from morph.contract.errors import JobError, ProfileError
+from morph.contract.profile import Profile, load_profile
+from morph.cutting import cut, export_job
+from morph.job import load_job
+
+ROOT = Path(__file__).parents[2]
+JOB = f"{ROOT}/configs/jobs/tiny_gpt.py:job"
+SCHEMA = ROOT / "docs/profile.schema.json"
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    told: list[float] = []
+    result = calibrate(JOB, micro_batch_sizes=(4, 2), num_samples=5, progress=lambda what, share: told.append(share))
+    assert told == sorted(told)
+    assert told[0] == 0
+    assert told[-1] == 1
+    return result
+
+
+def test_the_profile_describes_the_cut_model(profile: Profile) -> None:
+    job = load_job(JOB)
+    model = cut(export_job(job), num_sections=job.num_sections, micro_batch_size=3)
+    assert profile.job.fingerprint == model.fingerprint
+    assert profile.num_sections == len(model.sections)
+    assert profile.micro_batch_sizes == (2, 4)
+    assert (profile.job.batch_size, profile.job.micro_batch_size) == (12, 2)
+    assert [section.label for section in profile.sections] == [section.label for section in model.sections]
+    assert [(unit.id, unit.sections) for unit in profile.units] == [(unit.id, unit.sections) for unit in model.units]
+    assert sum(unit.parameter_bytes for unit in profile.units) == 4 * profile.job.num_parameters
+    assert profile.accumulator_bytes_per_parameter == 8
+
+
+def test_bytes_follow_the_model(profile: Profile) -> None:
+    assert [section.output_bytes_per_sample for section in profile.sections] == [2048] * 5 + [0]
+    for section in profile.sections:
+        assert section.gradient_bytes == 2 * section.parameter_bytes
+        assert 2 * section.parameter_bytes < section.optimizer_bytes < 2.1 * section.parameter_bytes
+
+
+def test_equal_sections_have_equal_times(profile: Profile) -> None:
+    assert profile.sections[1].forward == profile.sections[3].forward
+    assert profile.sections[2].backward == profile.sections[4].backward
+
+
+def test_the_network_is_measured_for_what_the_job_sends(profile: Profile) -> None:
+    sizes = {entry.size_bytes for entry in profile.inter_node.activation}
+    assert {2 * 2048, 4 * 2048} < sizes
+    assert {entry.ring_size for entry in profile.all_reduce} == {2, 3, 4}
+    assert profile.checkpoint_write_bytes_per_s > 0
+
+
+def test_calibrating_leaves_the_number_of_threads_alone(profile: Profile) -> None:
+    assert profile.environment.threads_per_worker == 1
+    assert profile.environment.torch == torch.__version__
+
+
+def test_a_profile_is_written_whole_and_read_back(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("old", encoding="utf-8")
+    write_profile(profile, path)
+    assert load_profile(path) == profile
+    assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
+    jsonschema.validate(json.loads(path.read_text(encoding="utf-8")), json.loads(SCHEMA.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(("name", "problem"), [("nowhere/p.json", "does not exist"), (".", "is a folder")])
+def test_a_place_that_cannot_be_written_is_refused(profile: Profile, tmp_path: Path, name: str, problem: str) -> None:
+    with pytest.raises(ProfileError, match=problem):
+        write_profile(profile, tmp_path / name)
+
+
+def test_the_published_schema_is_current() -> None:
+    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), "python -m calibrate.schema docs/profile.schema.json"
+
+
+def test_a_micro_batch_size_that_does_not_divide_the_batch_is_refused() -> None:
+    with pytest.raises(JobError, match=r"micro_batch_size: does not divide the global batch \(got 5\)"):
+        calibrate(JOB, micro_batch_sizes=(5,))
+
+
+def test_the_command_shows_a_table_and_writes_the_profile(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("calibrate.calibrate", lambda *_, **__: profile)
+    path = tmp_path / "profile.json"
+    result = CliRunner().invoke(app, ["calibrate", JOB, "-o", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "tiny-gpt: 6 sections" in result.output
+    assert "s0+s5" in result.output
+    assert load_profile(path) == profile
+
+
+def test_the_command_refuses_a_bad_output_before_measuring(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["calibrate", "missing.py:job", "-o", str(tmp_path / "no/p.json")])
+    assert result.exit_code == 2
+    assert "its folder does not exist" in result.output

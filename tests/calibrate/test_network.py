@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from calibrate import network
+from calibrate.network import measure_network
+from morph.contract.errors import ClusterError, WaitTimeout
+
+BOUND_S = 60.0
+
+
+def test_messages_reductions_and_a_barrier_are_measured() -> None:
+    result = measure_network(
+        [1000, 100_000], [4096, 80_000], ring_sizes=(2, 3), in_flight=(1, 2), num_samples=5, element="int64"
+    )
+    for direction in (result.link.activation, result.link.gradient):
+        assert [entry.size_bytes for entry in direction] == [1000, 100_000]
+        assert all(0 < entry.time.median_s < 1 and entry.time.num_samples == 5 for entry in direction)
+    keys = {(entry.ring_size, entry.size_bytes, entry.in_flight) for entry in result.all_reduce}
+    assert keys == {(ring, size, count) for ring in (2, 3) for size in (4096, 80_000) for count in (1, 2)}
+    assert all(0 < entry.time.median_s < 1 for entry in result.all_reduce)
+    assert 0 < result.barrier.median_s < 1
+    assert peers_of(os.getpid()) == []
+
+
+def test_a_process_that_fails_is_reported_and_ends_the_others() -> None:
+    with pytest.raises(ClusterError, match=r"measuring the network failed in process \d: .*KeyError: 'int3'"):
+        measure_network([10], [16], ring_sizes=(2,), in_flight=(1,), num_samples=2, element="int3")
+    assert peers_of(os.getpid()) == []
+
+
+def test_waiting_for_the_processes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "WAIT_S", 0.0)
+    with pytest.raises(WaitTimeout, match="waited 0 s for the processes that measure the network"):
+        measure_network([10], [16], ring_sizes=(2,), in_flight=(1,), num_samples=2, element="int64")
+    assert peers_of(os.getpid()) == []
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_one_that_measures(tmp_path: Path, ending: signal.Signals) -> None:
+    script = (
+        "from calibrate.network import measure_network\n"
+        "measure_network([10], [16], ring_sizes=(2,), in_flight=(1,), num_samples=10**9, element='int64')\n"
+    )
+    with (tmp_path / "said").open("wb") as said:
+        parent = subprocess.Popen([sys.executable, "-c", script], stdout=said, stderr=said)
+    peers: list[psutil.Process] = []
+    try:
+        peers = _until(lambda: found if len(found := peers_of(parent.pid)) == 2 else None)
+        parent.send_signal(ending)
+        parent.wait(timeout=BOUND_S)
+        _until(lambda: not any(_alive(peer) for peer in peers) or None)
+    finally:
+        parent.kill()
+        parent.wait()
+        for peer in peers:
+            if _alive(peer):
+                peer.kill()
+
+
+def peers_of(pid: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            if "calibrate.peer" in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _until(look: Callable[[], Any]) -> Any:
+    end_s = time.monotonic() + BOUND_S
+    while time.monotonic() < end_s:
+        found = look()
+        if found is not None:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"not within {BOUND_S} s")
