@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from calibrate.calibrate import Progress, calibrate
+from calibrate.measure import Progress, calibrate
 from calibrate.output import write_profile
 
 __all__ = ["Progress", "calibrate", "write_profile"]

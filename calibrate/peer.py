@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -151,10 +152,16 @@ def main() -> None:
     spec = PeerSpec(**json.loads(sys.stdin.buffer.readline()))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    result = Peer(spec).run()
-    spec.result_path.write_text(json.dumps(result), encoding="utf-8")
-    sys.stdout.flush()
-    os._exit(0)  # without waiting for gloo's threads
+    code = 1
+    try:
+        spec.result_path.write_text(json.dumps(Peer(spec).run()), encoding="utf-8")
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # without waiting for gloo's threads
 
 
 if __name__ == "__main__":

@@ -126,3 +126,12 @@ def test_importing_morph_and_its_job_module_loads_no_torch() -> None:
 @pytest.mark.parametrize("name", ["tiny_gpt"])
 def test_the_examples_load(name: str) -> None:
     assert load_job(f"{ROOT}/configs/jobs/{name}.py:job").num_sections
+
+
+def test_the_standard_library_text_is_the_same_in_every_process() -> None:
+    load = "from morph.job import load_job; import hashlib, sys; data = load_job(sys.argv[1]).dataset()"
+    script = f"{load}; print(len(data), data[7]['input_ids'].tolist(), hashlib.sha256(data.text).hexdigest())"
+    command = [sys.executable, "-c", script, f"{ROOT}/configs/jobs/gpt2_stdlib.py:job"]
+    said = {subprocess.run(command, capture_output=True, check=True, timeout=100).stdout for _ in range(2)}
+    assert len(said) == 1
+    assert int(said.pop().split()[0]) > 10_000
