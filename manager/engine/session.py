@@ -9,19 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from manager.controller.actions import Finish
 from manager.controller.config import ControllerConfig
 from manager.controller.state import Phase, initial_state
 from manager.engine.driver import Driver, Observed, Observer
 from manager.engine.inbox import Inbox
+from manager.engine.lifelines import Lifelines
 from manager.engine.ray_environment import prepare
 from manager.engine.vm_player import VmPlayer
 from manager.journal.journal import Journal
 from manager.run_dir import RunDir
 from morph.contract.cluster import ClusterConfig
-from morph.contract.messages import Fault, WorkerSetup
+from morph.contract.messages import Fault, Lifeline, WorkerSetup
 from morph.contract.trace import Trace
+
+if TYPE_CHECKING:
+    from manager.engine.worker_pool import Store
 
 LOOPBACK = "127.0.0.1"
 STEPS_AFTER_TRACE = 3
@@ -63,9 +68,10 @@ def run_session(spec: RunSpec, run_dir: RunDir, observer: Observer) -> Finish:
         store = Store(LOOPBACK)
         pool = WorkerPool(
             inbox,
-            lambda worker: _setup(spec, run_dir, store.host, store.port, worker),
+            lambda worker: _setup(spec, run_dir, store, lifelines, worker),
             spec.config.policy.heartbeat_timeout_s,
         )
+        lifelines = Lifelines(LOOPBACK, pool.connection_closed)
         player = VmPlayer(cluster, spec.trace, inbox)
         observers = [lambda observed: _start_clock(observed, player), observer]
         driver = Driver(initial_state(spec.config), inbox, pool, journal, run_dir.checkpoint_url, observers)
@@ -78,6 +84,7 @@ def run_session(spec: RunSpec, run_dir: RunDir, observer: Observer) -> Finish:
                 finish = driver.run()
             finally:
                 player.close()
+                lifelines.close()
         return finish
     finally:
         cluster.close()
@@ -104,7 +111,7 @@ class _StopWithTrace:
             observed.request_stop("the trace is over")
 
 
-def _setup(spec: RunSpec, run_dir: RunDir, store_host: str, store_port: int, worker: str) -> WorkerSetup:
+def _setup(spec: RunSpec, run_dir: RunDir, store: Store, lifelines: Lifelines, worker: str) -> WorkerSetup:
     return WorkerSetup(
         worker=worker,
         job_path=spec.job_path,
@@ -112,9 +119,10 @@ def _setup(spec: RunSpec, run_dir: RunDir, store_host: str, store_port: int, wor
         num_sections=spec.num_sections,
         micro_batch_size=spec.micro_batch_size,
         checkpoint_url=run_dir.checkpoint_url,
-        store_host=store_host,
-        store_port=store_port,
+        store_host=store.host,
+        store_port=store.port,
         listen_host=LOOPBACK,
+        lifeline=Lifeline(host=lifelines.host, port=lifelines.port, secret=lifelines.secret),
         device=spec.cluster.vms.device,
         faults=spec.faults,
     )

@@ -81,6 +81,12 @@ class WorkerPool:
             handle.gone = True
             ray.kill(handle.actor, no_restart=True)
 
+    def connection_closed(self, worker: str) -> None:
+        """Take note that a worker's lifeline closed: its process is gone."""
+        handle = self._handles.get(worker)
+        if handle is not None:
+            self._lose(worker, handle, "its process is gone: its connection closed")
+
     def watch(self) -> None:
         """Report workers whose heartbeat is overdue. Call at least once a second."""
         now_s = time.monotonic()

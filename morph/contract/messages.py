@@ -42,6 +42,14 @@ class Fault(Value):
     nth: Annotated[int, Field(ge=0)] = 0
 
 
+class Lifeline(Value):
+    """Where a worker keeps a connection open for as long as it lives; the secret heads its hello."""
+
+    host: str
+    port: int = Field(ge=1, le=65535)
+    secret: str = Field(repr=False)
+
+
 class WorkerSetup(Value):
     """Everything a fresh worker needs before it can be given a stage."""
 
@@ -54,6 +62,7 @@ class WorkerSetup(Value):
     store_host: str
     store_port: int = Field(ge=1, le=65535)
     listen_host: str = Field(description="address on which this worker accepts its peers")
+    lifeline: Lifeline | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int = Field(default=1, ge=1)
     faults: tuple[Fault, ...] = ()

@@ -53,10 +53,19 @@ def form_group(store: Store, spec: GroupSpec, worker: str, listen_host: str) -> 
     return gloo(prefixed, spec.members.index(worker), len(spec.members), options)
 
 
+def first_clause(error: BaseException) -> str:
+    """What a gloo error says before its advice, without the place in gloo's source."""
+    text = str(error)
+    if text.startswith("["):
+        text = text.partition("] ")[2]
+    return text.partition(". ")[0][:200]
+
+
 class Pending:
     """An operation under way; holds its tensors until it is done."""
 
-    def __init__(self, work: dist.Work, tensors: Sequence[Tensor], interrupt: Interrupt) -> None:
+    def __init__(self, label: str, work: dist.Work, tensors: Sequence[Tensor], interrupt: Interrupt) -> None:
+        self._label = label
         self._tensors = tensors
         self._interrupt = interrupt
         self.done = False
@@ -66,7 +75,7 @@ class Pending:
         try:
             future.value()
         except RuntimeError as error:
-            self._interrupt.lose(error)
+            self._interrupt.lose(f"{self._label}: {first_clause(error)}")
             return
         self.done = True
         self._interrupt.notify()
@@ -84,7 +93,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 class Channel:
     """One direction between two workers: the root sends, the other receives, in order."""
 
-    def __init__(self, group: Group, sender_rank: int, interrupt: Interrupt) -> None:
+    def __init__(self, group: Group, sender_rank: int, interrupt: Interrupt, label: str = "channel") -> None:
+        self._label = label
         self._group = group
         self._interrupt = interrupt
         self._options = dist.BroadcastOptions()
@@ -97,13 +107,14 @@ class Channel:
         if tensor.numel() == 0:
             raise ValueError("an empty tensor cannot travel")
         flat = as_bytes(tensor)
-        return Pending(self._group.broadcast([flat], self._options), (tensor, flat), self._interrupt)
+        return Pending(self._label, self._group.broadcast([flat], self._options), (tensor, flat), self._interrupt)
 
 
 class Ring:
     """A reduction group."""
 
-    def __init__(self, group: Group, interrupt: Interrupt) -> None:
+    def __init__(self, group: Group, interrupt: Interrupt, label: str = "ring") -> None:
+        self._label = label
         self._group = group
         self._interrupt = interrupt
 
@@ -112,7 +123,7 @@ class Ring:
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         options.asyncOp = True
-        return Pending(self._group.allreduce([tensor], options), (tensor,), self._interrupt)
+        return Pending(self._label, self._group.allreduce([tensor], options), (tensor,), self._interrupt)
 
 
 class GroupSet:
@@ -146,7 +157,7 @@ class GroupSet:
             try:
                 return form_all()
             except RuntimeError as error:  # gloo and the store raise RuntimeError and subclasses
-                self._interrupt.lose(error)
+                self._interrupt.lose(f"forming its groups: {first_clause(error)}")
                 raise
 
         self._groups = self._interrupt.call(guarded, "forming groups", FORM_TIMEOUT_S * (1 + len(mine)))
@@ -163,9 +174,11 @@ class GroupSet:
     def channel(self, name: str, sender: str) -> Channel:
         """The channel over the two-member group ``name``."""
         spec, group = self._groups[name]
-        return Channel(group, spec.members.index(sender), self._interrupt)
+        return Channel(
+            group, spec.members.index(sender), self._interrupt, f"{name} between {' and '.join(spec.members)}"
+        )
 
     def ring(self, name: str) -> Ring | None:
         """The ring ``name``; None when this worker is its only member."""
         entry = self._groups.get(name)
-        return Ring(entry[1], self._interrupt) if entry else None
+        return Ring(entry[1], self._interrupt, f"{name} of {', '.join(entry[0].members)}") if entry else None

@@ -23,7 +23,7 @@ class Interrupt:
         self.generation = generation
         self._condition = threading.Condition()
         self._aborted = False
-        self._lost: BaseException | None = None
+        self._lost: str | None = None
 
     def abort(self) -> None:
         """End every present and future wait with ``GenerationAborted``."""
@@ -31,10 +31,10 @@ class Interrupt:
             self._aborted = True
             self._condition.notify_all()
 
-    def lose(self, error: BaseException) -> None:
+    def lose(self, what: str) -> None:
         """End every present and future wait with ``PeerLost``: a connection of this generation failed."""
         with self._condition:
-            self._lost = self._lost or error
+            self._lost = self._lost or what
             self._condition.notify_all()
 
     def notify(self) -> None:
@@ -57,7 +57,7 @@ class Interrupt:
         if self._aborted:
             raise GenerationAborted(f"generation {self.generation} was aborted")
         if self._lost is not None:
-            raise PeerLost(f"generation {self.generation} lost a peer: {self._lost}") from self._lost
+            raise PeerLost(f"generation {self.generation} lost a peer: {self._lost}")
 
     def wait_for(self, ready: Callable[[], bool], what: str, timeout_s: float) -> float:
         """Block until ``ready()``; return the seconds waited.

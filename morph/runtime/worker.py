@@ -41,6 +41,7 @@ from morph.runtime.faults import FaultPlan
 from morph.runtime.generation import Generation
 from morph.runtime.graveyard import Graveyard
 from morph.runtime.interrupt import Interrupt
+from morph.runtime.lifeline import hold_lifeline
 from morph.runtime.stage import Stage
 from morph.runtime.state_moves import MoveContext, start_sending, take_units
 from morph.runtime.topology import Topology, move_name, slot_of, topology
@@ -91,6 +92,7 @@ class Worker:
             self._loader = MicroBatchLoader(
                 self._job.dataset(), self._job.seed, self._job.batch_size, setup.micro_batch_size
             )
+            self._lifeline = hold_lifeline(setup.lifeline, setup.worker) if setup.lifeline else None
             self._writer = CheckpointWriter(setup.worker, setup.checkpoint_url, self._faults)
         except Exception as error:
             return self._failed(0, error)

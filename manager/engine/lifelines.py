@@ -1,0 +1,82 @@
+"""One TCP connection from every worker to the manager, that tells of the worker's death at once.
+
+The kernel closes a dead process's sockets, so a kill is seen within milliseconds, of the right worker,
+whatever became of its VM's raylet (Ray itself takes over a second when the raylet died too). A VM that
+vanishes without a word keeps its connection open: that is what the heartbeats are for.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+
+HELLO_BYTES = 512
+BACKLOG = 128
+POLL_S = 0.5
+
+
+class Lifelines:
+    """Accepts lifelines; ``closed(worker)`` is called, in this object's thread, when one closes.
+
+    ``secret`` must head every hello: a stranger's connection is closed and forgotten.
+    """
+
+    def __init__(self, host: str, closed: Callable[[str], None]) -> None:
+        self.secret = secrets.token_hex(16)
+        self._closed = closed
+        self._listener = socket.create_server((host, 0), backlog=BACKLOG)
+        self._listener.setblocking(False)
+        self.host, self.port = host, int(self._listener.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._workers: dict[socket.socket, str] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="morph-lifelines", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; closes every connection, and reports none of them."""
+        self._over.set()
+        self._thread.join(timeout=2 * POLL_S)
+        for connection in [*self._workers, self._listener]:
+            connection.close()
+        self._selector.close()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            for key, _ in self._selector.select(POLL_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket):
+                    self._read(key.fileobj)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        self._workers[connection] = ""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(HELLO_BYTES)
+        except OSError:
+            data = b""
+        worker = self._workers[connection]
+        if data and not worker:
+            secret, _, name = data.decode("ascii", errors="replace").strip().partition(" ")
+            if secrets.compare_digest(secret, self.secret) and name:
+                self._workers[connection] = name
+                return
+            data = b""  # a stranger
+        if not data:
+            self._selector.unregister(connection)
+            del self._workers[connection]
+            connection.close()
+            if worker and not self._over.is_set():
+                self._closed(worker)
