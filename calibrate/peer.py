@@ -61,6 +61,7 @@ class Peer:
     def __init__(self, spec: PeerSpec) -> None:
         self._spec = spec
         self._interrupt = Interrupt(0)
+        self._element = {"int64": torch.int64, "float32": torch.float32}[spec.element]
         self._store = FileStore(str(Path(spec.folder) / "store"), spec.num_peers)
         self._store.set_timeout(timedelta(seconds=_TIMEOUT_S))
 
@@ -83,10 +84,6 @@ class Peer:
                 for count in self._spec.in_flight:
                     result["all_reduce"][f"{ring_size}/{size}/{count}"] = self._reductions(ring, tensor, count)
         return result
-
-    @property
-    def _element(self) -> torch.dtype:
-        return {"int64": torch.int64, "float32": torch.float32}[self._spec.element]
 
     def _group(self, name: str, size: int) -> ProcessGroupGloo | None:
         members = tuple(str(rank) for rank in range(size))
