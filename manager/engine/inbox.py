@@ -19,10 +19,10 @@ class Stamped:
 
 
 class Inbox:
-    """Thread-safe; stamps what is put in."""
+    """Thread-safe; stamps what is put in. ``put`` may interrupt ``get`` in one thread, as a signal handler does."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[Stamped] = queue.Queue()
+        self._queue: queue.SimpleQueue[Stamped] = queue.SimpleQueue()  # re-entrant; ``Queue`` is not
 
     def put(self, item: Event | Fact) -> None:
         """Add an event or fact; never blocks."""
