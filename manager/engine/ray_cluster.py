@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,10 @@ class RayCluster:
         host = self._host
         if host is None or host.stdin is None:
             raise ClusterError(f"VM {name} did not come up: the cluster is closed")
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: closed meanwhile; the answer says so
             host.stdin.write(json.dumps({"add": name}) + "\n")
             host.stdin.flush()
-        answer = self._wait(f"VM {name} to come up", ADD_TIMEOUT_S)
+        answer = self._wait(f"VM {name} to come up", ADD_TIMEOUT_S, name)
         if "error" in answer:
             raise ClusterError(f"VM {name} did not come up: {answer['error']}")
         with self._lock:
@@ -142,9 +143,14 @@ class RayCluster:
                     self._answers.put(json.loads(line))
         self._answers.put({"error": "the process with the local Ray nodes ended"})
 
-    def _wait(self, what: str, timeout_s: float) -> dict[str, Any]:
+    def _wait(self, what: str, timeout_s: float, name: str | None = None) -> dict[str, Any]:
+        """The next answer; with ``name``, passing over late ones about VMs that were given up."""
+        until_s = time.monotonic() + timeout_s
         try:
-            return self._answers.get(timeout=timeout_s)
+            while True:
+                answer = self._answers.get(timeout=max(0.0, until_s - time.monotonic()))
+                if name is None or answer.get("name", name) == name:
+                    return answer
         except queue.Empty:
             raise ClusterError(f"waited {timeout_s:g} s for {what}") from None
 
