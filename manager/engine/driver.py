@@ -19,7 +19,7 @@ from manager.controller.actions import (
     WriteManifest,
 )
 from manager.controller.decide import decide
-from manager.controller.events import CheckpointFailed, Event, ManifestWritten, StopRequested, Tick
+from manager.controller.events import MANIFEST_WRITER, CheckpointFailed, Event, ManifestWritten, StopRequested, Tick
 from manager.controller.state import ControllerState, Decision
 from manager.engine.inbox import Inbox, Stamped
 from manager.journal.journal import Journal
@@ -155,8 +155,12 @@ class Driver:
     def _write_manifest(self, manifest: Manifest) -> None:
         try:
             write_manifest(self._checkpoint_url, manifest)
-            drop_versions(self._checkpoint_url, KEEP_CHECKPOINTS)
-        except OSError as error:
-            self._inbox.put(CheckpointFailed(worker="manager", error=f"{type(error).__name__}: {error}"))
+        except Exception as error:  # each kind of storage has its own; the controller keeps the previous checkpoint
+            self._inbox.put(CheckpointFailed(worker=MANIFEST_WRITER, error=f"{type(error).__name__}: {error}"))
             return
         self._inbox.put(ManifestWritten(version=manifest.version))
+        try:
+            drop_versions(self._checkpoint_url, KEEP_CHECKPOINTS)
+        except Exception as error:  # old files stay a while longer: the next checkpoint tries again
+            fact = Fact(name="old_checkpoints_kept", detail=f"{type(error).__name__}: {error}")
+            self._inbox.put(fact)
