@@ -70,7 +70,7 @@ class Lifelines:
         worker = self._workers[connection]
         if data and not worker:
             secret, _, name = data.decode("ascii", errors="replace").strip().partition(" ")
-            if secrets.compare_digest(secret, self.secret) and name:
+            if secrets.compare_digest(secret.encode(), self.secret.encode()) and name:
                 self._workers[connection] = name
                 return
             data = b""  # a stranger

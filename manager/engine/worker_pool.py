@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from manager.controller.events import CheckpointFailed, UnitsWritten, WorkerAnswered, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.names import HEAD_RESOURCE, VM_RESOURCE
+from morph.contract.errors import ClusterError
 from morph.contract.messages import CommitOrder, Heartbeat, ReshapeOrder, StepOrder, WorkerSetup
 from morph.runtime.store import StoreHost
 from morph.runtime.worker import Worker
@@ -118,7 +119,11 @@ class WorkerPool:
 
     def _beat(self, worker: str, handle: _Handle) -> None:
         handle.beat_sent_s = time.monotonic()
-        reference = handle.actor.heartbeat.options(concurrency_group=CONTROL_LANE).remote(HEARTBEAT_WAIT_S)
+        try:
+            reference = handle.actor.heartbeat.options(concurrency_group=CONTROL_LANE).remote(HEARTBEAT_WAIT_S)
+        except Exception as error:  # in Ray's thread nobody else would see it; at the end Ray may be gone before it
+            self._lose(worker, handle, _cause(error))
+            return
 
         def finished(future: Future[Any]) -> None:
             error = future.exception()
@@ -148,11 +153,18 @@ def _cause(error: BaseException) -> str:
 
 
 class Store:
-    """The rendezvous store's process on the head node."""
+    """The rendezvous store's process on the head node.
+
+    Raises:
+        ClusterError: when it does not come up within ``STORE_TIMEOUT_S``.
+    """
 
     def __init__(self, host: str) -> None:
         remote: Any = ray.remote
         self._actor: Any = remote(StoreHost).options(num_cpus=0, resources={HEAD_RESOURCE: 0.01}).remote(host)
         self.host = host
-        port: Any = ray.get(self._actor.port.remote(), timeout=STORE_TIMEOUT_S)
+        try:
+            port: Any = ray.get(self._actor.port.remote(), timeout=STORE_TIMEOUT_S)
+        except RayError as error:
+            raise ClusterError(f"the rendezvous store did not start within {STORE_TIMEOUT_S:g} s: {error}") from error
         self.port = int(port)
