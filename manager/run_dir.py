@@ -86,7 +86,11 @@ class RunDir:
             raise RunDirError("is not a directory", source=where) from error
         except OSError as error:
             raise RunDirError(f"cannot be made: {error.strerror}", source=where) from error
-        if not (self.path / "run.json").exists() and any(entry.name != "run.lock" for entry in self.path.iterdir()):
+        try:
+            names = {entry.name for entry in self.path.iterdir()}
+        except OSError as error:
+            raise RunDirError(f"cannot be read: {error.strerror}", source=where) from error
+        if "run.json" not in names and names - {"run.lock", "run.json.tmp"}:  # those are there while it is claimed
             raise RunDirError("is not empty and is no run directory", source=where, allowed="a new or empty directory")
 
     def _lock(self) -> None:
@@ -101,6 +105,9 @@ class RunDir:
             holder = lock_file.read().strip() or "unknown"
             lock_file.close()
             raise RunDirError(f"is in use by process {holder}", source=str(self.path)) from error
+        except OSError as error:
+            lock_file.close()
+            raise RunDirError(f"cannot be locked: {error.strerror}", source=str(self.path)) from error
         lock_file.truncate(0)
         lock_file.write(str(os.getpid()))
         lock_file.flush()
@@ -116,8 +123,11 @@ class RunDir:
         path = self.path / "run.json"
         if not path.exists():
             temporary = self.path / "run.json.tmp"
-            temporary.write_text(self.facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            try:
+                temporary.write_text(self.facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
+                temporary.replace(path)
+            except OSError as error:
+                raise RunDirError(f"is not writable: {error.strerror}", source=str(self.path)) from error
             return
         known = read_facts(self.path)
         for field in ("fingerprint", "micro_batch_size", "batch_size", "num_sections"):
