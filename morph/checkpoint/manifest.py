@@ -5,6 +5,7 @@ Layout under the checkpoint URL: ``v00000040/<unit file>`` and ``v00000040/manif
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 
@@ -29,12 +30,29 @@ def write_atomically(url: str, data: bytes) -> None:
     parent = path.rsplit("/", 1)[0]
     filesystem.makedirs(parent, exist_ok=True)
     temporary = f"{parent}/.{uuid.uuid4().hex}.tmp"
-    with filesystem.open(temporary, "wb") as out:
-        out.write(data)
-        if "file" in filesystem.protocol:
-            out.flush()
-            os.fsync(out.fileno())
-    filesystem.mv(temporary, path)
+    local = "file" in filesystem.protocol
+    try:
+        with filesystem.open(temporary, "wb") as out:
+            out.write(data)
+            if local:
+                out.flush()
+                os.fsync(out.fileno())
+        filesystem.mv(temporary, path)
+    except BaseException:
+        with contextlib.suppress(Exception):  # a full disk is not to be filled further by what is left behind
+            filesystem.rm_file(temporary)
+        raise
+    if local:
+        _sync_directory(parent)
+
+
+def _sync_directory(path: str) -> None:
+    """Make a rename durable: what is deleted afterwards must not outlast it in a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_manifest(url: str, manifest: Manifest) -> None:
@@ -47,7 +65,7 @@ def read_manifest(url: str, version: int) -> Manifest:
     """Read one version's manifest.
 
     Raises:
-        CheckpointError: when it is missing or damaged.
+        CheckpointError: when it is missing, unreadable or damaged.
     """
     where = f"{version_url(url, version)}/{MANIFEST}"
     filesystem, path = fsspec.core.url_to_fs(where)
@@ -55,17 +73,31 @@ def read_manifest(url: str, version: int) -> Manifest:
         manifest = Manifest.model_validate_json(filesystem.cat_file(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{where}: there is no such checkpoint") from error
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read: {error}") from error
     except ValidationError as error:
         field, problem, _ = first_problem(error)
-        raise CheckpointError(f"{where}: {field}: {problem}") from error
+        raise CheckpointError(": ".join(part for part in (where, field, problem) if part)) from error
     if manifest.version != version:
         raise CheckpointError(f"{where}: version is {manifest.version}, expected {version}")
     return manifest
 
 
 def complete_versions(url: str) -> tuple[int, ...]:
-    """Versions that have a manifest, ascending."""
+    """Versions that have a manifest, ascending.
+
+    Raises:
+        CheckpointError: when the storage cannot be read.
+    """
+    try:
+        return _list_complete(url)
+    except OSError as error:
+        raise CheckpointError(f"{url}: cannot be read: {error}") from error
+
+
+def _list_complete(url: str) -> tuple[int, ...]:
     filesystem, path = fsspec.core.url_to_fs(url)
+    filesystem.invalidate_cache()  # workers write there too
     if not filesystem.exists(path):
         return ()
     versions = []

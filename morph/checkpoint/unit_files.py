@@ -28,9 +28,10 @@ def from_payload(payload: bytes) -> dict[str, Tensor]:
 def write_unit(url: str, version: int, unit: str, worker: str, tensors: Mapping[str, Tensor]) -> UnitWritten:
     """Write one unit of a checkpoint; blocks until the storage has it."""
     payload = to_payload(tensors)
-    file = f"{unit.replace('+', '_')}.safetensors"
-    write_atomically(f"{version_url(url, version)}/{file}", payload)
     digest = hashlib.sha256(payload).hexdigest()
+    # named by content: a late writer of a history that was set back cannot replace what a manifest names
+    file = f"{unit.replace('+', '_')}-{digest[:16]}.safetensors"
+    write_atomically(f"{version_url(url, version)}/{file}", payload)
     return UnitWritten(worker=worker, version=version, unit=unit, file=file, size_bytes=len(payload), sha256=digest)
 
 
@@ -38,7 +39,7 @@ def read_unit(url: str, manifest: Manifest, unit: str) -> dict[str, Tensor]:
     """Read one unit of a checkpoint.
 
     Raises:
-        CheckpointError: when the file is missing or differs from the manifest.
+        CheckpointError: when the file is missing, unreadable or differs from the manifest.
     """
     entry = next((entry for entry in manifest.units if entry.unit == unit), None)
     if entry is None:
@@ -49,6 +50,8 @@ def read_unit(url: str, manifest: Manifest, unit: str) -> dict[str, Tensor]:
         payload = filesystem.cat_file(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{where}: the file is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read: {error}") from error
     if len(payload) != entry.size_bytes or hashlib.sha256(payload).hexdigest() != entry.sha256:
         raise CheckpointError(f"{where}: the file differs from its manifest (size or sha256)")
     return from_payload(payload)

@@ -13,7 +13,7 @@ class UnitFile(Value):
     """One safetensors file: a parameter unit's parameters, optimizer state and accumulation scales."""
 
     unit: str
-    file: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    file: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     size_bytes: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
