@@ -42,5 +42,5 @@ def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError]
         return value_type.model_validate_json(text)
     except ValidationError as error:
         field, problem, value = first_problem(error)
-        shown = value if isinstance(value, str | int | float | bool) else None
+        shown = value if field and isinstance(value, str | int | float | bool) else None  # else it is the whole text
         raise error_type(problem, source=str(path), field=field or None, value=shown) from error

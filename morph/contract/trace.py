@@ -60,8 +60,16 @@ def parse_trace(lines: Iterable[str], source: str) -> Trace:
         TraceError: naming file, line, field, value and what is allowed.
     """
     reader = csv.DictReader(lines)
+    try:
+        return _parse(reader, source)
+    except csv.Error as error:
+        raise TraceError(f"is not CSV: {error}", source=f"{source}, line {reader.line_num}") from error
+
+
+def _parse(reader: csv.DictReader[str], source: str) -> Trace:
     columns = tuple(reader.fieldnames or ())
-    if not set(HEADER[:3]) <= set(columns) or not set(columns) <= set(HEADER):
+    doubled = len(set(columns)) < len(columns)
+    if doubled or not set(HEADER[:3]) <= set(columns) or not set(columns) <= set(HEADER):
         raise TraceError("wrong header", source=f"{source}, line 1", value=",".join(columns), allowed=",".join(HEADER))
     events: list[TraceEvent] = []
     alive: set[str] = set()
@@ -108,11 +116,10 @@ def load_trace(path: Path) -> Trace:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write the CSV form."""
+    """Write the CSV form; times in full, so that reading it gives the same trace."""
     with path.open("w", encoding="utf-8", newline="") as out:
         writer = csv.writer(out)
         writer.writerow(HEADER)
         for event in trace.events:
-            writer.writerow(
-                [f"{event.time_s:g}", event.event, event.node_id, event.zone, event.instance_type, event.source]
-            )
+            time_s = repr(event.time_s).removesuffix(".0")
+            writer.writerow([time_s, event.event, event.node_id, event.zone, event.instance_type, event.source])
