@@ -21,8 +21,8 @@ GROWTH_BITS = 6
 FIRST_LARGEST_EXPONENT = 4
 """Before the first step, gradients are taken to stay below 2**4."""
 
-MIN_EXPONENT, MAX_EXPONENT = -60, 120
-"""2**e stays an ordinary float32."""
+MIN_EXPONENT, MAX_EXPONENT = -120, 120
+"""2**e stays an ordinary float32, and every finite float32 gradient fits at the smallest scale."""
 
 
 def limit_bits(num_contributions: int) -> int:
@@ -48,7 +48,10 @@ def next_exponent(exponent: int, largest: float, num_contributions: int) -> int:
 
 def fits(exponent: int, largest: float, num_contributions: int) -> bool:
     """Whether contributions up to ``largest`` can be summed at this scale."""
-    return math.isfinite(largest) and math.ldexp(largest, exponent) < math.ldexp(1.0, limit_bits(num_contributions))
+    if largest == 0.0 or not math.isfinite(largest):
+        return largest == 0.0
+    _, bits = math.frexp(largest)  # 2**(bits-1) <= largest < 2**bits
+    return bits + exponent <= limit_bits(num_contributions)
 
 
 def to_fixed(gradient: Tensor, exponent: int) -> Tensor:
@@ -58,5 +61,5 @@ def to_fixed(gradient: Tensor, exponent: int) -> Tensor:
 
 
 def from_fixed(total: Tensor, exponent: int, divisor: int, dtype: torch.dtype) -> Tensor:
-    """Turn a fixed-point sum into the mean gradient: total * 2**-e / divisor, rounded once to ``dtype``."""
+    """Turn a fixed-point sum into the mean gradient: total * 2**-e / divisor, in float64, then in ``dtype``."""
     return (total.to(torch.float64) * (2.0**-exponent / divisor)).to(dtype)

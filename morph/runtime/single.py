@@ -24,6 +24,7 @@ from morph.job import load_job
 from morph.runtime.worker import Worker
 
 ME = "single"
+MAX_ATTEMPTS = 8
 
 
 def single_plan(fingerprint: str, num_sections: int, micro_batch_size: int, num_micro_batches: int) -> Plan:
@@ -92,6 +93,8 @@ def run_single(
             if not answer.overflowed:
                 break
             attempt += 1
+            if attempt == MAX_ATTEMPTS:
+                raise TrainingStopped(f"step {step}: a gradient overflowed {attempt} times in a row")
         if on_step is not None:
             on_step(step, mean_loss(answer))
     units = tuple(unit.id for unit in model.units)
