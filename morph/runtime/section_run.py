@@ -56,13 +56,12 @@ def section_backward(
         if gradient is not None and output.requires_grad
     ]
     wanted_inputs = [tensor for tensor in run.inputs if tensor.requires_grad]
-    wanted_parameters = [parameters[name] for name in section.parameters]
+    wanted = [*wanted_inputs, *(parameters[name] for name in section.parameters)]
+    if not wanted:  # frozen sections at the model's beginning: autograd refuses an empty question
+        return (None,) * len(run.inputs)
     found = iter(
         torch.autograd.grad(
-            [output for output, _ in pairs],
-            [*wanted_inputs, *wanted_parameters],
-            [gradient for _, gradient in pairs],
-            allow_unused=True,
+            [output for output, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
         )
     )
     # an unused input gets zeros, not None: across a stage border something must travel, so it does within a stage too
