@@ -85,6 +85,18 @@ class Pending:
         return self._interrupt.wait_for(lambda: self.done, what, timeout_s)
 
 
+def _start(
+    label: str, operation: Callable[[], dist.Work], tensors: Sequence[Tensor], interrupt: Interrupt
+) -> Pending:
+    try:
+        work = operation()
+    except RuntimeError as error:  # a connection that is known to be broken refuses at once
+        interrupt.lose(f"{label}: {first_clause(error)}")
+        interrupt.check()
+        raise
+    return Pending(label, work, tensors, interrupt)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as flat bytes, so that every dtype can travel."""
     return tensor.reshape(-1).view(torch.uint8)
@@ -107,7 +119,9 @@ class Channel:
         if tensor.numel() == 0:
             raise ValueError("an empty tensor cannot travel")
         flat = as_bytes(tensor)
-        return Pending(self._label, self._group.broadcast([flat], self._options), (tensor, flat), self._interrupt)
+        return _start(
+            self._label, lambda: self._group.broadcast([flat], self._options), (tensor, flat), self._interrupt
+        )
 
 
 class Ring:
@@ -123,7 +137,7 @@ class Ring:
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         options.asyncOp = True
-        return Pending(self._label, self._group.allreduce([tensor], options), (tensor,), self._interrupt)
+        return _start(self._label, lambda: self._group.allreduce([tensor], options), (tensor,), self._interrupt)
 
 
 class GroupSet:
@@ -158,7 +172,7 @@ class GroupSet:
                 return form_all()
             except RuntimeError as error:  # gloo and the store raise RuntimeError and subclasses
                 self._interrupt.lose(f"forming its groups: {first_clause(error)}")
-                raise
+                return {}  # the caller gets PeerLost; raising would keep half-formed groups alive in a traceback
 
         self._groups = self._interrupt.call(guarded, "forming groups", FORM_TIMEOUT_S * (1 + len(mine)))
 

@@ -106,7 +106,9 @@ class UnitState:
                 if state:
                     self.optimizer.state[parameter] = state
         self.version = int(numbers["version"])
-        self.exponents = {name: int(exponent) for name, exponent in numbers["exponents"].items()}
+        # a state that was saved under the other kind of accumulation brings no scales, or needless ones
+        saved_exponents = numbers["exponents"]
+        self.exponents = {name: int(saved_exponents.get(name, first)) for name, first in self.exponents.items()}
         self.reduced = None
 
 

@@ -137,6 +137,7 @@ class Worker:
         except GenerationAborted as error:
             return Aborted(worker=worker, generation=generation, peer_lost=False, detail=str(error))
         except (PeerLost, WaitTimeout) as error:
+            self._interrupt.lose(str(error))  # what timed out is still under way: its groups are broken
             return Aborted(worker=worker, generation=generation, peer_lost=True, detail=str(error))
         except Exception as error:
             return self._failed(generation, error)
@@ -164,7 +165,7 @@ class Worker:
         groups = GroupSet(interrupt)
         try:
             return self._join(order, layout, groups, start_s)
-        except MorphError:
+        except Exception:
             self._graveyard.bury(groups)
             raise
 
