@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -18,6 +18,7 @@ from manager.engine.driver import Driver, Observed, Observer
 from manager.engine.inbox import Inbox
 from manager.engine.lifelines import Lifelines
 from manager.engine.ray_environment import prepare
+from manager.engine.vm_fleet import VmFleet
 from manager.engine.vm_player import VmPlayer
 from manager.journal.journal import Journal
 from manager.run_dir import RunDir
@@ -49,8 +50,16 @@ class RunSpec:
     stop_with_trace: bool = False
 
 
-def run_session(spec: RunSpec, run_dir: RunDir, observer: Observer) -> Finish:
+def run_session(
+    spec: RunSpec, run_dir: RunDir, observer: Observer, attend: Callable[[VmFleet], Observer] | None = None
+) -> Finish:
     """Run a job to its end on local VMs; blocks. The first SIGINT or SIGTERM asks for a clean stop.
+
+    Args:
+        spec: What to run.
+        run_dir: Opened, and held by the caller until this returns.
+        observer: Called after each decision.
+        attend: Makes one more observer that may ask for VMs and revoke them: for experiments.
 
     Raises:
         ClusterError: when Ray does not start.
@@ -77,6 +86,8 @@ def run_session(spec: RunSpec, run_dir: RunDir, observer: Observer) -> Finish:
         driver = Driver(initial_state(spec.config), inbox, pool, journal, run_dir.checkpoint_url, observers)
         if spec.stop_with_trace:
             observers.append(_StopWithTrace(player))
+        if attend is not None:
+            observers.append(attend(player.fleet))
         journal.append_config(time.time(), spec.config)
         with _stop_on_signal(driver):
             player.start()

@@ -1,0 +1,88 @@
+"""The local VMs of a run: asked for, booted one after the other, revoked without warning."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Protocol
+
+from manager.controller.events import NodeAppeared
+from manager.engine.inbox import Inbox
+from manager.journal.records import VM_KILLED, Fact
+from morph.contract.errors import ClusterError
+
+
+class VmHost(Protocol):
+    """Where VMs run."""
+
+    def add_vm(self, name: str) -> None:
+        """Bring up a VM; blocks."""
+
+    def kill_vm(self, name: str) -> bool:
+        """Take a VM away without warning."""
+
+
+class VmFleet:
+    """Boots VMs from a thread of its own; ``request`` and ``revoke`` return at once, from any thread.
+
+    A node that is asked for again after its revocation gets a new VM id (``name.2``): it is another machine.
+    """
+
+    def __init__(self, host: VmHost, inbox: Inbox) -> None:
+        self._host = host
+        self._inbox = inbox
+        self._boots: queue.Queue[str | None] = queue.Queue()
+        self._wanted: dict[str, str] = {}
+        self._seen: dict[str, int] = {}
+        self._up: set[str] = set()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._boot_loop, name="morph-vm-boot", daemon=True).start()
+
+    def request(self, node: str, zone: str = "unknown") -> str:
+        """Ask for a VM; ``NodeAppeared`` follows when it is up. Returns its id."""
+        with self._lock:
+            count = self._seen[node] = self._seen.get(node, 0) + 1
+            vm = self._wanted[node] = node if count == 1 else f"{node}.{count}"
+        self._inbox.put(Fact(name="vm_requested", worker=vm, detail=zone))
+        self._boots.put(vm)
+        return vm
+
+    def revoke(self, *nodes: str) -> None:
+        """Kill the nodes' VMs, one right after the other; one that is still booting never appears."""
+        with self._lock:
+            vms = [self._wanted.pop(node) for node in nodes]
+            doomed = [vm for vm in vms if vm in self._up]
+            self._up.difference_update(doomed)
+        for vm in doomed:
+            self._inbox.put(Fact(name=VM_KILLED, worker=vm))
+        for vm in doomed:
+            self._host.kill_vm(vm)
+
+    def close(self) -> None:
+        """Boot nothing any more."""
+        with self._lock:
+            self._wanted.clear()
+        self._boots.put(None)
+
+    def _boot_loop(self) -> None:
+        while (vm := self._boots.get()) is not None:
+            if not self._is_wanted(vm):
+                continue  # revoked before it was up
+            try:
+                self._host.add_vm(vm)
+            except ClusterError as error:
+                if self._is_wanted(vm):
+                    self._inbox.put(Fact(name="vm_failed", worker=vm, detail=str(error)))
+                continue
+            with self._lock:
+                wanted = vm in self._wanted.values()
+                if wanted:
+                    self._up.add(vm)
+            if wanted:
+                self._inbox.put(NodeAppeared(node=vm))
+            else:
+                self._host.kill_vm(vm)  # revoked while it booted
+
+    def _is_wanted(self, vm: str) -> bool:
+        with self._lock:
+            return vm in self._wanted.values()
