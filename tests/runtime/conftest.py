@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from morph.cutting import cut, export_job
+from morph.cutting.cut_model import CutModel
+from morph.data import MicroBatchLoader
+from morph.job import Job, load_job
+from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
+
+
+@dataclass(frozen=True)
+class CutJob:
+    """The tiny job as a worker has it after its setup."""
+
+    job: Job
+    model: CutModel
+    initial: Mapping[str, Tensor]
+    loader: MicroBatchLoader
+
+    def load(self, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
+        """Batch entries of one micro-batch of step 0."""
+        return self.loader.load(0, micro_batch, keys)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> CutJob:
+    torch.set_num_threads(1)
+    job = load_job(JOB)
+    exported = export_job(job)
+    model = cut(exported, num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
+    loader = MicroBatchLoader(job.dataset(), job.seed, job.batch_size, MICRO_BATCH_SIZE)
+    return CutJob(job, model, exported.initial_parameters, loader)

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from morph.contract.errors import NonFiniteGradient
+from morph.runtime.accumulators import ExactAccumulator, FastAccumulator, Reduced
+from morph.runtime.fixed_point import first_exponent
+
+SHAPES = {"weight": (3, 4), "bias": (5,)}
+NUM = 12
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
+
+
+def exact(exponents: dict[str, int] | None = None, num: int = NUM) -> ExactAccumulator:
+    return ExactAccumulator(parameters(), exponents or dict.fromkeys(SHAPES, first_exponent(num)), num)
+
+
+def contributions(seed: int, num: int = NUM, spread: float = 3.0) -> list[dict[str, Tensor]]:
+    """Gradients over many orders of magnitude, none above 8."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def one(shape: tuple[int, ...]) -> Tensor:
+        size = torch.pow(10.0, -spread * torch.rand(shape, generator=generator))
+        return (torch.rand(shape, generator=generator) * 16 - 8) * size
+
+    return [{name: one(shape) for name, shape in SHAPES.items()} for _ in range(num)]
+
+
+def add_all(accumulator: ExactAccumulator | FastAccumulator, gradients: list[dict[str, Tensor]]) -> None:
+    for gradient in gradients:
+        for name, tensor in gradient.items():
+            accumulator.add(name, tensor)
+
+
+def reduced_over(members: list[ExactAccumulator], num: int = NUM) -> Reduced:
+    """What a ring does with the members' buffers, without processes; the first member's result."""
+    flat, largest = (torch.stack([getattr(member, field) for member in members]) for field in ("_flat", "_largest"))
+    members[0]._flat.copy_(flat.sum(0))
+    members[0]._largest.copy_(largest.max(0).values)
+    return members[0].finish(num, step=0)
+
+
+def same_bits(one: Reduced, other: Reduced) -> bool:
+    return dict(one.exponents) == dict(other.exponents) and all(
+        torch.equal(one.gradients[name], other.gradients[name]) for name in SHAPES
+    )
+
+
+@given(st.integers(0, 2**31), st.permutations(range(NUM)), st.lists(st.integers(0, 3), min_size=NUM, max_size=NUM))
+def test_any_order_and_any_grouping_over_replicas_gives_the_same_bits(
+    seed: int, order: list[int], owners: list[int]
+) -> None:
+    gradients = contributions(seed)
+    alone = exact()
+    add_all(alone, gradients)
+    members = [exact() for _ in range(4)]
+    for index in order:
+        add_all(members[owners[index]], [gradients[index]])
+    assert same_bits(alone.finish(NUM, step=0), reduced_over(members))
+
+
+def test_floating_point_sums_would_not_have_the_same_bits_in_every_order() -> None:
+    """The control of the test above: its inputs can tell."""
+    gradients = contributions(seed=1)
+    results = set()
+    for order in itertools.islice(itertools.permutations(gradients), 0, 5000, 250):
+        accumulator = FastAccumulator(parameters())
+        add_all(accumulator, list(order))
+        results.add(accumulator.finish(NUM, step=0).gradients["weight"].numpy().tobytes())
+    assert len(results) > 1
+
+
+def test_the_mean_is_the_true_mean_but_for_the_last_rounding() -> None:
+    gradients = contributions(seed=2)
+    accumulator = exact()
+    add_all(accumulator, gradients)
+    found = accumulator.finish(NUM, step=0).gradients
+    for name in SHAPES:
+        reference = torch.stack([gradient[name].double() for gradient in gradients]).sum(0) / NUM
+        unit = 2.0 ** -first_exponent(NUM)
+        bound = reference.abs() * 2.0**-24 + unit
+        assert ((found[name].double() - reference).abs() <= bound).all()
+        assert found[name].shape == SHAPES[name]
+        assert found[name].dtype == torch.float32
+
+
+def test_a_gradient_too_large_for_its_scale_asks_for_a_redo_whose_scales_fit() -> None:
+    gradients = contributions(seed=3)
+    gradients[5]["bias"][2] = 1e6
+    accumulator = exact()
+    add_all(accumulator, gradients)
+    first = accumulator.finish(NUM, step=0)
+    assert first.overflowed
+    again = exact(dict(first.exponents))
+    add_all(again, gradients)
+    second = again.finish(NUM, step=0)
+    assert not second.overflowed
+    assert dict(second.exponents) == dict(first.exponents)
+    reference = sum(gradient["bias"].double() for gradient in gradients) / NUM
+    assert isinstance(reference, Tensor)
+    assert torch.allclose(second.gradients["bias"].double(), reference, rtol=1e-6)
+
+
+@given(st.integers(0, 2**31), st.integers(0, NUM - 1), st.integers(0, 3))
+def test_an_overflow_on_any_member_is_seen_by_all_with_the_same_scales(seed: int, where: int, owner: int) -> None:
+    gradients = contributions(seed)
+    gradients[where]["weight"][0, 0] = 2.0**20
+    alone = exact()
+    add_all(alone, gradients)
+    members = [exact() for _ in range(4)]
+    for index, gradient in enumerate(gradients):
+        add_all(members[owner if index == where else index % 4], [gradient])
+    expected, found = alone.finish(NUM, step=0), reduced_over(members)
+    assert expected.overflowed
+    assert found.overflowed
+    assert dict(expected.exponents) == dict(found.exponents)
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-30, 1e-12, 1.0, 1e12, 1e30, 3e38])
+def test_gradients_of_any_size_are_summed_once_the_scale_has_followed(size: float) -> None:
+    exponents = dict.fromkeys(SHAPES, first_exponent(2))
+    for _ in range(2):  # at most one redo
+        accumulator = exact(exponents, num=2)
+        for _ in range(2):
+            accumulator.add("bias", torch.full((5,), size))
+        result = accumulator.finish(2, step=0)
+        exponents = dict(result.exponents)
+    assert not result.overflowed
+    # the finest scale is 2**-120: what is smaller than that is lost on purpose
+    assert torch.allclose(result.gradients["bias"], torch.full((5,), size), rtol=1e-5, atol=2.0**-120)
+
+
+def test_zeros_keep_their_scale_and_do_not_overflow() -> None:
+    exponents = {"weight": 31, "bias": 7}
+    accumulator = exact(exponents)
+    add_all(accumulator, [{name: torch.zeros(shape) for name, shape in SHAPES.items()}] * NUM)
+    result = accumulator.finish(NUM, step=0)
+    assert not result.overflowed
+    assert dict(result.exponents) == exponents
+    assert not any(gradient.any() for gradient in result.gradients.values())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", ["exact", "fast"])
+def test_a_gradient_that_is_not_finite_names_step_and_parameter(kind: str, value: float) -> None:
+    accumulator = exact() if kind == "exact" else FastAccumulator(parameters())
+    gradients = contributions(seed=4)
+    gradients[7]["bias"][1] = value
+    add_all(accumulator, gradients)
+    with pytest.raises(NonFiniteGradient, match=r"step 9.*bias"):
+        accumulator.finish(NUM, step=9)
+
+
+@pytest.mark.parametrize("num_sections", [1, 2, 5])
+def test_the_largest_contributions_of_all_micro_batches_and_sections_cannot_overflow(num_sections: int) -> None:
+    """N micro-batches times the sections that share the parameter, each just below the limit: exact in int64."""
+    num_micro_batches = 7
+    num = num_micro_batches * num_sections
+    accumulator = ExactAccumulator({"w": torch.zeros(1)}, {"w": first_exponent(num)}, num)
+    value = torch.tensor([16.0]).nextafter(torch.tensor([0.0]))
+    for _ in range(num):
+        accumulator.add("w", value)
+    result = accumulator.finish(num_micro_batches, step=0)
+    assert not result.overflowed
+    assert torch.allclose(result.gradients["w"], value * num_sections, rtol=1e-6)
+
+
+def test_the_fast_accumulator_means_in_floating_point() -> None:
+    gradients = contributions(seed=5)
+    accumulator = FastAccumulator(parameters())
+    add_all(accumulator, gradients)
+    result = accumulator.finish(NUM, step=0)
+    assert not result.overflowed
+    assert result.exponents == {}
+    for name, shape in SHAPES.items():
+        expected = torch.stack([gradient[name] for gradient in gradients]).mean(0)
+        assert result.gradients[name].shape == shape
+        assert torch.allclose(result.gradients[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_fast_accumulator_keeps_double_precision_for_double_parameters() -> None:
+    accumulator = FastAccumulator(parameters(torch.float64))
+    accumulator.add("bias", torch.full((5,), 1.0 + 2.0**-40, dtype=torch.float64))
+    gradient = accumulator.finish(1, step=0).gradients["bias"]
+    assert gradient.dtype == torch.float64
+    assert float(gradient[0]) == 1.0 + 2.0**-40
+
+
+def test_adding_to_one_accumulator_leaves_a_fresh_one_alone() -> None:
+    used, fresh = exact(), exact()
+    add_all(used, contributions(seed=6))
+    assert not any(gradient.any() for gradient in fresh.finish(NUM, step=0).gradients.values())

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from morph.checkpoint.unit_files import read_unit
+from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.messages import Heartbeat, UnitWritten
+from morph.runtime.checkpoint_writer import CheckpointWriter
+from morph.runtime.faults import FaultPlan
+
+WAIT_S = 30.0
+
+
+def collect(writer: CheckpointWriter, count: int) -> list[UnitWritten]:
+    written: list[UnitWritten] = []
+    while len(written) < count:
+        beat = writer.collect(WAIT_S)
+        assert beat.written, beat.checkpoint_error
+        written += beat.written
+    return written
+
+
+def test_units_are_written_in_order_and_reported_once(tmp_path: Path) -> None:
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    tensors = {f"s{index}": {"x": torch.full((3,), float(index))} for index in range(4)}
+    for unit, state in tensors.items():
+        writer.hand_over(8, unit, state)
+    written = collect(writer, 4)
+    assert [entry.unit for entry in written] == list(tensors)
+    assert writer.collect(0.0) == Heartbeat(worker="w")
+    files = tuple(UnitFile(**entry.model_dump(exclude={"worker", "version"})) for entry in written)
+    manifest = Manifest(fingerprint="f", version=8, units=files)
+    for unit, state in tensors.items():
+        assert torch.equal(read_unit(str(tmp_path), manifest, unit)["x"], state["x"])
+
+
+def test_a_failed_write_is_reported_and_the_next_one_is_tried(tmp_path: Path) -> None:
+    (tmp_path / "v00000001").write_text("a file where a directory should be")
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    writer.hand_over(1, "s0", {"x": torch.ones(1)})
+    beat = writer.collect(WAIT_S)
+    assert beat.checkpoint_error is not None
+    assert "unit s0, version 1" in beat.checkpoint_error
+    writer.hand_over(2, "s0", {"x": torch.ones(1)})
+    assert collect(writer, 1)[0].version == 2
+    assert writer.collect(0.0).checkpoint_error is None
+
+
+def test_a_heartbeat_without_news_comes_back_in_time(tmp_path: Path) -> None:
+    assert CheckpointWriter("w", str(tmp_path), FaultPlan([])).collect(0.01) == Heartbeat(worker="w")

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from morph.contract.messages import Fault
+from morph.runtime.faults import FaultPlan
+
+
+@pytest.fixture
+def kills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: seen.append((pid, number)))
+    return seen
+
+
+def plan(**fields: object) -> FaultPlan:
+    return FaultPlan([Fault.model_validate({"worker": "w", **fields})])
+
+
+def test_the_nth_arrival_at_the_phase_of_the_step_kills(kills: list[tuple[int, int]]) -> None:
+    faults = plan(phase="backward", step=3, nth=2)
+    for step in (2, 3, 4):
+        faults.begin(step)
+        for arrival in range(4):
+            faults.reach("forward")
+            faults.reach("backward")
+            assert len(kills) == (step > 3 or (step == 3 and arrival >= 2))
+    assert kills == [(os.getpid(), signal.SIGKILL)]
+
+
+def test_arrivals_are_counted_anew_from_each_beginning(kills: list[tuple[int, int]]) -> None:
+    faults = plan(phase="forward", step=1, nth=1)
+    for _ in range(3):  # the step is begun again and again, as after aborts
+        faults.begin(1)
+        faults.reach("forward")
+    assert kills == []
+    faults.reach("forward")
+    assert len(kills) == 1
+
+
+def test_background_work_names_its_own_step(kills: list[tuple[int, int]]) -> None:
+    faults = plan(phase="checkpoint", step=5)
+    faults.begin(9)
+    faults.reach("checkpoint", 4)
+    assert kills == []
+
+
+def test_without_faults_nothing_happens(kills: list[tuple[int, int]]) -> None:
+    faults = FaultPlan([])
+    faults.begin(0)
+    faults.reach("forward")
+    assert kills == []

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from morph.contract.errors import GenerationAborted, PeerLost, WaitTimeout
+from morph.runtime.interrupt import Interrupt
+
+LONG_S = 30.0
+
+
+def never() -> bool:
+    return False
+
+
+def wait_in_thread(interrupt: Interrupt, ready: threading.Event | None = None) -> tuple[threading.Thread, list[object]]:
+    """A thread that is certainly waiting when this returns; the list gets what ended its wait."""
+    outcome: list[object] = []
+    looked = threading.Event()
+
+    def look() -> bool:
+        looked.set()
+        return ready is not None and ready.is_set()
+
+    def run() -> None:
+        try:
+            outcome.append(interrupt.wait_for(look, "something", LONG_S))
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert looked.wait(LONG_S)
+    return thread, outcome
+
+
+def test_an_abort_ends_a_wait() -> None:
+    interrupt = Interrupt(3)
+    thread, outcome = wait_in_thread(interrupt)
+    interrupt.abort()
+    thread.join(LONG_S)
+    assert isinstance(outcome[0], GenerationAborted)
+    assert "generation 3" in str(outcome[0])
+
+
+def test_a_lost_peer_ends_a_wait_and_says_what_was_lost_first() -> None:
+    interrupt = Interrupt(4)
+    thread, outcome = wait_in_thread(interrupt)
+    interrupt.lose("connection reset")
+    interrupt.lose("another one")
+    thread.join(LONG_S)
+    assert isinstance(outcome[0], PeerLost)
+    assert "generation 4" in str(outcome[0])
+    assert "connection reset" in str(outcome[0])
+
+
+def test_a_notification_makes_the_waiter_look_again() -> None:
+    interrupt, ready = Interrupt(1), threading.Event()
+    thread, outcome = wait_in_thread(interrupt, ready)
+    ready.set()
+    interrupt.notify()
+    thread.join(LONG_S)
+    assert isinstance(outcome[0], float)
+    assert 0 <= outcome[0] < LONG_S
+
+
+def test_every_waiter_is_woken() -> None:
+    interrupt = Interrupt(1)
+    waiters = [wait_in_thread(interrupt) for _ in range(4)]
+    interrupt.abort()
+    for thread, outcome in waiters:
+        thread.join(LONG_S)
+        assert isinstance(outcome[0], GenerationAborted)
+
+
+def test_what_is_over_stays_over() -> None:
+    aborted, lost = Interrupt(1), Interrupt(2)
+    aborted.abort()
+    lost.lose("reset")
+    assert aborted.over
+    assert aborted.aborted
+    assert lost.over
+    assert not lost.aborted
+    with pytest.raises(GenerationAborted):
+        aborted.wait_for(lambda: True, "nothing", LONG_S)
+    with pytest.raises(PeerLost):
+        lost.check()
+    lost.abort()  # an abort counts more: the manager knows already
+    with pytest.raises(GenerationAborted):
+        lost.check()
+
+
+def test_a_wait_gives_up_after_its_bound_and_says_what_was_waited_for() -> None:
+    with pytest.raises(WaitTimeout, match=r"0\.01 s for the moon"):
+        Interrupt(1).wait_for(never, "the moon", 0.01)
+
+
+def test_a_condition_that_holds_is_not_waited_for() -> None:
+    assert Interrupt(1).wait_for(lambda: True, "nothing", 0.0) < 1.0
+
+
+def test_a_call_returns_its_result_and_raises_its_error() -> None:
+    def fail() -> int:
+        raise KeyError("gone")
+
+    assert Interrupt(1).call(lambda: 7, "seven", LONG_S) == 7
+    with pytest.raises(KeyError, match="gone"):
+        Interrupt(1).call(fail, "failing", LONG_S)
+
+
+def test_an_abort_leaves_a_blocked_call_behind() -> None:
+    interrupt, entered, release = Interrupt(1), threading.Event(), threading.Event()
+
+    def block() -> int:
+        entered.set()
+        release.wait(LONG_S)
+        return 1
+
+    def abort() -> None:
+        entered.wait(LONG_S)
+        interrupt.abort()
+
+    helper = threading.Thread(target=abort)
+    helper.start()
+    start_s = time.monotonic()
+    with pytest.raises(GenerationAborted):
+        interrupt.call(block, "blocked", LONG_S)
+    assert time.monotonic() - start_s < LONG_S / 2
+    helper.join(LONG_S)
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name == "morph-blocked":
+            thread.join(LONG_S)
+            assert not thread.is_alive()
+
+
+def test_a_call_is_bounded() -> None:
+    release = threading.Event()
+    with pytest.raises(WaitTimeout, match="slowness"):
+        Interrupt(1).call(lambda: release.wait(LONG_S), "slowness", 0.01)
+    release.set()

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from morph.contract.messages import ReshapeOrder, Slot, Source
+from morph.contract.plan import Expectation, Plan, StagePlan
+from morph.cutting.cut_model import ParameterUnit
+from morph.runtime.channels import GroupSpec
+from morph.runtime.topology import (
+    Topology,
+    edge_name,
+    move_name,
+    moves_of,
+    slot_of,
+    topology,
+    units_of_stage,
+    worker_at,
+)
+
+NUM_SECTIONS = 6
+UNITS = (
+    *(ParameterUnit(f"s{index}", (index,), (f"w{index}",)) for index in range(NUM_SECTIONS)),
+    ParameterUnit("s0+s5", (0, 5), ("embedding",)),
+    ParameterUnit("s1+s2", (1, 2), ("shared",)),
+)
+
+
+def make_plan(bounds: list[int], num_replicas: int) -> Plan:
+    """Stages that begin at section 0 and at each of ``bounds``."""
+    edges = [0, *bounds, NUM_SECTIONS]
+    stages = tuple(
+        StagePlan(first_section=first, end_section=end, window=1, recompute=False)
+        for first, end in zip(edges, edges[1:], strict=False)
+    )
+    return Plan(
+        fingerprint="f",
+        schedule="varuna",
+        micro_batch_size=1,
+        num_micro_batches=num_replicas,
+        num_replicas=num_replicas,
+        stages=stages,
+        orders={1: ("FB",) * len(stages)},
+        expected=Expectation(mini_batch_s=0, examples_per_s=0, lower_bound_s=0, peak_memory_bytes=0, parts_s={}),
+    )
+
+
+def make_order(bounds: list[int], num_replicas: int, moves: tuple[tuple[str, str], ...] = ()) -> ReshapeOrder:
+    planned = make_plan(bounds, num_replicas)
+    slots = tuple(
+        Slot(worker=f"r{replica}p{stage}", stage=stage, replica=replica)
+        for stage in range(planned.pipeline_depth)
+        for replica in range(num_replicas)
+    )
+    sources = tuple(Source(worker=to, unit="s0", kind="peer", peer=giver) for giver, to in moves)
+    return ReshapeOrder(generation=7, version=0, plan=planned, slots=slots, sources=sources)
+
+
+def forming_ends(groups: list[GroupSpec], chance: list[int]) -> bool:
+    """Each worker forms its groups in the given order, and each waits for all members of its present one."""
+    members = {worker for group in groups for worker in group.members}
+    todo = {worker: [group for group in groups if worker in group.members] for worker in members}
+    while any(todo.values()):
+        formable = [
+            group
+            for group in groups
+            if all(todo[worker] and todo[worker][0] is group for worker in group.members)
+        ]
+        if not formable:
+            return False
+        group = formable[chance.pop() % len(formable) if chance else 0]
+        for worker in group.members:
+            todo[worker].pop(0)
+    return True
+
+
+BOUNDS = st.lists(st.integers(1, NUM_SECTIONS - 1), unique=True, max_size=5).map(sorted)
+
+
+@given(BOUNDS, st.integers(1, 4), st.data())
+def test_forming_the_groups_in_their_order_cannot_dead_lock(
+    bounds: list[int], num_replicas: int, data: st.DataObject
+) -> None:
+    workers = [slot.worker for slot in make_order(bounds, num_replicas).slots] + ["old1", "old2"]
+    pairs = st.tuples(st.sampled_from(workers), st.sampled_from(workers)).filter(lambda pair: pair[0] != pair[1])
+    moves = data.draw(st.lists(pairs, unique=True, max_size=8))
+    groups = list(topology(make_order(bounds, num_replicas, tuple(moves)), UNITS).groups)
+    assert forming_ends([group for group in groups if len(group.members) > 1], data.draw(st.lists(st.integers(0, 99))))
+
+
+def test_a_worse_order_would_dead_lock() -> None:
+    """The control of the test above: three groups in a circle, each worker beginning with another one."""
+    groups = {pair: GroupSpec(pair, tuple(pair)) for pair in ("ab", "bc", "ca")}
+    assert forming_ends(list(groups.values()), [])
+    own = {"a": ["ab", "ca"], "b": ["bc", "ab"], "c": ["ca", "bc"]}
+    assert not any(all(own[worker][0] == pair for worker in pair) for pair in groups)
+
+
+@given(BOUNDS, st.integers(1, 4))
+def test_every_unit_is_reduced_by_exactly_the_workers_that_use_it(bounds: list[int], num_replicas: int) -> None:
+    order = make_order(bounds, num_replicas)
+    laid_out = topology(order, UNITS)
+    groups = {group.name: group for group in laid_out.groups}
+    assert len(groups) == len(laid_out.groups)
+    for unit in UNITS:
+        users = {slot.worker for slot in order.slots if unit in units_of_stage(order.plan, slot.stage, UNITS)}
+        members = groups[laid_out.unit_rings[unit.id]].members
+        assert set(members) == users
+        assert len(members) == len(users)
+
+
+def names_with(laid_out: Topology, part: str) -> list[str]:
+    return [group.name for group in laid_out.groups if part in group.name]
+
+
+def test_units_of_one_stage_share_a_ring_and_a_tied_unit_has_one_over_its_stages() -> None:
+    laid_out = topology(make_order([2, 4], 2), UNITS)
+    assert laid_out.unit_rings["s0"] == laid_out.unit_rings["s1"] == laid_out.unit_rings["s1+s2"].replace("0+1", "0")
+    assert laid_out.unit_rings["s0+s5"].endswith("/0+2")
+    groups = {group.name: group for group in laid_out.groups}
+    assert groups[laid_out.unit_rings["s0+s5"]].members == ("r0p0", "r1p0", "r0p2", "r1p2")
+    assert len(names_with(laid_out, "ring")) == 5
+
+
+def test_a_tied_unit_within_one_stage_needs_no_ring_of_its_own() -> None:
+    laid_out = topology(make_order([], 3), UNITS)
+    assert set(laid_out.unit_rings.values()) == {"g7/ring/0"}
+
+
+def test_each_replica_has_a_channel_for_each_direction_of_each_border() -> None:
+    laid_out = topology(make_order([2, 4], 3), UNITS)
+    edges = [group for group in laid_out.groups if "/b" in group.name]
+    assert len(edges) == 3 * 2 * 2
+    assert all(len(group.members) == 2 for group in edges)
+    named = {group.name: group.members for group in edges}
+    assert named[edge_name(7, 2, 1, "grad")] == ("r2p1", "r2p2")
+
+
+def test_several_units_move_over_one_channel_per_pair_and_direction() -> None:
+    pairs = (("b", "a"), ("a", "b"))
+    sources = [
+        Source(worker=to, unit=unit, kind="peer", peer=giver) for giver, to in pairs for unit in ("s0", "s1", "s2")
+    ]
+    sources.append(Source(worker="c", unit="s0", kind="checkpoint"))
+    assert moves_of(sources) == (("a", "b"), ("b", "a"))
+    assert move_name(3, "a", "b") != move_name(3, "b", "a")
+
+
+def test_group_names_of_two_generations_differ() -> None:
+    order = make_order([3], 2, (("r0p0", "r1p1"),))
+    later = order.model_copy(update={"generation": 8})
+    assert not {group.name for group in topology(order, UNITS).groups} & {
+        group.name for group in topology(later, UNITS).groups
+    }
+
+
+def test_slots_are_found_by_worker_and_by_place() -> None:
+    slots = make_order([3], 2).slots
+    assert worker_at(slots, 1, 0) == "r0p1"
+    found = slot_of(slots, "r1p0")
+    assert found is not None
+    assert (found.stage, found.replica) == (0, 1)
+    assert slot_of(slots, "stranger") is None
+
+
+@pytest.mark.parametrize(("bounds", "stage", "expected"), [([2], 0, {"s0", "s1", "s0+s5", "s1+s2"}), ([3], 1, {"s3", "s4", "s5", "s0+s5"})])
+def test_a_stage_holds_its_own_units_and_the_tied_ones_it_uses(bounds: list[int], stage: int, expected: set[str]) -> None:
+    assert {unit.id for unit in units_of_stage(make_plan(bounds, 1), stage, UNITS)} == expected

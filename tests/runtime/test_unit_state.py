@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from morph.checkpoint.unit_files import from_payload, to_payload
+from morph.cutting.cut_model import ParameterUnit
+from morph.runtime.fixed_point import first_exponent
+from morph.runtime.unit_state import MakeOptimizer, UnitState
+
+UNIT = ParameterUnit("s1+s4", (1, 4), ("tok.weight", "bias"))
+NUM_MICRO_BATCHES = 6
+
+
+def adam(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for _, parameter in parameters], lr=0.01)
+
+
+def momentum(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1, momentum=0.9)
+
+
+def plain(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
+
+
+def make(optimizer: MakeOptimizer = adam, *, exact: bool = True, seed: int = 0, width: int = 4) -> UnitState:
+    generator = torch.Generator().manual_seed(seed)
+    parameters = {
+        "tok.weight": torch.randn(3, width, generator=generator),
+        "bias": torch.randn(5, generator=generator),
+    }
+    return UnitState(UNIT, parameters, optimizer, num_micro_batches=NUM_MICRO_BATCHES, exact=exact)
+
+
+def step(state: UnitState, seed: int) -> None:
+    """Reduce made-up gradients alone, and apply them."""
+    generator = torch.Generator().manual_seed(seed)
+    accumulator = state.new_accumulator()
+    for _ in range(NUM_MICRO_BATCHES * len(UNIT.sections)):
+        for name, parameter in state.parameters.items():
+            accumulator.add(name, torch.randn(parameter.shape, generator=generator))
+    state.reduced = accumulator.finish(NUM_MICRO_BATCHES, step=state.version)
+    state.apply()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("optimizer", [adam, momentum, plain])
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_state_that_was_saved_and_loaded_trains_on_bit_for_bit(
+    optimizer: MakeOptimizer, exact: bool, num_steps: int
+) -> None:
+    state = make(optimizer, exact=exact)
+    for index in range(num_steps):
+        step(state, index)
+    saved = from_payload(to_payload(state.tensors()))
+    twin = make(optimizer, exact=exact, seed=99)
+    twin.load(saved)
+    assert twin.version == num_steps
+    assert twin.exponents == state.exponents
+    assert same(twin.tensors(), state.tensors())
+    for index in range(2):
+        step(state, 100 + index)
+        step(twin, 100 + index)
+    assert same(twin.tensors(), state.tensors())
+
+
+def test_the_saved_state_holds_parameters_moments_and_one_tensor_of_numbers() -> None:
+    state = make()
+    step(state, 0)
+    tensors = state.tensors()
+    assert set(tensors) == {
+        "param/tok.weight",
+        "param/bias",
+        *(f"optim/{name}/{key}" for name in UNIT.parameters for key in ("step", "exp_avg", "exp_avg_sq")),
+        "numbers",
+    }
+    assert tensors["numbers"].dtype == torch.uint8
+
+
+def test_a_saved_state_is_a_copy() -> None:
+    state = make()
+    step(state, 0)
+    before = state.tensors()
+    kept = {name: tensor.clone() for name, tensor in before.items()}
+    step(state, 1)
+    assert same(before, kept)
+    assert not same(before, state.tensors())
+
+
+def test_a_state_has_leaves_of_its_own() -> None:
+    shared = {"tok.weight": torch.ones(3, 4), "bias": torch.ones(5)}
+    one, other = (UnitState(UNIT, shared, plain, num_micro_batches=1, exact=True) for _ in range(2))
+    with torch.no_grad():
+        one.parameters["bias"].zero_()
+    assert other.parameters["bias"].sum() == 5
+    assert shared["bias"].sum() == 5
+
+
+def test_applying_steps_the_optimizer_once_and_lets_go_of_the_gradients() -> None:
+    state = make(plain)
+    before = {name: parameter.detach().clone() for name, parameter in state.parameters.items()}
+    accumulator = state.new_accumulator()
+    for name, parameter in state.parameters.items():
+        accumulator.add(name, torch.full(parameter.shape, 3.0))
+    state.reduced = accumulator.finish(NUM_MICRO_BATCHES, step=0)
+    wanted = dict(state.reduced.exponents)
+    state.apply()
+    assert state.version == 1
+    assert state.reduced is None
+    assert state.exponents == wanted
+    for name, parameter in state.parameters.items():
+        assert parameter.grad is None
+        assert torch.allclose(parameter, before[name] - 0.1 * 3.0 / NUM_MICRO_BATCHES)
+
+
+def test_scales_begin_with_room_for_every_micro_batch_of_every_section_that_uses_the_unit() -> None:
+    assert set(make().exponents.values()) == {first_exponent(NUM_MICRO_BATCHES * 2)}
+    assert make(exact=False).exponents == {}
+
+
+def test_an_overflowed_step_changes_scales_and_nothing_else() -> None:
+    state = make()
+    accumulator = state.new_accumulator()
+    accumulator.add("bias", torch.full((5,), 1e9))
+    reduced = accumulator.finish(NUM_MICRO_BATCHES, step=0)
+    assert reduced.overflowed
+    before = state.tensors()
+    state.rescale(reduced)
+    after = state.tensors()
+    assert state.exponents == dict(reduced.exponents)
+    assert state.version == 0
+    assert same({k: v for k, v in before.items() if k != "numbers"}, {k: v for k, v in after.items() if k != "numbers"})
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unit s1\+s4.*tok\.weight"):
+        make().load(make(width=7).tensors())
+
+
+def test_a_state_of_another_dtype_is_refused() -> None:
+    tensors = make().tensors()
+    tensors["param/bias"] = tensors["param/bias"].double()
+    with pytest.raises(ValueError, match="bias"):
+        make().load(tensors)
+
+
+def test_a_state_that_lacks_a_parameter_is_refused() -> None:
+    tensors = make().tensors()
+    del tensors["param/bias"]
+    with pytest.raises(ValueError, match="bias"):
+        make().load(tensors)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_state_saved_under_the_other_accumulation_can_be_trained_on(exact: bool) -> None:
+    saved = make(exact=not exact)
+    step(saved, 0)
+    state = make(exact=exact)
+    state.load(saved.tensors())
+    assert set(state.exponents) == (set(UNIT.parameters) if exact else set())
+    step(state, 1)
+    assert state.version == 2
+
+
+def test_loading_drops_gradients_that_were_held() -> None:
+    saved, state = make(), make()
+    accumulator = state.new_accumulator()
+    state.reduced = accumulator.finish(NUM_MICRO_BATCHES, step=0)
+    state.load(saved.tensors())
+    assert state.reduced is None
