@@ -63,7 +63,7 @@ def parse_trace(lines: Iterable[str], source: str) -> Trace:
     try:
         return _parse(reader, source)
     except csv.Error as error:
-        raise TraceError(f"is not CSV: {error}", source=f"{source}, line {reader.line_num}") from error
+        raise TraceError(f"is not CSV: {error}", source=f"{source}, line {reader.reader.line_num}") from error
 
 
 def _parse(reader: csv.DictReader[str], source: str) -> Trace:

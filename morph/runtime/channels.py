@@ -85,9 +85,7 @@ class Pending:
         return self._interrupt.wait_for(lambda: self.done, what, timeout_s)
 
 
-def _start(
-    label: str, operation: Callable[[], dist.Work], tensors: Sequence[Tensor], interrupt: Interrupt
-) -> Pending:
+def _start(label: str, operation: Callable[[], dist.Work], tensors: Sequence[Tensor], interrupt: Interrupt) -> Pending:
     try:
         work = operation()
     except RuntimeError as error:  # a connection that is known to be broken refuses at once
