@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from uuid import uuid4
+
+import fsspec
+import pytest
+
+from morph.checkpoint import manifest as manifest_module
+from morph.checkpoint.manifest import (
+    MANIFEST,
+    complete_versions,
+    drop_versions,
+    read_manifest,
+    version_url,
+    write_atomically,
+    write_manifest,
+)
+from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.errors import CheckpointError
+
+
+def make_manifest(version: int = 3) -> Manifest:
+    return Manifest(
+        fingerprint="f",
+        version=version,
+        units=(UnitFile(unit="s0+s4", file="s0_s4.safetensors", size_bytes=1, sha256="0" * 64),),
+    )
+
+
+@pytest.fixture(params=["path", "file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A checkpoint directory that does not exist yet, on each kind of storage."""
+    return {
+        "path": str(tmp_path / "checkpoints"),
+        "file": f"file://{tmp_path}/checkpoints",
+        "memory": f"memory://run-{uuid4().hex}/checkpoints",
+    }[request.param]
+
+
+def names_in(url: str) -> list[str]:
+    filesystem, path = fsspec.core.url_to_fs(url)
+    return sorted(entry.rsplit("/", 1)[-1] for entry in filesystem.find(path))
+
+
+def test_a_manifest_comes_back_as_it_was_written(url: str) -> None:
+    write_manifest(url, make_manifest())
+    assert read_manifest(url, 3) == make_manifest()
+    assert names_in(url) == [MANIFEST]
+
+
+def test_writing_again_replaces(url: str) -> None:
+    for content in (b"first", b"second, longer", b"3"):
+        write_atomically(f"{url}/v1/file", content)
+        filesystem, path = fsspec.core.url_to_fs(f"{url}/v1/file")
+        assert filesystem.cat_file(path) == content
+    assert names_in(url) == ["file"]
+
+
+def test_unit_files_without_a_manifest_are_no_checkpoint(url: str) -> None:
+    assert complete_versions(url) == ()
+    write_manifest(url, make_manifest(2))
+    write_atomically(f"{version_url(url, 4)}/s0.safetensors", b"x")
+    assert complete_versions(url) == (2,)
+    with pytest.raises(CheckpointError, match=r"v00000004/manifest\.json"):
+        read_manifest(url, 4)
+
+
+def test_versions_are_found_in_numerical_order(url: str) -> None:
+    for version in (40, 7, 100000000, 9):
+        write_manifest(url, make_manifest(version))
+    write_atomically(f"{url}/vault/{MANIFEST}", b"not ours")
+    assert complete_versions(url) == (7, 9, 40, 100000000)
+
+
+@pytest.mark.parametrize("fails_in", ["write", "rename"])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str
+) -> None:
+    write_manifest(str(tmp_path), make_manifest())
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if fails_in == "write":
+        monkeypatch.setattr(manifest_module.os, "fsync", fail)
+    else:
+        monkeypatch.setattr(fsspec.get_filesystem_class("file"), "mv", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(f"{version_url(str(tmp_path), 3)}/{MANIFEST}", b"half")
+    monkeypatch.undo()
+    assert read_manifest(str(tmp_path), 3) == make_manifest()
+    assert names_in(str(tmp_path)) == [MANIFEST]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, -1])
+def test_a_truncated_manifest_is_named(tmp_path: Path, cut: int) -> None:
+    write_manifest(str(tmp_path), make_manifest())
+    path = tmp_path / "v00000003" / MANIFEST
+    path.write_bytes(path.read_bytes()[: cut or None] if cut else b"")
+    with pytest.raises(CheckpointError, match=r"v00000003/manifest\.json: .*JSON"):
+        read_manifest(str(tmp_path), 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"schema_version": 2}, "schema_version"),
+        ({"units": []}, "units"),
+        ({"surprise": 1}, "surprise"),
+        ({"version": -1}, "version"),
+    ],
+)
+def test_a_manifest_that_breaks_the_schema_names_the_field(
+    tmp_path: Path, change: dict[str, object], field: str
+) -> None:
+    write_manifest(str(tmp_path), make_manifest())
+    path = tmp_path / "v00000003" / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=rf"manifest\.json: {field}"):
+        read_manifest(str(tmp_path), 3)
+
+
+@pytest.mark.parametrize("name", ["../s0", "/etc/passwd", "..", ".", "a/b", "a\\b", "", ".hidden", "s0\n", "s0 "])
+def test_a_file_name_that_leaves_the_directory_is_refused(tmp_path: Path, name: str) -> None:
+    write_manifest(str(tmp_path), make_manifest())
+    path = tmp_path / "v00000003" / MANIFEST
+    content = json.loads(path.read_text())
+    content["units"][0]["file"] = name
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"units\.0\.file"):
+        read_manifest(str(tmp_path), 3)
+
+
+def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
+    write_manifest(str(tmp_path), make_manifest(3))
+    (tmp_path / "v00000003").rename(tmp_path / "v00000005")
+    with pytest.raises(CheckpointError, match="version is 3, expected 5"):
+        read_manifest(str(tmp_path), 5)
+
+
+def test_a_manifest_that_is_a_directory_is_unreadable(tmp_path: Path) -> None:
+    (tmp_path / "v00000003" / MANIFEST).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read"):
+        read_manifest(str(tmp_path), 3)
+
+
+def test_dropping_keeps_the_newest_complete_versions_and_what_is_newer(url: str) -> None:
+    for version in (2, 4, 6, 8):
+        write_manifest(url, make_manifest(version))
+        write_atomically(f"{version_url(url, version)}/s0.safetensors", b"x")
+    for version in (1, 7, 9):  # never completed; 7 and 9 may still be on their way
+        write_atomically(f"{version_url(url, version)}/s0.safetensors", b"x")
+    drop_versions(url, keep=2)
+    assert complete_versions(url) == (6, 8)
+    filesystem, path = fsspec.core.url_to_fs(url)
+    left = {entry.rstrip("/").rsplit("/", 1)[-1] for entry in filesystem.ls(path, detail=False)}
+    assert left == {f"v{version:08d}" for version in (6, 7, 8, 9)}
+
+
+def test_dropping_does_nothing_while_there_are_few(url: str) -> None:
+    drop_versions(url, keep=2)
+    write_manifest(url, make_manifest(1))
+    write_manifest(url, make_manifest(2))
+    drop_versions(url, keep=2)
+    assert complete_versions(url) == (1, 2)
+
+
+def test_a_version_that_is_dropped_first_stops_being_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2):
+        write_manifest(str(tmp_path), make_manifest(version))
+        write_atomically(f"{version_url(str(tmp_path), version)}/s0.safetensors", b"x")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("file"), "rm", interrupted)
+    with pytest.raises(OSError, match="gone"):
+        drop_versions(str(tmp_path), keep=1)
+    assert complete_versions(str(tmp_path)) == (2,)
