@@ -8,7 +8,7 @@ from itertools import groupby
 
 from manager.engine.inbox import Inbox
 from manager.engine.vm_fleet import VmFleet, VmHost
-from morph.contract.trace import Trace
+from morph.contract.trace import Trace, TraceEvent
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -56,10 +56,20 @@ class VmPlayer:
                 self._over.wait(max(0.0, start_s + time_s - time.monotonic()))
             if self._over.is_set():
                 return
-            together = list(events)
-            revoked = [event.node_id for event in together if event.event == "remove"]
-            if revoked:
-                self.fleet.revoke(*revoked)
-            for event in together:
-                if event.event == "add":
-                    self.fleet.request(event.node_id, event.zone)
+            self._play_together(list(events))
+
+    def _play_together(self, events: list[TraceEvent]) -> None:
+        revoked: list[str] = []
+        rest: list[TraceEvent] = []
+        for event in events:
+            if event.event == "remove" and all(event.node_id != other.node_id for other in rest):
+                revoked.append(event.node_id)
+            else:
+                rest.append(event)  # also the revocation of what comes at this very moment
+        if revoked:
+            self.fleet.revoke(*revoked)
+        for event in rest:
+            if event.event == "add":
+                self.fleet.request(event.node_id, event.zone)
+            else:
+                self.fleet.revoke(event.node_id)
