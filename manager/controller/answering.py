@@ -95,11 +95,13 @@ def _fits(answer: Answer, order: OutstandingOrder) -> bool:
 
 def _order_answered(state: ControllerState, worker: WorkerId, answer: Answer, now_s: float) -> Decision:
     entry = state.workers[worker]
-    holds = entry.holds
+    state = with_worker(state, worker, order=None)
     if isinstance(answer, Reshaped):
-        holds |= member_units(state).get(worker, frozenset())
-    overflowed = isinstance(answer, Prepared) and answer.overflowed
-    state = with_worker(state, worker, order=None, holds=holds, overflowed=overflowed)
+        state = with_worker(state, worker, holds=entry.holds | member_units(state).get(worker, frozenset()))
+        state = changed(state, loss_scale=answer.loss_scale or state.loss_scale)
+    elif isinstance(answer, Prepared):
+        reported = {"overflowed": answer.overflowed, "non_finite": answer.non_finite}
+        state = with_worker(state, worker, unit_norms_sq=answer.unit_norms_sq, **reported)
     told = said(state, ReasonCode.AWAITING_ANSWERS, f"{worker} answered {answer.kind}")
     if state.phase is Phase.ABORTING:
         return followed(told, settle(state, now_s))

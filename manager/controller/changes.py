@@ -24,8 +24,9 @@ def with_worker(state: ControllerState, worker: WorkerId, **fields: Any) -> Cont
 
 def with_orders(state: ControllerState, orders: dict[WorkerId, OutstandingOrder]) -> ControllerState:
     """Return the state with these orders outstanding, besides those that are already."""
+    nothing: dict[str, Any] = {"overflowed": False, "unit_norms_sq": {}, "non_finite": False}
     workers = {
-        worker: entry.model_copy(update={"order": orders[worker], "overflowed": False}) if worker in orders else entry
+        worker: entry.model_copy(update={"order": orders[worker], **nothing}) if worker in orders else entry
         for worker, entry in state.workers.items()
     }
     return changed(state, workers=workers)

@@ -55,7 +55,12 @@ def form(state: ControllerState, now_s: float) -> Decision:
     slots = place(plan, ready, held, needed, state.config.unit_bytes)
     sources = choose_sources(slots, needed, held, state.config.unit_bytes, restore)
     order = ReshapeOrder(
-        generation=state.generation + 1, version=state.version, plan=plan, slots=slots, sources=sources
+        generation=state.generation + 1,
+        version=state.version,
+        decided=state.decided,
+        plan=plan,
+        slots=slots,
+        sources=sources,
     )
     taking_part = {slot.worker for slot in slots} | {source.peer for source in sources}
     receivers = [worker for worker in ready if worker in taking_part]
@@ -65,6 +70,7 @@ def form(state: ControllerState, now_s: float) -> Decision:
         phase=Phase.RESHAPING,
         generation=order.generation,
         attempt=0,
+        loss_scale=None,
         plan=plan,
         slots=slots,
     )
@@ -96,5 +102,5 @@ def _with_living_state(state: ControllerState) -> tuple[ControllerState, str]:
         f"no living worker holds {', '.join(missing)} at version {state.version}: back to version {version}, "
         f"{where}, {max(0, state.version - version)} steps are to be redone; "
     )
-    state = changed(state, version=version, workers=workers, pending=None, checkpoint_base=version)
+    state = changed(state, version=version, decided=None, workers=workers, pending=None, checkpoint_base=version)
     return state, sentence

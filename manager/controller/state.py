@@ -12,6 +12,7 @@ from manager.controller.config import ControllerConfig
 from manager.controller.reasons import Reason
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
+from morph.contract.decided import Decided, LossScale
 from morph.contract.messages import Slot, UnitId, UnitWritten, Version, WorkerId
 from morph.contract.plan import Plan
 
@@ -58,12 +59,17 @@ class OutstandingOrder(Value):
 
 
 class WorkerState(Value):
-    """One living worker. ``holds``: units whose state at the decided version it certainly has."""
+    """One living worker. ``holds``: units whose state at the decided version it certainly has.
+
+    ``overflowed``, ``unit_norms_sq`` and ``non_finite`` are what it reported of the present step.
+    """
 
     appeared_s: float
     ready: bool = False
     order: OutstandingOrder | None = None
     overflowed: bool = False
+    unit_norms_sq: dict[UnitId, float] = Field(default_factory=dict)
+    non_finite: bool = False
     holds: frozenset[UnitId] = frozenset()
 
 
@@ -93,6 +99,8 @@ class ControllerState(Value):
     version: Version
     generation: int = 0
     attempt: int = 0
+    decided: Decided | None = Field(default=None, description="of the last step; None: ``version`` was restored")
+    loss_scale: LossScale | None = Field(default=None, description="of the present step, if the job has one")
     plan: Plan | None = None
     slots: tuple[Slot, ...] = ()
     workers: dict[WorkerId, WorkerState] = Field(default_factory=dict)

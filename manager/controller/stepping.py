@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from manager.controller.actions import SendCommit, SendStep, WriteManifest
 from manager.controller.changes import (
     busy_workers,
@@ -15,8 +17,17 @@ from manager.controller.changes import (
 from manager.controller.forming import form, join_gain
 from manager.controller.placement import share_units, units_by_stage
 from manager.controller.reasons import ReasonCode
-from manager.controller.state import ControllerState, Decision, OutstandingOrder, PendingCheckpoint, Phase
+from manager.controller.state import (
+    ControllerState,
+    Decision,
+    OutstandingOrder,
+    PendingCheckpoint,
+    Phase,
+    WorkerState,
+)
 from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.decided import decided_step
+from morph.contract.errors import TrainingStopped
 from morph.contract.messages import CommitOrder, StepOrder, UnitId, WorkerId
 
 MAX_ATTEMPTS = 8
@@ -33,10 +44,18 @@ def begin(state: ControllerState, now_s: float) -> Decision:
 
 
 def decide_step(state: ControllerState, now_s: float) -> Decision:
-    """Every member prepared the step: run it again if a gradient overflowed, else decide the next version."""
+    """Every member prepared the step: run it again if a gradient overflowed, else decide the next version.
+
+    A gradient that is not finite fits no scale: then the step is decided as skipped, whatever overflowed.
+    """
+    members = [state.workers[slot.worker] for slot in state.slots]
     overflowed = [slot.worker for slot in state.slots if state.workers[slot.worker].overflowed]
-    if overflowed:
+    if overflowed and not any(member.non_finite for member in members):
         return _retry(state, overflowed, now_s)
+    try:
+        state = _with_facts(state, members)
+    except TrainingStopped as error:
+        return ended(state, "failed", str(error))
     units = member_units(state)
     workers = {
         worker: entry.model_copy(update={"holds": units.get(worker, frozenset())})
@@ -45,6 +64,8 @@ def decide_step(state: ControllerState, now_s: float) -> Decision:
     step = state.version
     state = changed(state, version=step + 1, attempt=0, num_fruitless=0, workers=workers)
     sentence = f"every worker prepared step {step}: version {step + 1} is decided"
+    if state.decided is not None and state.decided.skipped:
+        sentence += ", its weights unchanged, for a gradient is not finite"
     decided = said(state, ReasonCode.STEP_DECIDED, sentence)
     if _is_last(state):
         return followed(decided, _commit(state, now_s))
@@ -91,6 +112,18 @@ def end_if_saved(state: ControllerState) -> Decision:
     return said(state, ReasonCode.CHECKPOINT_COMPLETE, "an earlier checkpoint is complete; the last one is awaited")
 
 
+def _with_facts(state: ControllerState, members: Sequence[WorkerState]) -> ControllerState:
+    """Note what is decided of the step that is prepared, and the loss scale of the next one."""
+    decided = decided_step(
+        state.version + 1,
+        [member.unit_norms_sq for member in members],
+        [member.non_finite for member in members],
+        state.config.units,
+    )
+    scale = state.loss_scale.after(skipped=decided.skipped) if state.loss_scale is not None else None
+    return changed(state, decided=decided, loss_scale=scale)
+
+
 def _end(state: ControllerState) -> Decision:
     if state.version >= state.config.num_steps:
         return ended(state, "finished", f"all {state.config.num_steps} steps are committed and saved")
@@ -132,7 +165,14 @@ def _send_step(
     actions = []
     for worker in members:
         mine = tuple(unit for unit, writer in share.items() if writer == worker)
-        order = StepOrder(generation=generation, step=step, attempt=attempt, checkpoint_units=mine)
+        order = StepOrder(
+            generation=generation,
+            step=step,
+            attempt=attempt,
+            decided=state.decided,
+            loss_scale=state.loss_scale,
+            checkpoint_units=mine,
+        )
         actions.append(SendStep(worker=worker, order=order))
     state = changed(with_orders(state, dict.fromkeys(members, outstanding)), phase=Phase.TRAINING)
     return said(state, code, sentence, *actions)
@@ -148,7 +188,9 @@ def _commit(state: ControllerState, now_s: float) -> Decision:
     actions = []
     for worker in members:
         mine = tuple(unit for unit, writer in share.items() if writer == worker)
-        order = CommitOrder(generation=state.generation, version=state.version, checkpoint_units=mine)
+        order = CommitOrder(
+            generation=state.generation, version=state.version, decided=state.decided, checkpoint_units=mine
+        )
         actions.append(SendCommit(worker=worker, order=order))
     state = changed(with_orders(state, dict.fromkeys(members, outstanding)), phase=Phase.COMMITTING, pending=pending)
     why = state.stop_reason or "it is the last"

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from morph.contract.base import Value
+from morph.contract.decided import Decided, LossScale
 from morph.contract.plan import Plan
 
 WorkerId = str
@@ -96,10 +97,12 @@ class ReshapeOrder(Value):
     It keeps every unit that it holds at ``version``, and what it completely received, until the first step or
     commit order of this generation comes: a reshape that fails loses nothing. A receiver without a slot is
     named as a ``peer`` in ``sources``: it serves those units, joins no group, keeps its units and answers too.
+    ``decided`` is what was decided of step ``version - 1``; absent after a return to a checkpoint.
     """
 
     generation: int = Field(ge=1)
     version: Version
+    decided: Decided | None = None
     plan: Plan
     slots: tuple[Slot, ...] = Field(min_length=1)
     sources: tuple[Source, ...]
@@ -110,11 +113,14 @@ class StepOrder(Value):
 
     ``checkpoint_units``: units that this worker copies at version ``step`` and writes in the background.
     ``attempt`` grows when the same step is run again in the same generation after an overflow.
+    ``decided`` is what was decided of step ``step - 1``, ``loss_scale`` the scale of this step.
     """
 
     generation: int = Field(ge=1)
     step: int = Field(ge=0)
     attempt: int = Field(default=0, ge=0)
+    decided: Decided | None = None
+    loss_scale: LossScale | None = None
     checkpoint_units: tuple[UnitId, ...] = ()
 
 
@@ -123,6 +129,7 @@ class CommitOrder(Value):
 
     generation: int = Field(ge=1)
     version: Version
+    decided: Decided | None = None
     checkpoint_units: tuple[UnitId, ...] = ()
 
 
@@ -144,13 +151,22 @@ class Reshaped(Value):
     groups_s: float = Field(ge=0, description="re-forming the process groups")
     state_s: float = Field(ge=0, description="moving and loading state")
     received_bytes: int = Field(ge=0)
+    loss_scale: LossScale | None = Field(
+        default=None, description="held by its units at the order's version; None: it holds none, or the job has none"
+    )
 
 
 class MicroBatchLoss(Value):
-    """Loss of one micro-batch (mean over its samples); only last stages report them."""
+    """Loss and metrics of one micro-batch (means over its samples); only last stages report them.
+
+    With a loss scale, a loss may be infinite or NaN: its step is then skipped.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")
 
     micro_batch: int
     loss: float
+    metrics: dict[str, float] = Field(default_factory=dict)
 
 
 class ComputeTimes(Value):
@@ -168,7 +184,9 @@ class Prepared(Value):
     """Every gradient of this worker's units is reduced and held; nothing is applied yet.
 
     ``overflowed`` (exact accumulation): a gradient did not fit its fixed-point scale; the step must
-    be run again, with scales that fit.
+    be run again, with scales that fit. ``unit_norms_sq``: squared 2-norm of the mean gradient of each unit that
+    this worker holds, in float64 and a fixed order, so that all holders report equal bits; empty unless the job
+    asks for the norm. ``non_finite``: a gradient is NaN or infinite, and the job's loss scale allows to skip the step.
     """
 
     kind: Literal["prepared"] = "prepared"
@@ -177,6 +195,8 @@ class Prepared(Value):
     step: int
     attempt: int = 0
     overflowed: bool = False
+    unit_norms_sq: dict[UnitId, float] = Field(default_factory=dict)
+    non_finite: bool = False
     losses: tuple[MicroBatchLoss, ...] = ()
     times: ComputeTimes
 

@@ -58,7 +58,10 @@ def check_versions(cluster: SimulatedCluster, before: ControllerState, event: Ev
     elif new != old:
         cluster.check(new == old + 1, f"version {old} becomes {new}")
         members = [cluster.workers[slot.worker] for slot in before.slots]
-        right = all(worker.prepared == old and not worker.overflowed for worker in members)
+        skipped = any(worker.non_finite for worker in members)
+        right = all(worker.prepared == old and (skipped or not worker.overflowed) for worker in members)
+        decided = decision.state.decided
+        cluster.check(decided is not None and decided.skipped == skipped, f"version {new} is decided with {decided}")
         cluster.check(right, f"version {new} is decided, but not every member prepared step {old}")
 
 

@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from simulated_job import file_of
+from simulated_job import broken_unit, facts_of, file_of, norm_sq, scale_of
 from simulated_worker import Faults, Order, SimulatedWorker
 
 from manager.controller.actions import (
@@ -297,9 +297,14 @@ class SimulatedCluster:
         order = action.order
         version = order.step if isinstance(action, SendStep) else order.version
         if worker.prepared is not None and worker.prepared + 1 == version:
+            right = facts_of(version, self.faults.non_finite)
+            self.check(order.decided == right, f"{name} is to apply version {version} with {order.decided}, not {right}")
             worker.units = {
                 unit: version if unit in worker.stage_units else held for unit, held in worker.units.items()
             }
+        if isinstance(action, SendStep):
+            scale = scale_of(version, self.faults.non_finite)
+            self.check(order.loss_scale == scale, f"{name} is to scale by {order.loss_scale}, its units say {scale}")
         if isinstance(action, SendStep) and order.attempt:
             self.check(worker.prepared == order.step, f"{name} is to retry step {order.step}, which it did not run")
         worker.prepared = None
@@ -334,11 +339,20 @@ class SimulatedCluster:
             self.receive_state(name, worker, action.order)
             self.answer(
                 name,
-                Reshaped(worker=name, generation=order.generation, groups_s=0.1, state_s=0.2, received_bytes=0),
+                Reshaped(
+                    worker=name,
+                    generation=order.generation,
+                    groups_s=0.1,
+                    state_s=0.2,
+                    received_bytes=0,
+                    loss_scale=scale_of(order.version, self.faults.non_finite) if worker.stage_units else None,
+                ),
             )
         elif isinstance(action, SendStep):
             worker.prepared = action.order.step
             worker.overflowed = action.order.attempt < 3 and self.chance(self.faults.overflow)
+            worker.non_finite = broken_unit(action.order.step, self.faults.non_finite) in worker.stage_units
+            norms_sq = {unit: norm_sq(unit, action.order.step) for unit in worker.stage_units}
             losses = tuple(MicroBatchLoss(micro_batch=index, loss=1 / (1 + action.order.step)) for index in range(2))
             self.answer(
                 name,
@@ -348,6 +362,8 @@ class SimulatedCluster:
                     step=action.order.step,
                     attempt=action.order.attempt,
                     overflowed=worker.overflowed,
+                    unit_norms_sq={} if worker.non_finite else norms_sq,
+                    non_finite=worker.non_finite,
                     losses=losses,
                     times=TIMES,
                 ),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 
 from manager.controller.config import ControllerConfig
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import Policy
+from morph.contract.decided import Decided, LossScale
 from morph.contract.plan import Expectation, Plan, StagePlan
 
 
@@ -56,6 +59,36 @@ def make_config(**fields: object) -> ControllerConfig:
         "expected_nodes": 4,
     }
     return ControllerConfig.model_validate(values | fields)
+
+
+FIRST_SCALE = LossScale(exponent=6, growth_steps=3)
+
+
+def norm_sq(unit: str, step: int) -> float:
+    """Squared norm of a unit's gradient in a step: no two of them are equal, and their sums are rounded."""
+    return (step + 1) / 3 + list(UNITS).index(unit) / 7
+
+
+def broken_unit(step: int, share: float) -> str | None:
+    """The unit with a gradient that is not finite in a step, if there is one."""
+    draw = random.Random(f"non-finite {step}")
+    return draw.choice(list(UNITS)) if draw.random() < share else None
+
+
+def facts_of(version: int, share: float) -> Decided:
+    """What is right to decide of step ``version - 1``: of all units, each once, in order."""
+    if broken_unit(version - 1, share):
+        return Decided(version=version, skipped=True)
+    total = math.fsum(norm_sq(unit, version - 1) for unit in sorted(UNITS))
+    return Decided(version=version, gradient_norm=math.sqrt(total))
+
+
+def scale_of(version: int, share: float) -> LossScale:
+    """The loss scale that every unit holds at a version."""
+    scale = FIRST_SCALE
+    for step in range(version):
+        scale = scale.after(skipped=broken_unit(step, share) is not None)
+    return scale
 
 
 def file_of(unit: str) -> str:

@@ -23,6 +23,8 @@ class Faults:
     late_loss: float = 0.0
     doubled: float = 0.0
     overflow: float = 0.0
+    non_finite: float = 0.0
+    """share of steps with a gradient that is not finite; which ones, and in which unit, depends on the step alone"""
     stuck: float = 0.0
     spurious_abort: float = 0.0
     write_failure: float = 0.0
@@ -42,6 +44,7 @@ class SimulatedWorker:
     stage_units: frozenset[str] = frozenset()
     prepared: int | None = None
     overflowed: bool = False
+    non_finite: bool = False
 
     def has(self, unit: str, version: int) -> bool:
         """Whether it can give this unit at this version, applying what it prepared if need be."""

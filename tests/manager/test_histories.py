@@ -15,6 +15,7 @@ from simulated_job import make_config
 from manager.controller import answering, changes, decide, forming, losing, saving, stepping, waking
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import Phase
+from morph.contract.messages import ReshapeOrder
 
 NUM_HISTORIES = 1000
 SEEDS_PER_TEST = 100
@@ -31,6 +32,7 @@ def random_faults(seed: int) -> tuple[Faults, int]:
         late_loss=draw.choice([0, 0.3]),
         doubled=draw.choice([0, 0.2]),
         overflow=draw.choice([0, 0.1]),
+        non_finite=draw.choice([0, 0.2]),
         stuck=draw.choice([0, 0.01]),
         spurious_abort=draw.choice([0, 0.02]),
         write_failure=draw.choice([0, 0.1]),
@@ -143,6 +145,20 @@ def _version_stays(state: Any) -> tuple[Any, str]:
     return state.model_copy(update={"version": (state.checkpoint.version if state.checkpoint else 0)}), ""
 
 
+def _another_norm_is_decided(*arguments: Any) -> Any:
+    facts = stepping_decided_step(*arguments)
+    return facts.model_copy(update={"gradient_norm": 1.0}) if facts.version > 3 else facts
+
+
+def _first_member_alone_is_asked(version: int, norms_sq: Any, non_finite: Any, units: Any) -> Any:
+    return stepping_decided_step(version, norms_sq[:1], non_finite[:1], norms_sq[0])
+
+
+def _survivors_are_told_no_facts(**fields: Any) -> Any:
+    return ReshapeOrder(**{**fields, "decided": None})
+
+
+stepping_decided_step = stepping.decided_step
 forming_choose_sources = forming.choose_sources
 stepping_decide_step = stepping.decide_step
 stepping_begin = stepping.begin
@@ -159,6 +175,9 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "nobody is ever late": (waking, "worker_deadlines", lambda state: {}),
     "a manifest counts before it is asked for": (saving, "seal_if_complete", lambda state, now_s: stepping._end(state)),
     "a member's loss changes nothing": (losing, "_is_needed", lambda state, worker: False),
+    "a norm is not the step's": (stepping, "decided_step", _another_norm_is_decided),
+    "facts are those of one stage": (stepping, "decided_step", _first_member_alone_is_asked),
+    "survivors roll forward without facts": (forming, "ReshapeOrder", _survivors_are_told_no_facts),
     "a stop is forgotten": (stepping, "_is_last", lambda state: False),
 }
 
