@@ -96,6 +96,7 @@ def run_session(
             finally:
                 player.close()
                 lifelines.close()
+                pool.close()
         return finish
     finally:
         cluster.close()

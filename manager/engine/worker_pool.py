@@ -6,6 +6,7 @@ that its process died (10-20 ms after a kill) or when its heartbeat has been sil
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -46,6 +47,8 @@ class WorkerPool:
         self._make_setup = make_setup
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._handles: dict[str, _Handle] = {}
+        self._ray_lock = threading.RLock()
+        self._closed = False
         remote: Any = ray.remote  # its types know only the plain form
         self._actor_class = remote(concurrency_groups={CONTROL_LANE: 2})(Worker)
 
@@ -81,6 +84,11 @@ class WorkerPool:
         if handle and not handle.gone:
             handle.gone = True
             ray.kill(handle.actor, no_restart=True)
+
+    def close(self) -> None:
+        """Call Ray no more, from whatever thread: a callback that did while Ray shuts down would hang both for ever."""
+        with self._ray_lock:
+            self._closed = True
 
     def connection_closed(self, worker: str) -> None:
         """Take note that a worker's lifeline closed: its process is gone."""
@@ -118,10 +126,16 @@ class WorkerPool:
         reference.future().add_done_callback(finished)
 
     def _beat(self, worker: str, handle: _Handle) -> None:
+        """Ask for the next sign of life; called in Ray's threads."""
+        with self._ray_lock:
+            if not self._closed:
+                self._send_beat(worker, handle)
+
+    def _send_beat(self, worker: str, handle: _Handle) -> None:
         handle.beat_sent_s = time.monotonic()
         try:
             reference = handle.actor.heartbeat.options(concurrency_group=CONTROL_LANE).remote(HEARTBEAT_WAIT_S)
-        except Exception as error:  # in Ray's thread nobody else would see it; at the end Ray may be gone before it
+        except Exception as error:  # in Ray's thread nobody else would see it
             self._lose(worker, handle, _cause(error))
             return
 
