@@ -1,6 +1,6 @@
 """Morph: train one PyTorch model on whatever spot GPUs are there right now.
 
-``import morph`` loads no torch; ``morph.Job`` is fetched on first use.
+``import morph`` loads no torch; ``morph.Job`` and its parts are fetched on first use.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from morph.job import Job as Job
+    from morph.job import LossScaling as LossScaling
 
 __version__ = "0.1.0"
-__all__ = ["Job", "__version__"]
+__all__ = ["Job", "LossScaling", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Job":
-        from morph.job import Job
+    if name in ("Job", "LossScaling"):
+        from morph import job
 
-        return Job
+        return getattr(job, name)
     raise AttributeError(f"module 'morph' has no attribute {name!r}")

@@ -6,10 +6,11 @@ Importing this module loads no torch; the job file itself does.
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,8 +22,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.nn import Parameter
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    Loss = Tensor | tuple[Tensor, Mapping[str, Tensor]]
 
 Accumulation = Literal["exact", "fast"]
+Precision = Literal["fp32", "bf16", "fp16"]
+OptimizerDevice = Literal["same", "cpu"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -39,13 +45,36 @@ class MapDataset(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """Dynamic loss scaling, as ``torch.amp.GradScaler`` does it with factors 2 and 1/2.
+
+    Args:
+        initial: First scale, a power of two.
+        growth_steps: Good steps in a row after which the scale is doubled.
+
+    Raises:
+        JobError: naming the field, its value and what is allowed.
+    """
+
+    initial: float = 65536.0
+    growth_steps: int = 2000
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.initial, int | float) and not isinstance(self.initial, bool)
+        power = number and 1 <= self.initial <= 2.0**64 and math.frexp(self.initial)[0] == 0.5
+        _require(power, "loss_scaling.initial", self.initial, "a power of two from 1 to 2**64")
+        _require_count("loss_scaling.growth_steps", self.growth_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """One training job, written as for a single GPU.
 
     Args:
         model: Builds the model with fresh random weights.
         loss: ``loss(model, batch)`` calls the model and returns the scalar mean loss over the samples of ``batch``
-            (every entry of which has the samples as its first dimension).
+            (every entry of which has the samples as its first dimension), or ``(loss, {"name": scalar, ...})`` with
+            metrics that are means over the samples too.
         dataset: Builds the data set. Order and contents must be the same in every process.
         optimizer: Builds the optimizer for some named parameters; it is called once per parameter unit.
         batch_size: Global batch M: samples per optimizer step, in every shape of the job.
@@ -55,13 +84,21 @@ class Job:
         seed: Seeds the weights, the sample order and all randomness of training.
         accumulation: ``exact`` sums gradients in 64-bit fixed point, so that the result is bit-identical in every
             shape; ``fast`` sums in floating point.
+        lr_scheduler: Builds the learning-rate schedule of one optimizer; stepped once per applied step.
+        clip_grad_norm: Largest 2-norm of the whole model's gradient; ``math.inf`` reports the norm and clips nothing.
+        precision: Type in which autocast lets suitable operations run; parameters and optimizer stay as they are.
+        loss_scaling: Dynamic loss scaling; None: none, but for ``fp16``, which then has its defaults.
+        optimizer_device: ``cpu`` keeps the optimizer's state and its step in host memory.
+        eval_data: Builds the data set to evaluate on.
+        eval_every_steps: Evaluate whenever so many steps were applied.
+        eval_samples: How many of its first samples to take; None: as many whole micro-batches as there are.
 
     Raises:
         JobError: naming the field, its value and what is allowed.
     """
 
     model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    loss: Callable[[nn.Module, dict[str, Tensor]], Loss]
     dataset: Callable[[], MapDataset]
     optimizer: Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
     batch_size: int
@@ -70,6 +107,19 @@ class Job:
     num_sections: int | None = None
     seed: int = 0
     accumulation: Accumulation = "exact"
+    lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    clip_grad_norm: float | None = None
+    precision: Precision = "fp32"
+    loss_scaling: LossScaling | None = None
+    optimizer_device: OptimizerDevice = "same"
+    eval_data: Callable[[], MapDataset] | None = None
+    eval_every_steps: int | None = None
+    eval_samples: int | None = None
+
+    @property
+    def effective_loss_scaling(self) -> LossScaling | None:
+        """What is given, or what ``fp16`` has by default."""
+        return LossScaling() if self.loss_scaling is None and self.precision == "fp16" else self.loss_scaling
 
     def __post_init__(self) -> None:
         for field in ("model", "loss", "dataset", "optimizer"):
@@ -94,6 +144,30 @@ class Job:
                 self.micro_batch_size,
                 f"a divisor of batch_size {self.batch_size}: {', '.join(map(str, divisors))}",
             )
+        self._check_training()
+        self._check_evaluation()
+
+    def _check_training(self) -> None:
+        scheduler, norm, scaling = self.lr_scheduler, self.clip_grad_norm, self.loss_scaling
+        _require(scheduler is None or callable(scheduler), "lr_scheduler", scheduler, "a function, or None")
+        if norm is not None:
+            is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+            _require(is_number and norm > 0, "clip_grad_norm", norm, "a number above 0, or None")
+        _require(self.precision in get_args(Precision), "precision", self.precision, "'fp32', 'bf16' or 'fp16'")
+        allowed = "a morph.LossScaling, or None"
+        _require(scaling is None or isinstance(scaling, LossScaling), "loss_scaling", scaling, allowed)
+        where = self.optimizer_device
+        _require(where in get_args(OptimizerDevice), "optimizer_device", where, "'same' or 'cpu'")
+
+    def _check_evaluation(self) -> None:
+        data, every, samples = self.eval_data, self.eval_every_steps, self.eval_samples
+        _require(data is None or callable(data), "eval_data", data, "a function, or None")
+        if every is not None:
+            _require_count("eval_every_steps", every)
+        _require((data is None) == (every is None), "eval_every_steps", every, "to be given together with eval_data")
+        if samples is not None:
+            _require(data is not None, "eval_samples", samples, "to be given together with eval_data")
+            _require_count("eval_samples", samples)
 
 
 def load_job(spec: str) -> Job:

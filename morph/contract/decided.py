@@ -45,7 +45,7 @@ class LossScale(Value):
             if self.exponent <= MIN_LOSS_SCALE_EXPONENT:
                 raise TrainingStopped(f"gradients are not finite even at a loss scale of 2**{self.exponent}")
             return self.model_copy(update={"exponent": self.exponent - 1, "good_steps": 0})
-        if self.good_steps + 1 == self.growth_steps:
+        if self.good_steps + 1 >= self.growth_steps:
             return self.model_copy(update={"exponent": self.exponent + 1, "good_steps": 0})
         return self.model_copy(update={"good_steps": self.good_steps + 1})
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from morph.contract.decided import LossScale
 from morph.contract.errors import NonFiniteGradient
 from morph.runtime.channels import Pending, Ring
 from morph.runtime.fixed_point import fits, from_fixed, next_exponent, to_fixed
@@ -26,11 +27,13 @@ class Reduced:
     """Mean gradients of one unit over the whole mini-batch, held until the commit.
 
     ``exponents`` are the scales that the next step uses; ``overflowed`` asks for a redo with them.
+    ``non_finite``: there are no gradients, for one is NaN or infinite; the step is to be skipped.
     """
 
     gradients: Mapping[str, Tensor]
     exponents: Mapping[str, int]
     overflowed: bool
+    non_finite: bool = False
 
 
 class Accumulator(Protocol):
@@ -43,17 +46,28 @@ class Accumulator(Protocol):
         """Start the reductions; ``finish`` may be called once all of them are done."""
 
     def finish(self, num_micro_batches: int, step: int) -> Reduced:
-        """Turn the reduced sums into mean gradients.
+        """Turn the reduced sums into mean gradients, without the loss scale.
 
         Raises:
-            NonFiniteGradient: naming step and parameter.
+            NonFiniteGradient: naming step and parameter; only without a loss scale.
         """
 
 
 class ExactAccumulator:
-    """Fixed-point sums of one unit in one flat int64 buffer."""
+    """Fixed-point sums of one unit in one flat int64 buffer.
 
-    def __init__(self, parameters: Mapping[str, Tensor], exponents: Mapping[str, int], num_contributions: int) -> None:
+    The scales are those of gradients without the loss scale, which is taken off when a gradient is rounded.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        exponents: Mapping[str, int],
+        num_contributions: int,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self._loss_scale = loss_scale
+        self._loss_exponent = 0 if loss_scale is None else loss_scale.exponent
         self._names = tuple(parameters)
         self._parameters = parameters
         self._exponents = dict(exponents)
@@ -67,11 +81,12 @@ class ExactAccumulator:
         """See ``Accumulator.add``."""
         gradient = gradient.detach().to("cpu")
         index = self._names.index(name)
-        largest = float(gradient.abs().max())
+        largest = math.ldexp(float(gradient.abs().max()), -self._loss_exponent)
         largest = largest if math.isfinite(largest) else math.inf
         self._largest[index] = max(float(self._largest[index]), largest)
         if fits(self._exponents[name], largest, self._num_contributions):
-            self._slices[name].add_(to_fixed(gradient, self._exponents[name]).view(-1))
+            exponent = self._exponents[name] - self._loss_exponent
+            self._slices[name].add_(to_fixed(gradient, exponent).view(-1))
 
     def start_reduce(self, ring: Ring | None) -> Sequence[Pending]:
         """See ``Accumulator.start_reduce``."""
@@ -84,7 +99,7 @@ class ExactAccumulator:
         gradients, exponents, overflowed = {}, {}, False
         for name, largest in zip(self._names, self._largest.tolist(), strict=True):
             if not math.isfinite(largest):
-                raise NonFiniteGradient(f"step {step}: the gradient of {name} is NaN or infinite")
+                return _broken(name, step, self._exponents, self._loss_scale)
             exponent, parameter = self._exponents[name], self._parameters[name]
             overflowed |= not fits(exponent, largest, self._num_contributions)
             total = from_fixed(self._slices[name], exponent, num_micro_batches, parameter.dtype)
@@ -96,7 +111,8 @@ class ExactAccumulator:
 class FastAccumulator:
     """Floating-point sums of one unit in one flat float32 buffer (float64 for float64 parameters)."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], loss_scale: LossScale | None = None) -> None:
+        self._loss_scale = loss_scale
         self._parameters = parameters
         wide = any(parameter.dtype == torch.float64 for parameter in parameters.values())
         sizes = [parameter.numel() for parameter in parameters.values()]
@@ -116,8 +132,18 @@ class FastAccumulator:
         gradients = {}
         for name, total in self._slices.items():
             if not bool(torch.isfinite(total).all()):
-                raise NonFiniteGradient(f"step {step}: the gradient of {name} is NaN or infinite")
+                return _broken(name, step, {}, self._loss_scale)
             parameter = self._parameters[name]
-            mean = (total / num_micro_batches).to(parameter.dtype)
+            mean = total / num_micro_batches
+            if self._loss_scale is not None:
+                mean /= self._loss_scale.factor
+            mean = mean.to(parameter.dtype)
             gradients[name] = mean.view(parameter.shape).to(parameter.device)
         return Reduced(gradients=gradients, exponents={}, overflowed=False)
+
+
+def _broken(name: str, step: int, exponents: Mapping[str, int], loss_scale: LossScale | None) -> Reduced:
+    """What becomes of a step in which a gradient is not finite: skipped with a loss scale, else the end."""
+    if loss_scale is None:
+        raise NonFiniteGradient(f"step {step}: the gradient of {name} is NaN or infinite")
+    return Reduced(gradients={}, exponents=dict(exponents), overflowed=False, non_finite=True)

@@ -86,14 +86,19 @@ class Executor:
         self._gradients_in = self._receiver(neighbours.gradients_in, self._gradient_specs, count)
         self._activations_out = Sender(neighbours.activations_out) if neighbours.activations_out else None
         self._gradients_out = Sender(neighbours.gradients_out) if neighbours.gradients_out else None
+        self._loss_scale = 1.0
         self.losses: list[MicroBatchLoss] = []
         self.stopwatch = Stopwatch()
 
     def _receiver(self, channel: Channel | None, specs: Sequence[BoundaryTensor], count: int) -> Receiver | None:
         return Receiver(channel, specs, count, self._device) if channel else None
 
-    def run(self, accumulators: Mapping[str, Accumulator]) -> None:
-        """Run every task; gradients go to the accumulator of their parameter. Raises as ``Interrupt.wait_for``."""
+    def run(self, accumulators: Mapping[str, Accumulator], loss_scale: float = 1.0) -> None:
+        """Run every task; gradients go to the accumulator of their parameter. Raises as ``Interrupt.wait_for``.
+
+        ``loss_scale`` is what the loss is multiplied by before its backward.
+        """
+        self._loss_scale = loss_scale
         while not self._follower.finished:
             self._interrupt.check()
             task = self._follower.next_task(self._activations(), self._gradients())
@@ -140,7 +145,7 @@ class Executor:
     def _backward(self, micro_batch: int, accumulators: Mapping[str, Accumulator]) -> None:
         gradients: tuple[Tensor | None, ...]
         if self._gradients_in is None:
-            gradients = (torch.ones((), device=self._device, dtype=self._work.outputs[0].dtype),)
+            gradients = (torch.full((), self._loss_scale, device=self._device, dtype=self._work.outputs[0].dtype),)
         else:
             arrived = iter(self._gradients_in.take())
             gradients = tuple(next(arrived) if spec.requires_grad else None for spec in self._work.outputs)

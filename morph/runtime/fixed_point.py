@@ -57,6 +57,8 @@ def fits(exponent: int, largest: float, num_contributions: int) -> bool:
 def to_fixed(gradient: Tensor, exponent: int) -> Tensor:
     """Round a floating-point gradient to int64 at a scale."""
     wide = gradient if gradient.dtype in (torch.float32, torch.float64) else gradient.to(torch.float32)
+    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT:  # with a loss scale on top: no ordinary float32
+        wide = wide.to(torch.float64)
     return (wide * 2.0**exponent).round_().to(torch.int64)
 
 

@@ -11,13 +11,27 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from morph.checkpoint.manifest import write_manifest
 from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.decided import decided_step
 from morph.contract.errors import MorphError, TrainingStopped
-from morph.contract.messages import CommitOrder, Failed, Prepared, ReshapeOrder, Slot, Source, StepOrder, WorkerSetup
+from morph.contract.messages import (
+    CommitOrder,
+    Committed,
+    Failed,
+    Prepared,
+    Reshaped,
+    ReshapeOrder,
+    Slot,
+    Source,
+    StepOrder,
+    WorkerReady,
+    WorkerSetup,
+)
 from morph.contract.plan import Expectation, Plan, StagePlan
 from morph.cutting import cut, export_job
 from morph.job import load_job
@@ -25,6 +39,7 @@ from morph.runtime.worker import Worker
 
 ME = "single"
 MAX_ATTEMPTS = 8
+AnswerT = TypeVar("AnswerT")
 
 
 def single_plan(fingerprint: str, num_sections: int, micro_batch_size: int, num_micro_batches: int) -> Plan:
@@ -81,24 +96,21 @@ def run_single(
         store_port=1,
         listen_host="127.0.0.1",
     )
-    _expect(worker.setup(setup))
+    _expect(worker.setup(setup), WorkerReady)
     sources = tuple(Source(worker=ME, unit=unit.id, kind="initial") for unit in model.units)
     slots = (Slot(worker=ME, stage=0, replica=0),)
-    _expect(worker.reshape(ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=sources)))
+    order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=sources)
+    reshaped = _expect(worker.reshape(order), Reshaped)
+    units = tuple(unit.id for unit in model.units)
+    decided, scale = None, reshaped.loss_scale
     for step in range(steps):
-        attempt = 0
-        while True:
-            answer = _expect(worker.step(StepOrder(generation=1, step=step, attempt=attempt)))
-            assert isinstance(answer, Prepared)
-            if not answer.overflowed:
-                break
-            attempt += 1
-            if attempt == MAX_ATTEMPTS:
-                raise TrainingStopped(f"step {step}: a gradient overflowed {attempt} times in a row")
+        answer = _run_step(worker, StepOrder(generation=1, step=step, decided=decided, loss_scale=scale))
+        decided = decided_step(step + 1, [answer.unit_norms_sq], [answer.non_finite], units)
+        scale = scale.after(skipped=decided.skipped) if scale else None
         if on_step is not None:
             on_step(step, mean_loss(answer))
-    units = tuple(unit.id for unit in model.units)
-    _expect(worker.commit(CommitOrder(generation=1, version=steps, checkpoint_units=units)))
+    commit = CommitOrder(generation=1, version=steps, decided=decided, checkpoint_units=units)
+    _expect(worker.commit(commit), Committed)
     files: list[UnitFile] = []
     while len(files) < len(units):
         beat = worker.heartbeat(60.0)
@@ -116,9 +128,19 @@ def mean_loss(answer: Prepared) -> float:
     return sum(entry.loss for entry in ordered) / len(ordered)
 
 
-def _expect(answer: object) -> object:
+def _run_step(worker: Worker, order: StepOrder) -> Prepared:
+    """Run one step as often as its gradients overflow their scales."""
+    for attempt in range(MAX_ATTEMPTS):
+        answer = _expect(worker.step(order.model_copy(update={"attempt": attempt})), Prepared)
+        if answer.non_finite or not answer.overflowed:
+            return answer
+    raise TrainingStopped(f"step {order.step}: a gradient overflowed {MAX_ATTEMPTS} times in a row")
+
+
+def _expect(answer: object, kind: type[AnswerT]) -> AnswerT:
     if isinstance(answer, Failed):
         raise TrainingStopped(answer.error)
+    assert isinstance(answer, kind), f"{answer} is no {kind.__name__}"
     return answer
 
 

@@ -1,21 +1,38 @@
-"""State of one parameter unit: parameters, optimizer, accumulation scales, version."""
+"""State of one parameter unit: parameters, optimizer, schedule, accumulation scales, loss scale, version."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
+from morph.contract.decided import Decided, LossScale
+from morph.contract.errors import NonFiniteGradient
 from morph.cutting.cut_model import ParameterUnit
 from morph.runtime.accumulators import Accumulator, ExactAccumulator, FastAccumulator, Reduced
 from morph.runtime.fixed_point import first_exponent
+from morph.runtime.norms import squared_norm
+from morph.runtime.optimizer_state import (
+    MakeOptimizer,
+    build_optimizer,
+    build_scheduler,
+    group_numbers,
+    load_groups,
+    load_optimizer_state,
+    load_scheduler,
+    optimizer_state,
+    scheduler_numbers,
+)
+from morph.runtime.update_rules import UpdateRules
 
-MakeOptimizer = Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
 _NUMBERS = "numbers"
+_CLIP_EPSILON = 1e-6
+"""As in ``torch.nn.utils.clip_grad_norm_``."""
 
 
 class UnitState:
@@ -27,6 +44,10 @@ class UnitState:
         make_optimizer: The job's optimizer factory; the unit gets an instance of its own.
         num_micro_batches: N; with the number of sections that use the unit, it bounds the contributions.
         exact: Whether gradients are summed in fixed point.
+        rules: How gradients are applied.
+
+    Raises:
+        JobError: an optimizer or schedule that cannot be used.
     """
 
     def __init__(
@@ -37,12 +58,19 @@ class UnitState:
         *,
         num_micro_batches: int,
         exact: bool,
+        rules: UpdateRules = UpdateRules(),  # noqa: B008 (frozen)
     ) -> None:
         self.unit = unit
         self.version = 0
         self.parameters = {name: Parameter(parameters[name].detach().clone()) for name in unit.parameters}
-        self.optimizer = make_optimizer(list(self.parameters.items()))
+        self._updated = self.parameters
+        if rules.optimizer_in_host_memory:
+            self._updated = {name: Parameter(_copy(parameter)) for name, parameter in self.parameters.items()}
+        self.optimizer = build_optimizer(make_optimizer, self._updated)
+        self.scheduler = build_scheduler(rules.make_scheduler, self.optimizer) if rules.make_scheduler else None
         self.reduced: Reduced | None = None
+        self.loss_scale = rules.loss_scale
+        self._rules = rules
         self._exact = exact
         self._num_contributions = num_micro_batches * len(unit.sections)
         self.exponents = dict.fromkeys(unit.parameters, first_exponent(self._num_contributions)) if exact else {}
@@ -50,36 +78,79 @@ class UnitState:
     def new_accumulator(self) -> Accumulator:
         """A fresh accumulator at the current scales."""
         if self._exact:
-            return ExactAccumulator(self.parameters, self.exponents, self._num_contributions)
-        return FastAccumulator(self.parameters)
+            return ExactAccumulator(self._updated, self.exponents, self._num_contributions, self.loss_scale)
+        return FastAccumulator(self._updated, self.loss_scale)
 
     def rescale(self, reduced: Reduced) -> None:
         """Take the scales that fit an overflowed step before it is run again."""
         self.exponents = dict(reduced.exponents)
 
-    def apply(self) -> None:
-        """Apply the held gradients: the optimizer steps, the version grows by one."""
-        assert self.reduced is not None
-        for name, parameter in self.parameters.items():
-            parameter.grad = self.reduced.gradients[name]
+    def norm_sq(self) -> float | None:
+        """Squared norm of the held gradients; None unless the job asks for it and they are finite."""
+        reduced = self.reduced
+        if self._rules.clip_grad_norm is None or reduced is None or reduced.non_finite or reduced.overflowed:
+            return None
+        norm_sq = squared_norm(reduced.gradients.values())
+        if not math.isfinite(norm_sq):
+            raise NonFiniteGradient(f"step {self.version}: the gradient of unit {self.unit.id} has no finite norm")
+        return norm_sq
+
+    def apply(self, decided: Decided | None = None) -> None:
+        """Apply the held gradients as decided: the optimizer and its schedule step, the version grows by one.
+
+        A skipped step changes nothing but the version and the loss scale.
+        """
+        reduced, self.reduced = self.reduced, None
+        assert reduced is not None
+        skipped = decided is not None and decided.skipped
+        if not skipped:
+            assert not reduced.non_finite, "a step without gradients was not decided as skipped"
+            self._update(reduced, decided)
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(skipped=skipped)
+        self.version += 1
+
+    def _update(self, reduced: Reduced, decided: Decided | None) -> None:
+        shrink = self._shrink(decided)
+        for name, parameter in self._updated.items():
+            gradient = reduced.gradients[name]
+            parameter.grad = gradient if shrink == 1.0 else gradient.mul_(shrink)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.exponents = dict(self.reduced.exponents)
-        self.reduced = None
-        self.version += 1
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._publish()
+        self.exponents = dict(reduced.exponents)
+
+    def _shrink(self, decided: Decided | None) -> float:
+        """By what gradients are multiplied so that their norm over the whole model is within the job's bound."""
+        most = self._rules.clip_grad_norm
+        if most is None:
+            return 1.0
+        assert decided is not None
+        assert decided.gradient_norm is not None, "the gradient norm was not decided"
+        return min(1.0, most / (decided.gradient_norm + _CLIP_EPSILON))
+
+    def _publish(self) -> None:
+        """Copy updated parameters to the device, where the optimizer works on a copy of its own."""
+        if self._updated is not self.parameters:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(self._updated[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the whole state as named CPU tensors (``param/..``, ``optim/../..``) and one of numbers."""
-        tensors = {f"param/{name}": _copy(parameter) for name, parameter in self.parameters.items()}
-        numbers: dict[str, object] = {"version": self.version, "exponents": self.exponents, "optimizer": {}}
-        plain: dict[str, dict[str, object]] = {}
-        for name, parameter in self.parameters.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"optim/{name}/{key}"] = _copy(value)
-                else:
-                    plain.setdefault(name, {})[key] = value
-        numbers["optimizer"] = plain
+        tensors = {f"param/{name}": _copy(parameter) for name, parameter in self._updated.items()}
+        found, plain = optimizer_state(self.optimizer, self._updated)
+        tensors |= {f"optim/{name}/{key}": _copy(value) for (name, key), value in found.items()}
+        numbers: dict[str, Any] = {
+            "version": self.version,
+            "exponents": self.exponents,
+            "optimizer": plain,
+            "groups": group_numbers(self.optimizer),
+            "scheduler": None if self.scheduler is None else scheduler_numbers(self.scheduler),
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.model_dump(),
+        }
         text = json.dumps(numbers, sort_keys=True).encode()
         tensors[_NUMBERS] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return tensors
@@ -91,25 +162,31 @@ class UnitState:
             ValueError: if a parameter is missing or has another shape or dtype.
         """
         numbers = json.loads(bytes(tensors[_NUMBERS].tolist()))
+        found: dict[tuple[str, str], Tensor] = {}
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
+            for name, parameter in self._updated.items():
                 saved = tensors.get(f"param/{name}")
                 if saved is None or saved.shape != parameter.shape or saved.dtype != parameter.dtype:
                     raise ValueError(f"unit {self.unit.id}: saved state does not fit parameter {name}")
                 parameter.copy_(saved)
-                state: dict[str, object] = dict(numbers["optimizer"].get(name, {}))
                 prefix = f"optim/{name}/"
-                for key, value in tensors.items():
-                    if key.startswith(prefix):
-                        device = parameter.device if value.dim() else value.device
-                        state[key.removeprefix(prefix)] = value.clone().to(device)
-                if state:
-                    self.optimizer.state[parameter] = state
-        self.version = int(numbers["version"])
-        # a state that was saved under the other kind of accumulation brings no scales, or needless ones
-        saved_exponents = numbers["exponents"]
-        self.exponents = {name: int(saved_exponents.get(name, first)) for name, first in self.exponents.items()}
+                found |= {(name, key.removeprefix(prefix)): v for key, v in tensors.items() if key.startswith(prefix)}
+        self._publish()
+        load_optimizer_state(self.optimizer, self._updated, found, numbers["optimizer"])
+        self._load_numbers(numbers)
         self.reduced = None
+
+    def _load_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """What a state lacks, because it was saved under other settings of the job, stays as the job says."""
+        self.version = int(numbers["version"])
+        self.exponents = {name: int(numbers["exponents"].get(name, first)) for name, first in self.exponents.items()}
+        if numbers.get("groups"):
+            load_groups(self.optimizer, numbers["groups"])
+        if self.scheduler is not None and numbers.get("scheduler"):
+            load_scheduler(self.scheduler, numbers["scheduler"])
+        if self.loss_scale is not None and numbers.get("loss_scale"):
+            saved = LossScale.model_validate(numbers["loss_scale"])
+            self.loss_scale = saved.model_copy(update={"growth_steps": self.loss_scale.growth_steps})
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from morph.contract.decided import Decided
 from morph.contract.errors import GenerationAborted, MorphError, PeerLost, ProfileError, WaitTimeout
 from morph.contract.messages import (
     Aborted,
@@ -46,6 +47,7 @@ from morph.runtime.stage import Stage
 from morph.runtime.state_moves import MoveContext, start_sending, take_units
 from morph.runtime.topology import Topology, move_name, slot_of, topology
 from morph.runtime.unit_state import UnitState
+from morph.runtime.update_rules import update_rules
 
 if TYPE_CHECKING:
     from morph.cutting.cut_model import CutModel
@@ -76,6 +78,7 @@ class Worker:
             self._device = torch.device(setup.device)
             self._faults = FaultPlan([fault for fault in setup.faults if fault.worker == setup.worker])
             self._job: Job = load_job(setup.job_path)
+            self._rules = update_rules(self._job, self._device)
             exported = export_job(self._job)
             self._model: CutModel = cut(
                 exported, num_sections=setup.num_sections, micro_batch_size=setup.micro_batch_size
@@ -154,7 +157,7 @@ class Worker:
         if self._generation is not None:
             self._graveyard.bury(self._generation.groups)
             self._generation = None
-        self._roll_forward(self._held, order.version)
+        self._roll_forward(self._held, order.version, order.decided)
         for state in self._held.values():
             state.reduced = None  # of a step that was not decided
         interrupt = self._interrupt = Interrupt(order.generation)
@@ -198,6 +201,7 @@ class Worker:
             groups_s=formed_s - start_s,
             state_s=time.perf_counter() - formed_s,
             received_bytes=received_bytes,
+            loss_scale=next((state.loss_scale for state in units.values()), None),
         )
 
     @staticmethod
@@ -215,23 +219,25 @@ class Worker:
                 self._job.optimizer,
                 num_micro_batches=order.plan.num_micro_batches,
                 exact=self._job.accumulation == "exact",
+                rules=self._rules,
             )
 
         return make
 
-    def _roll_forward(self, units: dict[str, UnitState], version: int) -> None:
-        """Apply the held gradients of the step before ``version`` where that step was decided."""
+    def _roll_forward(self, units: dict[str, UnitState], version: int, decided: Decided | None) -> None:
+        """Apply the held gradients of the step before ``version`` where that step was decided, and as decided."""
+        assert decided is None or decided.version == version
         for state in units.values():
             if state.version == version - 1 and state.reduced is not None:
-                state.apply()
+                state.apply(decided)
 
-    def _enter(self, generation: int, version: int) -> Generation:
+    def _enter(self, generation: int, version: int, decided: Decided | None) -> Generation:
         """The current generation with every unit at ``version``; what the generation does not use is let go."""
         current = self._generation
         assert current is not None
         assert current.order.generation == generation
         self._held = current.units
-        self._roll_forward(current.units, version)
+        self._roll_forward(current.units, version, decided)
         for name, state in current.units.items():
             assert state.version == version, f"unit {name} is at version {state.version}, not {version}"
         return current
@@ -239,7 +245,7 @@ class Worker:
     def _step(self, order: StepOrder) -> Prepared:
         self._faults.begin(order.step)
         self._faults.reach("after_commit")
-        current = self._enter(order.generation, order.step)
+        current = self._enter(order.generation, order.step, order.decided)
         self._faults.reach("applied")
         self._hand_over(current, order.checkpoint_units)
         for state in current.units.values():
@@ -266,11 +272,13 @@ class Worker:
         executor = Executor(
             stage, current.stage_work(self._model), current.neighbours(), current.interrupt, self._faults, self._device
         )
-        executor.run(by_parameter)
+        assert all(state.loss_scale == order.loss_scale for state in units.values()), "another loss scale is ordered"
+        executor.run(by_parameter, 1.0 if order.loss_scale is None else order.loss_scale.factor)
         rings = {name: current.ring_of(name) for name in units}
         reduce_all(accumulators, rings, self._faults, executor.stopwatch)
         for name, state in units.items():
             state.reduced = accumulators[name].finish(current.plan.num_micro_batches, order.step)
+        norms_sq = {name: state.norm_sq() for name, state in units.items()}
         self._faults.reach("before_commit")
         return Prepared(
             worker=self._setup.worker,
@@ -278,6 +286,8 @@ class Worker:
             step=order.step,
             attempt=order.attempt,
             overflowed=any(state.reduced.overflowed for state in units.values() if state.reduced),
+            unit_norms_sq={name: norm_sq for name, norm_sq in norms_sq.items() if norm_sq is not None},
+            non_finite=any(state.reduced.non_finite for state in units.values() if state.reduced),
             losses=tuple(executor.losses),
             times=executor.stopwatch.times(),
         )
@@ -288,7 +298,7 @@ class Worker:
 
     def _commit(self, order: CommitOrder) -> Committed:
         self._faults.begin(order.version)
-        current = self._enter(order.generation, order.version)
+        current = self._enter(order.generation, order.version, order.decided)
         self._hand_over(current, order.checkpoint_units)
         return Committed(worker=self._setup.worker, generation=order.generation, version=order.version)
 

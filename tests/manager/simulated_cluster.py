@@ -298,7 +298,9 @@ class SimulatedCluster:
         version = order.step if isinstance(action, SendStep) else order.version
         if worker.prepared is not None and worker.prepared + 1 == version:
             right = facts_of(version, self.faults.non_finite)
-            self.check(order.decided == right, f"{name} is to apply version {version} with {order.decided}, not {right}")
+            self.check(
+                order.decided == right, f"{name} is to apply version {version} with {order.decided}, not {right}"
+            )
             worker.units = {
                 unit: version if unit in worker.stage_units else held for unit, held in worker.units.items()
             }
