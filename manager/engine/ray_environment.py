@@ -21,6 +21,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's own default of 15 lets anything else on the machine stop training
     "RAY_ENABLE_AUTO_CONNECT": "0",  # a call before or after the session must fail, not find some other cluster
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # a lost node should be known to Ray within seconds, not after 14

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MANY_STEPS = 100_000
 MIN_SHAPES = 4
+SEED, SECONDS = 318, 60.0
+"""A trace with revocations of two at once, in which the group shrinks and grows again twice."""
 
 
 def demo_command(
@@ -26,8 +28,8 @@ def demo_command(
     ),
     job: Annotated[str, typer.Option(help="path/to/file.py:name")] = "configs/jobs/gpt2_stdlib.py:job",
     cluster: Annotated[Path, typer.Option(help="Cluster file (YAML).")] = Path("configs/clusters/demo.yaml"),
-    seed: Annotated[int, typer.Option(help="Of the spot trace.")] = 17,
-    seconds: Annotated[float, typer.Option(min=10, help="Length of the spot trace.")] = 75.0,
+    seed: Annotated[int, typer.Option(help="Of the spot trace.")] = SEED,
+    seconds: Annotated[float, typer.Option(min=10, help="Length of the spot trace.")] = SECONDS,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even in a terminal.")] = False,
 ) -> None:
     """Calibrate, plan, run through a spot trace with real kills, and compare with an uninterrupted run.
@@ -40,8 +42,16 @@ def demo_command(
     from calibrate import calibrate
     from manager.preparation import device_memory_bytes
     from morph.cli.cluster_file import load_cluster
-    from morph.cli.demo_tables import print_expectations, print_morphs, print_plans, print_shapes
+    from morph.cli.demo_tables import (
+        print_expectations,
+        print_morphs,
+        print_plans,
+        print_shapes,
+        shared_expectations,
+        with_expectations,
+    )
     from morph.cli.run import managed_run
+    from morph.cli.run_picture import draw_run
     from morph.contract.trace import write_trace
     from simulator import generate_trace
 
@@ -53,7 +63,9 @@ def demo_command(
     print(f"[1/5] calibrate {job}", flush=True)
     profile = calibrate(job)
     (out / "profile.json").write_text(profile.model_dump_json(indent=2), encoding="utf-8")
-    print(f"      {profile.num_sections} sections measured in {time.time() - started_s:.0f} s -> {out / 'profile.json'}")
+    print(
+        f"      {profile.num_sections} sections measured in {time.time() - started_s:.0f} s -> {out / 'profile.json'}"
+    )
 
     print("[2/5] plan", flush=True)
     trace = generate_trace(
@@ -62,9 +74,9 @@ def demo_command(
         initial=known_cluster.vms.num_vms,
         min_nodes=2,
         max_nodes=known_cluster.vms.num_vms,
-        mean_revocation_s=13.0,
+        mean_revocation_s=8.0,
         bulk_share=0.5,
-        replacement_s=16.0,
+        replacement_s=4.0,
     )
     write_trace(trace, out / "trace.csv")
     print_plans(profile, trace.max_nodes, memory_bytes)
@@ -90,8 +102,11 @@ def demo_command(
     print("[5/5] results")
     print_shapes(report)
     print_morphs(report)
-    print_expectations(report, profile, memory_bytes, os.cpu_count() or 1)
-    ok = _judge(report, out, reference)
+    num_cores = os.cpu_count() or 1
+    shared = shared_expectations(report, profile, memory_bytes, num_cores)
+    print_expectations(report, shared, num_cores)
+    draw_run(with_expectations(report, shared), out / "run" / "run.png", f"expected on {num_cores} shared cores")
+    ok = _judge(report, out, reference, promised=(seed, seconds) == (SEED, SECONDS))
     print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")
     print(f"whole demo: {time.time() - started_s:.0f} s")
     raise typer.Exit(0 if ok else 1)
@@ -159,8 +174,8 @@ def _reference(job: str, profile: Profile, plan: Plan, steps: int, directory: Pa
     return read_manifest(str(directory), steps)
 
 
-def _judge(report: RunReport, out: Path, reference: Manifest) -> bool:
-    """Print the verdict; True when everything the demo promises held."""
+def _judge(report: RunReport, out: Path, reference: Manifest, *, promised: bool) -> bool:
+    """Print the verdict; True when everything held. Only the demo's own trace is ``promised`` so many shapes."""
     from morph.checkpoint.manifest import read_manifest
 
     managed = read_manifest(str(out / "run" / "checkpoints"), report.version)
@@ -182,4 +197,4 @@ def _judge(report: RunReport, out: Path, reference: Manifest) -> bool:
         print(f"  {'yes' if held else 'NO '}  {sentence}")
     if different:
         print(f"  units that differ: {', '.join(different)}")
-    return all(checks.values())
+    return all(list(checks.values())[: None if promised else 2])

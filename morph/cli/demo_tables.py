@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -11,10 +12,10 @@ from simulator import plan_table, simulate
 
 if TYPE_CHECKING:
     from manager.report.values import MorphRecord, RunReport
-    from morph.contract.plan import Plan
     from morph.contract.profile import Profile
 
 WIDTH = 132
+MAX_GPUS = 64
 
 
 def _print(table: Table) -> None:
@@ -77,36 +78,47 @@ def _sources(morph: MorphRecord) -> str:
     return ", ".join(f"{total.count} {kind}" for kind, total in morph.sources.items()) or "-"
 
 
-def print_expectations(report: RunReport, profile: Profile, memory_bytes: int | None, num_cores: int) -> None:
-    """Expected against measured mini-batch time; what shares this machine's cores is expected to."""
-    by_shape = {plan.shape: plan for plan in plan_table(profile, 64, memory_bytes=memory_bytes).values()}
-    table = Table(title=f"mini-batch time, ms; this machine's {num_cores} cores are shared by all VMs")
-    for column in ("P x D", "expected, own devices", f"expected, {num_cores} cores", "measured (median)", "error"):
-        table.add_column(column, justify="right")
-    told = set()
-    for span in report.shapes:
-        plan: Plan | None = by_shape.get(span.shape)
-        if plan is None or span.measured_mini_batch_s is None or span.shape in told or span.num_steps < 2:
-            continue
-        told.add(span.shape)
-        steps = [step.duration_s for step in report.steps if step.generation in _generations(report, span.shape)]
-        measured_s = sorted(steps)[len(steps) // 2]
-        shared = simulate(
+def shared_expectations(report: RunReport, profile: Profile, memory_bytes: int, num_cores: int) -> dict[str, float]:
+    """Expected mini-batch seconds of each shape of a run, when all VMs share this machine's cores."""
+    plans = {plan.shape: plan for plan in plan_table(profile, MAX_GPUS, memory_bytes=memory_bytes).values()}
+    return {
+        shape: simulate(
             profile,
-            boundaries=[stage.first_section for stage in plan.stages],
-            num_replicas=plan.num_replicas,
-            micro_batch_size=plan.micro_batch_size,
+            boundaries=[stage.first_section for stage in plans[shape].stages],
+            num_replicas=plans[shape].num_replicas,
+            micro_batch_size=plans[shape].micro_batch_size,
             compute_slots=num_cores,
         ).plan.expected.mini_batch_s
+        for shape in dict.fromkeys(span.shape for span in report.shapes if span.num_steps)
+        if shape in plans
+    }
+
+
+def with_expectations(report: RunReport, expected_s: dict[str, float]) -> RunReport:
+    """The same report with other expected mini-batch times."""
+    spans = [
+        span.model_copy(update={"expected_mini_batch_s": expected_s.get(span.shape, span.expected_mini_batch_s)})
+        for span in report.shapes
+    ]
+    return report.model_copy(update={"shapes": tuple(spans)})
+
+
+def print_expectations(report: RunReport, shared_s: dict[str, float], num_cores: int) -> None:
+    """Expected against measured mini-batch time; what shares this machine's cores is expected to."""
+    table = Table(title=f"mini-batch time, ms; this machine's {num_cores} cores are shared by all VMs")
+    for column in ("P x D", "steps", "own devices", f"expected on {num_cores} cores", "measured (median)", "error"):
+        table.add_column(column, justify="right")
+    for shape, expected_s in shared_s.items():
+        spans = {span.generation: span for span in report.shapes if span.shape == shape}
+        durations_s = [step.duration_s for step in report.steps if step.generation in spans]
+        measured_s = statistics.median(durations_s)
+        own_s = next(iter(spans.values())).expected_mini_batch_s
         table.add_row(
-            span.shape,
-            f"{plan.expected.mini_batch_s * 1e3:.0f}",
-            f"{shared * 1e3:.0f}",
+            shape,
+            str(len(durations_s)),
+            f"{own_s * 1e3:.0f}",
+            f"{expected_s * 1e3:.0f}",
             f"{measured_s * 1e3:.0f}",
-            f"{(shared / measured_s - 1) * 100:+.0f} %",
+            f"{(expected_s / measured_s - 1) * 100:+.0f} %",
         )
     _print(table)
-
-
-def _generations(report: RunReport, shape: str) -> set[int]:
-    return {span.generation for span in report.shapes if span.shape == shape}

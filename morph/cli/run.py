@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from morph.cli.errors import EXIT_INTERRUPTED, places
 
 if TYPE_CHECKING:
     from manager.controller.actions import Finish
@@ -39,21 +43,41 @@ def run_command(
       morph run configs/jobs/tiny_gpt.py:job --profile profile.json \\
           --cluster configs/clusters/local.yaml --steps 200 --run-dir runs/tiny
     """
+    from manager.preparation import from_its_first_event
+    from morph.cli.checks import check_device
     from morph.cli.cluster_file import load_cluster
+    from morph.contract.errors import ConfigError, TrainingStopped
     from morph.contract.profile import load_profile
     from morph.contract.trace import load_trace
 
-    known = load_profile(profile)
-    finish, _ = managed_run(
-        job,
-        known,
-        load_cluster(cluster),
-        load_trace(trace).scaled(1 / trace_speed) if trace else None,
-        steps=steps,
-        run_dir=run_dir or Path("runs") / known.job.name,
-        plain=plain,
-    )
-    raise typer.Exit({"finished": 0, "stopped": 130}.get(finish.outcome, 1))
+    if not math.isfinite(trace_speed):
+        raise ConfigError("is not a number", field="--trace-speed", value=trace_speed, allowed="0.001 or more")
+    known, described = load_profile(profile), load_cluster(cluster)
+    events = from_its_first_event(load_trace(trace)).scaled(1 / trace_speed) if trace else None
+    check_device(described, str(cluster))
+    where = {
+        "memory_bytes": (str(cluster), "vms.memory_bytes"),
+        "micro_batch_size": (str(profile), "job.micro_batch_size"),
+    }
+    directory = run_dir or Path("runs") / known.job.name
+    try:
+        with places(where):
+            finish, report = managed_run(
+                job,
+                known,
+                described,
+                events,
+                steps=steps,
+                run_dir=directory,
+                plain=plain,
+            )
+    except KeyboardInterrupt:
+        print("the same command goes on from the newest checkpoint", file=sys.stderr)
+        raise
+    _conclude(finish, report, directory)
+    if finish.outcome == "failed":
+        raise TrainingStopped(finish.sentence)
+    raise typer.Exit(EXIT_INTERRUPTED if finish.outcome == "stopped" else 0)
 
 
 def managed_run(
@@ -106,11 +130,11 @@ def managed_run(
             faults=faults,
             stop_with_trace=stop_with_trace,
         )
-        with run_view(profile.job.name, steps, profile.job.batch_size, plain=plain) as observer:
+        with run_view(
+            profile.job.name, None if stop_with_trace else steps, profile.job.batch_size, plain=plain
+        ) as observer:
             finish = run_session(spec, opened, observer)
-        report = read_report(opened.path)
-        _conclude(finish, report, opened.path)
-    return finish, report
+        return finish, read_report(opened.path)
 
 
 def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:
@@ -123,7 +147,7 @@ def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:
         draw_run(report, picture)
         print(f"picture: {picture}")
     if finish.outcome == "stopped":
-        print("stopped; the same command goes on from the checkpoint")
+        print(f"stopped; the same command goes on from version {report.checkpoint_version or 0}")
 
 
 def _check_steps(steps: int, version: int, run_dir: Path) -> None:

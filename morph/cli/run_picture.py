@@ -22,18 +22,18 @@ LABEL_ROWS = 3
 LABEL_WIDTH_PX = 66
 
 
-def draw_run(report: RunReport, path: Path) -> None:
+def draw_run(report: RunReport, path: Path, expected_label: str = "expected by the planner") -> None:
     """Write the picture as a PNG, 1600 x 1000 pixels; an existing file is replaced atomically.
 
     Raises:
         OSError: the file cannot be written.
     """
     temporary = path.with_name(f"{path.name}.new")
-    run_figure(report).savefig(temporary, format="png")
+    run_figure(report, expected_label).savefig(temporary, format="png")
     temporary.replace(path)
 
 
-def run_figure(report: RunReport) -> Figure:
+def run_figure(report: RunReport, expected_label: str = "expected by the planner") -> Figure:
     """Return the figure: four panels from top to bottom, in seconds since the run's start."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ def run_figure(report: RunReport) -> Figure:
         panels[3].set_xlabel("seconds since the start")
         _draw_vms(panels[0], report)
         _draw_shapes(panels[1], report)
-        _draw_throughput(panels[2], report)
+        _draw_throughput(panels[2], report, expected_label)
         _draw_loss(panels[3], report)
         _mark_morphs(panels, report)
         figure.text(0.065, 0.965, _title(report), fontsize=15, color=INK, fontweight="bold")
@@ -64,7 +64,7 @@ def run_figure(report: RunReport) -> Figure:
 
 def _title(report: RunReport) -> str:
     shapes = dict.fromkeys(span.shape for span in report.shapes if span.num_steps)
-    return f"{report.job}: {report.version} of {report.num_steps} steps in {len(shapes)} shapes"
+    return f"{report.job}: {report.version} steps in {len(shapes)} shapes"
 
 
 def _subtitle(report: RunReport) -> str:
@@ -135,7 +135,7 @@ def _bands(report: RunReport) -> list[tuple[float, float, str]]:
     return bands
 
 
-def _draw_throughput(panel: Axes, report: RunReport) -> None:
+def _draw_throughput(panel: Axes, report: RunReport, expected_label: str) -> None:
     top = 0.0
     for number, span in enumerate(span for span in report.shapes if span.num_steps):
         steps = [record for record in report.steps if record.generation == span.generation and record.duration_s > 0]
@@ -149,7 +149,7 @@ def _draw_throughput(panel: Axes, report: RunReport) -> None:
             expected = span.batch_size / span.expected_mini_batch_s
             panel.plot(
                 [span.start_s - report.start_s, end_s], [expected, expected], "--", color=EXPECTED, linewidth=1.8,
-                label="" if number else "expected by the planner",
+                label="" if number else expected_label,
             )  # fmt: skip
             top = max(top, expected)
         top = max([top, *smooth])

@@ -46,7 +46,7 @@ class LiveState:
     """What the view shows, gathered from decisions."""
 
     job: str
-    num_steps: int
+    num_steps: int | None
     batch_size: int
     start_s: float = field(default_factory=time.time)
     phase: str = "starting"
@@ -94,12 +94,13 @@ class LiveState:
         """One line: shape, step, speed, loss."""
         speed = f"{self.examples_per_s:.1f} examples/s" if self.examples_per_s else "-"
         loss = f"loss {self.loss:.4f}" if self.loss is not None else "loss -"
-        return f"{self.phase}  {self.shape}  step {self.version}/{self.num_steps}  {speed}  {loss}"
+        step = f"step {self.version}" + (f"/{self.num_steps}" if self.num_steps else "")
+        return f"{self.phase}  {self.shape}  {step}  {speed}  {loss}"
 
 
 @contextmanager
-def run_view(job: str, num_steps: int, batch_size: int, *, plain: bool) -> Iterator[Observer]:
-    """Show a run while the block runs; yields the observer for the driver."""
+def run_view(job: str, num_steps: int | None, batch_size: int, *, plain: bool) -> Iterator[Observer]:
+    """Show a run while the block runs; yields the driver's observer. ``num_steps``: None when open-ended."""
     state = LiveState(job, num_steps, batch_size)
     if plain or not sys.stdout.isatty():
         yield _plain_observer(state)
@@ -144,7 +145,7 @@ def _panel(state: LiveState) -> RenderableType:
     for name, role in state.workers.items():
         table.add_row(name, Text(role, style="yellow" if role in ("spare", "warming up") else "green"))
     events = Text("\n".join(state.recent), style="dim", no_wrap=True, overflow="ellipsis")
-    bar = ProgressBar(total=state.num_steps, completed=state.version)
+    bar = ProgressBar(total=state.num_steps, completed=state.version) if state.num_steps else Text("")
     elapsed_s = time.time() - state.start_s
     return Panel(
         Group(Text(state.headline, style="bold"), bar, table, events), title=f"morph run {state.job}, {elapsed_s:.0f} s"
