@@ -8,7 +8,7 @@ from manager.controller.config import ControllerConfig
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms, Policy
-from morph.contract.errors import PlanError
+from morph.contract.errors import CheckpointError, PlanError
 from morph.contract.profile import Profile
 from morph.contract.trace import Trace, TraceEvent
 from simulator import plan, plan_table
@@ -25,6 +25,12 @@ def constant_trace(vms: LocalVms) -> Trace:
     return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(vms.num_vms)))
 
 
+def from_its_first_event(trace: Trace) -> Trace:
+    """The same trace with its first event at time 0: a run begins with it, however late a recording does."""
+    start_s = trace.events[0].time_s
+    return Trace(events=tuple(event.model_copy(update={"time_s": event.time_s - start_s}) for event in trace.events))
+
+
 def device_memory_bytes(vms: LocalVms) -> int:
     """Memory of one VM's device, for the planner: as the cluster file says, else this machine's share."""
     return vms.memory_bytes or psutil.virtual_memory().total // vms.num_vms
@@ -37,7 +43,10 @@ def controller_config(
 
     Raises:
         PlanError: when not even the trace's largest number of VMs can run the job.
+        CheckpointError: when the checkpoint is of another model.
     """
+    if checkpoint is not None:
+        _check_fits(checkpoint, profile)
     max_nodes = trace.max_nodes
     memory_bytes = device_memory_bytes(vms)
     plans = plan_table(profile, max_nodes, memory_bytes=memory_bytes)
@@ -57,3 +66,15 @@ def controller_config(
         initial_checkpoint=checkpoint,
         expected_nodes=sum(event.event == "add" and event.time_s == 0 for event in trace.events) or 1,
     )
+
+
+def _check_fits(checkpoint: Manifest, profile: Profile) -> None:
+    where = f"the checkpoint of version {checkpoint.version}"
+    if checkpoint.fingerprint != profile.job.fingerprint:
+        raise CheckpointError(
+            f"{where} belongs to another model: its fingerprint is {checkpoint.fingerprint}, "
+            f"the profile's is {profile.job.fingerprint}"
+        )
+    saved, wanted = {entry.unit for entry in checkpoint.units}, {unit.id for unit in profile.units}
+    if saved != wanted:
+        raise CheckpointError(f"{where} has units {sorted(saved)}, the profile {sorted(wanted)}")

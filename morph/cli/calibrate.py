@@ -40,9 +40,11 @@ def calibrate_command(
     from rich.console import Console
 
     from calibrate.output import check_output
+    from morph.cli.checks import users_code
 
     check_output(output)
-    profile = _measure(job, tuple(micro_batch) if micro_batch else None, samples)
+    with users_code(job):
+        profile = _measure(job, tuple(micro_batch) if micro_batch else None, samples)
 
     from calibrate import write_profile
 

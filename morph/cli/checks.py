@@ -2,10 +2,73 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from morph.contract.cluster import ClusterConfig
+    from morph.contract.errors import InputError
     from morph.contract.profile import Profile
+
+
+@contextmanager
+def users_code(job_path: str) -> Iterator[None]:
+    """Around code that imports or exports a job: the process does not end in it, and torch's log stays silent.
+
+    (torch prints whole graphs before it raises; the error says what a user needs of it.)
+
+    Raises:
+        JobError: when the job's code ends the process.
+    """
+    from morph.contract.errors import JobError
+
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    except SystemExit as error:
+        raise JobError(
+            "its code ends the process", source=job_path, value=f"exit({error.code!r})", allowed="code that returns"
+        ) from error
+    finally:
+        logging.disable(before)
+
+
+def check_output(path: Path, error_type: type[InputError]) -> None:
+    """Refuse a file that cannot be written, before there is anything to write.
+
+    Raises:
+        InputError: of ``error_type``, naming the path.
+    """
+    if path.is_dir():
+        raise error_type("cannot be written: it is a folder", source=str(path), allowed="a file name")
+    if not path.parent.is_dir():
+        raise error_type(
+            "cannot be written: its folder does not exist", source=str(path), allowed="a file in an existing folder"
+        )
+    if not os.access(path.parent, os.W_OK):
+        raise error_type("cannot be written: its folder is not writable", source=str(path))
+
+
+def check_device(cluster: ClusterConfig, source: str) -> None:
+    """Refuse a device that this machine lacks: local VMs share its devices.
+
+    Raises:
+        ConfigError: naming the cluster file.
+    """
+    if cluster.vms.device == "cuda":
+        import torch
+
+        from morph.contract.errors import ConfigError
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "this machine has no such device", source=source, field="vms.device", value="cuda", allowed="cpu"
+            )
 
 
 def check_job(job_path: str, profile: Profile) -> None:
@@ -23,7 +86,8 @@ def check_job(job_path: str, profile: Profile) -> None:
     from morph.job import load_job
 
     torch.set_num_threads(1)
-    job = load_job(job_path)
+    with users_code(job_path):
+        job = load_job(job_path)
     if job.batch_size != profile.job.batch_size:
         raise ProfileError(
             "was made for another global batch; calibrate again",
@@ -33,7 +97,8 @@ def check_job(job_path: str, profile: Profile) -> None:
             allowed=str(profile.job.batch_size),
         )
     smallest = profile.micro_batch_sizes[0]
-    model = cut(export_job(job), num_sections=profile.num_sections, micro_batch_size=smallest)
+    with users_code(job_path):
+        model = cut(export_job(job), num_sections=profile.num_sections, micro_batch_size=smallest)
     if model.fingerprint != profile.job.fingerprint:
         raise ProfileError(
             "the profile belongs to another model; calibrate again",
@@ -41,4 +106,14 @@ def check_job(job_path: str, profile: Profile) -> None:
             field="fingerprint",
             value=model.fingerprint[:12],
             allowed=profile.job.fingerprint[:12],
+        )
+    units = {unit.id: unit.sections for unit in model.units}
+    known = {unit.id: unit.sections for unit in profile.units}
+    if units != known:
+        raise ProfileError(
+            "the profile names other parameter units than the model has; calibrate again",
+            source=job_path,
+            field="units",
+            value=", ".join(sorted(known)) or "none",
+            allowed=", ".join(sorted(units)),
         )

@@ -4,6 +4,7 @@
 error               shown                                 exit
 ==================  ====================================  ====
 InputError          one line on standard error            2
+BadParameter        the same, with the value given        2
 TrainingStopped     one line on standard error            1
 KeyboardInterrupt   one line on standard error            130
 anything else       its traceback: it is a bug            1
@@ -13,6 +14,8 @@ anything else       its traceback: it is a bug            1
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -30,6 +33,32 @@ def one_line(error: Exception) -> str:
     return "error: " + " ".join(str(error).split())
 
 
+@contextmanager
+def places(known: Mapping[str, tuple[str, str]]) -> Iterator[None]:
+    """Tell the user where a value stands: give errors that name a field but no source theirs.
+
+    Args:
+        known: (source, the user's name of the field) by the field's name inside.
+    """
+    try:
+        yield
+    except InputError as error:
+        if error.source is not None or error.field is None or error.field not in known:
+            raise
+        source, field = known[error.field]
+        raise type(error)(
+            error.message, source=source, field=field, value=error.value, allowed=error.allowed
+        ) from error
+
+
+def _usage(error: typer.BadParameter) -> InputError:
+    """A value that an option does not take. The value itself stands in the cause, if anywhere."""
+    details = getattr(error.__cause__, "errors", None)
+    value = details()[0].get("input") if callable(details) else None
+    where = getattr(error.param, "opts", None) or [getattr(error.param, "name", None)]
+    return InputError(error.message, field=where[0], value=value)
+
+
 class MorphGroup(TyperGroup):
     """The root command: turns Morph's errors and Ctrl-C, from any command, into one line and an exit code."""
 
@@ -43,6 +72,11 @@ class MorphGroup(TyperGroup):
             return super().invoke(ctx)
         except InputError as error:
             print(one_line(error), file=sys.stderr)
+            raise typer.Exit(EXIT_INPUT) from error
+        except typer.BadParameter as error:
+            if not error.message:  # an option or argument is missing: the usage says it best
+                raise
+            print(one_line(_usage(error)), file=sys.stderr)
             raise typer.Exit(EXIT_INPUT) from error
         except TrainingStopped as error:
             print(one_line(error), file=sys.stderr)

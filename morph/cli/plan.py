@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from morph.cli.checks import check_output
+from morph.cli.errors import places
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,20 +56,24 @@ def plan_command(
       morph plan profile.json --gpus 6
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
     """
+    from morph.contract.errors import PlanError
     from morph.contract.plan import Schedule
     from morph.contract.profile import load_profile
     from simulator import plan
 
+    if output is not None:
+        check_output(output, PlanError)
     measured = load_profile(profile)
     wanted: Schedule = schedule.value
-    choice = plan(
-        measured,
-        num_gpus=gpus,
-        memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
-        schedule=wanted,
-        micro_batch_size=m,
-        compute_slots=compute_slots,
-    )
+    with places(options(profile, m)):
+        choice = plan(
+            measured,
+            num_gpus=gpus,
+            memory_bytes=_memory_bytes(memory_gib),
+            schedule=wanted,
+            micro_batch_size=m,
+            compute_slots=compute_slots,
+        )
     if output is not None:
         write_text(output, choice.best.model_dump_json(indent=1) + "\n")
     if as_json:
@@ -81,6 +89,29 @@ def plan_command(
         console.print(_ranking(choice))
     if output is not None:
         console.print(f"Wrote {output}.")
+
+
+def options(profile: Path, m: int | None) -> dict[str, tuple[str, str]]:
+    """Where the values that the planner and the simulator are given stand, for errors."""
+    names = {
+        "num_gpus": "--gpus",
+        "memory_bytes": "--memory-gib, in bytes",
+        "pipeline_depth": "-P",
+        "num_replicas": "-D",
+        "compute_slots": "--compute-slots",
+        "micro_batch_size": "job.micro_batch_size" if m is None else "--m",
+    }
+    return {field: (str(profile), name) for field, name in names.items()}
+
+
+def _memory_bytes(memory_gib: float | None) -> int | None:
+    from morph.contract.errors import PlanError
+
+    if memory_gib is None:
+        return None
+    if not (math.isfinite(memory_gib) and memory_gib > 0):
+        raise PlanError("is not a size", field="--memory-gib", value=memory_gib, allowed="a number above 0")
+    return int(memory_gib * 2**30)
 
 
 def shape_lines(profile: Profile, simulation: Simulation) -> list[str]:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.plan import ScheduleName, shape_lines, stage_table, time_text
+from morph.cli.checks import check_output
+from morph.cli.errors import places
+from morph.cli.plan import ScheduleName, options, shape_lines, stage_table, time_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,21 +49,25 @@ def simulate_command(
       morph simulate profile.json -P 3 -D 2
       morph simulate profile.json -P 3 -D 2 --schedule gpipe --png timeline.png
     """
+    from morph.contract.errors import PlanError
     from morph.contract.plan import Schedule
     from morph.contract.profile import load_profile
     from simulator import simulate
 
+    if png is not None:
+        check_output(png, PlanError)
     measured = load_profile(profile)
     wanted: Schedule = schedule.value
-    simulation = simulate(
-        measured,
-        num_stages=pipeline_depth,
-        num_replicas=num_replicas,
-        micro_batch_size=m,
-        schedule=wanted,
-        window_slope=window_slope,
-        compute_slots=compute_slots,
-    )
+    with places(options(profile, m)):
+        simulation = simulate(
+            measured,
+            num_stages=pipeline_depth,
+            num_replicas=num_replicas,
+            micro_batch_size=m,
+            schedule=wanted,
+            window_slope=window_slope,
+            compute_slots=compute_slots,
+        )
     if png is not None:
         from morph.cli.timeline_picture import draw_timeline
 

@@ -23,7 +23,11 @@ def status_command(
     from manager.report.reading import read_report
     from manager.report.summary import summarise
     from manager.run_dir import read_facts
+    from morph.cli.checks import check_output
+    from morph.contract.errors import RunDirError
 
+    if png is not None:
+        check_output(png, RunDirError)
     read_facts(run_dir)
     report = read_report(run_dir)
     print(report.model_dump_json(indent=2) if as_json else summarise(report))

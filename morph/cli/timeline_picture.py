@@ -85,7 +85,7 @@ def draw_timeline(simulation: Simulation, path: Path, max_replicas: int = 4) -> 
         handles=handles, loc="upper right", bbox_to_anchor=(1.0, -0.02 - 0.9 / (1 + num_rows)), ncols=6, frameon=False
     )
     try:
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=110, format="png")
     except (OSError, ValueError) as error:
         raise PlanError(f"cannot be written: {error}", source=str(path)) from error
     finally:

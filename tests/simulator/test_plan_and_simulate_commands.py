@@ -58,7 +58,7 @@ def test_simulate_prints_json_for_programs(profile: Path) -> None:
 
 
 def test_mistakes_are_typed_errors(profile: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="num_gpus"):
+    with pytest.raises(PlanError, match="--gpus"):
         _run("plan", profile, "--gpus", 0)
     with pytest.raises(ProfileError, match="missing"):
         _run("plan", tmp_path / "missing.json", "--gpus", 2)

@@ -107,7 +107,9 @@ def managed(
 
     def remember(observed: Observed) -> None:
         state, reason = observed.decision.state, observed.decision.reason
-        history.append(f"{observed.time_s:.3f} {observed.event.kind} -> {state.phase} v{state.version} {reason.sentence}")
+        history.append(
+            f"{observed.time_s:.3f} {observed.event.kind} -> {state.phase} v{state.version} {reason.sentence}"
+        )
         if state.plan is not None and (not formed or formed[-1] != state.plan.shape):
             formed.append(state.plan.shape)
         if observe is not None:

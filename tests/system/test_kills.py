@@ -52,7 +52,13 @@ def test_a_run_whose_workers_are_killed_ends_with_the_weights_of_an_uninterrupte
     faults: tuple[Fault, ...], tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     result = managed(
-        tiny_job, tmp_path / "run", shapes=SHAPES, trace=constant_vms(4), num_steps=REFERENCE_STEPS, faults=faults, checkpoint_every=2
+        tiny_job,
+        tmp_path / "run",
+        shapes=SHAPES,
+        trace=constant_vms(4),
+        num_steps=REFERENCE_STEPS,
+        faults=faults,
+        checkpoint_every=2,
     )
     assert result.outcome == "finished"
     for worker in {planned.worker for planned in faults}:  # each was really killed
