@@ -1,0 +1,284 @@
+"""The live loop with a pool that answers at once: what is written down before it is done, and how a run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from manager.controller.config import ControllerConfig
+from manager.controller.events import MANIFEST_WRITER, NodeAppeared, UnitsWritten, WorkerAnswered, WorkerLost
+from manager.controller.state import initial_state
+from manager.engine import driver as driver_module
+from manager.engine.driver import Driver, Observed
+from manager.engine.inbox import Inbox
+from manager.journal.journal import Journal
+from manager.journal.records import DecisionRecord, Fact
+from manager.journal.replay import replay
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.contract.cluster import Policy
+from morph.contract.messages import (
+    Committed,
+    ComputeTimes,
+    Failed,
+    MicroBatchLoss,
+    Prepared,
+    Reshaped,
+    ReshapeOrder,
+    StepOrder,
+    UnitWritten,
+    WorkerReady,
+)
+from simulator import plan_table, synthetic_profile
+
+NO_TIME = ComputeTimes(forward_s=0, recompute_s=0, backward_s=0, reduce_s=0, wait_s=0, step_s=0)
+PROFILE = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
+
+
+class FakePool:
+    """Workers that answer at once. ``lose`` maps (worker, step) to a death in that step."""
+
+    def __init__(self, inbox: Inbox, journal: Journal) -> None:
+        self.inbox = inbox
+        self.journal = journal
+        self.calls: list[str] = []
+        self.lose: set[tuple[str, int]] = set()
+        self.fail: set[tuple[str, int]] = set()
+        self.gone: set[str] = set()
+
+    def last_decision(self) -> DecisionRecord:
+        entry = self.journal.read()[-1]
+        assert entry.kind == "decision"
+        return DecisionRecord.model_validate_json(entry.payload_json)
+
+    def written_down(self, kind: str, worker: str) -> None:
+        """The journal must already end with the decision that asked for this."""
+        record = self.last_decision()
+        asked = {(action.kind, getattr(action, "worker", None)) for action in record.actions}
+        asked |= {("send_reshape", receiver) for receiver in record.reshape_receivers}
+        assert (kind, worker) in asked
+        self.calls.append(f"{kind} {worker}")
+
+    def answer(self, worker: str, answer: WorkerReady | Reshaped | Prepared | Committed | Failed) -> None:
+        if worker not in self.gone:
+            self.inbox.put(WorkerAnswered(worker=worker, answer=answer))
+
+    def start(self, worker: str, vm: str) -> None:
+        assert worker == vm
+        self.written_down("start_worker", worker)
+        self.answer(worker, WorkerReady(worker=worker, pid=1, setup_s=0))
+
+    def reshape(self, worker: str, order: ReshapeOrder) -> None:
+        self.written_down("send_reshape", worker)
+        self.answer(
+            worker, Reshaped(worker=worker, generation=order.generation, groups_s=0, state_s=0, received_bytes=0)
+        )
+
+    def step(self, worker: str, order: StepOrder) -> None:
+        self.written_down("send_step", worker)
+        if (worker, order.step) in self.lose:
+            self.gone.add(worker)
+            self.inbox.put(WorkerLost(worker=worker, cause="killed"))
+            return
+        if (worker, order.step) in self.fail:
+            error = f"step {order.step}: the gradient of w is NaN or infinite"
+            self.answer(worker, Failed(worker=worker, generation=order.generation, error=error))
+            return
+        losses = (MicroBatchLoss(micro_batch=0, loss=1.0),)
+        prepared = Prepared(worker=worker, generation=order.generation, step=order.step, losses=losses, times=NO_TIME)
+        self.answer(worker, prepared)
+        self._write(worker, order.step, order.checkpoint_units)
+
+    def commit(self, worker: str, order: object) -> None:
+        self.written_down("send_commit", worker)
+        generation, version = order.generation, order.version  # type: ignore[attr-defined]
+        self.answer(worker, Committed(worker=worker, generation=generation, version=version))
+        self._write(worker, version, order.checkpoint_units)  # type: ignore[attr-defined]
+
+    def _write(self, worker: str, version: int, units: tuple[str, ...]) -> None:
+        written = tuple(
+            UnitWritten(worker=worker, version=version, unit=unit, file=f"{unit}.x", size_bytes=1, sha256="0" * 64)
+            for unit in units
+        )
+        if written and worker not in self.gone:
+            self.inbox.put(UnitsWritten(worker=worker, written=written))
+
+    def abort(self, worker: str, generation: int) -> None:
+        self.written_down("abort", worker)
+
+    def end(self, worker: str) -> None:
+        self.written_down("end_worker", worker)
+        self.gone.add(worker)
+
+    def watch(self) -> None:
+        pass
+
+
+class Run:
+    """A driver on a job of two sections, with its fakes."""
+
+    def __init__(self, directory: Path, num_steps: int, num_nodes: int) -> None:
+        self.inbox = Inbox()
+        self.journal = Journal.open(directory / "journal.sqlite")
+        self.url = str(directory / "checkpoints")
+        self.config = ControllerConfig(
+            fingerprint=PROFILE.job.fingerprint,
+            plans=plan_table(PROFILE, 2),
+            units={unit.id: unit.sections for unit in PROFILE.units},
+            unit_bytes={unit.id: 1 for unit in PROFILE.units},
+            num_steps=num_steps,
+            policy=Policy(checkpoint_every_steps=2, order_timeout_s=30),
+            expected_nodes=num_nodes,
+        )
+        self.pool = FakePool(self.inbox, self.journal)
+        self.observed: list[Observed] = []
+        self.react: Callable[[Observed], None] = lambda _observed: None
+        self.driver = Driver(
+            initial_state(self.config),
+            self.inbox,
+            self.pool,
+            self.journal,
+            self.url,
+            [self.observed.append, lambda observed: self.react(observed)],
+        )
+        self.journal.append_config(0.0, self.config)
+        for index in range(num_nodes):
+            self.inbox.put(NodeAppeared(node=f"vm{index}"))
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def make(num_steps: int = 6, num_nodes: int = 2) -> Run:
+        runs.append(Run(tmp_path, num_steps, num_nodes))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.journal.close()
+
+
+def test_a_run_goes_from_its_first_vm_to_its_last_checkpoint(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    finish = run.driver.run()
+    assert finish.outcome == "finished"
+    assert run.driver.state.version == 6
+    assert complete_versions(run.url)[-1] == 6
+    assert {entry.unit for entry in read_manifest(run.url, 6).units} == set(run.config.units)
+    assert [call for call in run.pool.calls if call.startswith("start")] == ["start_worker vm0", "start_worker vm1"]
+
+
+def test_only_the_newest_checkpoints_are_kept(make_run: Callable[..., Run]) -> None:
+    run = make_run(num_steps=9)
+    run.driver.run()
+    assert len(complete_versions(run.url)) == driver_module.KEEP_CHECKPOINTS
+    assert complete_versions(run.url)[-1] == 9
+
+
+def test_the_journal_gives_back_the_state_in_which_the_run_ended(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    run.driver.run()
+    assert replay(run.journal) == run.driver.state
+
+
+def test_every_observer_sees_every_decision(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    run.driver.run()
+    assert len(run.observed) == sum(entry.kind == "decision" for entry in run.journal.read())
+    assert run.observed[-1].decision.state == run.driver.state
+
+
+def test_a_lost_worker_is_left_behind_and_its_step_done_again(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    run.pool.lose = {("vm1", 3)}
+    finish = run.driver.run()
+    assert finish.outcome == "finished"
+    assert complete_versions(run.url)[-1] == 6
+    assert set(run.driver.state.workers) == {"vm0"}
+
+
+def test_a_failed_worker_ends_the_run_and_says_why(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    run.pool.fail = {(run_worker, 2) for run_worker in ("vm0", "vm1")}
+    finish = run.driver.run()
+    assert finish.outcome == "failed"
+    assert "the gradient of w is NaN or infinite" in finish.sentence
+
+
+def test_a_requested_stop_saves_the_decided_version_and_ends(make_run: Callable[..., Run]) -> None:
+    run = make_run(num_steps=10_000)
+
+    def stop_at_five(observed: Observed) -> None:
+        if observed.decision.state.version == 5 and observed.decision.state.stop_reason is None:
+            observed.request_stop("enough")
+
+    run.react = stop_at_five
+    finish = run.driver.run()
+    assert finish.outcome == "stopped"
+    assert "enough" in finish.sentence
+    assert run.driver.state.version < 10
+    assert complete_versions(run.url)[-1] == run.driver.state.version
+
+
+def test_facts_are_written_down_and_decide_nothing(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    run.inbox.put(Fact(name="vm_killed", worker="vm9"))
+    run.driver.run()
+    facts = [Fact.model_validate_json(entry.payload_json) for entry in run.journal.read() if entry.kind == "fact"]
+    assert facts == [Fact(name="vm_killed", worker="vm9")]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("403 from the cloud")])
+def test_a_manifest_that_cannot_be_written_is_told_to_the_controller(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    run, failures = make_run(), [error]
+
+    def fail_once(url: str, manifest: object) -> None:
+        if failures:
+            raise failures.pop()
+        write(url, manifest)
+
+    write = driver_module.write_manifest
+    monkeypatch.setattr(driver_module, "write_manifest", fail_once)
+    assert run.driver.run().outcome == "finished"
+    told = [observed.event for observed in run.observed if observed.event.kind == "checkpoint_failed"]
+    assert len(told) == 1
+    assert told[0].worker == MANIFEST_WRITER
+    assert str(error) in told[0].error
+    assert complete_versions(run.url)[-1] == 6
+
+
+def test_old_checkpoints_that_cannot_be_deleted_are_noted_and_the_new_one_counts(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(num_steps=20)
+
+    def fail(url: str, keep: int) -> None:
+        raise OSError("busy")
+
+    monkeypatch.setattr(driver_module, "drop_versions", fail)
+    assert run.driver.run().outcome == "finished"
+    kept = complete_versions(run.url)
+    assert kept[0] == 2
+    assert kept[-1] == 20
+    assert len(kept) > driver_module.KEEP_CHECKPOINTS
+    assert not any(observed.event.kind == "checkpoint_failed" for observed in run.observed)
+    facts = [Fact.model_validate_json(entry.payload_json) for entry in run.journal.read() if entry.kind == "fact"]
+    assert facts
+    assert facts[0].detail == "OSError: busy"
+
+
+def test_an_observer_that_raises_ends_the_loop(make_run: Callable[..., Run]) -> None:
+    """As Ctrl-C does: whoever drives must clean up, nothing is swallowed."""
+    run = make_run()
+
+    def interrupt(_observed: Observed) -> None:
+        raise KeyboardInterrupt
+
+    run.react = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        run.driver.run()
+    assert run.journal.read()[-1].kind == "decision"

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manager.preparation import constant_trace, controller_config, device_memory_bytes, newest_checkpoint
+from morph.checkpoint.manifest import MANIFEST, write_manifest
+from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.cluster import LocalVms, Policy
+from morph.contract.errors import CheckpointError, PlanError
+from morph.contract.trace import Trace, TraceEvent
+from simulator import synthetic_profile
+
+PROFILE = synthetic_profile(num_sections=4, batch_size=16, tied=True)
+VMS = LocalVms(num_vms=4, memory_bytes=10**12)
+POLICY = Policy()
+
+
+def make_manifest(version: int = 6, fingerprint: str = PROFILE.job.fingerprint, num_units: int = 99) -> Manifest:
+    units = tuple(
+        UnitFile(unit=unit.id, file=f"{index}.safetensors", size_bytes=1, sha256="0" * 64)
+        for index, unit in enumerate(PROFILE.units[:num_units])
+    )
+    return Manifest(fingerprint=fingerprint, version=version, units=units)
+
+
+def trace_of(*events: tuple[float, str, str]) -> Trace:
+    return Trace(
+        events=tuple(
+            TraceEvent.model_validate({"time_s": time_s, "event": event, "node_id": node})
+            for time_s, event, node in events
+        )
+    )
+
+
+def test_there_is_a_plan_for_every_number_of_vms_that_the_trace_can_bring() -> None:
+    trace = trace_of((0, "add", "a"), (0, "add", "b"), (3, "add", "c"), (4, "remove", "a"), (5, "add", "d"))
+    config = controller_config(PROFILE, VMS, POLICY, trace, 10, None)
+    assert set(config.plans) == {1, 2, 3}
+    assert config.expected_nodes == 2
+    assert config.initial_version == 0
+    assert config.units["s0+s3"] == (0, 3)
+
+
+def test_a_constant_trace_brings_every_vm_at_the_start() -> None:
+    trace = constant_trace(VMS)
+    assert trace.max_nodes == 4
+    assert controller_config(PROFILE, VMS, POLICY, trace, 10, None).expected_nodes == 4
+
+
+def test_a_run_goes_on_from_its_checkpoint() -> None:
+    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, make_manifest())
+    assert config.initial_version == 6
+    assert config.initial_checkpoint == make_manifest()
+
+
+def test_a_job_that_fits_on_no_number_of_vms_is_refused_before_anything_starts() -> None:
+    with pytest.raises(PlanError):
+        controller_config(PROFILE, LocalVms(memory_bytes=1000), POLICY, constant_trace(VMS), 10, None)
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"version 6 belongs to another model.*other.*synthetic-4"):
+        controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, make_manifest(fingerprint="other"))
+
+
+def test_a_checkpoint_that_lacks_a_unit_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"version 6 has units.*s0\+s3"):
+        controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, make_manifest(num_units=3))
+
+
+def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
+    url = str(tmp_path / "checkpoints")
+    assert newest_checkpoint(url) is None
+    for version in (2, 10, 9):
+        write_manifest(url, make_manifest(version))
+    (tmp_path / "checkpoints" / "v00000011").mkdir()
+    assert newest_checkpoint(url) == make_manifest(10)
+
+
+def test_a_damaged_newest_checkpoint_is_told_and_not_passed_over(tmp_path: Path) -> None:
+    """Going on silently from an older one would lose work that somebody believes to be saved."""
+    for version in (2, 4):
+        write_manifest(str(tmp_path), make_manifest(version))
+    (tmp_path / "v00000004" / MANIFEST).write_text("{")
+    with pytest.raises(CheckpointError, match="v00000004"):
+        newest_checkpoint(str(tmp_path))
+
+
+def test_memory_is_what_the_cluster_file_says_or_a_share_of_this_machine() -> None:
+    assert device_memory_bytes(LocalVms(num_vms=4, memory_bytes=123)) == 123
+    assert 0 < device_memory_bytes(LocalVms(num_vms=8)) <= device_memory_bytes(LocalVms(num_vms=4))

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from manager.controller.events import NodeAppeared
+from manager.engine.inbox import Inbox
+from manager.engine.vm_player import VmPlayer
+from manager.journal.records import VM_KILLED, Fact
+from morph.contract.errors import ClusterError
+from morph.contract.trace import parse_trace
+
+BOUND_S = 30.0
+
+
+class FakeHost:
+    """VMs that are names. A boot in ``held`` waits for its event, one in ``broken`` fails."""
+
+    def __init__(self) -> None:
+        self.up: list[str] = []
+        self.killed: list[str] = []
+        self.booting: dict[str, threading.Event] = {}
+        self.held: dict[str, threading.Event] = {}
+        self.broken: set[str] = set()
+        self.changed = threading.Condition()
+
+    def hold(self, name: str) -> threading.Event:
+        """Keep a boot waiting for the event returned; another event tells that it has begun."""
+        self.held[name], self.booting[name] = threading.Event(), threading.Event()
+        return self.held[name]
+
+    def add_vm(self, name: str) -> None:
+        if name in self.held:
+            self.booting[name].set()
+            assert self.held[name].wait(BOUND_S)
+        if name in self.broken:
+            raise ClusterError(f"VM {name} did not come up: no room")
+        with self.changed:
+            self.up.append(name)
+            self.changed.notify_all()
+
+    def kill_vm(self, name: str) -> bool:
+        with self.changed:
+            self.killed.append(name)
+            self.changed.notify_all()
+        return True
+
+    def wait_until_killed(self, *names: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: set(names) <= set(self.killed), BOUND_S)
+
+
+class Play:
+    """A player of a trace given as lines, and what it reported."""
+
+    def __init__(self, *lines: str) -> None:
+        self.host, self.inbox = FakeHost(), Inbox()
+        trace = parse_trace(["time_s,event,node_id\n", *(f"{line}\n" for line in lines)], "test")
+        self.player = VmPlayer(self.host, trace, self.inbox)
+        self.seen: list[str] = []
+
+    def start(self, *, clock: bool = True) -> None:
+        self.player.start()
+        if clock:
+            self.player.start_clock()
+
+    def next(self) -> str:
+        stamped = self.inbox.get(BOUND_S)
+        assert stamped is not None, f"nothing came after {self.seen}"
+        item = stamped.item
+        if isinstance(item, NodeAppeared):
+            self.seen.append(f"up {item.node}")
+        else:
+            assert isinstance(item, Fact)
+            self.seen.append(f"{item.name} {item.worker}")
+        return self.seen[-1]
+
+    def until(self, *wanted: str) -> list[str]:
+        while not set(wanted) <= set(self.seen):
+            self.next()
+        return self.seen
+
+
+@pytest.fixture
+def played() -> Iterator[list[Play]]:
+    plays: list[Play] = []
+    yield plays
+    for play in plays:
+        play.player.close()
+        assert play.player.finished
+
+
+def play(played: list[Play], *lines: str) -> Play:
+    played.append(Play(*lines))
+    return played[-1]
+
+
+def test_what_comes_at_time_0_is_booted_in_order_before_the_clock_runs(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0,add,b", "0.01,add,c")
+    one.start(clock=False)
+    one.until("up a", "up b")
+    assert one.host.up == ["a", "b"]
+    assert not one.player.finished
+    assert "vm_requested c" not in one.seen
+    one.player.start_clock()
+    one.until("up c")
+
+
+def test_a_revoked_vm_is_killed_and_told(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0,add,b", "0.01,remove,a")
+    one.start(clock=False)
+    one.until("up a", "up b")
+    one.player.start_clock()
+    assert one.until(f"{VM_KILLED} a")[-1] == f"{VM_KILLED} a"
+    one.host.wait_until_killed("a")
+    assert one.host.killed == ["a"]
+
+
+def test_a_node_that_comes_back_is_another_machine(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0.01,remove,a", "0.01,add,a")
+    one.start(clock=False)
+    one.until("up a")
+    one.player.start_clock()
+    one.until("up a.2")
+    assert one.host.up == ["a", "a.2"]
+    assert one.host.killed == ["a"]
+
+
+def test_a_vm_that_is_revoked_while_it_boots_never_appears(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0.01,remove,a", "0.02,add,b")
+    boot = one.host.hold("a")
+    one.start(clock=False)
+    assert one.host.booting["a"].wait(BOUND_S)
+    one.player.start_clock()
+    one.until("vm_requested b")  # a was revoked before that
+    boot.set()
+    one.until("up b")
+    assert "up a" not in one.seen
+    assert one.host.killed == ["a"]
+
+
+def test_a_vm_that_is_revoked_before_its_turn_is_not_booted(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0,add,b", "0.01,remove,b", "0.02,add,c")
+    boot = one.host.hold("a")
+    one.start(clock=False)
+    assert one.host.booting["a"].wait(BOUND_S)
+    one.player.start_clock()
+    one.until("vm_requested c")
+    boot.set()
+    one.until("up a", "up c")
+    assert one.host.up == ["a", "c"]
+    assert one.host.killed == []
+
+
+def test_a_vm_added_and_removed_at_one_moment_ends_revoked(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0.01,add,b", "0.01,remove,b", "0.01,remove,a", "0.01,add,a", "0.02,add,c")
+    one.start(clock=False)
+    one.until("up a")
+    one.player.start_clock()
+    one.until("up a.2", "up c")
+    assert "a" in one.host.killed
+    assert set(one.host.up) - set(one.host.killed) == {"a.2", "c"}
+
+
+def test_a_vm_that_does_not_come_up_is_told_and_the_next_is_tried(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0,add,b")
+    one.host.broken.add("a")
+    one.start()
+    one.until("vm_failed a", "up b")
+    assert "up a" not in one.seen
+
+
+def test_the_whole_trace_is_played_at_some_time(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0.001,add,b", "0.002,remove,b")
+    one.start()
+    one.until("vm_requested b")
+    for thread in threading.enumerate():
+        if thread.name == "morph-vm-trace":
+            thread.join(BOUND_S)
+    assert one.player.finished
+
+
+def test_closing_ends_the_play_and_its_threads_also_in_the_middle() -> None:
+    before = set(threading.enumerate())
+    one = Play("0,add,a", "0,add,b", "1000,remove,a")
+    boot = one.host.hold("a")
+    one.start()
+    assert one.host.booting["a"].wait(BOUND_S)
+    one.player.close()
+    assert one.player.finished
+    boot.set()
+    one.host.wait_until_killed("a")  # it came up after the end
+    for thread in set(threading.enumerate()) - before:
+        thread.join(BOUND_S)
+        assert not thread.is_alive()
+    assert one.host.up == ["a"]
+    seen = []
+    while (stamped := one.inbox.get(0.0)) is not None:
+        seen.append(stamped.item)
+    assert all(isinstance(item, Fact) and item.name == "vm_requested" for item in seen)
