@@ -42,7 +42,7 @@ def run(tiny: CutJob, bounds: tuple[int, ...], *, recompute: bool, step: int = 0
             seed=tiny.job.seed,
             step=step,
         )
-        for first, end in zip(edges, edges[1:], strict=False)
+        for first, end in itertools.pairwise(edges)
     ]
     ran = Ran()
     for micro_batch in MICRO_BATCHES:

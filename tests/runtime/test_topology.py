@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def make_plan(bounds: list[int], num_replicas: int) -> Plan:
     edges = [0, *bounds, NUM_SECTIONS]
     stages = tuple(
         StagePlan(first_section=first, end_section=end, window=1, recompute=False)
-        for first, end in zip(edges, edges[1:], strict=False)
+        for first, end in itertools.pairwise(edges)
     )
     return Plan(
         fingerprint="f",
@@ -63,9 +65,7 @@ def forming_ends(groups: list[GroupSpec], chance: list[int]) -> bool:
     todo = {worker: [group for group in groups if worker in group.members] for worker in members}
     while any(todo.values()):
         formable = [
-            group
-            for group in groups
-            if all(todo[worker] and todo[worker][0] is group for worker in group.members)
+            group for group in groups if all(todo[worker] and todo[worker][0] is group for worker in group.members)
         ]
         if not formable:
             return False
@@ -164,6 +164,10 @@ def test_slots_are_found_by_worker_and_by_place() -> None:
     assert slot_of(slots, "stranger") is None
 
 
-@pytest.mark.parametrize(("bounds", "stage", "expected"), [([2], 0, {"s0", "s1", "s0+s5", "s1+s2"}), ([3], 1, {"s3", "s4", "s5", "s0+s5"})])
-def test_a_stage_holds_its_own_units_and_the_tied_ones_it_uses(bounds: list[int], stage: int, expected: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("bounds", "stage", "expected"), [([2], 0, {"s0", "s1", "s0+s5", "s1+s2"}), ([3], 1, {"s3", "s4", "s5", "s0+s5"})]
+)
+def test_a_stage_holds_its_own_units_and_the_tied_ones_it_uses(
+    bounds: list[int], stage: int, expected: set[str]
+) -> None:
     assert {unit.id for unit in units_of_stage(make_plan(bounds, 1), stage, UNITS)} == expected
