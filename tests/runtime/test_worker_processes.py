@@ -1,0 +1,296 @@
+"""Real worker processes and real groups, without Ray: every shape, aborts, moving state, and nothing left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from morph.checkpoint.manifest import write_manifest
+from morph.checkpoint.unit_files import read_unit
+from morph.contract.messages import Aborted, Failed, Prepared, Reshaped, StepOrder
+from morph.cutting import cut, export_job
+from morph.job import load_job
+from tests.runtime.worker_crew import Crew, Footprint, poll_until
+from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, uninterrupted
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+
+NAMES = ("w0", "w1", "w2", "w3")
+NUM_STEPS = 4
+SHAPES = ("1x1", "2x1", "1x2", "2x2", "4x1", "3x1", "1x3", "1x4")
+ABORT_BOUND_S = 10.0
+"""Far below the time-out of a collective (120 s); generous for a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def job() -> TinyJob:
+    return load_tiny_job()
+
+
+@pytest.fixture(scope="module")
+def processes(job: TinyJob) -> Iterator[Crew]:
+    crew = Crew(job, NAMES)
+    try:
+        yield crew
+    finally:
+        crew.close()
+
+
+@pytest.fixture(scope="module")
+def set_up(processes: Crew, job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> Crew:
+    processes.set_up(JOB, job.fingerprint, tmp_path_factory.mktemp("checkpoints"))
+    return processes
+
+
+@pytest.fixture
+def crew(set_up: Crew) -> Crew:
+    """Four workers without state."""
+    set_up.begin()
+    return set_up
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return uninterrupted(NUM_STEPS, tmp_path_factory.mktemp("reference"))
+
+
+def workers_of(shape: str) -> tuple[str, ...]:
+    depth, replicas = map(int, shape.split("x"))
+    return NAMES[: depth * replicas]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_ends_with_the_same_bits(crew: Crew, reference: dict[str, str], shape: str) -> None:
+    crew.reshape(shape, workers_of(shape))
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+
+
+def test_morphing_after_each_step_ends_with_the_same_bits(crew: Crew, reference: dict[str, str]) -> None:
+    received = []
+    for step, shape in enumerate(("2x2", "1x3", "4x1", "1x1")):
+        received.append(sum(answer.received_bytes for answer in crew.reshape(shape, NAMES[::-1])))
+        crew.train(step + 1)
+    assert crew.digests() == reference
+    assert received[0] == 0
+    assert all(amount > 0 for amount in received[1:])
+
+
+def test_steps_whose_gradients_overflow_are_redone_alike_in_every_shape(crew: Crew) -> None:
+    """Scales that are far too fine at the beginning make the first step overflow."""
+    for member in crew.members.values():
+        member.send("first_exponent", 62)
+        member.answer()
+    try:
+        results = []
+        for shape in ("1x1", "2x2", "3x1"):
+            crew.begin()
+            crew.reshape(shape, workers_of(shape))
+            assert crew.prepare() == 2
+            crew.version = 1
+            crew.train(3)
+            results.append(crew.digests())
+        assert results[0] == results[1] == results[2]
+    finally:
+        for member in crew.members.values():
+            member.send("first_exponent", None)
+            member.answer()
+
+
+def test_a_decided_step_is_applied_by_the_next_reshape_and_an_undecided_one_is_run_again(
+    crew: Crew, reference: dict[str, str]
+) -> None:
+    crew.reshape("2x1", NAMES[:2])
+    crew.prepare()
+    crew.version = 1  # decided: the reshape names it
+    crew.reshape("2x2", NAMES)
+    crew.prepare()  # not decided: the reshape names the version before it
+    crew.reshape("1x2", NAMES[2:] + NAMES[:2])
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+
+
+def test_state_comes_back_from_a_checkpoint_onto_workers_that_never_had_it(
+    crew: Crew, reference: dict[str, str], set_up: Crew
+) -> None:
+    crew.reshape("1x2", NAMES[:2])
+    crew.train(2)
+    write_manifest(str(crew._directory), crew.save())
+    crew.train(3)
+    crew.held = {}
+    answers = crew.reshape("2x1", NAMES[2:], restore="checkpoint", version=2)
+    assert all(answer.received_bytes == 0 for answer in answers)
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+
+
+def test_a_damaged_checkpoint_fails_the_reshape_and_names_the_file(crew: Crew) -> None:
+    crew.reshape("1x1", NAMES[:1])
+    crew.train(1)
+    manifest = crew.save()
+    write_manifest(str(crew._directory), manifest)
+    damaged = crew._directory / "v00000001" / manifest.units[0].file
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    crew.held = {}
+    order = crew.order("1x1", NAMES[1:2], restore="checkpoint", version=1)
+    (answer,) = crew.ask(NAMES[1:2], "reshape", order)
+    assert isinstance(answer, Failed)
+    assert answer.detail == "CheckpointError"
+    assert damaged.name in answer.error
+    damaged.unlink()
+
+
+def test_workers_behind_a_stopped_peer_give_up_at_once_and_train_on_without_it(
+    crew: Crew, reference: dict[str, str]
+) -> None:
+    crew.reshape("2x2", NAMES)
+    crew.train(1)
+    lost = crew.slots[-1].worker
+    rest = [name for name in crew.present if name != lost]
+    stopped = crew.members[lost]
+    stopped.stop()
+    try:
+        order = StepOrder(generation=crew.generation, step=1)
+        for name in crew.present:
+            crew.members[name].send("step", order)
+        poll_until(lambda: all(crew.members[name].control("waiting") for name in rest), "the others to block")
+        start_s = time.monotonic()
+        for name in rest:
+            crew.members[name].control("abort", crew.generation)
+        answers = [crew.members[name].answer() for name in rest]
+        assert time.monotonic() - start_s < ABORT_BOUND_S
+        assert all(isinstance(answer, Aborted) and not answer.peer_lost for answer in answers), answers
+        aborted = crew.generation
+        del crew.held[lost]
+        crew.reshape("3x1", rest)
+        crew.train(3)
+    finally:
+        stopped.resume()
+    stopped.control("abort", aborted)
+    assert isinstance(stopped.answer(), Aborted | Prepared)
+    crew.reshape("2x2", NAMES)  # well again, and taken back
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+
+
+def test_workers_that_wait_for_a_member_who_never_comes_give_up_at_once(crew: Crew, reference: dict[str, str]) -> None:
+    crew.reshape("1x1", NAMES[:1])
+    crew.train(1)
+    order = crew.order("2x2", NAMES)
+    came = [name for name in crew.present if name != "w3"]
+    for name in came:
+        crew.members[name].send("reshape", order)
+    poll_until(lambda: all(crew.members[name].control("waiting") for name in came), "them to wait for the last one")
+    start_s = time.monotonic()
+    for name in came:
+        crew.members[name].control("abort", crew.generation)
+    answers = [crew.members[name].answer() for name in came]
+    assert time.monotonic() - start_s < ABORT_BOUND_S
+    assert all(isinstance(answer, Aborted) for answer in answers), answers
+    crew.reshape("1x3", NAMES[:3])  # the state of the first worker survived
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+
+
+def test_an_abort_that_overtakes_its_order_is_not_forgotten(crew: Crew) -> None:
+    order = crew.order("1x1", NAMES[:1])
+    crew.members["w0"].control("abort", order.generation)
+    (answer,) = crew.ask(NAMES[:1], "reshape", order)
+    assert isinstance(answer, Aborted)
+    assert answer.generation == order.generation
+    (answer,) = crew.ask(NAMES[:1], "reshape", crew.order("1x1", NAMES[:1]))
+    assert isinstance(answer, Reshaped)
+
+
+def test_a_late_abort_of_an_earlier_generation_changes_nothing(crew: Crew, reference: dict[str, str]) -> None:
+    crew.reshape("2x1", NAMES[:2])
+    crew.train(1)
+    crew.reshape("2x1", NAMES[1:3])
+    for name in NAMES:
+        crew.members[name].control("abort", crew.generation - 1)
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+
+
+def test_twenty_morphs_leave_no_threads_and_no_files_open(crew: Crew) -> None:
+    shapes = ("2x2", "1x3", "4x1", "1x2")
+
+    def footprints() -> list[Footprint]:
+        return [member.control("footprint") for member in crew.members.values()]
+
+    def morph(times: int) -> None:
+        for index in range(times):
+            crew.reshape(shapes[index % len(shapes)], NAMES)
+            crew.train(crew.version + 1)
+
+    def no_more_than(before: list[Footprint]) -> bool:
+        return all(
+            now.num_threads <= then.num_threads and now.num_descriptors <= then.num_descriptors
+            for now, then in zip(footprints(), before, strict=True)
+        )
+
+    def let_go() -> None:
+        for name in NAMES:  # a generation of one has no groups: the old ones are closed
+            crew.begin()
+            crew.reshape("1x1", [name])
+
+    morph(len(shapes))
+    let_go()
+    settled: list[list[Footprint]] = []
+
+    def settles() -> bool:
+        settled.append(footprints())
+        return len(settled) > 20 and all(entry == settled[-1] for entry in settled[-20:])
+
+    poll_until(settles, "the groups of the first morphs to be closed")
+    crew.begin()
+    morph(20)
+    let_go()
+    poll_until(lambda: no_more_than(settled[-1]), f"threads and files to go down to {settled[-1]}", 30.0)
+
+
+FAST_JOB = """
+from dataclasses import replace
+import importlib.util
+import torch
+
+spec = importlib.util.spec_from_file_location("tiny_gpt_of_the_fast_job", {path!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+
+def optimizer(parameters):
+    return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1, momentum=0.9)
+
+
+job = replace(module.job, accumulation="fast", optimizer=optimizer)
+"""
+
+
+def test_floating_point_accumulation_agrees_closely_between_shapes(
+    processes: Crew, job: TinyJob, tmp_path: Path
+) -> None:
+    path = tmp_path / "fast.py"
+    path.write_text(FAST_JOB.format(path=JOB.rpartition(":")[0]))
+    fast = load_job(f"{path}:job")
+    fingerprint = cut(export_job(fast), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE).fingerprint
+    processes.set_up(f"{path}:job", fingerprint, tmp_path / "checkpoints")
+    results, losses = [], []
+    for shape in ("1x1", "2x2", "1x3"):
+        processes.begin()
+        processes.reshape(shape, workers_of(shape))
+        processes.train(NUM_STEPS)
+        manifest = processes.save()
+        losses.append(processes.losses)
+        results.append({unit: read_unit(str(tmp_path / "checkpoints"), manifest, unit) for unit in job.units})
+    for shape_losses, units in zip(losses[1:], results[1:], strict=True):
+        assert shape_losses == pytest.approx(losses[0], rel=1e-5)
+        for unit, tensors in units.items():
+            for name, tensor in tensors.items():
+                if name != "numbers":
+                    assert tensor.allclose(results[0][unit][name], rtol=1e-4, atol=1e-6), (unit, name)
+    assert losses[0][-1] < losses[0][0]

@@ -1,0 +1,283 @@
+"""Workers in processes of their own, given orders over pipes: what a manager does, without Ray and step by step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from manager.controller.placement import choose_sources, place, share_units, units_by_stage
+from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.messages import (
+    CommitOrder,
+    Committed,
+    Prepared,
+    Reshaped,
+    ReshapeOrder,
+    Slot,
+    StepOrder,
+    UnitWritten,
+    WorkerReady,
+    WorkerSetup,
+)
+from morph.contract.plan import Plan
+from morph.runtime.store import StoreHost
+from tests.system.harness import MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob
+
+LOOPBACK = "127.0.0.1"
+ANSWER_S = 60.0
+SETUP_S = 300.0
+END_S = 10.0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a worker's process holds of the kernel."""
+
+    num_threads: int
+    num_descriptors: int
+
+
+def _fixed(exponent: int, _num_contributions: int) -> int:
+    return exponent
+
+
+def _serve(orders: Connection, control: Connection) -> None:
+    """Body of a worker's process: orders in this thread, control in another."""
+    from morph.runtime import unit_state
+    from morph.runtime.worker import Worker
+
+    workers = [Worker()]
+    first_exponent = unit_state.first_exponent
+
+    def footprint() -> Footprint:
+        return Footprint(len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))  # noqa: PTH208
+
+    def serve_control() -> None:
+        commands: dict[str, Callable[..., Any]] = {
+            "abort": lambda generation: workers[-1].abort(generation),
+            "heartbeat": lambda wait_s: workers[-1].heartbeat(wait_s),
+            "footprint": footprint,
+            "waiting": lambda: bool(workers[-1]._interrupt._condition._waiters),  # type: ignore[attr-defined]
+        }
+        while True:
+            name, arguments = control.recv()
+            control.send(commands[name](*arguments))
+
+    threading.Thread(target=serve_control, daemon=True).start()
+    while True:
+        name, arguments = orders.recv()
+        if name == "first_exponent":
+            (wanted,) = arguments
+            unit_state.first_exponent = partial(_fixed, wanted) if wanted is not None else first_exponent
+            orders.send(None)
+            continue
+        if name == "setup":  # a worker is set up once in its life
+            workers[:] = [Worker()]
+        orders.send(getattr(workers[-1], name)(*arguments))
+
+
+class Member:
+    """One worker's process, as its manager sees it."""
+
+    def __init__(self, name: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self._orders, orders = context.Pipe()
+        self._control, control = context.Pipe()
+        self.process = context.Process(target=_serve, args=(orders, control), name=name, daemon=True)
+        self.process.start()
+        orders.close()
+        control.close()
+
+    def send(self, method: str, *arguments: object) -> None:
+        """Give an order; ``answer`` has its result."""
+        self._orders.send((method, arguments))
+
+    def answer(self, timeout_s: float = ANSWER_S) -> Any:
+        """The answer to the order given last, within ``timeout_s``."""
+        return _receive(self._orders, f"an answer of {self.name}", timeout_s)
+
+    def control(self, command: str, *arguments: object) -> Any:
+        """Run a command on the control lane."""
+        self._control.send((command, arguments))
+        return _receive(self._control, f"{self.name}'s control lane", ANSWER_S)
+
+    def stop(self) -> None:
+        """Stop the process, as a machine that hangs: its connections stay open."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a stopped process go on."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.join(END_S)
+        self.process.close()
+        self._orders.close()
+        self._control.close()
+
+
+def _receive(connection: Connection, what: str, timeout_s: float) -> Any:
+    if not connection.poll(timeout_s):
+        raise TimeoutError(f"waited {timeout_s:g} s for {what}")
+    return connection.recv()
+
+
+def poll_until(condition: Callable[[], bool], what: str, timeout_s: float = ANSWER_S) -> None:
+    """Ask again and again until ``condition`` holds; fails after ``timeout_s``."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.01)
+
+
+class Crew:
+    """Some workers and what a controller knows of them: generation, decided version, who holds which unit."""
+
+    def __init__(self, job: TinyJob, names: Sequence[str]) -> None:
+        self.job = job
+        self.members = {name: Member(name) for name in names}
+        self.store = StoreHost(LOOPBACK)
+        self.generation = 0
+        self.version = 0
+        self.plan: Plan | None = None
+        self.slots: tuple[Slot, ...] = ()
+        self.held: dict[str, frozenset[str]] = {}
+        self.losses: list[float] = []
+        self._directory = Path()
+
+    def set_up(self, job_path: str, fingerprint: str, directory: Path) -> None:
+        """Begin anew with this job and checkpoint directory: no state, version 0."""
+        for member in self.members.values():
+            setup = WorkerSetup(
+                worker=member.name,
+                job_path=job_path,
+                fingerprint=fingerprint,
+                num_sections=NUM_SECTIONS,
+                micro_batch_size=MICRO_BATCH_SIZE,
+                checkpoint_url=str(directory),
+                store_host=LOOPBACK,
+                store_port=self.store.port(),
+                listen_host=LOOPBACK,
+            )
+            member.send("setup", setup)
+        for member in self.members.values():
+            answer = member.answer(SETUP_S)
+            assert isinstance(answer, WorkerReady), answer
+        self._directory = directory
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget every state: the next reshape makes it anew from the job's seed."""
+        self.version, self.held, self.losses = 0, {}, []
+
+    def order(
+        self, shape: str, workers: Sequence[str], restore: str = "initial", version: int | None = None
+    ) -> ReshapeOrder:
+        """The order that forms the next generation of ``workers``; ``version``: not the decided one."""
+        self.generation += 1
+        self.version = self.version if version is None else version
+        self.plan = self.job.plan(shape)
+        held = {name: units for name, units in self.held.items() if name in self.members}
+        needed = units_by_stage(self.plan, self.job.units)
+        sizes = dict.fromkeys(self.job.units, 1)
+        self.slots = place(self.plan, list(workers), held, needed, sizes)
+        sources = choose_sources(self.slots, needed, held, sizes, restore)
+        return ReshapeOrder(
+            generation=self.generation, version=self.version, plan=self.plan, slots=self.slots, sources=sources
+        )
+
+    def reshape(
+        self, shape: str, workers: Sequence[str], restore: str = "initial", version: int | None = None
+    ) -> list[Reshaped]:
+        """Form a generation, and return the answers of all who took part."""
+        order = self.order(shape, workers, restore, version)
+        taking_part = dict.fromkeys([slot.worker for slot in order.slots])
+        taking_part |= dict.fromkeys(source.peer for source in order.sources if source.peer)
+        answers = self.ask(taking_part, "reshape", order)
+        assert all(isinstance(answer, Reshaped) for answer in answers), answers
+        self.hold()
+        return answers
+
+    def hold(self) -> None:
+        """Everybody of the present generation holds the units of its stage, and nobody else anything."""
+        assert self.plan is not None
+        needed = units_by_stage(self.plan, self.job.units)
+        self.held = {slot.worker: frozenset(needed[slot.stage]) for slot in self.slots}
+
+    def ask(self, workers: Iterable[str], method: str, order: object) -> list[Any]:
+        """Give several workers the same order, and collect their answers."""
+        asked = [self.members[name] for name in workers]
+        for member in asked:
+            member.send(method, order)
+        return [member.answer() for member in asked]
+
+    @property
+    def present(self) -> list[str]:
+        """The workers of the present generation."""
+        return [slot.worker for slot in self.slots]
+
+    def prepare(self) -> int:
+        """Run the next step up to its reduced gradients, with as many attempts as it needs; returns their number."""
+        for attempt in range(8):
+            order = StepOrder(generation=self.generation, step=self.version, attempt=attempt)
+            answers = self.ask(self.present, "step", order)
+            assert all(isinstance(answer, Prepared) for answer in answers), answers
+            if not any(answer.overflowed for answer in answers):
+                losses = {entry.micro_batch: entry.loss for answer in answers for entry in answer.losses}
+                assert self.plan is not None
+                assert sorted(losses) == list(range(self.plan.num_micro_batches))
+                self.losses.append(sum(losses[index] for index in sorted(losses)) / len(losses))
+                return attempt + 1
+        raise AssertionError(f"step {self.version} overflowed 8 times")
+
+    def train(self, until: int) -> None:
+        """Run and decide steps until the decided version is ``until``."""
+        while self.version < until:
+            self.prepare()
+            self.version += 1
+
+    def save(self) -> Manifest:
+        """Commit the decided version, and write every unit of it once."""
+        assert self.plan is not None
+        needed = units_by_stage(self.plan, self.job.units)
+        writers = share_units(self.slots, needed, dict.fromkeys(self.job.units, 1))
+        for name in self.present:
+            mine = tuple(unit for unit, writer in writers.items() if writer == name)
+            order = CommitOrder(generation=self.generation, version=self.version, checkpoint_units=mine)
+            self.members[name].send("commit", order)
+        for name in self.present:
+            answer = self.members[name].answer()
+            assert isinstance(answer, Committed), answer
+        written: dict[str, UnitWritten] = {}
+        deadline_s = time.monotonic() + ANSWER_S
+        while len(written) < len(writers):
+            assert time.monotonic() < deadline_s, "the checkpoint was not written"
+            for name in self.present:
+                beat = self.members[name].control("heartbeat", 0.05)
+                assert beat.checkpoint_error is None
+                written |= {entry.unit: entry for entry in beat.written if entry.version == self.version}
+        files = [UnitFile(**written[unit].model_dump(exclude={"worker", "version"})) for unit in sorted(written)]
+        return Manifest(fingerprint=self.job.fingerprint, version=self.version, units=tuple(files))
+
+    def digests(self) -> dict[str, str]:
+        """sha256 of every unit at the decided version."""
+        return {entry.unit: entry.sha256 for entry in self.save().units}
+
+    def close(self) -> None:
+        """End every process."""
+        for member in self.members.values():
+            member.end()
