@@ -32,6 +32,8 @@ def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Para
     if _needs_argument(optimizer):
         allowed = "optimizers whose step() needs no closure: Morph runs the model, once per step"
         raise _wrong("optimizer", "returns an optimizer whose step needs a closure", optimizer, allowed)
+    for group in optimizer.param_groups:  # a rate in a tensor that units share would be changed by each one's schedule
+        group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
     return optimizer
 
 

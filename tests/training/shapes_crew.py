@@ -1,0 +1,263 @@
+"""Four worker processes that train a job in one shape after another, as a manager would have them do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manager.controller.placement import choose_sources, place, share_units, units_by_stage
+from morph.checkpoint.manifest import write_manifest
+from morph.checkpoint.unit_files import from_payload
+from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.decided import Decided, LossScale, decided_step
+from morph.contract.messages import (
+    CommitOrder,
+    Committed,
+    Prepared,
+    Reshaped,
+    ReshapeOrder,
+    Slot,
+    StepOrder,
+    UnitWritten,
+    WorkerReady,
+    WorkerSetup,
+)
+from morph.contract.plan import Plan
+from morph.cutting import cut, export_job
+from morph.job import load_job
+from morph.runtime.store import StoreHost
+from simulator import plan, synthetic_profile
+from tests.runtime.worker_crew import ANSWER_S, LOOPBACK, Member
+from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS
+
+JOBS = Path(__file__).parent / "training_jobs.py"
+
+
+def spec_of(name: str) -> str:
+    """The job of a name, as workers are told it."""
+    return f"{JOBS}:{name}"
+
+
+def make_plan(shape: str, fingerprint: str, *, recompute: bool = True) -> Plan:
+    """A plan for ``"PxD"``; without recompute every stage keeps its activations."""
+    depth, replicas = map(int, shape.split("x"))
+    profile = synthetic_profile(
+        num_sections=NUM_SECTIONS, batch_size=BATCH_SIZE, micro_batch_sizes=(1, MICRO_BATCH_SIZE)
+    )
+    best = plan(
+        profile,
+        num_gpus=depth * replicas,
+        pipeline_depth=depth,
+        num_replicas=replicas,
+        micro_batch_size=MICRO_BATCH_SIZE,
+    ).best
+    found: dict[str, Any] = best.model_dump() | {"fingerprint": fingerprint}
+    if not recompute:
+        found["stages"] = [stage | {"recompute": False} for stage in found["stages"]]
+        found["orders"] = {count: [order.replace("R", "") for order in o] for count, o in found["orders"].items()}
+    return Plan.model_validate(found)
+
+
+@dataclass
+class Trained:
+    """What came of a run: sha256 by unit, and what was reported of each step."""
+
+    manifest: Manifest
+    decided: list[Decided] = field(default_factory=list)
+    scales: list[LossScale | None] = field(default_factory=list)
+    answers: list[list[Prepared]] = field(default_factory=list)
+    commits: list[Committed] = field(default_factory=list)
+    directory: Path = Path()
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Of every unit."""
+        return {entry.unit: entry.sha256 for entry in self.manifest.units}
+
+    def numbers(self, unit: str) -> dict[str, Any]:
+        """The plain numbers of a unit's final state."""
+        entry = next(entry for entry in self.manifest.units if entry.unit == unit)
+        path = self.directory / f"v{self.manifest.version:08d}" / entry.file
+        found: dict[str, Any] = json.loads(bytes(from_payload(path.read_bytes())["numbers"].tolist()))
+        return found
+
+
+class ShapesCrew:
+    """Worker processes, reused by every test."""
+
+    def __init__(self, count: int = 4) -> None:
+        self.members = {f"w{index}": Member(f"w{index}") for index in range(count)}
+        self.store = StoreHost(LOOPBACK)
+        self.generation = 0
+
+    def close(self) -> None:
+        """End every process."""
+        for member in self.members.values():
+            member.end()
+
+    def train(
+        self, job: str, spans: Sequence[tuple[Plan | str, int]], directory: Path, *, lose: bool = False
+    ) -> Trained:
+        """Train a job from its seed.
+
+        Args:
+            job: Its name in ``training_jobs``.
+            spans: (shape or plan, version until which it runs), in turn.
+            directory: For checkpoints.
+            lose: The first worker of a shape with replicas does not come along into the next one. The others are
+                told of the last decided step only then, and roll forward.
+        """
+        spec = spec_of(job)
+        model = cut(export_job(load_job(spec)), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
+        units = {unit.id: unit.sections for unit in model.units}
+        names = list(self.members)[: max(_width(shape) for shape, _ in spans) + lose]
+        self._set_up(names, spec, model.fingerprint, directory)
+        run = _Run(self, units, names)
+        for place_in_row, (shape, until) in enumerate(spans):
+            wanted = make_plan(shape, model.fingerprint) if isinstance(shape, str) else shape
+            wanted = wanted.model_copy(update={"fingerprint": model.fingerprint})
+            spare = place_in_row > 0 and run.num_replicas > 1
+            run.reshape(wanted, without=run.present[0] if lose and spare else None)
+            while run.version < until:
+                run.step()
+        manifest = run.save(model.fingerprint)
+        write_manifest(str(directory), manifest)
+        return Trained(manifest, run.all_decided, run.scales, run.answers, run.commits, directory)
+
+    def ask(self, workers: Iterable[str], method: str, order: object) -> list[Any]:
+        """Give several workers the same order, and collect their answers."""
+        asked = [self.members[name] for name in workers]
+        for member in asked:
+            member.send(method, order)
+        return [member.answer() for member in asked]
+
+    def _set_up(self, names: Sequence[str], spec: str, fingerprint: str, directory: Path) -> None:
+        for name in names:
+            setup = WorkerSetup(
+                worker=name,
+                job_path=spec,
+                fingerprint=fingerprint,
+                num_sections=NUM_SECTIONS,
+                micro_batch_size=MICRO_BATCH_SIZE,
+                checkpoint_url=str(directory),
+                store_host=LOOPBACK,
+                store_port=self.store.port(),
+                listen_host=LOOPBACK,
+            )
+            self.members[name].send("setup", setup)
+        for name in names:
+            answer = self.members[name].answer()
+            assert isinstance(answer, WorkerReady), answer
+
+
+def _width(shape: Plan | str) -> int:
+    if isinstance(shape, Plan):
+        return shape.num_workers
+    depth, replicas = map(int, shape.split("x"))
+    return depth * replicas
+
+
+class _Run:
+    """One job's way through its shapes."""
+
+    def __init__(self, crew: ShapesCrew, units: dict[str, tuple[int, ...]], names: Sequence[str]) -> None:
+        self.crew, self.units, self.names = crew, units, list(names)
+        self.sizes = dict.fromkeys(units, 1)
+        self.version = 0
+        self.decided: Decided | None = None
+        self.scale: LossScale | None = None
+        self.plan: Plan | None = None
+        self.slots: tuple[Slot, ...] = ()
+        self.held: dict[str, frozenset[str]] = {}
+        self.all_decided: list[Decided] = []
+        self.scales: list[LossScale | None] = []
+        self.answers: list[list[Prepared]] = []
+        self.commits: list[Committed] = []
+
+    @property
+    def present(self) -> list[str]:
+        """The workers of the present generation."""
+        return [slot.worker for slot in self.slots]
+
+    @property
+    def num_replicas(self) -> int:
+        """D of the present shape."""
+        assert self.plan is not None
+        return self.plan.num_replicas
+
+    def reshape(self, wanted: Plan, without: str | None = None) -> None:
+        """Form the next generation; ``without`` is lost."""
+        self.crew.generation += 1
+        if without is not None:
+            self.names.remove(without)
+            self.held.pop(without, None)
+        needed = units_by_stage(wanted, self.units)
+        self.slots = place(wanted, self.names, self.held, needed, self.sizes)
+        sources = choose_sources(self.slots, needed, self.held, self.sizes, "initial" if self.version == 0 else None)
+        order = ReshapeOrder(
+            generation=self.crew.generation,
+            version=self.version,
+            decided=self.decided,
+            plan=wanted,
+            slots=self.slots,
+            sources=sources,
+        )
+        taking_part = dict.fromkeys([*self.present, *(source.peer for source in sources if source.peer)])
+        answers = self.crew.ask(taking_part, "reshape", order)
+        assert all(isinstance(answer, Reshaped) for answer in answers), answers
+        self.plan = wanted
+        self.scale = next((answer.loss_scale for answer in answers if answer.loss_scale), None)
+        self.held = {slot.worker: frozenset(needed[slot.stage]) for slot in self.slots}
+
+    def step(self) -> None:
+        """Run and decide one step."""
+        for attempt in range(8):
+            order = StepOrder(
+                generation=self.crew.generation,
+                step=self.version,
+                attempt=attempt,
+                decided=self.decided,
+                loss_scale=self.scale,
+            )
+            answers = self.crew.ask(self.present, "step", order)
+            assert all(isinstance(answer, Prepared) for answer in answers), answers
+            self.answers.append(answers)
+            if any(answer.non_finite for answer in answers) or not any(answer.overflowed for answer in answers):
+                break
+        self.version += 1
+        self.decided = decided_step(
+            self.version,
+            [answer.unit_norms_sq for answer in answers],
+            [answer.non_finite for answer in answers],
+            self.units,
+        )
+        self.all_decided.append(self.decided)
+        self.scales.append(self.scale)
+        self.scale = self.scale.after(skipped=self.decided.skipped) if self.scale else None
+
+    def save(self, fingerprint: str) -> Manifest:
+        """Commit the decided version, and write every unit of it once."""
+        assert self.plan is not None
+        writers = share_units(self.slots, units_by_stage(self.plan, self.units), self.sizes)
+        for name in self.present:
+            mine = tuple(unit for unit, writer in writers.items() if writer == name)
+            order = CommitOrder(
+                generation=self.crew.generation, version=self.version, decided=self.decided, checkpoint_units=mine
+            )
+            self.crew.members[name].send("commit", order)
+        self.commits = [self.crew.members[name].answer() for name in self.present]
+        assert all(isinstance(answer, Committed) for answer in self.commits), self.commits
+        written: dict[str, UnitWritten] = {}
+        deadline_s = time.monotonic() + ANSWER_S
+        while len(written) < len(writers):
+            assert time.monotonic() < deadline_s, "the checkpoint was not written"
+            for name in self.present:
+                beat = self.crew.members[name].control("heartbeat", 0.05)
+                assert beat.checkpoint_error is None
+                written |= {entry.unit: entry for entry in beat.written if entry.version == self.version}
+        files = [UnitFile(**written[unit].model_dump(exclude={"worker", "version"})) for unit in sorted(written)]
+        return Manifest(fingerprint=fingerprint, version=self.version, units=tuple(files))

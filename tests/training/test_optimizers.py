@@ -1,0 +1,265 @@
+"""Any optimizer and any schedule: a state that is saved and loaded goes on bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, optim
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim import lr_scheduler as schedules
+from torch.optim.lr_scheduler import LRScheduler
+
+from morph.checkpoint.unit_files import from_payload, to_payload
+from morph.contract.errors import JobError
+from morph.cutting.cut_model import ParameterUnit
+from morph.runtime.accumulators import Reduced
+from morph.runtime.optimizer_state import MakeOptimizer
+from morph.runtime.plain_values import from_plain, to_plain
+from morph.runtime.unit_state import UnitState
+from morph.runtime.update_rules import UpdateRules
+
+UNIT = ParameterUnit("s1", (1,), ("weight", "bias"))
+
+
+def one_group(make: Callable[..., Optimizer], **settings: Any) -> MakeOptimizer:
+    return lambda named: make([parameter for _, parameter in named], **settings)
+
+
+def two_groups(named: Iterable[tuple[str, Parameter]]) -> Optimizer:
+    found = list(named)
+    decayed = [parameter for _, parameter in found if parameter.dim() > 1]
+    others = [parameter for _, parameter in found if parameter.dim() <= 1]
+    return optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=0.01)
+
+
+def named_groups(named: Iterable[tuple[str, Parameter]]) -> Optimizer:
+    return optim.SGD(list(named), lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "AdamW": one_group(optim.AdamW, lr=0.01),
+    "AdamW, one by one": one_group(optim.AdamW, lr=0.01, foreach=False),
+    "AdamW, all at once": one_group(optim.AdamW, lr=0.01, foreach=True),
+    "AdamW, fused": one_group(optim.AdamW, lr=0.01, fused=True),
+    "AdamW, amsgrad": one_group(optim.AdamW, lr=0.01, amsgrad=True, betas=(0.8, 0.9)),
+    "AdamW, rate in a tensor": one_group(optim.AdamW, lr=torch.tensor(0.01)),
+    "Adam": one_group(optim.Adam, lr=0.01),
+    "SGD": one_group(optim.SGD, lr=0.1),
+    "SGD, momentum": one_group(optim.SGD, lr=0.1, momentum=0.9),
+    "SGD, nesterov": one_group(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "Adagrad": one_group(optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
+    "RMSprop": one_group(optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "NAdam": one_group(optim.NAdam, lr=0.01),
+    "RAdam": one_group(optim.RAdam, lr=0.01),
+    "Adamax": one_group(optim.Adamax, lr=0.01),
+    "Adadelta": one_group(optim.Adadelta, lr=1.0),
+    "ASGD": one_group(optim.ASGD, lr=0.01, t0=2),
+    "Rprop": one_group(optim.Rprop, lr=0.01),
+    "Adafactor": one_group(optim.Adafactor, lr=0.01),
+    "two groups": two_groups,
+    "named parameters": named_groups,
+}
+SCHEDULES: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "LambdaLR": lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "MultiplicativeLR": lambda o: schedules.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: schedules.StepLR(o, 2, 0.3),
+    "MultiStepLR": lambda o: schedules.MultiStepLR(o, [1, 3, 3, 6], 0.3),
+    "ConstantLR": lambda o: schedules.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: schedules.LinearLR(o, 0.1, total_iters=6),
+    "ExponentialLR": lambda o: schedules.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: schedules.PolynomialLR(o, 9, 2.0),
+    "CosineAnnealingLR": lambda o: schedules.CosineAnnealingLR(o, 7),
+    "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3, 2),
+    "CyclicLR": lambda o: schedules.CyclicLR(o, 0.001, 0.1, 3),
+    "OneCycleLR": lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20),
+    "SequentialLR": lambda o: schedules.SequentialLR(
+        o, [schedules.LinearLR(o, 0.1, total_iters=3), schedules.CosineAnnealingLR(o, 7)], [3]
+    ),
+    "ChainedScheduler": lambda o: schedules.ChainedScheduler(
+        [schedules.LinearLR(o, 0.1, total_iters=3), schedules.ExponentialLR(o, 0.9)], o
+    ),
+}
+
+
+def make(optimizer: MakeOptimizer, schedule: Any = None, seed: int = 0, *, in_host_memory: bool = False) -> UnitState:
+    generator = torch.Generator().manual_seed(seed)
+    parameters = {"weight": torch.randn(4, 3, generator=generator), "bias": torch.randn(5, generator=generator)}
+    rules = UpdateRules(make_scheduler=schedule, optimizer_in_host_memory=in_host_memory)
+    return UnitState(UNIT, parameters, optimizer, num_micro_batches=2, exact=True, rules=rules)
+
+
+def step(state: UnitState, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    gradients = {name: torch.randn(p.shape, generator=generator) for name, p in state.parameters.items()}
+    state.reduced = Reduced(gradients=gradients, exponents=dict(state.exponents), overflowed=False)
+    state.apply()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def check_round_trip(optimizer: MakeOptimizer, schedule: Any = None) -> None:
+    for num_steps in (0, 1, 5):
+        state = make(optimizer, schedule)
+        for index in range(num_steps):
+            step(state, index)
+        twin = make(optimizer, schedule, seed=99)
+        twin.load(from_payload(to_payload(state.tensors())))
+        assert same(twin.tensors(), state.tensors())
+        for index in range(4):
+            step(state, 100 + index)
+            step(twin, 100 + index)
+            assert same(twin.tensors(), state.tensors())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_was_saved_and_loaded_goes_on_bit_for_bit(name: str) -> None:
+    check_round_trip(OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_that_was_saved_and_loaded_goes_on_bit_for_bit(name: str) -> None:
+    check_round_trip(OPTIMIZERS["SGD, momentum"], SCHEDULES[name])
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
+def test_a_schedule_may_move_other_hyperparameters_too(name: str) -> None:
+    cycled = {"OneCycleLR": SCHEDULES[name], "CyclicLR": lambda o: schedules.CyclicLR(o, 0.001, 0.1, 3)}
+    check_round_trip(
+        OPTIMIZERS["AdamW, amsgrad"] if name == "OneCycleLR" else OPTIMIZERS["SGD, momentum"], cycled[name]
+    )
+
+
+@pytest.mark.parametrize("name", ["SGD, momentum", "AdamW", "Adafactor"])
+def test_units_step_as_one_optimizer_over_the_whole_model_would(name: str) -> None:
+    schedule = SCHEDULES["LinearLR"]
+    state = make(OPTIMIZERS[name], schedule)
+    whole = {key: Parameter(value.detach().clone()) for key, value in state.parameters.items()}
+    reference = OPTIMIZERS[name](list(whole.items()))
+    rates = schedule(reference)
+    for index in range(5):
+        generator = torch.Generator().manual_seed(index)
+        for parameter in whole.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        reference.step()
+        rates.step()
+        step(state, index)
+    assert all(torch.equal(whole[key], state.parameters[key]) for key in whole)
+
+
+def test_units_whose_rate_is_one_tensor_do_not_share_it() -> None:
+    one, other = (make(OPTIMIZERS["AdamW, rate in a tensor"], SCHEDULES["ExponentialLR"]) for _ in range(2))
+    step(one, 0)
+    assert float(other.optimizer.param_groups[0]["lr"]) == pytest.approx(0.01)
+    assert float(one.optimizer.param_groups[0]["lr"]) == pytest.approx(0.009)
+
+
+def test_the_learning_rate_of_a_state_is_the_one_it_was_saved_with() -> None:
+    state = make(OPTIMIZERS["SGD"], SCHEDULES["StepLR"])
+    for index in range(5):
+        step(state, index)
+    twin = make(OPTIMIZERS["SGD"], SCHEDULES["StepLR"])
+    twin.load(state.tensors())
+    assert twin.optimizer.param_groups[0]["lr"] == state.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.3**2)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD, nesterov", "Adagrad"])
+def test_an_optimizer_in_host_memory_updates_the_parameters_that_the_sections_read(name: str) -> None:
+    """On a CPU the two memories are one; the optimizer's copies are separate all the same."""
+    state, split = make(OPTIMIZERS[name]), make(OPTIMIZERS[name], in_host_memory=True)
+    owned = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
+    assert not owned & {id(parameter) for parameter in split.parameters.values()}
+    for index in range(4):
+        step(state, index)
+        step(split, index)
+        assert all(torch.equal(state.parameters[key], split.parameters[key]) for key in state.parameters)
+    assert same(state.tensors(), split.tensors())
+    twin = make(OPTIMIZERS[name], seed=5, in_host_memory=True)
+    twin.load(split.tensors())
+    assert all(torch.equal(twin.parameters[key], split.parameters[key]) for key in split.parameters)
+    step(split, 9)
+    step(twin, 9)
+    assert same(twin.tensors(), split.tensors())
+
+
+class Hoarder(optim.SGD):
+    """Keeps what cannot be saved."""
+
+    def __init__(self, parameters: Iterable[Parameter], what: Any, owner: Any = None) -> None:
+        super().__init__(parameters, lr=0.1)
+        first = self.param_groups[0]["params"][0]
+        self.state[first if owner is None else owner]["kept"] = what
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (one_group(optim.LBFGS), "optimizer: returns an optimizer whose step needs a closure (got 'LBFGS')"),
+        (lambda named: list(named), "optimizer: does not return an optimizer (got 'list')"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_refused(optimizer: Any, message: str) -> None:
+    with pytest.raises(JobError) as caught:
+        make(optimizer)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (one_group(Hoarder, what=print), "keeps state 'kept' of type builtin_function_or_method"),
+        (one_group(Hoarder, what=[torch.ones(2)]), "keeps state 'kept' of type Tensor, which cannot be saved"),
+        (one_group(Hoarder, what=1, owner="all"), "keeps state that belongs to no parameter (got 'Hoarder')"),
+    ],
+)
+def test_state_that_cannot_be_saved_is_refused(optimizer: Any, message: str) -> None:
+    with pytest.raises(JobError) as caught:
+        make(optimizer).tensors()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (schedules.ReduceLROnPlateau, "lr_scheduler: returns a scheduler whose step needs a value"),
+        (lambda o: 0.1, "lr_scheduler: does not return a scheduler (got 'float')"),
+        (lambda o: None, "lr_scheduler: does not return a scheduler (got 'NoneType')"),
+    ],
+)
+def test_a_schedule_that_cannot_be_used_is_refused(schedule: Any, message: str) -> None:
+    with pytest.raises(JobError) as caught:
+        make(OPTIMIZERS["SGD"], schedule)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        0.1,
+        float("inf"),
+        "text",
+        [1, [2.5]],
+        (0.9, (0.99, [1])),
+        {"a": (1,)},
+        {3: 2, None: "x"},
+        torch.tensor(0.1),
+    ],
+)
+def test_plain_values_come_back_as_they_were(value: Any) -> None:
+    back = from_plain(json.loads(json.dumps(to_plain(value))))
+    assert type(back) is type(value)
+    assert back == value
+
+
+def test_a_tensor_of_one_number_keeps_its_type_and_shape() -> None:
+    back = from_plain(to_plain(torch.tensor([[7]], dtype=torch.int16)))
+    assert (back.dtype, back.shape, back.item()) == (torch.int16, (1, 1), 7)

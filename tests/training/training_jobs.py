@@ -1,0 +1,110 @@
+"""Small jobs, one per training feature; all of them share a model with dropout and a tied weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from morph import Job
+
+WIDTH = 8
+NUM_SAMPLES = 40
+NUM_SECTIONS = 4
+MICRO_BATCH_SIZE = 2
+BATCH_SIZE = 8
+
+
+class Net(nn.Module):
+    """Four layers; the first and the last share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.third = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.dropout = nn.Dropout(0.2)
+        self.register_buffer("shift", torch.full((WIDTH,), 0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        x = self.dropout(torch.tanh(self.first(x)))
+        x = self.dropout(torch.tanh(self.second(x)))
+        x = self.dropout(torch.tanh(self.third(x))) + self.shift
+        out: Tensor = self.last(x)
+        return out
+
+
+class Points(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Random points and what to make of them; ``first`` tells samples of two sets apart."""
+
+    def __init__(self, first: int = 0, count: int = NUM_SAMPLES) -> None:
+        self._first, self._count = first, count
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return ``x`` and ``y``, each [width]."""
+        generator = torch.Generator().manual_seed(self._first + index)
+        x = torch.randn(WIDTH, generator=generator)
+        return {"x": x, "y": x.roll(1)}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean squared error."""
+    return functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def adamw(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """AdamW with a large step."""
+    return torch.optim.AdamW([parameter for _, parameter in parameters], lr=0.01)
+
+
+def sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """SGD with momentum: unlike Adam, it feels the length of a gradient."""
+    return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.2, momentum=0.9, nesterov=True)
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Three steps of warm-up, then a decay."""
+    return LambdaLR(optimizer, lambda step: (step + 1) / 3 if step < 3 else 1 / math.sqrt(step))
+
+
+plain = Job(
+    name="plain",
+    model=Net,
+    loss=loss,
+    dataset=Points,
+    optimizer=adamw,
+    batch_size=BATCH_SIZE,
+    micro_batch_size=MICRO_BATCH_SIZE,
+    num_sections=NUM_SECTIONS,
+    seed=3,
+)
+clipped = replace(plain, optimizer=sgd, clip_grad_norm=0.1)
+scheduled = replace(plain, lr_scheduler=warm_up)
+
+
+class _Breaks(torch.autograd.Function):
+    """The identity, whose gradient is infinite where a sample says so."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, value: Tensor, flag: Tensor) -> Tensor:
+        """Return the value."""
+        ctx.save_for_backward(flag)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        """Make the gradient infinite."""
+        (flag,) = ctx.saved_tensors
+        return gradient + flag, None
