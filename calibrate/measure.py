@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -128,7 +128,7 @@ def _measure_sizes(
         progress(f"running every kind of section on micro-batches of {m}", 0.2 + 0.4 * position / len(sizes))
         model = cut(exported, num_sections=job.num_sections, micro_batch_size=m)
         loader = MicroBatchLoader(dataset, job.seed, job.batch_size, m)
-        initial: dict[str, Tensor] = exported.initial_parameters
+        initial: Mapping[str, Tensor] = exported.initial_parameters
         sections = measure_sections(job, model, initial, loader, num_samples=num_samples, budget_s=_SECONDS_PER_SIZE)
         measured.append(_Measured(model, sections))
         if stop_early and not still_improves([entry.forward_s_per_sample() for entry in measured]):

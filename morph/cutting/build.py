@@ -16,11 +16,12 @@ from morph.cutting.analysis import Analysis, concrete, is_known
 
 @dataclass(frozen=True)
 class BuiltSection:
-    """A section's module and the order of its arguments: ``*inputs, *batch entries, *parameters``."""
+    """A section's module and the order of its arguments: ``*inputs, *batch entries, *parameters, *constants``."""
 
     module: GraphModule
     batch_keys: tuple[str, ...]
     parameters: tuple[str, ...]
+    constants: tuple[str, ...]
     signature: str
 
 
@@ -44,12 +45,6 @@ class _Builder:
             name = str(node.target)
             self.root.add_module(name, self.analysis.exported.graph_module.get_submodule(name))
             self.copies[node] = self.graph.get_attr(name)
-            return self.copies[node]
-        if node.op == "placeholder":
-            source = self.analysis.exported.sources[node.name]
-            assert source.kind == "constant", f"{source.name} was not made an input"
-            self.root.register_buffer(node.name, source.constant)
-            self.copies[node] = self.graph.get_attr(node.name)
             return self.copies[node]
         assert node in self.analysis.replicated, f"{node.name} does not reach this section"
         return self.copy(node)
@@ -77,7 +72,8 @@ def build_section(
     read = _placeholders_read(analysis, nodes)
     entries = sorted((node for node in read if sources[node.name].kind == "batch"), key=lambda n: sources[n.name].name)
     parameters = [node for node in read if sources[node.name].kind == "parameter"]
-    for node in (*entries, *parameters):
+    constants = [node for node in read if sources[node.name].kind == "constant"]
+    for node in (*entries, *parameters, *constants):
         builder.copies[node] = builder.graph.placeholder(node.name)
     for node in nodes:
         builder.copy(node)
@@ -89,7 +85,8 @@ def build_section(
         module=module,
         batch_keys=tuple(sources[node.name].name for node in entries),
         parameters=tuple(sources[node.name].name for node in parameters),
-        signature=_signature(analysis, module, [*inputs, *entries, *parameters], num_samples),
+        constants=tuple(node.name for node in constants),
+        signature=_signature(analysis, module, [*inputs, *entries, *parameters, *constants], num_samples),
     )
 
 

@@ -5,87 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
-from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from morph.contract.errors import JobError
 from morph.cutting.analysis import Analysis, analyse
 from morph.cutting.build import BuiltSection, build_section, describe
 from morph.cutting.export import ExportedJob
 from morph.cutting.positions import choose_positions, default_num_sections
+from morph.cutting.section import BoundaryTensor, ParameterUnit, Section
 
-
-@dataclass(frozen=True)
-class BoundaryTensor:
-    """A tensor that crosses a cut; ``shape`` is for the cut model's m."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of one such tensor."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class ParameterUnit:
-    """The parameters that exactly these sections read; several sections mean tied weights.
-
-    Attributes:
-        id: ``s3``, or ``s0+s7`` for a unit of sections 0 and 7.
-        sections: Ascending section numbers.
-        parameters: Names in the user's model.
-    """
-
-    id: str
-    sections: tuple[int, ...]
-    parameters: tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Section:
-    """One section: a function of border tensors, batch entries and parameters, which it does not own.
-
-    Attributes:
-        index: 0..K-1.
-        label: Where in the user's model the section begins.
-        inputs: Border tensors it takes: the previous section's outputs.
-        outputs: Border tensors it returns, contiguous; of the last section the scalar loss alone. A tensor that only
-            passes through is in both.
-        batch_keys: Batch entries it reads.
-        parameters: Parameters it reads, tied ones included.
-        signature: Equal for sections of equal operations and shapes.
-    """
-
-    index: int
-    label: str
-    inputs: tuple[BoundaryTensor, ...]
-    outputs: tuple[BoundaryTensor, ...]
-    batch_keys: tuple[str, ...]
-    parameters: tuple[str, ...]
-    signature: str
-    module: GraphModule
-
-    def __call__(
-        self, inputs: Sequence[Tensor], batch: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Run the section; autograd records as usual, and randomness comes from torch's generator.
-
-        Args:
-            inputs: One tensor per entry of ``self.inputs``.
-            batch: At least ``self.batch_keys``, each [m, ...].
-            parameters: At least ``self.parameters``, from any storage.
-        """
-        entries = [batch[key] for key in self.batch_keys]
-        weights = [parameters[name] for name in self.parameters]
-        outputs: tuple[Tensor, ...] = self.module(*inputs, *entries, *weights)
-        return outputs
+__all__ = ["BoundaryTensor", "CutModel", "ParameterUnit", "Section", "cut"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,14 +63,14 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
         built = build_section(analysis, nodes, inputs, outputs, micro_batch_size)
         sections.append(_section(analysis, index, nodes, built, inputs, outputs, micro_batch_size))
     used = {name for section in sections for name in section.parameters}
-    initial = exported.initial_parameters
+    specs = exported.initial_parameters.specs
     return CutModel(
         sections=tuple(sections),
-        units=_units(sections, tuple(initial)),
+        units=_units(sections, tuple(specs)),
         fingerprint=_fingerprint(analysis, places),
         micro_batch_size=micro_batch_size,
-        parameter_specs={name: (tuple(t.shape), t.dtype) for name, t in initial.items() if name in used},
-        unused_parameters=tuple(name for name in initial if name not in used),
+        parameter_specs={name: spec for name, spec in specs.items() if name in used},
+        unused_parameters=tuple(name for name in specs if name not in used),
     )
 
 
@@ -171,7 +102,9 @@ def _section(
         batch_keys=built.batch_keys,
         parameters=built.parameters,
         signature=built.signature,
-        module=built.module,
+        code=built.module,
+        constants=built.constants,
+        constant_values=analysis.exported.initial_constants,
     )
 
 
@@ -208,5 +141,5 @@ def _fingerprint(analysis: Analysis, places: Sequence[int]) -> str:
     lines = [f"places {tuple(places)}"]
     lines += describe(exported.graph_module.graph.nodes)
     lines += [f"{source.kind} {source.name}" for source in exported.sources.values()]
-    lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in exported.initial_parameters.items()]
+    lines += [f"{name} {shape} {dtype}" for name, (shape, dtype) in exported.initial_parameters.specs.items()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

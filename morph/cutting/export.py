@@ -15,27 +15,33 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from morph.contract.errors import ExportError, JobError, MorphError
+from morph.cutting.construct import BuiltModel, LazyTensors, build_model, build_really
 from morph.cutting.functional import make_functional
 from morph.cutting.locate import definition_line, user_line
+from morph.cutting.refusal import explain, first_line
+from morph.cutting.tape import CannotRecord
 from morph.data.loader import check_sample, stack_entry
 from morph.job import Job
 
 _PREFIX = "model."
 _EXAMPLE_SAMPLES = 3
 _MAX_SAMPLES = 1 << 20
+_MAX_REAL_BYTES = 2 << 30
 ResultT = TypeVar("ResultT")
 
 
 class _Whole(nn.Module):
     """The whole step of a micro-batch as one module: the loss of the model."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, dict[str, Tensor]], Any]) -> None:
         super().__init__()
         self.model = model
         self._loss = loss
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self._loss(self.model, dict(batch))
+        result = self._loss(self.model, dict(batch))
+        loss: Tensor = result[0] if isinstance(result, tuple) else result
+        return loss
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,6 @@ class Source:
 
     kind: str
     name: str
-    constant: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,54 +60,59 @@ class ExportedJob:
         graph_module: Single-output graph without in-place operations or assertions.
         sources: What each placeholder of the graph holds, by placeholder name.
         batch_symbol: The symbol that stands for the number of samples (a sympy symbol).
-        initial_parameters: Trainable parameters by their first name in the model, on CPU. A tied one comes once.
+        initial_parameters: Trainable parameters by their first name in the model, on CPU, each made when it is asked
+            for. A tied one comes once.
+        initial_constants: Constants by the placeholder that holds them, made likewise.
         aliases: Further names of tied parameters, with the name they are kept under.
         num_sections: What the job asks for, if anything.
         model_line: Where the model is defined, ``file:line``, for errors.
+        not_recorded: Why initial values cannot be made one by one; None when they can.
     """
 
     graph_module: GraphModule
     sources: dict[str, Source]
     batch_symbol: Any
-    initial_parameters: dict[str, Tensor]
+    initial_parameters: LazyTensors
+    initial_constants: LazyTensors
     aliases: dict[str, str]
     num_sections: int | None
     model_line: str
+    not_recorded: str | None
 
 
 def export_job(job: Job) -> ExportedJob:
-    """Build the model on CPU (weights drawn from ``job.seed``) and export it with its loss, in training mode.
+    """Build the model without memory for its weights and export it with its loss, in training mode.
 
     Raises:
         JobError: the model, data set or loss fails by itself, or the model changes a buffer while training.
         ExportError: torch.export refuses the model; names the line and what to do.
     """
-    model = _build_model(job)
+    built = _build_model(job)
     batch = _example_batch(job)
-    with torch.random.fork_rng(devices=[]):
-        _run_users_code(lambda: _check_loss(job.loss(model, dict(batch))), job, model, "loss")
-    program = _export(job, model, batch)
+    _try_loss(job, built, batch)
+    program = _export(job, built, batch)
     graph_module = make_functional(program, _PREFIX)
-    canonical, aliases = _parameter_names(model)
+    canonical, aliases = _parameter_names(built.model)
     sources = _sources(program, batch, canonical)
     first = next(node for node in graph_module.graph.nodes if node.op == "placeholder" and _is_batch(sources, node))
     return ExportedJob(
         graph_module=graph_module,
         sources=sources,
         batch_symbol=first.meta["val"].shape[0].node.expr,
-        initial_parameters={
-            name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad
-        },
+        initial_parameters=LazyTensors(
+            {name: value for name, value in built.model.named_parameters() if value.requires_grad}, built.tape
+        ),
+        initial_constants=_constants(program, sources, built),
         aliases=aliases,
         num_sections=job.num_sections,
-        model_line=definition_line(type(model)),
+        model_line=definition_line(type(built.model)),
+        not_recorded=built.not_recorded,
     )
 
 
-def _build_model(job: Job) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.seed)
-        model = _run_users_code(job.model, job, None, "model")
+def _build_model(job: Job) -> BuiltModel:
+    built = _run_users_code(lambda: build_model(job.model, job.seed), job, None, "model")
+    model = built.model
     if not isinstance(model, nn.Module):
         raise JobError(
             "does not return a module",
@@ -113,7 +123,25 @@ def _build_model(job: Job) -> nn.Module:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise JobError("has no trainable parameter", source="Job", field="model", allowed="at least one")
-    return model.train()
+    model.train()
+    return built
+
+
+def _try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
+    """Run the loss once: what the model keeps from its first call is there when it is exported.
+
+    On a fake model a failure may be one of fakes alone; then the export decides.
+    """
+    entries = {key: built.like(entry) for key, entry in batch.items()}
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with built.running():
+                loss = job.loss(built.model, entries)
+        except Exception as error:
+            if built.tape is None:
+                raise _users_error(error, job, built.model, "loss") from error
+            return
+    _check_loss(loss)
 
 
 def _example_batch(job: Job) -> dict[str, Tensor]:
@@ -132,11 +160,16 @@ def _run_users_code(function: Callable[[], ResultT], job: Job, model: nn.Module 
     except MorphError:
         raise
     except Exception as error:
-        line = user_line(error, job, model) or definition_line(getattr(job, field))
-        raise JobError(f"{field} failed: {type(error).__name__}: {_first_line(error)}", source=line) from error
+        raise _users_error(error, job, model, field) from error
 
 
-def _check_loss(loss: object) -> None:
+def _users_error(error: Exception, job: Job, model: nn.Module | None, field: str) -> JobError:
+    line = user_line(error, job, model) or definition_line(getattr(job, field))
+    return JobError(f"{field} failed: {type(error).__name__}: {first_line(error)}", source=line)
+
+
+def _check_loss(result: object) -> None:
+    loss = result[0] if isinstance(result, tuple) and result else result
     shown = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         raise JobError(
@@ -146,41 +179,34 @@ def _check_loss(loss: object) -> None:
         raise JobError("does not depend on the model's parameters", source="Job", field="loss")
 
 
-def _export(job: Job, model: nn.Module, batch: dict[str, Tensor]) -> ExportedProgram:
+def _export(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> ExportedProgram:
     samples = Dim("samples", min=1, max=_MAX_SAMPLES)
     shapes = ({key: {0: samples} for key in batch},)
+    model = built.model
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), built.tracing():
             warnings.simplefilter("ignore")
             return torch.export.export(_Whole(model, job.loss), (batch,), dynamic_shapes=shapes, strict=False)
     except Exception as error:
+        _blame_the_job(job, built, batch)
         line = user_line(error, job, model) or definition_line(type(model).forward)
-        reason, advice = _explain(error)
+        reason, advice = explain(error)
         raise ExportError(
             f"{type(model).__name__} cannot be exported: {reason}", source=line, allowed=advice
         ) from error
 
 
-def _explain(error: Exception) -> tuple[str, str]:
-    text = str(error)
-    if "Constraints violated" in text or "specialized" in text:
-        return (
-            "it fixes the number of samples in a micro-batch",
-            "any number of samples; take it from tensor.shape[0] instead of writing it down",
-        )
-    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "unbacked" in text:
-        return (
-            "control flow or a shape depends on values in a tensor",
-            "branches and shapes known before the data; use torch.where, or move the choice into the data set",
-        )
-    return (
-        f"{type(error).__name__}: {_first_line(error)}",
-        "plain tensor operations; rewrite this line, or move it into the data set",
-    )
+def _blame_the_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
+    """Run model and loss on real numbers, where they fit, so that an error of theirs is told as one."""
+    if built.tape is None or _parameter_bytes(built.model) > _MAX_REAL_BYTES:
+        return
+    model = build_really(job.model, job.seed).train()
+    with torch.random.fork_rng(devices=[]):
+        _check_loss(_run_users_code(lambda: job.loss(model, dict(batch)), job, model, "loss"))
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+def _parameter_bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _parameter_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
@@ -202,12 +228,28 @@ def _sources(program: ExportedProgram, batch: dict[str, Tensor], canonical: dict
             continue
         target = str(spec.target)
         name = target.removeprefix(_PREFIX)
-        value = program.state_dict[target] if target in program.state_dict else program.constants[target]
-        if spec.kind == InputKind.PARAMETER and value.requires_grad:
-            sources[placeholder] = Source("parameter", canonical[name])
-        else:
-            sources[placeholder] = Source("constant", name, value.detach())
+        trainable = spec.kind == InputKind.PARAMETER and _held(program, target).requires_grad
+        sources[placeholder] = Source("parameter", canonical[name]) if trainable else Source("constant", name)
     return sources
+
+
+def _constants(program: ExportedProgram, sources: dict[str, Source], built: BuiltModel) -> LazyTensors:
+    held = {
+        spec.arg.name: _held(program, str(spec.target))
+        for spec in program.graph_signature.input_specs
+        if sources[spec.arg.name].kind == "constant"
+    }
+    try:
+        return LazyTensors(held, built.tape)
+    except CannotRecord as error:
+        raise ExportError(
+            "a constant is made from the batch and kept", source=definition_line(type(built.model).forward)
+        ) from error
+
+
+def _held(program: ExportedProgram, target: str) -> Tensor:
+    value: Tensor = program.state_dict[target] if target in program.state_dict else program.constants[target]
+    return value
 
 
 def _is_batch(sources: dict[str, Source], node: Node) -> bool:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -39,7 +39,7 @@ def stack(items: list[dict[str, Tensor]], num_samples: int) -> dict[str, Tensor]
 
 def run_sections(
     cut_model: CutModel,
-    initial: dict[str, Tensor],
+    initial: Mapping[str, Tensor],
     batch: dict[str, Tensor],
     before: Callable[[int], object] = lambda index: None,
 ) -> Result:
@@ -71,9 +71,19 @@ def run_sections(
     return stored[-1][0], {name: value.grad for name, value in parameters.items() if value.grad is not None}
 
 
-def run_whole(job: Job, batch: dict[str, Tensor]) -> Result:
-    torch.manual_seed(job.seed)
+def build_whole(job: Job, initial: Mapping[str, Tensor]) -> nn.Module:
+    """The user's model with the given weights."""
     model = job.model().train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(initial[name])
+    return model
+
+
+def run_whole(job: Job, initial: Mapping[str, Tensor], batch: dict[str, Tensor]) -> Result:
+    """The loss and the gradients of the model in one piece."""
+    model = build_whole(job, initial)
     loss = job.loss(model, batch)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -87,6 +97,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def tools() -> Any:
     class Tools:
+        build_whole = staticmethod(build_whole)
         make_job = staticmethod(make_job)
         run_sections = staticmethod(run_sections)
         run_whole = staticmethod(run_whole)

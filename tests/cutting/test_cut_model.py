@@ -119,7 +119,7 @@ def test_sections_give_the_loss_and_gradients_of_the_uncut_model(
 ) -> None:
     job, exported, items = cases[name]
     batch = tools.stack(items, 4)
-    expected_loss, expected = tools.run_whole(job, batch)
+    expected_loss, expected = tools.run_whole(job, exported.initial_parameters, batch)
     cut_model = cut(exported, num_sections=num_sections, micro_batch_size=4)
     assert len(cut_model.sections) == num_sections
     loss, gradients = tools.run_sections(cut_model, exported.initial_parameters, batch)
@@ -136,7 +136,7 @@ def test_one_graph_serves_every_micro_batch_size(cases: dict[str, Case], tools: 
         batch = tools.stack(items, num_samples)
         cut_model = cut(exported, num_sections=3, micro_batch_size=num_samples)
         loss, _ = tools.run_sections(cut_model, exported.initial_parameters, batch)
-        assert torch.equal(loss, tools.run_whole(job, batch)[0])
+        assert torch.equal(loss, tools.run_whole(job, exported.initial_parameters, batch)[0])
 
 
 def test_dropout_repeats_when_each_section_is_seeded_again(cases: dict[str, Case], tools: Any) -> None:
@@ -156,8 +156,7 @@ def test_dropout_draws_what_the_uncut_model_draws(cases: dict[str, Case], tools:
     job, exported, items = cases["gpt2 with dropout"]
     batch = tools.stack(items, 4)
     cut_model = cut(exported, num_sections=5, micro_batch_size=4)
-    torch.manual_seed(job.seed)
-    model = job.model().train()
+    model = tools.build_whole(job, exported.initial_parameters)
     torch.manual_seed(7)
     expected = job.loss(model, batch)
     torch.manual_seed(7)

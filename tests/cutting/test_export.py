@@ -123,7 +123,7 @@ def test_in_place_operations_become_functional(tools: Any, model: Callable[[], n
     exported = export_job(job)
     assert list(_in_place_nodes(exported.graph_module)) == []
     batch = tools.stack(ITEMS, 4)
-    expected_loss, expected = tools.run_whole(job, batch)
+    expected_loss, expected = tools.run_whole(job, exported.initial_parameters, batch)
     loss, gradients = tools.run_sections(
         cut(exported, num_sections=3, micro_batch_size=4), exported.initial_parameters, batch
     )

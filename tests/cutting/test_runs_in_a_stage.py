@@ -37,8 +37,8 @@ ITEMS = [{"x": torch.randn(8, generator=torch.Generator().manual_seed(index))} f
 def test_values_that_pass_through_get_their_whole_gradient(tools: Any, num_sections: int) -> None:
     job = tools.make_job(Skips, lambda model, batch: model(batch["x"]), ITEMS)
     batch = tools.stack(ITEMS, 4)
-    expected_loss, expected = tools.run_whole(job, batch)
     exported = export_job(job)
+    expected_loss, expected = tools.run_whole(job, exported.initial_parameters, batch)
     sections = cut(exported, num_sections=num_sections, micro_batch_size=4).sections
     parameters = {name: tensor.clone().requires_grad_() for name, tensor in exported.initial_parameters.items()}
     runs, values = [], ()

@@ -1,0 +1,27 @@
+"""Say in plain words why torch.export refused a model, and what to write instead."""
+
+from __future__ import annotations
+
+
+def explain(error: Exception) -> tuple[str, str]:
+    """Return (reason, what is allowed) for an exception of torch.export."""
+    text = str(error)
+    if "Constraints violated" in text or "specialized" in text:
+        return (
+            "it fixes the number of samples in a micro-batch",
+            "any number of samples; take it from tensor.shape[0] instead of writing it down",
+        )
+    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "unbacked" in text:
+        return (
+            "control flow or a shape depends on values in a tensor",
+            "branches and shapes known before the data; use torch.where, or move the choice into the data set",
+        )
+    return (
+        f"{type(error).__name__}: {first_line(error)}",
+        "plain tensor operations; rewrite this line, or move it into the data set",
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")

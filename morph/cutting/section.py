@@ -1,0 +1,117 @@
+"""One section, what crosses its borders, and the parameter units that sections share or own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+SectionCode = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class BoundaryTensor:
+    """A tensor that crosses a cut; ``shape`` is for the cut model's m."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of one such tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ParameterUnit:
+    """The parameters that exactly these sections read; several sections mean tied weights.
+
+    Attributes:
+        id: ``s3``, or ``s0+s7`` for a unit of sections 0 and 7.
+        sections: Ascending section numbers.
+        parameters: Names in the user's model.
+    """
+
+    id: str
+    sections: tuple[int, ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """One section: a function of border tensors, batch entries and parameters, which it does not own.
+
+    Attributes:
+        index: 0..K-1.
+        label: Where in the user's model the section begins.
+        inputs: Border tensors it takes: the previous section's outputs.
+        outputs: Border tensors it returns, contiguous; of the last section the scalar loss alone. A tensor that only
+            passes through is in both.
+        batch_keys: Batch entries it reads.
+        parameters: Parameters it reads, tied ones included.
+        signature: Equal for sections of equal operations and shapes.
+        code: Called with ``*inputs, *batch entries, *parameters, *constants``.
+        constants: Constants it reads (buffers, frozen parameters), by their names in ``constant_values``.
+        constant_values: Makes a constant when it is asked for.
+    """
+
+    index: int
+    label: str
+    inputs: tuple[BoundaryTensor, ...]
+    outputs: tuple[BoundaryTensor, ...]
+    batch_keys: tuple[str, ...]
+    parameters: tuple[str, ...]
+    signature: str
+    code: SectionCode
+    constants: tuple[str, ...] = ()
+    constant_values: Mapping[str, Tensor] = field(default_factory=dict)
+    _on_device: dict[torch.device, tuple[SectionCode, tuple[Tensor, ...]]] = field(default_factory=dict, repr=False)
+
+    def __call__(
+        self, inputs: Sequence[Tensor], batch: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Run the section; autograd records as usual, and randomness comes from torch's generator.
+
+        The first run on a device makes the section's constants there, and keeps them.
+
+        Args:
+            inputs: One tensor per entry of ``self.inputs``.
+            batch: At least ``self.batch_keys``, each [m, ...].
+            parameters: At least ``self.parameters``, from any storage, all on one device.
+        """
+        given = [*inputs, *(batch[key] for key in self.batch_keys), *(parameters[name] for name in self.parameters)]
+        code, constants = self._prepared(given[0].device if given else torch.device("cpu"))
+        return code(*given, *constants)
+
+    def _prepared(self, device: torch.device) -> tuple[SectionCode, tuple[Tensor, ...]]:
+        if device not in self._on_device:
+            constants = tuple(self.constant_values[name].to(device) for name in self.constants)
+            self._on_device[device] = (on_device(self.code, device), constants)
+        return self._on_device[device]
+
+
+def on_device(code: SectionCode, device: torch.device) -> SectionCode:
+    """Return a section's code with the device that was written into its graph replaced."""
+    if device.type == "cpu" or not isinstance(code, GraphModule):
+        return code
+    moved = copy.deepcopy(code)
+    for module in moved.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        for node in module.graph.nodes:
+            node.args = torch.fx.node.map_aggregate(node.args, lambda value: _moved(value, device))
+            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, lambda value: _moved(value, device))
+        module.recompile()
+    return moved
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return device if isinstance(value, torch.device) else value

@@ -1,0 +1,313 @@
+"""Record what a model's constructor does to tensors, and carry out later only what one wanted tensor depends on.
+
+The constructor runs under a ``FakeTensorMode``, so that no weight takes memory. Below Python every operation that
+makes or changes a storage is written on a tape; views are not, for a tensor is its storage with a shape. A tensor is
+materialised by replaying, in order, the operations that its storage depends on. Each random operation is seeded by
+the job's seed and its number on the tape, so that a weight does not depend on what else is materialised, or where.
+
+Tensors that hold data from elsewhere (``torch.tensor([...])``, ``torch.from_numpy``) are real, and so are operations
+among them: they are data on the tape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+_EMPTY = ("aten::empty", "aten::new_empty")
+_OVERWRITES = {
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.copy_.default,
+    aten.random_.default,
+    aten.random_.to,
+    getattr(aten.random_, "from"),
+    aten.bernoulli_.float,
+    aten.exponential_.default,
+    aten.log_normal_.default,
+    aten.cauchy_.default,
+}
+
+
+class CannotRecord(Exception):
+    """The constructor does something that a tape cannot hold."""
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor of the constructor: a storage, by number, and how it is looked at."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One operation on the tape; tensors in ``args`` and ``kwargs`` are references, or data.
+
+    Attributes:
+        reads: Storages of its arguments.
+        writes: Those of them that it changes.
+        overwrites: A storage of which it replaces every element, whatever was there before.
+        results: Its outputs in flat order; None for what is no tensor.
+        creates: Storages that exist from here on.
+        draw: Number of this operation among the random ones; None when it draws nothing.
+    """
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    reads: frozenset[int]
+    writes: frozenset[int]
+    overwrites: int | None
+    results: tuple[TensorRef | None, ...]
+    creates: frozenset[int]
+    draw: int | None
+
+
+@dataclass(eq=False)
+class Tape:
+    """Operations of one constructor, in order."""
+
+    seed: int
+    operations: list[Operation] = field(default_factory=list)
+    num_draws: int = 0
+    _storages: dict[int, tuple[int, torch.UntypedStorage]] = field(default_factory=dict)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage was made on this tape."""
+        return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._storages
+
+    def reference(self, tensor: Tensor) -> TensorRef:
+        """Return the reference of a fake tensor.
+
+        Raises:
+            CannotRecord: it was not made on this tape, or is no plain tensor.
+        """
+        if not self.knows(tensor):
+            raise CannotRecord("a tensor comes from outside the constructor")
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise CannotRecord("a tensor is not dense")
+        number, _ = self._storages[tensor.untyped_storage()._cdata]
+        return TensorRef(
+            number, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+        )
+
+    def add_storage(self, tensor: Tensor) -> int:
+        """Give the tensor's storage a number; the storage is kept alive, so that its identity is not used again."""
+        storage = tensor.untyped_storage()
+        return self._storages.setdefault(storage._cdata, (len(self._storages), storage))[0]
+
+    def next_draw(self) -> int:
+        """Number one more random operation."""
+        self.num_draws += 1
+        return self.num_draws - 1
+
+    def write_initialiser(self, function: Callable[..., object], target: Tensor, *numbers: float) -> None:
+        """Write down a Python function that fills ``target``, at random, in a way that depends on what it draws."""
+        reference = self.reference(target)
+        storages = frozenset((reference.storage,))
+        self.operations.append(
+            Operation(
+                function=function,
+                args=(reference, *numbers),
+                kwargs={},
+                reads=storages,
+                writes=storages,
+                overwrites=reference.storage if _is_whole(target) else None,
+                results=(),
+                creates=frozenset(),
+                draw=self.next_draw(),
+            )
+        )
+
+    def needed_for(self, wanted: Iterable[int]) -> list[Operation]:
+        """Return the operations that the final contents of the wanted storages depend on, in order."""
+        needed, settled = set(wanted), set[int]()
+        chosen: list[Operation] = []
+        for operation in reversed(self.operations):
+            changes = (operation.writes & needed) - settled
+            if not changes and not operation.creates & needed:
+                continue
+            chosen.append(operation)
+            reads = operation.reads
+            if operation.overwrites is not None:
+                settled.add(operation.overwrites)
+                reads -= {operation.overwrites} if _reads_only_as_target(operation) else set()
+                needed.add(operation.overwrites)
+            needed |= reads
+            settled -= reads
+        return chosen[::-1]
+
+    def materialise(self, references: Sequence[TensorRef]) -> list[Tensor]:
+        """Return real tensors on CPU; no more memory than they and the temporaries of their operations take."""
+        wanted = {reference.storage for reference in references}
+        operations = self.needed_for(wanted)
+        last_use: dict[int, int] = {}
+        for place, operation in enumerate(operations):
+            last_use.update(dict.fromkeys(operation.reads | operation.creates, place))
+        ending: dict[int, list[int]] = {}
+        for storage, place in last_use.items():
+            ending.setdefault(place, []).append(storage)
+        storages: dict[int, torch.UntypedStorage] = {}
+        with unset_fake_temporarily(), torch.no_grad():
+            for place, operation in enumerate(operations):
+                _replay(operation, storages, self.seed)
+                for storage in ending.get(place, ()):
+                    if storage not in wanted:
+                        storages.pop(storage, None)
+            return [_compact(_tensor(storages, reference)) for reference in references]
+
+
+class RecordTape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+    """Writes a tape; entered inside the ``FakeTensorMode`` that makes the tensors."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Carry out ``func``, and write it down when it makes or changes a storage.
+
+        What reads a tensor from elsewhere (a batch) is not written down.
+        """
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return self._run_on_data(func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            (value,) = self._tape.materialise([self._tape.reference(args[0])])
+            with unset_fake_temporarily():
+                return value.item()
+        foreign = any(isinstance(tensor, FakeTensor) and not self._tape.knows(tensor) for tensor in tensors)
+        result = func(*args, **kwargs)
+        if not foreign:
+            self._write(func, args, kwargs, result)
+        return result
+
+    def _run_on_data(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            if torch.Tag.nondeterministic_seeded not in func.tags:
+                return func(*args, **kwargs)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_seed(self._tape.seed, self._tape.next_draw()))
+                return func(*args, **kwargs)
+
+    def _write(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
+        tape = self._tape
+        written = _written(func, args, kwargs)
+        if any(not isinstance(tensor, FakeTensor) for tensor in written):
+            raise CannotRecord(f"{func} changes a tensor that holds data")
+        new = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor) and not tape.knows(leaf)]
+        if not written and not new:
+            return
+        packed_args, packed_kwargs = tree_map(self._pack, (args, kwargs))
+        references = [leaf for leaf in tree_leaves((packed_args, packed_kwargs)) if isinstance(leaf, TensorRef)]
+        creates = frozenset(tape.add_storage(tensor) for tensor in new)
+        writes = frozenset(tape.reference(tensor).storage for tensor in written)
+        tape.operations.append(
+            Operation(
+                function=func,
+                args=packed_args,
+                kwargs=packed_kwargs,
+                reads=frozenset(reference.storage for reference in references),
+                writes=writes,
+                overwrites=_overwritten(func, packed_args, written),
+                results=tuple(
+                    tape.reference(leaf) if isinstance(leaf, FakeTensor) else None for leaf in tree_leaves(result)
+                ),
+                creates=creates,
+                draw=tape.next_draw() if torch.Tag.nondeterministic_seeded in func.tags else None,
+            )
+        )
+
+    def _pack(self, value: Any) -> Any:
+        if isinstance(value, FakeTensor):
+            return self._tape.reference(value)
+        if isinstance(value, Tensor):
+            with unset_fake_temporarily():
+                return value.detach().clone()
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return None if isinstance(value, torch.Generator) else value
+
+
+def _written(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
+
+
+def _overwritten(func: OpOverload, args: Any, written: Sequence[Tensor]) -> int | None:
+    """Return the storage of which ``func`` replaces every byte."""
+    if func not in _OVERWRITES or len(written) != 1:
+        return None
+    target: TensorRef = args[0]
+    return target.storage if _is_whole(written[0]) else None
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def _reads_only_as_target(operation: Operation) -> bool:
+    others = tree_leaves((operation.args[1:], operation.kwargs))
+    return all(leaf.storage != operation.overwrites for leaf in others if isinstance(leaf, TensorRef))
+
+
+def _replay(operation: Operation, storages: dict[int, torch.UntypedStorage], seed: int) -> None:
+    args, kwargs = tree_map(
+        lambda value: _tensor(storages, value) if isinstance(value, TensorRef) else value,
+        (operation.args, operation.kwargs),
+    )
+    if operation.draw is None:
+        result = operation.function(*args, **kwargs)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed(seed, operation.draw))
+            result = operation.function(*args, **kwargs)
+    if not operation.creates:
+        return
+    is_empty = isinstance(operation.function, OpOverload) and operation.function._schema.name.startswith(_EMPTY)
+    for value, reference in zip(tree_leaves(result), operation.results, strict=True):
+        if reference is None or reference.storage not in operation.creates:
+            continue
+        if tuple(value.stride()) != reference.stride or value.storage_offset() != reference.offset:
+            value = torch.empty_strided(reference.size, reference.stride, dtype=reference.dtype).copy_(value)
+        if is_empty:
+            value.zero_()  # left as it was, a forgotten weight would differ between workers
+        storages[reference.storage] = value.untyped_storage()
+
+
+def _tensor(storages: dict[int, torch.UntypedStorage], reference: TensorRef) -> Tensor:
+    empty = torch.empty(0, dtype=reference.dtype)
+    return empty.set_(storages[reference.storage], reference.offset, reference.size, reference.stride)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Let go of a storage that is larger than the tensor."""
+    return tensor if _is_whole(tensor) else tensor.clone()
+
+
+def _seed(seed: int, draw: int) -> int:
+    digest = hashlib.sha256(f"initial weights {seed} {draw}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from morph.cutting.construct import BuiltModel, LazyTensors, build_model
+
+MIB = 1 << 20
+
+
+class Assorted(nn.Module):
+    """Weights made in every way that constructors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Linear(8, 8)
+        nn.init.orthogonal_(self.plain.weight)
+        nn.init.trunc_normal_(self.plain.bias, std=0.02)
+        self.changed = nn.Linear(8, 8)
+        self.changed.weight.data.normal_(0.0, 0.02)
+        self.changed.weight.data[:2].zero_()
+        self.changed.bias.data = torch.ones(8) * 3
+        self.embedding = nn.Embedding(9, 8, padding_idx=0)
+        self.head = nn.Linear(8, 9, bias=False)
+        self.head.weight = self.embedding.weight
+        self.listed = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.from_numpy = nn.Parameter(torch.from_numpy(np.arange(8.0)).float() + self.plain.bias)
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+        self.list = torch.linspace(0, 1, 3).tolist()
+        self.copied = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        self.half = nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        with torch.no_grad():
+            self.plain.weight.copy_(self.plain.weight.t() + self.changed.weight)
+            self.plain.weight[0, 0] = 7.0
+
+
+class UsesNumpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale = float(self.layer.weight.detach().numpy().sum())
+
+
+def wide() -> nn.Module:
+    """Eight layers of 4 MiB."""
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+
+
+def tensors(built: BuiltModel) -> LazyTensors:
+    return LazyTensors(dict(built.model.named_parameters()) | dict(built.model.named_buffers()), built.tape)
+
+
+class CountsBytes(TorchDispatchMode):
+    """Adds up the storages that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[object, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self.made[storage._cdata] = (storage, storage.nbytes())
+        return result
+
+    def total(self) -> int:
+        return sum(size for _, size in self.made.values())
+
+
+def test_a_constructor_is_recorded_without_a_real_weight() -> None:
+    built = build_model(Assorted, 0)
+    assert built.not_recorded is None
+    assert built.model.rates == [0.0, 0.25, 0.5]
+    assert built.model.list == [0.0, 0.5, 1.0]
+    assert built.model.head.weight is built.model.embedding.weight
+
+
+def test_all_at_once_equals_one_at_a_time() -> None:
+    lazy = tensors(build_model(Assorted, 3))
+    together = lazy.all_at_once()
+    assert len(together) > 30
+    for name in reversed(list(lazy)):
+        alone = lazy[name]
+        assert torch.equal(alone, together[name]), name
+        assert lazy.specs[name] == (tuple(alone.shape), alone.dtype)
+        assert torch.isfinite(alone.float()).all()
+
+
+def test_what_the_constructor_did_is_what_comes_out() -> None:
+    lazy = tensors(build_model(Assorted, 0))
+    assert torch.equal(lazy["changed.weight"][:2], torch.zeros(2, 8))
+    assert 0 < lazy["changed.weight"][2:].std() < 0.04
+    assert torch.equal(lazy["changed.bias"], torch.full((8,), 3.0))
+    assert torch.equal(lazy["embedding.weight"][0], torch.zeros(8))
+    assert torch.equal(lazy["listed"], torch.tensor([1.0, 2.0]))
+    assert torch.equal(lazy["from_numpy"], torch.arange(8.0) + lazy["plain.bias"])
+    assert torch.equal(lazy["mask"], torch.tril(torch.ones(4, 4)))
+    assert lazy["half.weight"].dtype == torch.bfloat16
+    assert lazy["plain.weight"][0, 0] == 7.0
+    orthogonal = (lazy["plain.weight"] - lazy["changed.weight"])[1:]
+    torch.testing.assert_close(orthogonal @ orthogonal.t(), torch.eye(7), atol=1e-5, rtol=0)
+    norm = lazy["normed.parametrizations.weight.original1"].norm(dim=1, keepdim=True)
+    torch.testing.assert_close(lazy["normed.parametrizations.weight.original0"], norm)
+
+
+def test_weights_depend_on_the_seed_and_differ_from_each_other() -> None:
+    first, second = tensors(build_model(Assorted, 0)), tensors(build_model(Assorted, 1))
+    assert not torch.equal(first["embedding.weight"], second["embedding.weight"])
+    assert not torch.equal(first["plain.bias"], second["plain.bias"])
+    assert torch.equal(first["mask"], second["mask"])
+    layers = tensors(build_model(lambda: nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)), 0))
+    assert not torch.equal(layers["0.weight"], layers["1.weight"])
+
+
+def test_two_processes_make_equal_weights() -> None:
+    script = (
+        "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from test_construct import *\n"
+        "made = tensors(build_model(Assorted, 5)).all_at_once()\n"
+        "print(hashlib.sha256(b''.join(t.float().numpy().tobytes() for t in made.values())).hexdigest())"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script, str(Path(__file__).parent)]
+    other = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.split()[-1]
+    import hashlib
+
+    made = tensors(build_model(Assorted, 5)).all_at_once()
+    assert hashlib.sha256(b"".join(t.float().numpy().tobytes() for t in made.values())).hexdigest() == other
+
+
+def test_one_weight_takes_the_memory_of_one_weight() -> None:
+    lazy = tensors(build_model(wide, 0))
+    with CountsBytes() as counted:
+        weight = lazy["3.weight"]
+    assert weight.numel() * 4 == 4 * MIB
+    assert counted.total() < 1.1 * 4 * MIB
+
+
+def test_recording_takes_no_memory_for_weights() -> None:
+    script = (
+        "import resource, torch; from torch import nn; from morph.cutting.construct import build_model\n"
+        "build_model(lambda: nn.Linear(8, 8), 0)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "build_model(lambda: nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(8))), 0)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100)
+    assert int(run.stdout) < 50 * 1024  # KiB; the weights would take 8 GiB
+
+
+def test_a_constructor_that_cannot_be_recorded_is_really_run_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        built = build_model(UsesNumpy, 0)
+    assert built.not_recorded
+    assert "\n" not in built.not_recorded
+    assert built.tape is None
+    assert "every worker builds the whole model" in caplog.text
+    assert torch.equal(tensors(built)["layer.weight"], built.model.layer.weight)
+
+
+def test_an_error_of_the_constructor_is_the_users_own() -> None:
+    with pytest.raises(ZeroDivisionError):
+        build_model(lambda: nn.Linear(1, 1 // 0), 0)
+
+
+def test_the_global_random_state_is_left_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    tensors(build_model(Assorted, 0)).all_at_once()
+    assert torch.equal(torch.get_rng_state(), before)
