@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 from morph.cutting import cut, export_job
@@ -12,6 +13,9 @@ from morph.cutting.cut_model import CutModel
 from morph.data import MicroBatchLoader
 from morph.job import Job, load_job
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
+
+settings.register_profile("unhurried", deadline=None)  # of a test's examples, on a machine that others use too
+settings.load_profile("unhurried")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,8 @@
+"""Examples of property tests may take as long as a busy machine needs."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")

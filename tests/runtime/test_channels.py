@@ -1,0 +1,218 @@
+"""Groups formed by two members in one process: messages, and the ways in which they end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from morph.contract.errors import GenerationAborted, PeerLost, WaitTimeout
+from morph.runtime import channels
+from morph.runtime.channels import Channel, GroupSet, GroupSpec, Ring, connect_store
+from morph.runtime.graveyard import Graveyard
+from morph.runtime.interrupt import Interrupt
+from morph.runtime.store import StoreHost
+
+LOOPBACK = "127.0.0.1"
+BOUND_S = 30.0
+PAIR = GroupSpec("pair", ("a", "b"))
+ALONE = GroupSpec("alone", ("a",))
+
+
+@pytest.fixture(scope="module")
+def store() -> StoreHost:
+    return StoreHost(LOOPBACK)
+
+
+class Pair:
+    """Two members, each with its groups of one generation."""
+
+    def __init__(self, store: StoreHost, generation: int) -> None:
+        self.interrupts = {name: Interrupt(generation) for name in "ab"}
+        self.groups = {name: GroupSet(self.interrupts[name]) for name in "ab"}
+        spec = GroupSpec(f"g{generation}", ("a", "b"))
+        self.name = spec.name
+
+        def form(member: str) -> None:
+            self.groups[member].form([spec, ALONE], member, LOOPBACK, partial(connect_store, LOOPBACK, store.port()))
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(form, "ab"))
+
+    def channel(self, member: str) -> Channel:
+        return self.groups[member].channel(self.name, sender="a")
+
+    def ring(self, member: str) -> Ring:
+        ring = self.groups[member].ring(self.name)
+        assert ring is not None
+        return ring
+
+
+GENERATIONS = iter(range(1, 1000))
+
+
+@pytest.fixture
+def pair(store: StoreHost) -> Iterator[Pair]:
+    made = Pair(store, next(GENERATIONS))
+    yield made
+    for groups in made.groups.values():
+        groups.clear()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12, dtype=torch.float32).view(3, 4),
+        torch.tensor(2.5),
+        torch.tensor([True, False]),
+        torch.arange(5, dtype=torch.int64),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.zeros(300_000, dtype=torch.float64),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{tuple(tensor.shape)}",
+)
+def test_a_tensor_of_any_kind_arrives(pair: Pair, tensor: torch.Tensor) -> None:
+    received = torch.empty_like(tensor)
+    arriving = pair.channel("b").transfer(received)
+    leaving = pair.channel("a").transfer(tensor)
+    leaving.wait("it to leave", BOUND_S)
+    arriving.wait("it to arrive", BOUND_S)
+    assert torch.equal(received, tensor)
+
+
+def test_messages_arrive_in_order_also_when_they_were_awaited_before(pair: Pair) -> None:
+    received = [torch.empty(4) for _ in range(5)]
+    arriving = [pair.channel("b").transfer(tensor) for tensor in received]
+    assert not any(pending.done for pending in arriving)
+    for value in range(5):
+        pair.channel("a").transfer(torch.full((4,), float(value)))
+    for pending in arriving:
+        pending.wait("it to arrive", BOUND_S)
+    assert [float(tensor[0]) for tensor in received] == [0, 1, 2, 3, 4]
+
+
+def test_an_empty_tensor_cannot_travel(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        pair.channel("a").transfer(torch.empty(0))
+
+
+def test_a_ring_sums_integers_exactly_and_takes_the_largest(pair: Pair) -> None:
+    sums = {name: torch.tensor([2**61 - 1, -7, index]) for index, name in enumerate("ab")}
+    tops = {name: torch.tensor([float(index), -1.0], dtype=torch.float64) for index, name in enumerate("ab")}
+    pending = [pair.ring(name).reduce(sums[name], dist.ReduceOp.SUM) for name in "ab"]
+    pending += [pair.ring(name).reduce(tops[name], dist.ReduceOp.MAX) for name in "ab"]
+    for one in pending:
+        one.wait("the sum", BOUND_S)
+    for name in "ab":
+        assert sums[name].tolist() == [2**62 - 2, -14, 1]
+        assert tops[name].tolist() == [1.0, -1.0]
+
+
+def test_a_group_of_one_is_not_formed(pair: Pair) -> None:
+    assert pair.groups["a"].ring("alone") is None
+
+
+def test_an_abort_ends_the_wait_for_a_message(pair: Pair) -> None:
+    pending = pair.channel("b").transfer(torch.empty(4))
+    pair.interrupts["b"].abort()
+    with pytest.raises(GenerationAborted):
+        pending.wait("a message that never comes", BOUND_S)
+    assert pair.groups["b"].broken
+    assert not pair.groups["a"].broken
+    pair.channel("a").transfer(torch.ones(4)).wait("it to leave", BOUND_S)  # lets the fixture close the groups
+
+
+def test_a_peer_that_closes_its_end_is_lost(store: StoreHost) -> None:
+    pair = Pair(store, next(GENERATIONS))
+    pending = pair.channel("b").transfer(torch.empty(4))
+    pair.groups["a"].clear()
+    with pytest.raises(PeerLost, match=rf"lost a peer: {pair.name} between a and b"):
+        pending.wait("a message", BOUND_S)
+    assert pair.groups["b"].broken
+    pair.groups["b"].clear()
+
+
+def test_an_operation_that_is_refused_at_once_is_a_lost_peer_too() -> None:
+    class Refusing:
+        def broadcast(self, *_: object) -> object:
+            raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer. Try again")
+
+        allreduce = broadcast
+
+    for use in (
+        lambda interrupt: Channel(Refusing(), 0, interrupt).transfer(torch.ones(1)),
+        lambda interrupt: Ring(Refusing(), interrupt).reduce(torch.ones(1), dist.ReduceOp.SUM),
+    ):
+        interrupt = Interrupt(5)
+        with pytest.raises(PeerLost, match="Connection closed by peer"):
+            use(interrupt)
+        assert interrupt.over
+
+
+def test_forming_is_given_up_when_aborted(store: StoreHost) -> None:
+    interrupt, asked = Interrupt(next(GENERATIONS)), threading.Event()
+
+    def open_store() -> object:
+        asked.set()
+        return connect_store(LOOPBACK, store.port())
+
+    def abort() -> None:
+        asked.wait(BOUND_S)
+        interrupt.abort()
+
+    helper = threading.Thread(target=abort)
+    helper.start()
+    with pytest.raises(GenerationAborted):
+        GroupSet(interrupt).form([GroupSpec("nobody comes", ("a", "b"))], "a", LOOPBACK, open_store)  # type: ignore[arg-type]
+    helper.join(BOUND_S)
+
+
+def test_a_store_that_is_gone_is_a_lost_peer() -> None:
+    interrupt = Interrupt(1)
+
+    def open_store() -> object:
+        raise dist.DistNetworkError("the store is gone")
+
+    with pytest.raises(PeerLost, match="forming its groups: the store is gone"):
+        GroupSet(interrupt).form([PAIR], "a", LOOPBACK, open_store)  # type: ignore[arg-type]
+
+
+def test_forming_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "FORM_TIMEOUT_S", 0.01)
+    release = threading.Event()
+    with pytest.raises(WaitTimeout, match="forming groups"):
+        GroupSet(Interrupt(1)).form([PAIR], "a", LOOPBACK, lambda: release.wait(BOUND_S))  # type: ignore[arg-type, return-value]
+    release.set()
+
+
+class _Groups:
+    """Stands for a ``GroupSet``: tells when it is closed."""
+
+    def __init__(self, *, broken: bool) -> None:
+        self.broken = broken
+        self.closed = threading.Event()
+
+    def clear(self) -> None:
+        self.closed.set()
+
+
+def test_clean_groups_are_closed_at_once_and_broken_ones_kept() -> None:
+    graveyard = Graveyard()
+    broken, clean = _Groups(broken=True), _Groups(broken=False)
+    graveyard.bury(broken)  # type: ignore[arg-type]
+    graveyard.bury(clean)  # type: ignore[arg-type]
+    assert clean.closed.wait(BOUND_S)
+    assert not broken.closed.is_set()
+
+
+def test_broken_groups_are_closed_once_their_operations_have_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("morph.runtime.graveyard.GROUP_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("morph.runtime.graveyard.MARGIN_S", 0.01)
+    graveyard, broken = Graveyard(), _Groups(broken=True)
+    graveyard.bury(broken)  # type: ignore[arg-type]
+    assert broken.closed.wait(BOUND_S)

@@ -1,0 +1,169 @@
+"""State moves over channels that are lists here; what each source means, and what is refused."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from morph.checkpoint.manifest import write_manifest
+from morph.checkpoint.unit_files import write_unit
+from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.errors import CheckpointError
+from morph.contract.messages import Source
+from morph.cutting.cut_model import ParameterUnit
+from morph.runtime.state_moves import MoveContext, start_sending, take_units
+from morph.runtime.unit_state import UnitState
+
+UNITS = {f"s{index}": ParameterUnit(f"s{index}", (index,), (f"w{index}",)) for index in range(4)}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
+
+
+def make_unit(name: str, value: float = 0.0, version: int = 0) -> UnitState:
+    unit = UNITS[name]
+    state = UnitState(unit, {unit.parameters[0]: torch.full((3,), value)}, sgd, num_micro_batches=1, exact=True)
+    state.version = version
+    return state
+
+
+class FakePending:
+    def __init__(self, finish: Any) -> None:
+        self._finish = finish
+
+    def wait(self, what: str, timeout_s: float = 0.0) -> float:
+        assert what
+        self._finish()
+        return 0.0
+
+
+class FakeChannel:
+    """One direction: what is sent lies in a queue until it is received."""
+
+    def __init__(self, messages: deque[Tensor], *, sending: bool) -> None:
+        self._messages = messages
+        self._sending = sending
+
+    def transfer(self, tensor: Tensor) -> FakePending:
+        if self._sending:
+            self._messages.append(tensor.clone())
+            return FakePending(lambda: None)
+        return FakePending(lambda: tensor.copy_(self._messages.popleft()))
+
+
+class Network:
+    def __init__(self, tmp_path: Path) -> None:
+        self.messages: defaultdict[tuple[str, str], deque[Tensor]] = defaultdict(deque)
+        self.url = str(tmp_path)
+
+    def context(self, worker: str, held: dict[str, UnitState], version: int = 2) -> MoveContext:
+        def channel(sender: str, receiver: str) -> Any:
+            assert worker in (sender, receiver)
+            return FakeChannel(self.messages[sender, receiver], sending=worker == sender)
+
+        return MoveContext(
+            worker=worker,
+            version=version,
+            checkpoint_url=self.url,
+            held=held,
+            make_unit=make_unit,
+            channel=channel,
+        )
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Network:
+    return Network(tmp_path)
+
+
+def source(worker: str, unit: str, kind: str, peer: str | None = None) -> Source:
+    return Source.model_validate({"worker": worker, "unit": unit, "kind": kind, "peer": peer})
+
+
+def value_of(state: UnitState) -> float:
+    (parameter,) = state.parameters.values()
+    return float(parameter.detach()[0])
+
+
+def test_two_workers_take_units_from_each_other(network: Network) -> None:
+    held = {
+        "a": {"s0": make_unit("s0", 10.0, 2), "s1": make_unit("s1", 11.0, 2), "s2": make_unit("s2", 12.0, 2)},
+        "b": {"s3": make_unit("s3", 13.0, 2)},
+    }
+    sources = [
+        source("b", "s0", "peer", "a"),
+        source("a", "s3", "peer", "b"),
+        source("b", "s2", "peer", "a"),
+        source("a", "s1", "keep"),
+    ]
+    contexts = {worker: network.context(worker, units) for worker, units in held.items()}
+    leaving = [pending for context in contexts.values() for pending in start_sending(sources, context)]
+    taken = {worker: take_units(sources, context) for worker, context in contexts.items()}
+    for pending in leaving:
+        pending.wait("it to leave")
+    assert {name: value_of(state) for name, state in taken["a"][0].items()} == {"s3": 13.0, "s1": 11.0}
+    assert {name: value_of(state) for name, state in taken["b"][0].items()} == {"s0": 10.0, "s2": 12.0}
+    assert taken["a"][0]["s1"] is held["a"]["s1"]
+    assert taken["b"][0]["s0"].version == 2
+    assert taken["a"][1] > 0
+    assert taken["b"][1] > taken["a"][1]
+    assert not any(network.messages.values())
+
+
+def test_what_was_received_is_a_state_of_its_own(network: Network) -> None:
+    held = {"s0": make_unit("s0", 1.0, 2)}
+    sources = [source("b", "s0", "peer", "a")]
+    start_sending(sources, network.context("a", held))
+    units, _ = take_units(sources, network.context("b", {}))
+    with torch.no_grad():
+        for parameter in held["s0"].parameters.values():
+            parameter.zero_()
+    assert value_of(units["s0"]) == 1.0
+
+
+def test_a_fresh_start_makes_units_anew(network: Network) -> None:
+    units, received = take_units([source("a", "s1", "initial")], network.context("a", {}, version=0))
+    assert value_of(units["s1"]) == 0.0
+    assert received == 0
+
+
+def save(network: Network, version: int) -> Manifest:
+    tensors = make_unit("s1", 7.0, version).tensors()
+    written = write_unit(network.url, version, "s1", "a", tensors)
+    manifest = Manifest(
+        fingerprint="f", version=version, units=(UnitFile(**written.model_dump(exclude={"worker", "version"})),)
+    )
+    write_manifest(network.url, manifest)
+    return manifest
+
+
+def test_units_come_from_the_checkpoint_of_the_wanted_version(network: Network) -> None:
+    save(network, 2)
+    save(network, 4)
+    units, received = take_units([source("a", "s1", "checkpoint")], network.context("a", {}, version=2))
+    assert units["s1"].version == 2
+    assert value_of(units["s1"]) == 7.0
+    assert received == 0
+
+
+def test_a_missing_checkpoint_is_named(network: Network) -> None:
+    with pytest.raises(CheckpointError, match=r"v00000002.*no such checkpoint"):
+        take_units([source("a", "s1", "checkpoint")], network.context("a", {}))
+
+
+def test_other_workers_sources_are_none_of_ones_business(network: Network) -> None:
+    sources = [source("b", "s0", "peer", "c"), source("b", "s1", "checkpoint"), source("c", "s0", "keep")]
+    context = network.context("a", {})
+    assert start_sending(sources, context) == []
+    assert take_units(sources, context) == ({}, 0)
+
+
+def test_a_unit_at_another_version_is_our_own_mistake(network: Network) -> None:
+    with pytest.raises(AssertionError, match="unit s0 is at version 1, not 2"):
+        take_units([source("a", "s0", "keep")], network.context("a", {"s0": make_unit("s0", 1.0, 1)}))

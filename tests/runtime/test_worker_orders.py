@@ -1,0 +1,151 @@
+"""How a worker answers, whatever happens to its order; and its control lane."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from morph.contract.errors import CheckpointError, GenerationAborted, PeerLost, WaitTimeout
+from morph.contract.messages import Aborted, Failed, WorkerReady, WorkerSetup
+from morph.runtime.interrupt import Interrupt
+from morph.runtime.worker import Worker
+from tests.runtime.conftest import CutJob
+from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
+
+
+def make_setup(tmp_path: Path, **fields: object) -> WorkerSetup:
+    values: dict[str, object] = {
+        "worker": "w0",
+        "job_path": JOB,
+        "fingerprint": "none",
+        "num_sections": NUM_SECTIONS,
+        "micro_batch_size": MICRO_BATCH_SIZE,
+        "checkpoint_url": str(tmp_path),
+        "store_host": "127.0.0.1",
+        "store_port": 1,
+        "listen_host": "127.0.0.1",
+    }
+    return WorkerSetup.model_validate(values | fields)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    """A worker that knows its name and nothing else."""
+    made = Worker()
+    made._setup = make_setup(tmp_path)
+    return made
+
+
+def raising(error: Exception) -> object:
+    def work() -> object:
+        raise error
+
+    return work
+
+
+def answer_to(worker: Worker, error: Exception, generation: int = 4) -> Aborted | Failed:
+    worker._interrupt = Interrupt(generation)
+    answer = worker._carry_out(generation, raising(error))  # type: ignore[arg-type, var-annotated]
+    assert isinstance(answer, Aborted | Failed)
+    assert (answer.worker, answer.generation) == ("w0", generation)
+    return answer
+
+
+def test_an_aborted_order_is_answered_without_blaming_a_peer(worker: Worker) -> None:
+    answer = answer_to(worker, GenerationAborted("generation 4 was aborted"))
+    assert isinstance(answer, Aborted)
+    assert not answer.peer_lost
+
+
+@pytest.mark.parametrize("error", [PeerLost("reset"), WaitTimeout("waited 120 s for the gradient all-reduce")])
+def test_a_lost_peer_and_a_wait_that_ran_out_leave_broken_groups(worker: Worker, error: Exception) -> None:
+    answer = answer_to(worker, error)
+    assert isinstance(answer, Aborted)
+    assert answer.peer_lost
+    assert answer.detail == str(error)
+    assert worker._interrupt.over  # what was waited for may be under way for long: not to be closed at once
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(CheckpointError("v1: the file is missing"), "v1: the file is missing"), (KeyError("s3"), "KeyError: 's3'")],
+)
+def test_any_other_error_fails_the_order_and_is_logged(
+    worker: Worker, caplog: pytest.LogCaptureFixture, error: Exception, text: str
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        answer = answer_to(worker, error)
+    assert isinstance(answer, Failed)
+    assert answer.error == text
+    assert answer.detail == type(error).__name__
+    assert "order failed" in caplog.text
+
+
+def test_an_order_of_an_aborted_generation_is_not_begun(worker: Worker) -> None:
+    worker.abort(4)
+    for generation in (3, 4):
+        answer = worker._carry_out(generation, lambda: pytest.fail("was begun"))  # type: ignore[var-annotated]
+        assert isinstance(answer, Aborted)
+    assert worker._carry_out(5, lambda: "done") == "done"
+
+
+def test_an_abort_reaches_the_running_generation_and_not_a_later_one(worker: Worker) -> None:
+    worker._interrupt = Interrupt(6)
+    worker.abort(5)
+    assert not worker._interrupt.aborted
+    worker.abort(6)
+    assert worker._interrupt.aborted
+
+
+def test_a_worker_that_is_not_set_up_gives_signs_of_life() -> None:
+    worker = Worker()
+    worker.abort(1)
+    assert worker.heartbeat(0.001).written == ()
+
+
+def test_setting_up_ends_in_a_ready_worker(tiny: CutJob, tmp_path: Path) -> None:
+    answer = Worker().setup(make_setup(tmp_path, fingerprint=tiny.model.fingerprint))
+    assert isinstance(answer, WorkerReady)
+    assert answer.worker == "w0"
+
+
+@pytest.mark.parametrize(
+    ("fields", "detail", "parts"),
+    [
+        ({}, "ProfileError", ["fingerprint", "belongs to another model", "calibrate again"]),
+        ({"job_path": "none.py:job"}, "JobError", ["none.py", "no such file"]),
+        ({"num_sections": 500}, "JobError", ["500"]),
+    ],
+)
+def test_a_setup_that_cannot_be_fails_and_names_the_mistake(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fields: dict[str, object], detail: str, parts: list[str]
+) -> None:
+    with caplog.at_level(logging.CRITICAL, logger="morph.runtime.worker"):
+        answer = Worker().setup(make_setup(tmp_path, **fields))
+    assert isinstance(answer, Failed)
+    assert answer.detail == detail
+    for part in parts:
+        assert part in answer.error
+
+
+def test_a_heartbeat_waits_beside_a_running_order(worker: Worker) -> None:
+    """The control lane is never blocked by the order lane."""
+    begun, release = threading.Event(), threading.Event()
+
+    def work() -> str:
+        begun.set()
+        assert release.wait(30)
+        return "done"
+
+    results: list[object] = []
+    lane = threading.Thread(target=lambda: results.append(worker._carry_out(1, work)))
+    lane.start()
+    assert begun.wait(30)
+    assert worker.heartbeat(0.001) is not None
+    worker.abort(0)
+    release.set()
+    lane.join(30)
+    assert results == ["done"]
