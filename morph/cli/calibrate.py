@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from morph.contract.profile import Profile, SectionProfile, Timing
@@ -43,8 +45,9 @@ def calibrate_command(
     from morph.cli.checks import users_code
 
     check_output(output)
+    terminal = Console(file=sys.stderr)
     with users_code(job):
-        profile = _measure(job, tuple(micro_batch) if micro_batch else None, samples)
+        profile = _measure(job, tuple(micro_batch) if micro_batch else None, samples, terminal)
 
     from calibrate import write_profile
 
@@ -58,14 +61,15 @@ def calibrate_command(
 calibrate_command.__doc__ = CALIBRATE_HELP
 
 
-def _measure(job: str, micro_batch_sizes: tuple[int, ...] | None, num_samples: int) -> Profile:
-    from rich.console import Console
+def _measure(job: str, micro_batch_sizes: tuple[int, ...] | None, num_samples: int, terminal: Console) -> Profile:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from calibrate import calibrate
 
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(
+        *columns, console=terminal, transient=True, redirect_stderr=False, disable=not terminal.is_terminal
+    ) as bar:
         task = bar.add_task("starting", total=1.0)
         return calibrate(
             job,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,25 +19,32 @@ if TYPE_CHECKING:
 
 @contextmanager
 def users_code(job_path: str) -> Iterator[None]:
-    """Around code that imports or exports a job: the process does not end in it, and torch's log stays silent.
+    """Around code that imports or exports a job: the process does not end in it, and a refusal stays one line.
 
-    (torch prints whole graphs before it raises; the error says what a user needs of it.)
+    torch logs and prints whole graphs when it refuses a model. So standard error is held back until the block ends,
+    and forgotten when an ``ExportError`` ends it, which says what a user needs of it.
 
     Raises:
         JobError: when the job's code ends the process.
     """
-    from morph.contract.errors import JobError
+    from morph.contract.errors import ExportError, JobError
 
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    held = io.StringIO()
     try:
-        yield
+        with redirect_stderr(held):
+            yield
+    except ExportError:
+        held = io.StringIO()
+        raise
     except SystemExit as error:
         raise JobError(
             "its code ends the process", source=job_path, value=f"exit({error.code!r})", allowed="code that returns"
         ) from error
     finally:
         logging.disable(before)
+        sys.stderr.write(held.getvalue())
 
 
 def check_output(path: Path, error_type: type[InputError]) -> None:
