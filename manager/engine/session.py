@@ -94,13 +94,14 @@ def run_session(
             try:
                 finish = driver.run()
             finally:
+                pool.close()
                 player.close()
                 lifelines.close()
-                pool.close()
         return finish
     finally:
-        cluster.close()
-        journal.close()
+        with _deaf_to_signals():
+            cluster.close()
+            journal.close()
 
 
 def _start_clock(observed: Observed, player: VmPlayer) -> None:
@@ -155,9 +156,25 @@ def _stop_on_signal(driver: Driver) -> Iterator[None]:
         asked = True
         driver.request_stop(signal.Signals(number).name)
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    with _handling(stop):
+        yield
+
+
+@contextmanager
+def _deaf_to_signals() -> Iterator[None]:
+    """Let a signal change nothing while everything is ended, which is bounded: half an end would leave processes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _handling(lambda _number, _frame: None):
+        yield
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)

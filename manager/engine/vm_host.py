@@ -2,7 +2,8 @@
 
 A process of its own, because the nodes must die with the thread that started them (the kernel's
 parent-death signal), Ray wants that to be a main thread, and Ctrl-C in the user's terminal must reach
-the manager alone. It ends every node when its standard input closes: also when the manager is killed.
+the manager alone. It ends every node when its standard input closes: also when the manager is killed,
+whose Ray directory, with the token, it then removes.
 
 Requests: ``{"add": "vm0"}``. Answers: ``{"address": ..}`` once at the start, then per request
 ``{"name": "vm0", "pids": [..]}`` or ``{"name": "vm0", "error": ".."}``.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 from typing import Any
@@ -65,6 +67,7 @@ def _answer(**entries: object) -> None:
 def main() -> None:
     """Serve requests until standard input closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    manager = os.getppid()
     try:
         try:
             cluster = _start_head()
@@ -80,6 +83,8 @@ def main() -> None:
                 _answer(name=name, error=f"{type(error).__name__}: {error}")
     finally:
         _end_children()
+        if os.getppid() != manager and "RAY_TMPDIR" in os.environ:
+            shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
         os._exit(0)  # Ray's exit hooks would wait for nodes that are gone
 
 
