@@ -18,7 +18,7 @@ from calibrate.samples import compute_clock_s, no_garbage_collection, timing
 from morph.contract.profile import Timing
 from morph.cutting import BoundaryTensor, CutModel, Section
 from morph.data import MicroBatchLoader
-from morph.job import Job
+from morph.job import Job, Precision
 from morph.runtime.accumulators import Accumulator, ExactAccumulator, FastAccumulator
 from morph.runtime.fixed_point import first_exponent
 from morph.runtime.random_streams import seed_section
@@ -49,11 +49,12 @@ class _Bench:
     batch: Mapping[str, Tensor]
     parameters: dict[str, Tensor]
     accumulator: Accumulator
+    precision: Precision
 
     def forward(self, sample: int) -> SectionRun:
         """Seed and run, as a stage does."""
         seed_section(0, sample, 0, self.section.index)
-        return run_section(self.section, self.inputs, self.batch, self.parameters)
+        return run_section(self.section, self.inputs, self.batch, self.parameters, self.precision)
 
     def backward(self, run: SectionRun) -> None:
         """Backward, adding gradients as a stage does."""
@@ -131,6 +132,7 @@ def _bench(job: Job, section: Section, initial: Mapping[str, Tensor], loader: Mi
         batch=loader.load(0, 0, section.batch_keys),
         parameters=parameters,
         accumulator=make_accumulator(job, parameters),
+        precision=job.precision,
     )
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from morph.cutting.cut_model import Section
+from morph.job import Precision
+from morph.runtime.precision import autocast
 
 AddGradient = Callable[[str, Tensor], None]
 
@@ -28,15 +30,26 @@ class SectionRun:
 
 
 def run_section(
-    section: Section, inputs: Sequence[Tensor], batch: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    section: Section,
+    inputs: Sequence[Tensor],
+    batch: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    precision: Precision = "fp32",
 ) -> SectionRun:
-    """Run a section's forward with a fresh autograd graph. The caller seeds the generators."""
+    """Run a section's forward with a fresh autograd graph. The caller seeds the generators.
+
+    Outputs have the types of the cut model in every precision, so that what is sent, and what the next section of
+    the same stage takes, is the same.
+    """
     leaves = tuple(
         tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in zip(inputs, section.inputs, strict=True)
     )
+    device_type = next((tensor.device.type for tensor in (*leaves, *parameters.values(), *batch.values())), "cpu")
     with torch.enable_grad():
-        outputs = section(leaves, batch, parameters)
-    return SectionRun(inputs=leaves, outputs=tuple(outputs))
+        with autocast(precision, device_type):
+            outputs = section(leaves, batch, parameters)
+        outputs = tuple(output.to(spec.dtype) for output, spec in zip(outputs, section.outputs, strict=True))
+    return SectionRun(inputs=leaves, outputs=outputs)
 
 
 def section_backward(

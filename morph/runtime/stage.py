@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from morph.cutting.cut_model import CutModel, Section
+from morph.job import Precision
 from morph.runtime.random_streams import seed_section
 from morph.runtime.section_run import AddGradient, SectionRun, run_section, section_backward
 
@@ -24,6 +25,7 @@ class Stage:
         load_batch: Gives the batch entries of a micro-batch, by global number and keys.
         seed: The job's seed.
         step: The step, for the random streams.
+        precision: The job's.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Stage:
         load_batch: LoadBatch,
         seed: int,
         step: int,
+        precision: Precision = "fp32",
     ) -> None:
         self._sections: tuple[Section, ...] = tuple(model.sections[index] for index in sections)
         self._recompute = recompute
@@ -43,6 +46,7 @@ class Stage:
         self._load_batch = load_batch
         self._seed = seed
         self._step = step
+        self._precision = precision
         self._stored: dict[int, tuple[Tensor, ...]] = {}
         self._runs: dict[int, list[SectionRun]] = {}
 
@@ -75,7 +79,7 @@ class Stage:
         for section in self._sections:
             batch = self._load_batch(micro_batch, section.batch_keys) if section.batch_keys else {}
             seed_section(self._seed, self._step, micro_batch, section.index)
-            run = run_section(section, values, batch, self._parameters)
+            run = run_section(section, values, batch, self._parameters, self._precision)
             values = run.outputs
             if not keep:
                 runs.clear()  # the graphs behind are dropped, one section's at a time

@@ -268,6 +268,7 @@ class Worker:
             load_batch=lambda micro_batch, keys: self._load(order.step, micro_batch, keys),
             seed=self._job.seed,
             step=order.step,
+            precision=self._job.precision,
         )
         executor = Executor(
             stage, current.stage_work(self._model), current.neighbours(), current.interrupt, self._faults, self._device

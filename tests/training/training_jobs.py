@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from morph import Job
+from morph import Job, LossScaling
 
 WIDTH = 8
 NUM_SAMPLES = 40
@@ -94,17 +94,43 @@ clipped = replace(plain, optimizer=sgd, clip_grad_norm=0.1)
 scheduled = replace(plain, lr_scheduler=warm_up)
 
 
-class _Breaks(torch.autograd.Function):
-    """The identity, whose gradient is infinite where a sample says so."""
+def breaking_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean squared error of a model that is told which samples break."""
+    return functional.mse_loss(model(batch["x"], batch["flag"]), batch["y"])
 
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, value: Tensor, flag: Tensor) -> Tensor:
-        """Return the value."""
-        ctx.save_for_backward(flag)
-        return value.clone()
 
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        """Make the gradient infinite."""
-        (flag,) = ctx.saved_tensors
-        return gradient + flag, None
+class BreakingNet(Net):
+    """A model with a huge or infinite gradient in one layer, for samples that say so."""
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:  # type: ignore[override]
+        """Map [samples, width] to the same shape; ``flag`` [samples, 1] is a tiny number, or a huge one."""
+        x = self.dropout(torch.tanh(self.first(x)))
+        # adds nothing, but multiplies the gradient by 1 + flag; an infinite flag makes the loss NaN too
+        x = x + (x - x.detach()) * flag
+        x = self.dropout(torch.tanh(self.second(x)))
+        x = self.dropout(torch.tanh(self.third(x))) + self.shift
+        out: Tensor = self.last(x)
+        return out
+
+
+class BreakingPoints(Points):
+    """One sample breaks its step at any loss scale, one only at a large one, where its loss stays finite."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return ``x``, ``y`` and ``flag``."""
+        flag = {5: math.inf, 17: 1e36}.get(index, 0.0)
+        return {**super().__getitem__(index), "flag": torch.tensor([flag])}
+
+
+bf16 = replace(plain, precision="bf16", clip_grad_norm=0.5)
+fp16 = replace(plain, precision="fp16", loss_scaling=LossScaling(initial=2.0**30, growth_steps=2))
+scaled = replace(
+    plain,
+    model=BreakingNet,
+    loss=breaking_loss,
+    dataset=BreakingPoints,
+    loss_scaling=LossScaling(initial=2.0**20, growth_steps=2),
+    clip_grad_norm=1.0,
+    lr_scheduler=warm_up,
+)
+scaled_fast = replace(scaled, accumulation="fast")
