@@ -92,6 +92,8 @@ class Job:
         eval_data: Builds the data set to evaluate on.
         eval_every_steps: Evaluate whenever so many steps were applied.
         eval_samples: How many of its first samples to take; None: as many whole micro-batches as there are.
+        allowed_dependencies: Ids of findings of ``morph trace-deps`` that may stay as they are: each parameter unit is
+            then stepped by itself.
 
     Raises:
         JobError: naming the field, its value and what is allowed.
@@ -115,6 +117,7 @@ class Job:
     eval_data: Callable[[], MapDataset] | None = None
     eval_every_steps: int | None = None
     eval_samples: int | None = None
+    allowed_dependencies: tuple[str, ...] = ()
 
     @property
     def effective_loss_scaling(self) -> LossScaling | None:
@@ -146,6 +149,9 @@ class Job:
             )
         self._check_training()
         self._check_evaluation()
+        allowed = self.allowed_dependencies
+        texts = isinstance(allowed, tuple) and all(isinstance(entry, str) for entry in allowed)
+        _require(texts, "allowed_dependencies", allowed, "a tuple of ids that `morph trace-deps` prints")
 
     def _check_training(self) -> None:
         scheduler, norm, scaling = self.lr_scheduler, self.clip_grad_norm, self.loss_scaling

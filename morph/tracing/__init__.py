@@ -1,0 +1,8 @@
+"""Find dependencies between sections in a dry run of one training step (Varuna, section 5.2)."""
+
+from __future__ import annotations
+
+from morph.tracing.check import check_dependencies, require_no_violation
+from morph.tracing.findings import KINDS, DependencyReport, Finding, Place
+
+__all__ = ["KINDS", "DependencyReport", "Finding", "Place", "check_dependencies", "require_no_violation"]

@@ -1,0 +1,166 @@
+"""``check_dependencies``: the dry run of a job, and what of it Morph handles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from morph.contract.errors import JobError, MorphError
+from morph.cutting import CutModel, ExportedJob, cut, export_job
+from morph.cutting.locate import definition_line, user_line
+from morph.data import MicroBatchLoader
+from morph.job import Job
+from morph.tracing.dry_run import ModelStep, run_model, run_optimizer, stand_ins
+from morph.tracing.findings import DependencyReport, Place
+from morph.tracing.recorder import Recorder
+from morph.tracing.source_lines import keep_lines_of
+from morph.tracing.trials import StepFunction, TrialResult, run_trials
+
+MAX_REAL_ELEMENTS = 4_000_000
+
+
+def check_dependencies(
+    job: Job,
+    *,
+    num_sections: int | None = None,
+    micro_batch_size: int | None = None,
+    step_function: StepFunction | None = None,
+    exported: ExportedJob | None = None,
+    max_real_elements: int = MAX_REAL_ELEMENTS,
+) -> DependencyReport:
+    """Run one whole training step and report every dependency between sections.
+
+    Args:
+        job: The job.
+        num_sections: K; None: the job's, else Morph's choice.
+        micro_batch_size: m of the dry run; None: the job's, else 2 (1 for a batch that 2 does not divide).
+        step_function: ``step(optimizer, parameters by name)``, to look at a step of another loop; None:
+            ``optimizer.step()``, as Morph does.
+        exported: The exported job, where it is at hand.
+        max_real_elements: Larger models run without numbers, and the optimizer on smaller parameters.
+
+    Raises:
+        JobError: a job whose parts fail by themselves.
+        ExportError: a model that torch.export refuses.
+    """
+    keep_lines_of(job.loss)
+    program = exported or export_job(job)
+    m = micro_batch_size or job.micro_batch_size or (2 if job.batch_size % 2 == 0 else 1)
+    wanted = num_sections if num_sections is not None else job.num_sections
+    model = cut(program, num_sections=wanted, micro_batch_size=m)
+    recorder = Recorder()
+    with torch.random.fork_rng(devices=[]):
+        notes = _dry_run(job, program, model, step_function or _step, recorder, max_real_elements)
+    _what_morph_does(job, model, recorder)
+    return DependencyReport(
+        job=job.name,
+        num_sections=len(model.sections),
+        micro_batch_size=m,
+        units=tuple(unit.id for unit in model.units),
+        findings=recorder.findings(job.allowed_dependencies),
+        notes=notes,
+    )
+
+
+def require_no_violation(report: DependencyReport, source: str) -> None:
+    """Refuse a job with an unhandled violation.
+
+    Raises:
+        JobError: naming the first violation's line and what to do.
+    """
+    if not report.violations:
+        return
+    first, more = report.violations[0], len(report.violations) - 1
+    others = f" (and {more} more)" if more else ""
+    raise JobError(
+        f"{first.message}{others}; `morph trace-deps {source}` shows all",
+        source=first.place.text,
+        field=first.id,
+        allowed=first.advice,
+    )
+
+
+def _step(optimizer: Optimizer, _parameters: Mapping[str, Parameter]) -> None:
+    optimizer.step()
+
+
+def _dry_run(
+    job: Job, program: ExportedJob, model: CutModel, step: StepFunction, recorder: Recorder, max_real_elements: int
+) -> tuple[str, ...]:
+    specs = model.parameter_specs
+    large = sum(torch.Size(shape).numel() for shape, _ in specs.values()) > max_real_elements
+    if large:
+        parameters: dict[str, Tensor] = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in specs.items()
+        }
+    else:
+        parameters = {name: program.initial_parameters[name] for name in specs}
+    given = ModelStep(parameters, _constants(model), _batch(job, model), fake=large)
+    gradients = run_model(model, given, recorder, job.seed)
+    if large:
+        shapes = stand_ins(specs, max_real_elements)
+        parameters = {name: _drawn(shapes[name], specs[name][1]) for name in specs}
+        gradients = {name: _drawn(shapes[name], specs[name][1]) for name in specs}
+    gradients = {name: gradients[name] if name in gradients else torch.zeros_like(parameters[name]) for name in specs}
+    unit_of = {name: unit.id for unit in model.units for name in unit.parameters}
+    try:
+        run_optimizer(job, step, parameters, gradients, unit_of, recorder)
+    except MorphError:
+        raise
+    except Exception as error:
+        if large:
+            return (f"the optimizer was not looked at: it failed on smaller parameters ({error})",)
+        line = user_line(error, job, None) or definition_line(job.optimizer)
+        raise JobError(f"optimizer failed: {type(error).__name__}: {error}", source=line) from error
+    _judge(run_trials(parameters, model.units, job.optimizer, step), job, recorder)
+    return ("large model: run without numbers, and the optimizer on smaller parameters",) if large else ()
+
+
+def _constants(model: CutModel) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for section in model.sections:
+        for name in section.constants:
+            if name not in found:
+                found[name] = section.constant_values[name]
+    return found
+
+
+def _batch(job: Job, model: CutModel) -> dict[str, Tensor]:
+    keys = sorted({key for section in model.sections for key in section.batch_keys})
+    return MicroBatchLoader(job.dataset(), job.seed, job.batch_size, model.micro_batch_size).load(0, 0, keys)
+
+
+def _drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def _judge(result: TrialResult, job: Job, recorder: Recorder) -> None:
+    """Let the trials decide about numbers that left for Python, and add what only they saw."""
+    for draft in recorder.of("leaves"):
+        draft.handled = not (result.differing or result.refused)
+    place = Place(definition_line(job.optimizer), None, getattr(job.optimizer, "__name__", "optimizer"))
+    for unit, error in result.refused.items():
+        detail = f"cannot be built for unit {unit} alone: {error}"
+        recorder.add("refused", "optimizer", "optimizer", place, (unit,), detail=detail)
+    explained = recorder.of("mixing", "leaves", "random", "common")
+    if result.differing and not explained:
+        detail = ", ".join(sorted(set(result.differing.values())))
+        recorder.add("differs", "optimizer", "step", place, result.differing, detail=detail)
+    if result.lost and not recorder.of("unsaved", "common", "random"):
+        recorder.add("unsaved", "optimizer", "step", place, result.lost)
+
+
+def _what_morph_does(job: Job, model: CutModel, recorder: Recorder) -> None:
+    units = [unit.id for unit in model.units]
+    if job.clip_grad_norm is not None:
+        text = "the gradients' norm is taken over all units, and all are scaled alike"
+        place = Place(None, None, "Job.clip_grad_norm")
+        recorder.add("morph", "optimizer", "clip_grad_norm", place, units, detail=text).handled = True
+    if job.effective_loss_scaling is not None:
+        text = "an overflow in one unit skips the step of all, and all have the same loss scale"
+        place = Place(None, None, "Job.loss_scaling")
+        recorder.add("morph", "optimizer", "loss_scaling", place, units, detail=text).handled = True

@@ -1,0 +1,130 @@
+"""One training step of a cut model in one process: sections in a row, their backward, the optimizer as one instance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from morph.cutting import CutModel
+from morph.cutting.locate import definition_line
+from morph.job import Job
+from morph.runtime.random_streams import seed_section
+from morph.runtime.section_run import SectionRun, run_section, section_backward
+from morph.tracing.findings import Place
+from morph.tracing.model_mode import ModelMode
+from morph.tracing.optimizer_mode import OptimizerMode
+from morph.tracing.recorder import Recorder
+from morph.tracing.trials import StepFunction
+
+Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+_NUM_STEPS = 3
+_STAND_IN_SIZES = (64, 16, 8, 4, 2)
+
+
+@dataclass(frozen=True)
+class ModelStep:
+    """What the model's part of a step needs.
+
+    Attributes:
+        parameters: By name; only shapes and types matter when ``fake``.
+        constants: By the names in ``Section.constants``.
+        batch: Of one micro-batch.
+        fake: Run without numbers and without memory for them.
+    """
+
+    parameters: Mapping[str, Tensor]
+    constants: Mapping[str, Tensor]
+    batch: Mapping[str, Tensor]
+    fake: bool
+
+
+def run_model(model: CutModel, given: ModelStep, recorder: Recorder, seed: int) -> dict[str, Tensor]:
+    """Run forward and backward of one micro-batch, section by section; returns each parameter's gradient."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if given.fake else None
+    mode = ModelMode(recorder)
+    gradients: dict[str, Tensor] = {}
+
+    def add(name: str, gradient: Tensor) -> None:
+        gradients[name] = gradients[name] + gradient if name in gradients else gradient
+
+    with fake or nullcontext():
+        tensors = {name: _prepared(tensor, fake).requires_grad_() for name, tensor in given.parameters.items()}
+        constants = {name: _prepared(tensor, fake) for name, tensor in given.constants.items()}
+        batch = {name: _prepared(tensor, fake) for name, tensor in given.batch.items()}
+        mode.know(model, tensors)
+        mode.know_batch(batch)
+        runs: list[SectionRun] = []
+        values: tuple[Tensor, ...] = ()
+        for section in model.sections:
+            seed_section(seed, 0, 0, section.index)
+            runs.append(run_section(mode.follow(section, constants), values, batch, tensors))
+            values = runs[-1].outputs
+        following: tuple[Tensor | None, ...] = (torch.ones_like(values[0]), *(None for _ in values[1:]))
+        for section in reversed(model.sections):
+            following = section_backward(section, runs.pop(), following, tensors, add)
+    mode.finish()
+    return gradients
+
+
+def _prepared(tensor: Tensor, fake: FakeTensorMode | None) -> Tensor:
+    if fake is None:
+        return tensor.detach().clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def run_optimizer(
+    job: Job,
+    step: StepFunction,
+    parameters: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    unit_of: Mapping[str, str],
+    recorder: Recorder,
+) -> None:
+    """Build the job's optimizer over all parameters and run three of its steps."""
+    mode = OptimizerMode(unit_of, recorder)
+    leaves = {name: Parameter(tensor.detach().clone()) for name, tensor in parameters.items()}
+    mode.own(leaves, {})
+    with mode.watching(0):
+        optimizer = job.optimizer(list(leaves.items()))
+        scheduler = job.lr_scheduler(optimizer) if job.lr_scheduler else None
+    for epoch in range(1, _NUM_STEPS + 1):
+        for name, leaf in leaves.items():
+            leaf.grad = gradients[name] * (1.0 / epoch)
+        mode.own(leaves, optimizer.state)
+        before = _numbers(optimizer)
+        with mode.watching(epoch):
+            step(optimizer, leaves)
+            if scheduler is not None:
+                scheduler.step()
+        for leaf in leaves.values():
+            leaf.grad = None
+    for name, value in _numbers(optimizer).items():
+        if before[name] != value:
+            recorder.add("unsaved", "optimizer", name, _defined(optimizer), set(unit_of.values()))
+    mode.finish()
+
+
+def _numbers(optimizer: Optimizer) -> dict[str, Any]:
+    found = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+    return {f"self.{name}": value for name, value in found.items()}
+
+
+def _defined(optimizer: Optimizer) -> Place:
+    return Place(definition_line(type(optimizer).step), None, "step")
+
+
+def stand_ins(specs: Specs, max_elements: int) -> dict[str, tuple[int, ...]]:
+    """Return shapes of the same parameters, made small enough to try optimizers on; their own if they are."""
+    for size in (max(max(shape, default=1) for shape, _ in specs.values()), *_STAND_IN_SIZES):
+        shapes = {name: tuple(min(length, size) for length in shape) for name, (shape, _) in specs.items()}
+        if sum(torch.Size(shape).numel() for shape in shapes.values()) <= max_elements:
+            break
+    return shapes

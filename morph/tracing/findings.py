@@ -1,0 +1,109 @@
+"""What the tracer reports: plain frozen values that turn into JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Kind = Literal[
+    "activation", "tied", "constant", "morph", "mixing", "leaves", "common", "unsaved", "random", "differs", "refused"
+]
+Status = Literal["handled", "allowed", "violation"]
+Phase = Literal["model", "optimizer"]
+
+KINDS: dict[Kind, str] = {
+    "activation": "a tensor that one section makes and later ones read",
+    "tied": "a weight that several sections read",
+    "constant": "a tensor made outside the step, only read",
+    "morph": "something that Morph itself does over all units",
+    "mixing": "an operation on tensors of several units",
+    "leaves": "a tensor becomes a Python number, which cannot be followed",
+    "common": "a tensor outside Morph's sight that changes from step to step, for several units",
+    "unsaved": "a value that changes from step to step outside optimizer.state[parameter]",
+    "random": "random numbers drawn by the optimizer",
+    "differs": "one optimizer for each unit ends elsewhere than one optimizer for all",
+    "refused": "the optimizer cannot be built or run for one unit alone",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operation stands in the source.
+
+    Attributes:
+        user: ``file:line`` in the user's own files, or None.
+        library: ``file:line`` of the library that did it on the user's behalf, or None.
+        function: Name of the function at ``user``, else at ``library``.
+    """
+
+    user: str | None
+    library: str | None
+    function: str
+
+    @property
+    def text(self) -> str:
+        """Both lines in one text."""
+        return " by ".join(line for line in (self.user, self.library) if line) or self.function
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One dependency between sections.
+
+    Attributes:
+        id: Name for ``Job.allowed_dependencies``; it holds no line numbers and no sections.
+        kind: See ``KINDS``.
+        status: ``handled`` by Morph, ``allowed`` by the job, or a ``violation``.
+        phase: In the model's step, or in the optimizer's.
+        operator: Name of the operation, without ``aten``.
+        place: Where it stands.
+        units: Sections (model) or parameter units (optimizer) that meet, in order.
+        shapes: Shapes of the tensors that met, at the first occurrence; those past the eighth are left out.
+        count: How often it happened.
+        num_bytes: Bytes of the weights that are tied, or that cross per micro-batch; 0 where it does not matter.
+        message: What it is, in one sentence.
+        advice: What to do about it; empty when nothing is to be done.
+    """
+
+    id: str
+    kind: Kind
+    status: Status
+    phase: Phase
+    operator: str
+    place: Place
+    units: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    count: int
+    num_bytes: int
+    message: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class DependencyReport:
+    """What the dry run of one job found.
+
+    Attributes:
+        job: The job's name.
+        num_sections: K of the dry run.
+        micro_batch_size: m of the dry run, samples.
+        units: Ids of the parameter units.
+        findings: Violations first, then allowed ones, then handled ones.
+        notes: What was not run as in training, and why.
+    """
+
+    job: str
+    num_sections: int
+    micro_batch_size: int
+    units: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def violations(self) -> tuple[Finding, ...]:
+        """Findings that keep the job from starting."""
+        return tuple(finding for finding in self.findings if finding.status == "violation")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain dicts, lists, numbers and texts."""
+        return {**asdict(self), "num_violations": len(self.violations)}

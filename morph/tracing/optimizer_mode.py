@@ -1,0 +1,178 @@
+"""The optimizer's steps under a dispatch mode that knows whose data every tensor holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from morph.tracing.operations import Lane, is_random, lanes_of, name_of, takes_only_shapes, tensors_in
+from morph.tracing.recorder import Key, Recorder
+from morph.tracing.source_lines import here
+from morph.tracing.storages import Known, Storages, Tag, covers_its_storage
+
+_TO_PYTHON = {"_local_scalar_dense", "equal", "is_nonzero"}
+_LIFTING = {"lift_fresh", "lift"}
+_OUT_OF_TORCH = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__: "numpy"}
+FIRST_SETTLED_EPOCH = 2  # state may be made in the first step
+
+
+class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches what the optimizer does. Epoch 0 is its construction, epochs 1, 2, 3 are its steps.
+
+    Args:
+        unit_of: Unit of each parameter, by the parameter's name.
+        recorder: Takes what is found.
+    """
+
+    def __init__(self, unit_of: Mapping[str, str], recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unit_of = unit_of
+        self.storages = Storages()
+        self._recorder = recorder
+
+    @contextmanager
+    def watching(self, epoch: int) -> Iterator[None]:
+        """Watch what runs inside."""
+        self.storages.epoch = epoch
+        with _PythonExits(self), self:
+            yield
+
+    def own(self, parameters: Mapping[str, Tensor], state: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Name the owners of parameters, gradients and saved optimizer state; before each step."""
+        self.storages.disown_all()
+        for name, parameter in parameters.items():
+            unit = self.unit_of[name]
+            self.storages.own(parameter, unit, holds_data=True, label=name)
+            if parameter.grad is not None:
+                self.storages.own(parameter.grad, unit, holds_data=True, label=f"gradient of {name}")
+            for key, value in state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    self.storages.own(value, unit, holds_data=False, label=f"{key} of {name}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and note what its tensors mean for its results."""
+        options = kwargs or {}
+        lifting = name_of(func) in _LIFTING
+        for tensor in tensors_in((*args, *options.values())):
+            self.storages.see(tensor, outside=not lifting)
+        result = func(*args, **options)
+        lanes = lanes_of(func, args, options, result)
+        for lane in lanes:
+            self._lane(func, lane)
+        if is_random(func) and lanes:
+            units = {unit for lane in lanes for known in self._all(lane) if known.tag for unit in known.tag.units}
+            self._recorder.add("random", "optimizer", name_of(func), here(), units, tensors_in(result))
+        return result
+
+    def leaves(self, operator: str, tensors: tuple[Tensor, ...]) -> None:
+        """Note that tensors became Python values."""
+        tags = [known.tag for known in (self.storages.see(tensor, outside=True) for tensor in tensors) if known.tag]
+        if tags and not any(tag.roots for tag in tags):
+            units = {unit for tag in tags for unit in tag.units}
+            self._recorder.add("leaves", "optimizer", operator, here(), units, tensors)
+
+    def _all(self, lane: Lane) -> list[Known]:
+        tensors = (*lane.reads, *lane.writes, *lane.results)
+        return [self.storages.see(tensor, outside=False) for tensor in tensors]
+
+    def _lane(self, func: Any, lane: Lane) -> None:
+        reads = [self.storages.see(tensor, outside=True) for tensor in lane.reads]
+        writes = [self.storages.see(tensor, outside=True) for tensor in lane.writes]
+        tag = None if takes_only_shapes(func) else self._join(func, lane, reads, writes)
+        self._note_carried(func, lane, reads, writes)
+        if name_of(func) in _TO_PYTHON:
+            self.leaves({"_local_scalar_dense": "item"}.get(name_of(func), name_of(func)), lane.reads)
+        for known, tensor in zip(writes, lane.writes, strict=True):
+            self._write(known, tensor, tag, overwrites=lane.overwrites)
+        for tensor in lane.results:
+            if self.storages.find(tensor) is None:
+                made = self.storages.see(tensor, outside=False)
+                made.tag = tag
+                made.sources = () if tag else self._sources(reads)
+
+    def _join(self, func: Any, lane: Lane, reads: list[Known], writes: list[Known]) -> Tag | None:
+        """Return the tag of the results; units that meet here for the first time are a finding."""
+        tags = [known.tag for known in reads if known.tag]
+        tags += [known.tag for known in writes if known.owner and known.tag]
+        single = frozenset(unit for tag in tags if len(tag.units) == 1 for unit in tag.units)
+        mixed = frozenset(unit for tag in tags if len(tag.units) > 1 for unit in tag.units)
+        roots = frozenset(root for tag in tags for root in tag.roots)
+        for known in reads:
+            if known.tag is None:
+                for source in (known, *known.sources):
+                    source.users.update(single)
+                if known.outside and single and known.read_at is None:
+                    known.read_at = (name_of(func), here())
+        if len(single) > 1 or (mixed and not single <= mixed):
+            roots |= {self._mixing(func, lane, single | mixed)}
+        return Tag(single | mixed, roots) if tags else None
+
+    def _write(self, known: Known, tensor: Tensor, tag: Tag | None, *, overwrites: bool) -> None:
+        if known.owner is not None:
+            for root in tag.roots if tag else ():
+                self._recorder.drafts[root].reached.add(known.owner)  # type: ignore[index]
+        elif overwrites and covers_its_storage(tensor):
+            known.tag = tag
+        elif tag is not None:
+            before = known.tag or Tag(frozenset())
+            known.tag = Tag(before.units | tag.units, before.roots | tag.roots)
+        if overwrites and covers_its_storage(tensor):
+            known.born = self.storages.epoch
+
+    def _note_carried(self, func: Any, lane: Lane, reads: list[Known], writes: list[Known]) -> None:
+        """Find values that live from step to step where Morph does not keep them."""
+        now = self.storages.epoch
+        if now < FIRST_SETTLED_EPOCH:
+            return
+        for known, tensor in zip(writes, lane.writes, strict=True):
+            replaced = lane.overwrites and covers_its_storage(tensor)
+            if not known.kept and known.born < now and not replaced:
+                self._carried(func, known, tensor)
+        for known, tensor in zip(reads, lane.reads, strict=True):
+            if not known.kept and not known.outside and FIRST_SETTLED_EPOCH <= known.born < now:
+                self._carried(func, known, tensor)
+
+    def _carried(self, func: Any, known: Known, tensor: Tensor) -> None:
+        known.changed = True
+        units = set(known.tag.units) if known.tag else set(known.users)
+        kind: Any = "unsaved" if len(units) == 1 and known.tag else "common"
+        self._recorder.add(kind, "optimizer", name_of(func), here(), units, (tensor,))
+
+    def _sources(self, reads: list[Known]) -> tuple[Known, ...]:
+        older = {id(known): known for known in reads if known.outside or known.born < self.storages.epoch}
+        for known in reads:
+            older |= {id(source): source for source in known.sources}
+        return tuple(older.values())
+
+    def _mixing(self, func: Any, lane: Lane, units: frozenset[str]) -> Key:
+        key: Key = ("mixing", name_of(func), here())
+        tensors = (*lane.reads, *lane.writes)
+        logical = any(tensor.dtype == torch.bool for tensor in tensors)
+        self._recorder.add("mixing", "optimizer", key[1], key[2], units, tensors, detail="logical" if logical else "")
+        return key
+
+    def finish(self) -> None:
+        """Note the tensors made outside that several units read and nothing changed: equal on every worker."""
+        for known in self.storages.entries():
+            if known.read_at is not None and not known.changed and len(known.users) > 1:
+                operator, place = known.read_at
+                self._recorder.add("constant", "optimizer", operator, place, known.users).handled = True
+
+
+class _PythonExits(TorchFunctionMode):
+    """Sees the ways to Python that run no operation: ``tolist`` and ``numpy``."""
+
+    def __init__(self, mode: OptimizerMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OUT_OF_TORCH and args and isinstance(args[0], torch.Tensor):
+            self._mode.leaves(_OUT_OF_TORCH[func], (args[0],))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,390 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from morph.contract.errors import JobError
+from morph.tracing import DependencyReport, Finding, require_no_violation
+
+UNITS = ("s0", "s1", "s2")
+HERE = Path(__file__).name
+
+
+class Custom(Optimizer):
+    """Base of the optimizers below."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.setup()
+
+    def setup(self) -> None:
+        pass
+
+    @property
+    def all(self) -> list[torch.nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+class Lion(Custom):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.all:
+            state = self.state[parameter]
+            if not state:
+                state["average"] = torch.zeros_like(parameter)
+            update = state["average"].mul(0.9).add(parameter.grad, alpha=0.1).sign_()
+            parameter.mul_(1 - 0.01).sub_(update, alpha=0.1)
+            state["average"].lerp_(parameter.grad, 0.01)
+
+
+class Lamb(Custom):
+    """A norm for each tensor, and a ratio that is a tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.all:
+            ratio = parameter.norm() / (parameter.grad.norm() + 1e-6)
+            parameter.sub_(parameter.grad * ratio * 0.1)
+
+
+class LambWithNumbers(Custom):
+    """The same, but the ratio is a Python number."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.all:
+            ratio = parameter.norm().item() / (parameter.grad.norm().item() + 1e-6)
+            parameter.sub_(parameter.grad, alpha=0.1 * ratio)
+
+
+class NvLamb(Custom):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        total = torch.zeros(())
+        for parameter in self.all:
+            total += parameter.grad.square().sum()  # mixes
+        for parameter in self.all:
+            parameter.sub_(parameter.grad / total.sqrt())
+
+
+class NvLambWithNumbers(Custom):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        total = sum(parameter.grad.square().sum().item() for parameter in self.all) ** 0.5
+        for parameter in self.all:
+            parameter.sub_(parameter.grad, alpha=1 / total)
+
+
+class Clipped(Custom):
+    def step(self, closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_norm_(self.all, 1.0)  # mixes
+        with torch.no_grad():
+            torch._foreach_add_(self.all, [parameter.grad for parameter in self.all], alpha=-0.1)
+
+
+class SkipsOverflow(Custom):
+    """Loss scaling by hand: one stage's overflow must skip every stage's step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        found = torch.stack([(~torch.isfinite(parameter.grad)).any() for parameter in self.all]).any()
+        if not found:
+            for parameter in self.all:
+                parameter.sub_(parameter.grad / 1024.0)
+
+
+class SkipsOverflowWithPython(Custom):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if all(bool(torch.isfinite(parameter.grad).all()) for parameter in self.all):
+            for parameter in self.all:
+                parameter.sub_(parameter.grad / 1024.0)
+
+
+class Unscales(Custom):
+    """As ``torch.amp.GradScaler`` does it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        found = torch.zeros(1)
+        gradients = [parameter.grad for parameter in self.all]
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.tensor(1 / 1024.0))
+        for parameter in self.all:
+            parameter.sub_(parameter.grad * (1 - found))
+
+
+class KeepsAverage(Custom):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.all:
+            parameter.sub_(parameter.grad, alpha=0.1)
+            state = self.state[parameter]
+            if "average" not in state:
+                state["average"] = parameter.clone()
+            state["average"] = state["average"] * 0.9 + parameter * 0.1
+
+
+class KeepsAverageInAList(Custom):
+    def setup(self) -> None:
+        self.averages = [parameter.detach().clone() for parameter in self.all]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter, average in zip(self.all, self.averages, strict=True):
+            parameter.sub_(parameter.grad, alpha=0.1)
+            average.lerp_(parameter, 0.1)  # unsaved
+
+
+class CountsInOneTensor(Custom):
+    def setup(self) -> None:
+        self.num_steps = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1  # common
+        for parameter in self.all:
+            parameter.sub_(parameter.grad / self.num_steps.sqrt())
+
+
+class CountsInPython(Custom):
+    def setup(self) -> None:
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        for parameter in self.all:
+            parameter.sub_(parameter.grad, alpha=0.1 / self.num_steps)
+
+
+class AddsNoise(Custom):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.all:
+            parameter.sub_(parameter.grad + 0.01 * torch.randn_like(parameter))  # noise
+
+
+class ReusesMemory(Custom):
+    def setup(self) -> None:
+        self.scratch = torch.empty(8, 8)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.all:
+            if parameter.dim() == 2:
+                self.scratch.copy_(parameter.grad)
+                parameter.sub_(self.scratch.mul_(0.1))
+
+
+class ReadsAConstant(Custom):
+    def setup(self) -> None:
+        self.factor = torch.tensor([0.1])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.all:
+            parameter.sub_(parameter.grad * self.factor)
+
+
+CLEAN: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {"foreach": True, "amsgrad": True, "maximize": True}),
+    (torch.optim.AdamW, {"lr": torch.tensor(1e-3)}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True, "weight_decay": 0.1}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.NAdam, {"foreach": True}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.Adadelta, {"foreach": True}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.Adafactor, {}),
+    (Lion, {}),
+    (Lamb, {}),
+    (LambWithNumbers, {}),
+    (KeepsAverage, {}),
+    (ReusesMemory, {}),
+    (ReadsAConstant, {}),
+]
+
+
+def report_of(tools: Any, kind: type[Optimizer], **settings: Any) -> DependencyReport:
+    report: DependencyReport = tools.trace(tools.make_job(optimizer=tools.optimizer_of(kind, **settings)))
+    return report
+
+
+def line_of(text: str) -> str:
+    """Return ``file:line`` of the one line in this file that holds the text as a comment."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    (number,) = [index for index, line in enumerate(lines, start=1) if line.rstrip().endswith(text)]
+    return f"{__file__}:{number}"
+
+
+def the_violation(report: DependencyReport) -> Finding:
+    (found,) = report.violations
+    return found
+
+
+@pytest.mark.parametrize(("kind", "settings"), CLEAN, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_an_optimizer_that_keeps_parameters_apart_is_clean(tools: Any, kind: Any, settings: Any) -> None:
+    report = report_of(tools, kind, **settings)
+    assert report.violations == ()
+    assert report.units == UNITS
+    assert {f.kind for f in report.findings if f.phase == "optimizer"} <= {"leaves", "constant"}
+
+
+def test_numbers_taken_from_one_parameter_are_cleared_by_the_trials(tools: Any) -> None:
+    report = report_of(tools, LambWithNumbers)
+    leaving = [finding for finding in report.findings if finding.kind == "leaves"]
+    assert [finding.status for finding in leaving] == ["handled"]
+    assert leaving[0].units == UNITS
+    assert "same bits" in leaving[0].message
+
+
+@pytest.mark.parametrize("kind", [NvLambWithNumbers, SkipsOverflowWithPython])
+def test_numbers_that_mix_in_python_are_violations_with_their_line(tools: Any, kind: type[Optimizer]) -> None:
+    found = the_violation(report_of(tools, kind))
+    assert (found.kind, found.operator, found.units) == ("leaves", "item", UNITS)
+    assert found.place.user is not None
+    assert found.place.user.startswith(__file__)
+
+
+def test_a_global_norm_is_a_violation_at_its_line(tools: Any) -> None:
+    found = the_violation(report_of(tools, NvLamb))
+    assert (found.kind, found.units, found.place.user) == ("mixing", UNITS, line_of(".sum()  # mixes"))
+    assert found.id == f"mixing:add_@{HERE}:step"
+    assert "flows into 3 units" in found.message
+
+
+def test_clipping_in_the_users_step_names_both_lines_and_the_jobs_setting(tools: Any) -> None:
+    found = the_violation(report_of(tools, Clipped))
+    assert (found.kind, found.operator, found.units) == ("mixing", "stack", UNITS)
+    assert found.place.user == line_of(", 1.0)  # mixes")
+    assert found.place.library is not None
+    assert "torch/nn/utils/clip_grad.py:" in found.place.library
+    assert "Job.clip_grad_norm" in found.advice
+
+
+def test_the_jobs_own_clipping_and_loss_scaling_are_handled(tools: Any) -> None:
+    report = tools.trace(tools.make_job(clip_grad_norm=1.0, precision="fp16"))
+    assert report.violations == ()
+    ours = {finding.operator: finding for finding in report.findings if finding.kind == "morph"}
+    assert set(ours) == {"clip_grad_norm", "loss_scaling"}
+    assert all(finding.status == "handled" and finding.units == UNITS for finding in ours.values())
+
+
+@pytest.mark.parametrize("kind", [SkipsOverflow, Unscales])
+def test_an_overflow_check_over_all_parameters_is_a_violation(tools: Any, kind: type[Optimizer]) -> None:
+    found = the_violation(report_of(tools, kind))
+    assert (found.kind, found.units) == ("mixing", UNITS)
+    assert "Job.loss_scaling" in found.advice
+
+
+def test_loss_scaling_around_the_optimizers_step_is_seen(tools: Any) -> None:
+    def step(optimizer: Optimizer, parameters: dict[str, torch.nn.Parameter]) -> None:
+        gradients = torch.cat([parameter.grad.flatten() for parameter in parameters.values()])
+        if torch.isfinite(gradients).all():
+            optimizer.step()
+
+    found = the_violation(tools.trace(tools.make_job(), step_function=step))
+    assert (found.operator, found.units, found.place.function) == ("cat", UNITS, "step")
+
+
+def test_an_average_of_weights_outside_the_optimizers_state_would_be_lost(tools: Any) -> None:
+    found = the_violation(report_of(tools, KeepsAverageInAList))
+    assert (found.kind, found.units, found.place.user) == ("unsaved", UNITS, line_of("# unsaved"))
+    assert "optimizer.state[parameter]" in found.advice
+
+
+def test_one_counter_for_all_parameters_is_common(tools: Any) -> None:
+    found = the_violation(report_of(tools, CountsInOneTensor))
+    assert (found.kind, found.units, found.place.user) == ("common", UNITS, line_of("# common"))
+
+
+def test_a_counter_in_python_would_be_lost(tools: Any) -> None:
+    found = the_violation(report_of(tools, CountsInPython))
+    assert (found.kind, found.operator) == ("unsaved", "self.num_steps")
+
+
+def test_noise_in_the_optimizer_is_a_violation(tools: Any) -> None:
+    found = the_violation(report_of(tools, AddsNoise))
+    assert (found.kind, found.operator, found.place.user) == ("random", "randn_like", line_of("# noise"))
+
+
+def test_a_constant_that_is_only_read_is_handled(tools: Any) -> None:
+    def build(named: Any) -> Optimizer:
+        return ReadsAConstant([parameter for _, parameter in named])
+
+    shared = torch.tensor([0.5])
+
+    def step(optimizer: Optimizer, parameters: dict[str, torch.nn.Parameter]) -> None:
+        for parameter in parameters.values():
+            parameter.grad.mul_(shared)
+        optimizer.step()
+
+    report = tools.trace(tools.make_job(optimizer=build), step_function=step)
+    constants = [finding for finding in report.findings if finding.kind == "constant"]
+    assert [(finding.status, finding.units) for finding in constants] == [("handled", UNITS)]
+
+
+def test_settings_by_position_are_found_by_the_trials(tools: Any) -> None:
+    def build(named: Any) -> Optimizer:
+        groups = [{"params": [parameter], "lr": 0.1 / (1 + place)} for place, (_, parameter) in enumerate(named)]
+        return torch.optim.SGD(groups)
+
+    found = the_violation(tools.trace(tools.make_job(optimizer=build)))
+    assert (found.kind, found.units) == ("differs", ("s1", "s2"))
+
+
+def test_an_optimizer_that_needs_every_parameter_is_refused(tools: Any) -> None:
+    def build(named: Any) -> Optimizer:
+        parameters = dict(named)
+        return torch.optim.SGD([parameters["blocks.0.weight"], *parameters.values()][1:], lr=0.1)
+
+    found = the_violation(tools.trace(tools.make_job(optimizer=build)))
+    assert (found.kind, found.units) == ("refused", ("s1", "s2"))
+    assert "blocks.0.weight" in found.message
+
+
+def test_an_allowed_finding_is_no_violation(tools: Any) -> None:
+    first = the_violation(report_of(tools, NvLamb))
+    job = tools.make_job(optimizer=tools.optimizer_of(NvLamb), allowed_dependencies=(first.id,))
+    report = tools.trace(job)
+    assert report.violations == ()
+    assert [finding.id for finding in report.findings if finding.status == "allowed"] == [first.id]
+    require_no_violation(report, "job.py:job")
+
+
+def test_a_violation_refuses_the_job_in_one_sentence(tools: Any) -> None:
+    report = report_of(tools, Clipped)
+    with pytest.raises(JobError, match="several units") as refused:
+        require_no_violation(report, "job.py:job")
+    assert refused.value.source is not None
+    assert refused.value.source.startswith(line_of(", 1.0)  # mixes"))
+    assert "morph trace-deps job.py:job" in str(refused.value)
+
+
+def test_a_large_model_is_run_without_numbers(tools: Any) -> None:
+    report = tools.trace(tools.make_job(optimizer=tools.optimizer_of(Clipped)), max_real_elements=40)
+    assert (the_violation(report).operator, report.notes[0][:11]) == ("stack", "large model")
+    assert tools.trace(tools.make_job(), max_real_elements=40).violations == ()
+
+
+def test_an_optimizer_that_fails_is_an_error_at_its_line(tools: Any) -> None:
+    def build(named: Any) -> Optimizer:
+        raise ValueError("no such setting")
+
+    with pytest.raises(JobError, match="no such setting") as refused:
+        tools.trace(tools.make_job(optimizer=build))
+    assert refused.value.source is not None
+    assert HERE in refused.value.source
