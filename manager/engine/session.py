@@ -38,6 +38,8 @@ class RunSpec:
     """What to run and on what. Everything in it was checked before.
 
     ``stop_with_trace``: end, saved and resumable, some steps after the trace's last event.
+    ``patient_trace``: the trace's clock stands while a VM boots or its worker warms up, so that the history does
+    not depend on how fast this machine starts processes.
     """
 
     job_path: str
@@ -48,6 +50,7 @@ class RunSpec:
     micro_batch_size: int
     faults: tuple[Fault, ...] = ()
     stop_with_trace: bool = False
+    patient_trace: bool = False
 
 
 def run_session(
@@ -82,7 +85,7 @@ def run_session(
         )
         lifelines = Lifelines(LOOPBACK, pool.connection_closed)
         player = VmPlayer(cluster, spec.trace, inbox)
-        observers = [lambda observed: _start_clock(observed, player), observer]
+        observers = [lambda observed: _run_clock(observed, player, patient=spec.patient_trace), observer]
         driver = Driver(initial_state(spec.config), inbox, pool, journal, run_dir.checkpoint_url, observers)
         if spec.stop_with_trace:
             observers.append(_StopWithTrace(player))
@@ -104,8 +107,12 @@ def run_session(
             journal.close()
 
 
-def _start_clock(observed: Observed, player: VmPlayer) -> None:
-    if observed.decision.state.phase is Phase.TRAINING:
+def _run_clock(observed: Observed, player: VmPlayer, *, patient: bool) -> None:
+    state = observed.decision.state
+    warming = player.fleet.booting or any(not worker.ready for worker in state.workers.values())
+    if patient and warming:
+        player.stop_clock()
+    elif state.phase is Phase.TRAINING:
         player.start_clock()
 
 

@@ -35,6 +35,7 @@ class VmFleet:
         self._wanted: dict[str, str] = {}
         self._seen: dict[str, int] = {}
         self._up: set[str] = set()
+        self._failed: set[str] = set()
         self._lock = threading.Lock()
         threading.Thread(target=self._boot_loop, name="morph-vm-boot", daemon=True).start()
 
@@ -58,6 +59,12 @@ class VmFleet:
         for vm in doomed:
             self._host.kill_vm(vm)
 
+    @property
+    def booting(self) -> bool:
+        """Whether a VM that was asked for is not up yet."""
+        with self._lock:
+            return bool(set(self._wanted.values()) - self._up - self._failed)
+
     def close(self) -> None:
         """Boot nothing any more."""
         with self._lock:
@@ -71,6 +78,8 @@ class VmFleet:
             try:
                 self._host.add_vm(vm)
             except ClusterError as error:
+                with self._lock:
+                    self._failed.add(vm)
                 if self._is_wanted(vm):
                     self._inbox.put(Fact(name="vm_failed", worker=vm, detail=str(error)))
                 continue

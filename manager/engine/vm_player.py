@@ -11,19 +11,21 @@ from manager.engine.vm_fleet import VmFleet, VmHost
 from morph.contract.trace import Trace, TraceEvent
 
 CLOSE_TIMEOUT_S = 5.0
+STEP_S = 0.1
 
 
 class VmPlayer:
     """Plays a trace on a host of VMs, from a thread of its own.
 
     The trace's clock stands at its first moment until ``start_clock``: what comes at time 0 is booted first.
-    Revocations of the same moment happen together.
+    ``stop_clock`` lets it stand again. Revocations of the same moment happen together.
     """
 
     def __init__(self, host: VmHost, trace: Trace, inbox: Inbox) -> None:
         self.fleet = VmFleet(host, inbox)
         self._events = trace.events
-        self._clock_started = threading.Event()
+        self._clock_runs = threading.Event()
+        self._clock_s = 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._play, name="morph-vm-trace", daemon=True)
 
@@ -33,7 +35,11 @@ class VmPlayer:
 
     def start_clock(self) -> None:
         """Let the trace's time run. Calling it again changes nothing."""
-        self._clock_started.set()
+        self._clock_runs.set()
+
+    def stop_clock(self) -> None:
+        """Let the trace's time stand, to within ``STEP_S``, until the next ``start_clock``."""
+        self._clock_runs.clear()
 
     @property
     def finished(self) -> bool:
@@ -43,20 +49,23 @@ class VmPlayer:
     def close(self) -> None:
         """Stop playing and booting."""
         self._over.set()
-        self._clock_started.set()
+        self._clock_runs.set()
         self._thread.join(CLOSE_TIMEOUT_S)
         self.fleet.close()
 
     def _play(self) -> None:
-        start_s: float | None = None
         for time_s, events in groupby(self._events, key=lambda event: event.time_s):
-            if time_s > 0:
-                self._clock_started.wait()
-                start_s = time.monotonic() if start_s is None else start_s
-                self._over.wait(max(0.0, start_s + time_s - time.monotonic()))
+            self._wait_until(time_s)
             if self._over.is_set():
                 return
             self._play_together(list(events))
+
+    def _wait_until(self, time_s: float) -> None:
+        while self._clock_s < time_s and not self._over.is_set():
+            self._clock_runs.wait()
+            begin_s = time.monotonic()
+            self._over.wait(min(STEP_S, time_s - self._clock_s))
+            self._clock_s += time.monotonic() - begin_s
 
     def _play_together(self, events: list[TraceEvent]) -> None:
         revoked: list[str] = []

@@ -129,6 +129,7 @@ def managed_run(
             micro_batch_size=facts.micro_batch_size,
             faults=faults,
             stop_with_trace=stop_with_trace,
+            patient_trace=stop_with_trace,
         )
         with run_view(
             profile.job.name, None if stop_with_trace else steps, profile.job.batch_size, plain=plain
