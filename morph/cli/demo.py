@@ -32,7 +32,9 @@ def demo_command(
     job: Annotated[str, typer.Option(help="path/to/file.py:name")] = "configs/jobs/gpt2_stdlib.py:job",
     cluster: Annotated[Path, typer.Option(help="Cluster file (YAML).")] = Path("configs/clusters/demo.yaml"),
     seed: Annotated[int, typer.Option(help="Of the spot trace.")] = SEED,
-    seconds: Annotated[float, typer.Option(min=10, help="Length of the spot trace; its clock stands while a VM boots.")] = SECONDS,
+    seconds: Annotated[
+        float, typer.Option(min=10, help="Length of the trace; its clock stands while a VM boots.")
+    ] = SECONDS,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even in a terminal.")] = False,
 ) -> None:
     """Calibrate, plan, run through a spot trace with real kills, and compare with an uninterrupted run.
