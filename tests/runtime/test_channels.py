@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from morph.contract.errors import GenerationAborted, PeerLost, WaitTimeout
 from morph.runtime import channels
-from morph.runtime.channels import Channel, GroupSet, GroupSpec, Ring, connect_store
+from morph.runtime.channels import Channel, GroupSet, GroupSpec, Pending, Ring, connect_store
 from morph.runtime.graveyard import Graveyard
 from morph.runtime.interrupt import Interrupt
 from morph.runtime.store import StoreHost
+from tests.runtime.worker_crew import poll_until
 
 LOOPBACK = "127.0.0.1"
 BOUND_S = 30.0
@@ -94,6 +95,23 @@ def test_messages_arrive_in_order_also_when_they_were_awaited_before(pair: Pair)
     for pending in arriving:
         pending.wait("it to arrive", BOUND_S)
     assert [float(tensor[0]) for tensor in received] == [0, 1, 2, 3, 4]
+
+
+def test_the_end_of_an_operation_wakes_whoever_waits_for_it() -> None:
+    class Work:
+        future: torch.futures.Future[object] = torch.futures.Future()
+
+        def get_future(self) -> torch.futures.Future[object]:
+            return self.future
+
+    interrupt = Interrupt(1)
+    pending = Pending("message", Work(), (), interrupt)  # type: ignore[arg-type]
+    waiter = threading.Thread(target=pending.wait, args=("it", 4 * BOUND_S), daemon=True)
+    waiter.start()
+    poll_until(lambda: bool(interrupt._condition._waiters), "the thread to wait")  # type: ignore[attr-defined]
+    Work.future.set_result(None)
+    waiter.join(BOUND_S)
+    assert not waiter.is_alive()
 
 
 def test_an_empty_tensor_cannot_travel(pair: Pair) -> None:
