@@ -71,6 +71,7 @@ class Analysis:
     sequence: tuple[Node, ...]
     replicated: frozenset[Node]
     output: Node
+    metrics: tuple[Node, ...] = ()
 
     @cached_property
     def order(self) -> dict[Node, int]:
@@ -79,13 +80,14 @@ class Analysis:
 
     @cached_property
     def last_use(self) -> dict[Node, int]:
-        """Place of the last sequence node that reads each sequence node; the loss is read behind the end."""
+        """Place of the last sequence node that reads each sequence node; loss and metrics are read behind the end."""
         last: dict[Node, int] = {}
         for place, node in enumerate(self.sequence):
             for argument in node.all_input_nodes:
                 if argument in self.order:
                     last[argument] = place
-        last[self.output] = len(self.sequence)
+        for node in (self.output, *self.metrics):
+            last[node] = len(self.sequence)
         return last
 
     @cached_property
@@ -144,12 +146,13 @@ class Analysis:
 def analyse(exported: ExportedJob) -> Analysis:
     """Sort the nodes of an exported graph."""
     graph = exported.graph_module.graph
-    output = next(node for node in graph.nodes if node.op == "output").all_input_nodes[0]
+    (results,) = next(node for node in graph.nodes if node.op == "output").args
+    output, *metrics = results if isinstance(results, list | tuple) else (results,)
     calls = [node for node in graph.nodes if node.op == "call_function" and not is_known(node)]
     free = _free_of_parameters_and_chance(exported, calls)
     replicated = _cheap(exported, calls, free)
     sequence = tuple(node for node in calls if node not in replicated)
-    return Analysis(exported, sequence, frozenset(replicated), output)
+    return Analysis(exported, sequence, frozenset(replicated), output, tuple(metrics))
 
 
 def _free_of_parameters_and_chance(exported: ExportedJob, calls: list[Node]) -> set[Node]:

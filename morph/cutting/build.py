@@ -69,7 +69,7 @@ def build_section(
     for node in inputs:
         builder.copies[node] = builder.graph.placeholder(node.name)
     sources = analysis.exported.sources
-    read = _placeholders_read(analysis, nodes)
+    read = _placeholders_read(analysis, [*nodes, *(node for node in outputs if node in analysis.replicated)])
     entries = sorted((node for node in read if sources[node.name].kind == "batch"), key=lambda n: sources[n.name].name)
     parameters = [node for node in read if sources[node.name].kind == "parameter"]
     constants = [node for node in read if sources[node.name].kind == "constant"]
@@ -91,7 +91,7 @@ def build_section(
 
 
 def _border(builder: _Builder, node: Node) -> Node:
-    copied = builder.copies[node]
+    copied: Node = builder.argument(node)
     if node is builder.analysis.output:
         return copied
     if node not in builder.analysis.carries_gradient:

@@ -30,6 +30,7 @@ class CutModel:
         micro_batch_size: m.
         parameter_specs: Shape and dtype of each parameter that a section reads.
         unused_parameters: Trainable, but the loss does not depend on them: in no unit, and never changed.
+        metric_names: Of the last section's outputs behind the loss.
     """
 
     sections: tuple[Section, ...]
@@ -38,6 +39,7 @@ class CutModel:
     micro_batch_size: int
     parameter_specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     unused_parameters: tuple[str, ...]
+    metric_names: tuple[str, ...] = ()
 
 
 def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: int) -> CutModel:
@@ -55,7 +57,7 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
     analysis = analyse(exported)
     places = _cut_places(analysis, num_sections)
     bounds = [0, *places, len(analysis.sequence)]
-    borders = [(), *(analysis.alive(place) for place in places), (analysis.output,)]
+    borders = [(), *(analysis.alive(place) for place in places), (analysis.output, *analysis.metrics)]
     sections: list[Section] = []
     for index in range(len(bounds) - 1):
         nodes = analysis.sequence[bounds[index] : bounds[index + 1]]
@@ -71,6 +73,7 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
         micro_batch_size=micro_batch_size,
         parameter_specs={name: spec for name, spec in specs.items() if name in used},
         unused_parameters=tuple(name for name in specs if name not in used),
+        metric_names=exported.metric_names,
     )
 
 

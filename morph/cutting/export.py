@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from morph.contract.errors import ExportError, JobError, MorphError
 from morph.cutting.construct import BuiltModel, LazyTensors, build_model, build_really
 from morph.cutting.functional import make_functional
 from morph.cutting.locate import definition_line, user_line
+from morph.cutting.recordable import quiet_fakes
 from morph.cutting.refusal import explain, first_line
 from morph.cutting.tape import CannotRecord
 from morph.data.loader import check_sample, stack_entry
@@ -31,17 +32,20 @@ ResultT = TypeVar("ResultT")
 
 
 class _Whole(nn.Module):
-    """The whole step of a micro-batch as one module: the loss of the model."""
+    """The whole step of a micro-batch as one module: the loss of the model, then its metrics by name."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, dict[str, Tensor]], Any]) -> None:
         super().__init__()
         self.model = model
         self._loss = loss
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
         result = self._loss(self.model, dict(batch))
-        loss: Tensor = result[0] if isinstance(result, tuple) else result
-        return loss
+        if not isinstance(result, tuple):
+            loss: Tensor = result
+            return loss
+        loss, metrics = result
+        return (loss, *(metrics[name].detach().clone() for name in sorted(metrics)))
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class ExportedJob:
     """The graph of ``loss(model, batch)``, and what it starts from.
 
     Attributes:
-        graph_module: Single-output graph without in-place operations or assertions.
+        graph_module: Graph of the loss (and the metrics) without in-place operations or assertions.
         sources: What each placeholder of the graph holds, by placeholder name.
         batch_symbol: The symbol that stands for the number of samples (a sympy symbol).
         initial_parameters: Trainable parameters by their first name in the model, on CPU, each made when it is asked
@@ -67,6 +71,7 @@ class ExportedJob:
         num_sections: What the job asks for, if anything.
         model_line: Where the model is defined, ``file:line``, for errors.
         not_recorded: Why initial values cannot be made one by one; None when they can.
+        metric_names: What the loss returns besides, in the order in which the graph does, behind the loss.
     """
 
     graph_module: GraphModule
@@ -78,6 +83,7 @@ class ExportedJob:
     num_sections: int | None
     model_line: str
     not_recorded: str | None
+    metric_names: tuple[str, ...] = ()
 
 
 def export_job(job: Job) -> ExportedJob:
@@ -90,7 +96,7 @@ def export_job(job: Job) -> ExportedJob:
     built = _build_model(job)
     batch = _example_batch(job)
     _try_loss(job, built, batch)
-    program = _export(job, built, batch)
+    program, metric_names = _export(job, built, batch)
     graph_module = make_functional(program, _PREFIX)
     canonical, aliases = _parameter_names(built.model)
     sources = _sources(program, batch, canonical)
@@ -107,6 +113,7 @@ def export_job(job: Job) -> ExportedJob:
         num_sections=job.num_sections,
         model_line=definition_line(type(built.model)),
         not_recorded=built.not_recorded,
+        metric_names=metric_names,
     )
 
 
@@ -135,7 +142,7 @@ def _try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
     entries = {key: built.like(entry) for key, entry in batch.items()}
     with torch.random.fork_rng(devices=[]):
         try:
-            with built.running():
+            with built.running(), quiet_fakes():
                 loss = job.loss(built.model, entries)
         except Exception as error:
             if built.tape is None:
@@ -169,7 +176,7 @@ def _users_error(error: Exception, job: Job, model: nn.Module | None, field: str
 
 
 def _check_loss(result: object) -> None:
-    loss = result[0] if isinstance(result, tuple) and result else result
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     shown = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         raise JobError(
@@ -177,16 +184,42 @@ def _check_loss(result: object) -> None:
         )
     if not loss.requires_grad:
         raise JobError("does not depend on the model's parameters", source="Job", field="loss")
+    _check_metrics(metrics)
 
 
-def _export(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> ExportedProgram:
+def _check_metrics(metrics: object) -> None:
+    allowed = "(loss, {name: tensor of shape ()})"
+    if not isinstance(metrics, Mapping):
+        raise JobError(
+            "returns no dict of metrics", source="Job", field="loss", value=type(metrics).__name__, allowed=allowed
+        )
+    for name, value in metrics.items():
+        is_scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.dtype.is_complex
+        if not isinstance(name, str) or not is_scalar:
+            shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise JobError(f"metric {name!r} is no scalar", source="Job", field="loss", value=shown, allowed=allowed)
+
+
+def _export(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """Return the program and the names of the metrics behind its loss."""
+    names: list[str] = []
+
+    def loss(model: nn.Module, entries: dict[str, Tensor]) -> Any:
+        result = job.loss(model, entries)
+        if isinstance(result, tuple):
+            _check_loss(result)
+            names[:] = sorted(result[1])
+        return result
+
     samples = Dim("samples", min=1, max=_MAX_SAMPLES)
     shapes = ({key: {0: samples} for key in batch},)
     model = built.model
     try:
         with warnings.catch_warnings(), built.tracing():
             warnings.simplefilter("ignore")
-            return torch.export.export(_Whole(model, job.loss), (batch,), dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(_Whole(model, loss), (batch,), dynamic_shapes=shapes, strict=False)
+    except JobError:
+        raise
     except Exception as error:
         _blame_the_job(job, built, batch)
         line = user_line(error, job, model) or definition_line(type(model).forward)
@@ -194,6 +227,7 @@ def _export(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> ExportedPr
         raise ExportError(
             f"{type(model).__name__} cannot be exported: {reason}", source=line, allowed=advice
         ) from error
+    return program, tuple(names)
 
 
 def _blame_the_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:

@@ -52,6 +52,7 @@ def make_functional(program: ExportedProgram, prefix: str) -> GraphModule:
                 allowed="operations that return a new tensor",
             )
     graph_module: GraphModule = program.graph_module
+    _bear_other_strides(graph_module)
     _clean(graph_module)
     return graph_module
 
@@ -77,6 +78,15 @@ def _clean(graph_module: GraphModule) -> None:
             if dead and _written_argument(node) is None:
                 module.graph.erase_node(node)
         module.recompile()
+
+
+def _bear_other_strides(graph_module: GraphModule) -> None:
+    """Write ``reshape`` for ``view``: kernels of attention lay out their result otherwise than fake ones promise."""
+    for module in graph_module.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+                node.target = torch.ops.aten.reshape.default
+            module.recompile()
 
 
 def _in_place_nodes(graph_module: GraphModule) -> Iterator[Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,20 @@ def recordable(tape: Tape) -> Iterator[None]:
         if truncated is not None:
             stack.enter_context(mock.patch.object(nn.init, _TRUNCATED, _as_one_operation(truncated, tape)))
         yield
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging the operations that fail on fake tensors: what comes of it is decided elsewhere."""
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = torch_log.disabled
+    torch_log.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch_log.disabled = before
 
 
 def _as_one_operation(original: Callable[..., Tensor], tape: Tape) -> Callable[..., Tensor]:

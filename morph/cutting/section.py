@@ -53,8 +53,8 @@ class Section:
         index: 0..K-1.
         label: Where in the user's model the section begins.
         inputs: Border tensors it takes: the previous section's outputs.
-        outputs: Border tensors it returns, contiguous; of the last section the scalar loss alone. A tensor that only
-            passes through is in both.
+        outputs: Border tensors it returns, contiguous; of the last section the scalar loss and the metrics. A tensor that
+            only passes through is in both.
         batch_keys: Batch entries it reads.
         parameters: Parameters it reads, tied ones included.
         signature: Equal for sections of equal operations and shapes.

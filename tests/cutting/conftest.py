@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from morph.cutting import CutModel
+from morph.cutting import CutModel, Section
 from morph.job import Job
 
 Result = tuple[Tensor, dict[str, Tensor]]
@@ -46,16 +46,14 @@ def run_sections(
     """Forward, then recompute and backward per section, with inputs detached at every border."""
     parameters = {name: tensor.clone().requires_grad_() for name, tensor in initial.items()}
     stored: list[tuple[Tensor, ...]] = [()]
-    with torch.no_grad():
-        for section in cut_model.sections:
-            before(section.index)
-            stored.append(section(stored[-1], batch, parameters))
+    for section in cut_model.sections:
+        before(section.index)
+        with torch.enable_grad():  # as the runtime does: without it, attention may take another kernel
+            outputs = section(_leaves(section, stored[-1]), batch, parameters)
+        stored.append(tuple(output.detach() for output in outputs))
     gradients: list[Tensor | None] = [torch.ones(())]
     for section in reversed(cut_model.sections):
-        inputs = tuple(
-            value.detach().requires_grad_(spec.requires_grad)
-            for value, spec in zip(stored[section.index], section.inputs, strict=True)
-        )
+        inputs = _leaves(section, stored[section.index])
         before(section.index)
         with torch.enable_grad():
             outputs = section(inputs, batch, parameters)
@@ -69,6 +67,12 @@ def run_sections(
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         gradients = [value.grad for value in inputs]
     return stored[-1][0], {name: value.grad for name, value in parameters.items() if value.grad is not None}
+
+
+def _leaves(section: Section, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(
+        value.detach().requires_grad_(spec.requires_grad) for value, spec in zip(values, section.inputs, strict=True)
+    )
 
 
 def build_whole(job: Job, initial: Mapping[str, Tensor]) -> nn.Module:

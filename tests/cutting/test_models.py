@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from morph.cutting import ExportedJob, cut, export_job
+from morph.job import Job
+from tests.cutting.zoo import ZOO
+
+Case = tuple[Job, ExportedJob, dict[str, Tensor], Tensor, Mapping[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def case_of(tools: Any) -> Any:
+    @cache
+    def case(name: str) -> Case:
+        model, loss, items = ZOO[name]
+        job = tools.make_job(model, loss, items)
+        exported = export_job(job)
+        batch = tools.stack(items, 4)
+        return job, exported, batch, *tools.run_whole(job, exported.initial_parameters, batch)
+
+    return case
+
+
+@pytest.mark.parametrize("num_sections", [3, 7])
+@pytest.mark.parametrize("name", ZOO)
+def test_a_model_as_it_is_gives_the_uncut_loss_and_gradients(
+    case_of: Any, tools: Any, name: str, num_sections: int
+) -> None:
+    _, exported, batch, expected_loss, expected = case_of(name)
+    cut_model = cut(exported, num_sections=num_sections, micro_batch_size=4)
+    assert len(cut_model.sections) == num_sections
+    loss, gradients = tools.run_sections(cut_model, exported.initial_parameters, batch)
+    assert torch.equal(loss, expected_loss)
+    assert gradients.keys() == expected.keys()
+    for parameter, gradient in gradients.items():
+        assert torch.equal(gradient, expected[parameter]), parameter
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_no_constructor_of_these_is_really_run(case_of: Any, name: str) -> None:
+    assert case_of(name)[1].not_recorded is None
+
+
+def _tied(exported: ExportedJob, num_sections: int) -> list[tuple[str, tuple[str, ...]]]:
+    units = cut(exported, num_sections=num_sections, micro_batch_size=2).units
+    return [(unit.id, unit.parameters) for unit in units if len(unit.sections) > 1]
+
+
+def test_tied_weights_of_each_design_are_found(case_of: Any) -> None:
+    assert _tied(case_of("bert")[1], 3) == [("s0+s2", ("bert.embeddings.word_embeddings.weight",))]
+    assert _tied(case_of("qwen2 tied")[1], 3) == [("s0+s2", ("model.embed_tokens.weight",))]
+    assert _tied(case_of("llama")[1], 3) == []
+    ((sections, names),) = _tied(case_of("t5")[1], 3)
+    assert sections == "s0+s1+s2"  # encoder, decoder, and the output layer
+    assert "shared.weight" in names
+
+
+def test_what_a_decoder_reads_of_its_encoder_crosses_several_cuts(case_of: Any) -> None:
+    sections = cut(case_of("t5")[1], num_sections=7, micro_batch_size=2).sections
+    crossing = [{spec.name for spec in section.outputs} for section in sections[:-1]]
+    assert any(before & after for before, after in itertools.pairwise(crossing))
+
+
+def test_skips_of_a_unet_are_carried_to_where_they_are_joined(case_of: Any) -> None:
+    sections = cut(case_of("unet")[1], num_sections=5, micro_batch_size=2).sections
+    crossing = [{spec.name for spec in section.outputs} for section in sections[:-1]]
+    assert any(before & after for before, after in itertools.pairwise(crossing))
+    assert max(len(names) for names in crossing) == 3
+
+
+def test_masks_and_labels_are_loaded_where_they_are_read(case_of: Any) -> None:
+    sections = cut(case_of("bert")[1], num_sections=3, micro_batch_size=2).sections
+    assert ["attention_mask" in section.batch_keys for section in sections].count(True) >= 2
+    assert [section.batch_keys.count("labels") for section in sections] == [0, 0, 1]
+    for section in sections[:-1]:
+        assert all(spec.dtype == torch.float32 for spec in section.outputs)

@@ -1,0 +1,243 @@
+"""Models of other people's design, in tiny configurations with random weights: each with a loss and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+LENGTH = 12
+VOCABULARY = 50
+
+
+def _draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _tokens(seed: int) -> Tensor:
+    return torch.randint(2, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(seed))
+
+
+def texts() -> list[dict[str, Tensor]]:
+    return [{"input_ids": _tokens(i), "labels": _tokens(i)} for i in range(8)]
+
+
+def padded_texts() -> list[dict[str, Tensor]]:
+    """With an attention mask of differing lengths, as BERT is fed."""
+    mask = torch.ones(LENGTH, dtype=torch.long)
+    return [
+        {"input_ids": _tokens(i), "labels": _tokens(i + 50), "attention_mask": mask * (torch.arange(LENGTH) < 6 + i)}
+        for i in range(6)
+    ]
+
+
+def pairs() -> list[dict[str, Tensor]]:
+    return [{"input_ids": _tokens(i), "labels": _tokens(i + 50)[:8]} for i in range(8)]
+
+
+def pictures() -> list[dict[str, Tensor]]:
+    return [{"pixels": _draw(i, 3, 16, 16), "label": torch.tensor(i % 4)} for i in range(8)]
+
+
+def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def masked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
+def picture_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch["pixels"]), batch["label"])
+
+
+def hf_picture_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(pixel_values=batch["pixels"]).logits, batch["label"])
+
+
+def denoising_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return functional.mse_loss(model(batch["pixels"]), batch["pixels"])
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 4}
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **quiet, bos_token_id=None, eos_token_id=None))
+
+
+LLAMA_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "use_cache": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES))
+
+
+def qwen2() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**LLAMA_SIZES, tie_word_embeddings=True))
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**LLAMA_SIZES, head_dim=8))
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=4, num_experts_per_tok=2))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertForMaskedLM(config)
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=16,
+        patch_size=4,
+        num_labels=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return ViTForImageClassification(config)
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+class Residual(nn.Module):
+    """Two convolutions beside an identity or a 1x1 convolution."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.norm_first = nn.GroupNorm(4, after)
+        self.second = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.norm_second = nn.GroupNorm(4, after)
+        self.relu = nn.ReLU(inplace=True)
+        self.beside = nn.Conv2d(before, after, 1, stride) if stride > 1 or before != after else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.norm_first(self.first(x)))
+        out = self.norm_second(self.second(out))
+        out += self.beside(x)
+        return self.relu(out)
+
+
+def resnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(inplace=True),
+        Residual(8, 8, 1),
+        Residual(8, 16, 2),
+        Residual(16, 16, 1),
+        Residual(16, 32, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 4),
+    )
+
+
+class UNet(nn.Module):
+    """Down and up again; what was seen on the way down is joined on the way up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (8, 16, 32)
+        self.enter = nn.Conv2d(3, 8, 3, padding=1)
+        self.down = nn.ModuleList(self._block(w // 2 if w > 8 else 8, w) for w in widths)
+        self.middle = self._block(32, 32)
+        self.up = nn.ModuleList(self._block(2 * w, w // 2 if w > 8 else 8) for w in reversed(widths))
+        self.leave = nn.Conv2d(8, 3, 1)
+
+    @staticmethod
+    def _block(before: int, after: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.SiLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = functional.max_pool2d(x, 2)
+        x = self.middle(x)
+        for block in self.up:
+            x = functional.interpolate(x, scale_factor=2.0, mode="nearest")
+            x = block(torch.cat([x, skips.pop()], dim=1))
+        return self.leave(x)
+
+
+Entry = tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, Tensor]], Tensor], list[dict[str, Tensor]]]
+ZOO: dict[str, Entry] = {
+    "gpt2": (gpt2, causal_loss, texts()),
+    "llama": (llama, causal_loss, texts()),
+    "qwen2 tied": (qwen2, causal_loss, texts()),
+    "qwen3": (qwen3, causal_loss, texts()),
+    "mixtral": (mixtral, causal_loss, texts()),
+    "bert": (bert, masked_loss, padded_texts()),
+    "vit": (vit, hf_picture_loss, pictures()),
+    "t5": (t5, own_loss, pairs()),
+    "resnet": (resnet, picture_loss, pictures()),
+    "unet": (UNet, denoising_loss, pictures()),
+}
