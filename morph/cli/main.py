@@ -14,6 +14,7 @@ from morph.cli.plan import plan_command
 from morph.cli.run import run_command
 from morph.cli.simulate import simulate_command
 from morph.cli.status import status_command
+from morph.cli.trace_deps import trace_deps_command
 
 HELP = """Train one PyTorch model on whatever spot GPUs are there right now.
 
@@ -57,6 +58,7 @@ app.command("simulate")(simulate_command)
 app.command("run")(run_command)
 app.command("status")(status_command)
 app.command("demo")(demo_command)
+app.command("trace-deps")(trace_deps_command)
 
 
 def main() -> None:

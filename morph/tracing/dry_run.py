@@ -91,14 +91,14 @@ def run_optimizer(
     """Build the job's optimizer over all parameters and run three of its steps."""
     mode = OptimizerMode(unit_of, recorder)
     leaves = {name: Parameter(tensor.detach().clone()) for name, tensor in parameters.items()}
-    mode.own(leaves, {})
+    mode.own(leaves)
     with mode.watching(0):
         optimizer = job.optimizer(list(leaves.items()))
         scheduler = job.lr_scheduler(optimizer) if job.lr_scheduler else None
     for epoch in range(1, _NUM_STEPS + 1):
         for name, leaf in leaves.items():
             leaf.grad = gradients[name] * (1.0 / epoch)
-        mode.own(leaves, optimizer.state)
+        mode.own(leaves, optimizer)
         before = _numbers(optimizer)
         with mode.watching(epoch):
             step(optimizer, leaves)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,17 +44,21 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with _PythonExits(self), self:
             yield
 
-    def own(self, parameters: Mapping[str, Tensor], state: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Name the owners of parameters, gradients and saved optimizer state; before each step."""
+    def own(self, parameters: Mapping[str, Tensor], optimizer: Optimizer | None = None) -> None:
+        """Name the owners of parameters, gradients and what is saved of the optimizer; before each step."""
         self.storages.disown_all()
         for name, parameter in parameters.items():
             unit = self.unit_of[name]
             self.storages.own(parameter, unit, holds_data=True, label=name)
             if parameter.grad is not None:
                 self.storages.own(parameter.grad, unit, holds_data=True, label=f"gradient of {name}")
-            for key, value in state.get(parameter, {}).items():
+            for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
                 if isinstance(value, Tensor):
                     self.storages.own(value, unit, holds_data=False, label=f"{key} of {name}")
+        for group in optimizer.param_groups if optimizer else ():
+            for value in group.values():
+                if isinstance(value, Tensor):
+                    self.storages.see(value, outside=False).kept = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and note what its tensors mean for its results."""

@@ -356,6 +356,26 @@ def test_an_optimizer_that_needs_every_parameter_is_refused(tools: Any) -> None:
     assert "blocks.0.weight" in found.message
 
 
+SCHEDULES: list[Any] = [
+    lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
+    lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3)])
+def test_schedules_of_the_learning_rate_are_clean(tools: Any, schedule: Any, lr: Any) -> None:
+    rate = lr.clone() if isinstance(lr, torch.Tensor) else lr
+    optimizer = tools.optimizer_of(torch.optim.AdamW, lr=rate)
+    assert tools.trace(tools.make_job(optimizer=optimizer, lr_scheduler=schedule)).violations == ()
+
+
+def test_an_allowed_id_that_is_not_found_is_noted(tools: Any) -> None:
+    report = tools.trace(tools.make_job(allowed_dependencies=("mixing:gone@x.py:f",)))
+    assert report.notes == ("allowed but not found: mixing:gone@x.py:f",)
+
+
 def test_an_allowed_finding_is_no_violation(tools: Any) -> None:
     first = the_violation(report_of(tools, NvLamb))
     job = tools.make_job(optimizer=tools.optimizer_of(NvLamb), allowed_dependencies=(first.id,))
