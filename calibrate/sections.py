@@ -121,7 +121,7 @@ def _one_of_each(model: CutModel) -> list[Section]:
 def _bench(job: Job, section: Section, initial: Mapping[str, Tensor], loader: MicroBatchLoader) -> _Bench:
     generator = torch.Generator().manual_seed(section.index)
     parameters = {name: initial[name].detach().clone().requires_grad_() for name in section.parameters}
-    is_loss = section.outputs[-1].shape == ()
+    is_loss = section.outputs[0].shape == () and section.outputs[0].requires_grad
     return _Bench(
         section=section,
         inputs=tuple(mock(spec, generator, 1.0) for spec in section.inputs),

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manager.controller.actions import EndWorker, Finish, SendStep
+from manager.controller.actions import EndWorker, Finish, SendCommit, SendStep
 from manager.controller.config import ControllerConfig
 from manager.controller.events import EVENT, Event, ManifestWritten, NodeAppeared, WorkerAnswered, WorkerLost
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
+from manager.report.means import EvaluationReader, mean_loss, mean_metrics
 from manager.report.morphs import MorphReader
 from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
+from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import RunDirError
-from morph.contract.messages import MicroBatchLoss, Prepared, Reshaped
+from morph.contract.messages import Committed, Prepared, Reshaped
 
 
 def read_report(run_dir: Path) -> RunReport:
@@ -54,6 +55,8 @@ class _Reader:
     event: Event | None = None
     ordered_s: float = 0.0
     attempt: int = 0
+    loss_scale: LossScale | None = None
+    evaluations: EvaluationReader = field(default_factory=EvaluationReader)
     prepared: dict[tuple[int, int, int], dict[str, Prepared]] = field(default_factory=dict)
     shapes: list[ShapeSpan] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
@@ -101,6 +104,7 @@ class _Reader:
             shapes=tuple(self._measured(shape) for shape in self.shapes),
             morphs=self.morphs.all(),
             steps=tuple(self.steps),
+            evaluations=self.evaluations.all(),
             vms=tuple(self.vms),
         )
 
@@ -118,6 +122,9 @@ class _Reader:
             case WorkerAnswered(answer=Prepared() as answer):
                 attempts = self.prepared.setdefault((answer.generation, answer.step, answer.attempt), {})
                 attempts.setdefault(event.worker, answer)
+                self.evaluations.take(answer.evaluation)
+            case WorkerAnswered(answer=Committed() as committed):
+                self.evaluations.take(committed.evaluation)
             case WorkerAnswered(answer=Reshaped() as reshaped):
                 self.morphs.reshaped(reshaped)
             case NodeAppeared(node=node):
@@ -134,7 +141,7 @@ class _Reader:
         self._count_vms(time_s)
         decided = record.version == self.version + 1 and isinstance(event, WorkerAnswered)
         if decided and isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
-            self._step_decided(event.answer, time_s)
+            self._step_decided(event.answer, _facts(record), time_s)
             self.morphs.resumed(time_s)
         self.morphs.decided(config, event, record, self.version, time_s)
         self._set_back(record.version)
@@ -161,11 +168,11 @@ class _Reader:
             )
         step = next((action.order for action in record.actions if isinstance(action, SendStep)), None)
         if step is not None:
-            self.attempt = step.attempt
+            self.attempt, self.loss_scale = step.attempt, step.loss_scale
             if step.attempt == 0:
                 self.ordered_s = time_s
 
-    def _step_decided(self, last: Prepared, time_s: float) -> None:
+    def _step_decided(self, last: Prepared, facts: Decided | None, time_s: float) -> None:
         answers = list(self.prepared.get((last.generation, last.step, last.attempt), {}).values())
         losses = [loss for answer in answers for loss in answer.losses]
         self.steps.append(
@@ -176,6 +183,10 @@ class _Reader:
                 duration_s=max(0.0, time_s - self.ordered_s),
                 compute_s=max(answer.times.step_s for answer in answers),
                 loss=mean_loss(losses),
+                metrics=mean_metrics(losses),
+                gradient_norm=facts.gradient_norm if facts else None,
+                skipped=facts.skipped if facts else False,
+                loss_scale=self.loss_scale.factor if self.loss_scale else None,
                 num_attempts=last.attempt + 1,
             )
         )
@@ -211,9 +222,9 @@ class _Reader:
             self.vms.append(VmCount(time_s=time_s, num_vms=len(self.living)))
 
 
-def mean_loss(losses: list[MicroBatchLoss]) -> float | None:
-    """Return the mean over micro-batches (each once), exactly summed in their order; None for none."""
-    by_number = {loss.micro_batch: loss.loss for loss in losses}
-    if not by_number:
-        return None
-    return math.fsum(by_number[number] for number in sorted(by_number)) / len(by_number)
+def _facts(record: DecisionRecord) -> Decided | None:
+    """What a decision tells the workers of the step that it decides."""
+    if record.reshape is not None:
+        return record.reshape.decided
+    orders = [action.order for action in record.actions if isinstance(action, SendStep | SendCommit)]
+    return orders[0].decided if orders else None

@@ -18,6 +18,7 @@ def summarise(report: RunReport) -> str:
     if report.losses:
         first, last = min(report.losses), max(report.losses)
         lines.append(f"loss: {report.losses[first]:.4f} at step {first}, {report.losses[last]:.4f} at step {last}")
+    lines += _training_lines(report)
     for shape in report.shapes:
         if shape.num_steps:
             expected_ms, measured_ms = shape.expected_mini_batch_s * 1e3, (shape.measured_mini_batch_s or 0) * 1e3
@@ -40,3 +41,29 @@ def summarise(report: RunReport) -> str:
             f"{pause}, {morph.steps_redone} steps redone, state: {came_from}; {morph.cause}"
         )
     return "\n".join(lines)
+
+
+def _training_lines(report: RunReport) -> list[str]:
+    """Metrics and gradient norm of the last step, skipped steps, the last evaluation: what there is of them."""
+    lines = []
+    counted = [record for record in report.steps if not record.redone_later]
+    if counted:
+        last = counted[-1]
+        numbers = dict(last.metrics)
+        if last.gradient_norm is not None:
+            numbers["gradient norm"] = last.gradient_norm
+        if numbers:
+            lines.append(f"at step {last.step}: {_numbers_text(numbers)}")
+        skipped = sum(record.skipped for record in counted)
+        if last.loss_scale is not None:
+            lines.append(f"loss scale: {last.loss_scale:g}; steps skipped: {skipped}")
+    if report.evaluations:
+        newest = report.evaluations[-1]
+        loss = "loss is not a number" if newest.loss is None else f"loss {newest.loss:.4f}"
+        metrics = f", {_numbers_text(newest.metrics)}" if newest.metrics else ""
+        lines.append(f"evaluation at version {newest.version}: {loss}{metrics}")
+    return lines
+
+
+def _numbers_text(numbers: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())

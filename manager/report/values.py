@@ -20,9 +20,21 @@ class StepRecord(Value):
     decided_at_s: float
     duration_s: float = Field(description="order to decision, overflow attempts included")
     compute_s: float = Field(description="longest step_s that a member reported")
-    loss: float | None = Field(description="mean over micro-batches, in their order; None: none was reported")
+    loss: float | None = Field(description="mean over micro-batches, in their order; None: none that is a number")
+    metrics: dict[str, float] = Field(default_factory=dict, description="means likewise; those that are numbers")
+    gradient_norm: float | None = Field(default=None, description="before clipping; None: the job does not ask for it")
+    skipped: bool = Field(default=False, description="a gradient was not finite: the weights stayed as they were")
+    loss_scale: float | None = Field(default=None, description="of this step; None: the job has none")
     num_attempts: int
     redone_later: bool = False
+
+
+class EvaluationRecord(Value):
+    """The job's evaluation data at one version; loss and metrics are means over its micro-batches."""
+
+    version: int
+    loss: float | None = Field(description="None: it is not a number")
+    metrics: dict[str, float]
 
 
 class ShapeSpan(Value):
@@ -110,6 +122,7 @@ class RunReport(Value):
     shapes: tuple[ShapeSpan, ...]
     morphs: tuple[MorphRecord, ...]
     steps: tuple[StepRecord, ...]
+    evaluations: tuple[EvaluationRecord, ...] = ()
     vms: tuple[VmCount, ...]
 
     @property

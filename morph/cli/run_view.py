@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from manager.controller.events import WorkerAnswered
 from manager.controller.reasons import ReasonCode
-from manager.report.reading import mean_loss
+from manager.report.means import mean_loss
 from morph.contract.messages import MicroBatchLoss, Prepared
 
 if TYPE_CHECKING:

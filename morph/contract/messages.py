@@ -169,6 +169,14 @@ class MicroBatchLoss(Value):
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
+class Evaluation(Value):
+    """A last stage's share of an evaluation of the version that it held before the order's own work."""
+
+    version: Version
+    num_micro_batches: int = Field(ge=1, description="of all replicas")
+    losses: tuple[MicroBatchLoss, ...] = ()
+
+
 class ComputeTimes(Value):
     """Compute time of one stage in one step, for the heartbeat and the expected-against-measured table."""
 
@@ -198,6 +206,7 @@ class Prepared(Value):
     unit_norms_sq: dict[UnitId, float] = Field(default_factory=dict)
     non_finite: bool = False
     losses: tuple[MicroBatchLoss, ...] = ()
+    evaluation: Evaluation | None = None
     times: ComputeTimes
 
 
@@ -208,6 +217,7 @@ class Committed(Value):
     worker: WorkerId
     generation: int
     version: int
+    evaluation: Evaluation | None = None
 
 
 class Aborted(Value):

@@ -40,6 +40,7 @@ class StageWork:
     opportunistic: bool
     inputs: tuple[BoundaryTensor, ...]
     outputs: tuple[BoundaryTensor, ...]
+    metric_names: tuple[str, ...] = ()
 
 
 @dataclass
@@ -140,18 +141,25 @@ class Executor:
         if self._activations_out:
             self._activations_out.send(outputs)
         else:
-            self.losses.append(MicroBatchLoss(micro_batch=micro_batch, loss=float(outputs[0])))
+            self.losses.append(told_loss(micro_batch, outputs, self._work.metric_names))
 
     def _backward(self, micro_batch: int, accumulators: Mapping[str, Accumulator]) -> None:
         gradients: tuple[Tensor | None, ...]
         if self._gradients_in is None:
-            gradients = (torch.full((), self._loss_scale, device=self._device, dtype=self._work.outputs[0].dtype),)
+            seed = torch.full((), self._loss_scale, device=self._device, dtype=self._work.outputs[0].dtype)
+            gradients = (seed, *(None for _ in self._work.metric_names))
         else:
             arrived = iter(self._gradients_in.take())
             gradients = tuple(next(arrived) if spec.requires_grad else None for spec in self._work.outputs)
         found = self._stage.backward(micro_batch, gradients, lambda name, grad: accumulators[name].add(name, grad))
         if self._gradients_out:
             self._gradients_out.send([gradient for gradient in found if gradient is not None])
+
+
+def told_loss(micro_batch: int, outputs: Sequence[Tensor], metric_names: Sequence[str]) -> MicroBatchLoss:
+    """What the last stage's outputs say of one micro-batch."""
+    loss, *metrics = (float(output) for output in outputs)
+    return MicroBatchLoss(micro_batch=micro_batch, loss=loss, metrics=dict(zip(metric_names, metrics, strict=True)))
 
 
 def reduce_all(

@@ -64,4 +64,5 @@ class Generation:
             opportunistic=self.plan.schedule == "varuna",
             inputs=model.sections[stage.first_section].inputs,
             outputs=model.sections[stage.end_section - 1].outputs,
+            metric_names=model.metric_names if stage.end_section == len(model.sections) else (),
         )

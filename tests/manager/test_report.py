@@ -13,7 +13,8 @@ from simulated_job import SIZES
 from manager.controller.actions import SendReshape
 from manager.controller.state import Phase
 from manager.journal.journal import FILE_NAME, Journal
-from manager.report.reading import mean_loss, read_report
+from manager.report.means import mean_loss
+from manager.report.reading import read_report
 from manager.report.summary import summarise
 from manager.report.values import RunReport
 from morph.contract.errors import RunDirError

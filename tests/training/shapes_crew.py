@@ -78,6 +78,14 @@ class Trained:
         """Of every unit."""
         return {entry.unit: entry.sha256 for entry in self.manifest.units}
 
+    @property
+    def losses(self) -> list[str]:
+        """Losses and metrics of each step's micro-batches, in their order; as text, for NaN is not itself."""
+        steps = [
+            sorted((e for a in answers for e in a.losses), key=lambda e: e.micro_batch) for answers in self.answers
+        ]
+        return [str(entries) for entries in steps]
+
     def numbers(self, unit: str) -> dict[str, Any]:
         """The plain numbers of a unit's final state."""
         entry = next(entry for entry in self.manifest.units if entry.unit == unit)

@@ -16,7 +16,7 @@ HISTORIES = {
     "4x1": ((("4x1", NUM_STEPS),), False),
     "1x3, then losses": ((("1x3", 2), ("2x1", 4), ("1x1", NUM_STEPS)), True),
 }
-JOBS = ("clipped", "scheduled", "bf16", "fp16", "scaled")
+JOBS = ("clipped", "scheduled", "bf16", "fp16", "scaled", "measured")
 
 
 @pytest.fixture(scope="module", params=JOBS)
@@ -36,6 +36,7 @@ def test_a_feature_gives_the_same_bytes_in_every_shape_and_after_losses(
     assert trained.digests == reference.digests
     assert trained.decided == reference.decided
     assert trained.scales == reference.scales
+    assert trained.losses == reference.losses
 
 
 def test_the_step_that_breaks_in_one_stage_is_skipped_everywhere(crew: ShapesCrew, tmp_path: Path) -> None:

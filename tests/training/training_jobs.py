@@ -134,3 +134,21 @@ scaled = replace(
     lr_scheduler=warm_up,
 )
 scaled_fast = replace(scaled, accumulation="fast")
+
+
+def loss_with_metrics(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean squared error, with metrics made early, late, of the batch alone, and the loss itself."""
+    assert isinstance(model, Net)
+    early = model.first(batch["x"]).abs().mean()
+    out = model(batch["x"])
+    error = functional.mse_loss(out, batch["y"])
+    return error, {
+        "loss_again": error,
+        "close": ((out - batch["y"]).abs() < 0.5).float().mean(),
+        "early": early,
+        "inputs": batch["x"].square().mean(),
+        "shift": model.shift.sum(),
+    }
+
+
+measured = replace(plain, loss=loss_with_metrics)

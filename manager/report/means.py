@@ -1,0 +1,61 @@
+"""Means over micro-batches, each counted once, exactly summed: the same in every shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from manager.report.values import EvaluationRecord
+from morph.contract.messages import Evaluation, MicroBatchLoss
+
+
+def mean_loss(losses: Sequence[MicroBatchLoss]) -> float | None:
+    """Return the mean loss; None for none, or when one is not a number."""
+    return _mean(entry.loss for entry in _each_once(losses))
+
+
+def mean_metrics(losses: Sequence[MicroBatchLoss]) -> dict[str, float]:
+    """Return the mean of each metric that is a number in every micro-batch."""
+    entries = _each_once(losses)
+    names = sorted(entries[0].metrics) if entries else []
+    means = {name: _mean(entry.metrics[name] for entry in entries) for name in names}
+    return {name: mean for name, mean in means.items() if mean is not None}
+
+
+def _each_once(losses: Iterable[MicroBatchLoss]) -> list[MicroBatchLoss]:
+    return list({entry.micro_batch: entry for entry in losses}.values())
+
+
+def _mean(numbers: Iterable[float]) -> float | None:
+    found = list(numbers)
+    if not found or not all(math.isfinite(number) for number in found):
+        return None
+    return math.fsum(found) / len(found)
+
+
+@dataclass
+class EvaluationReader:
+    """Puts evaluations together from the shares of the last stages; the newest share of a micro-batch counts."""
+
+    _entries: dict[int, dict[int, MicroBatchLoss]] = field(default_factory=dict)
+    _sizes: dict[int, int] = field(default_factory=dict)
+
+    def take(self, share: Evaluation | None) -> None:
+        """Take one worker's share, if it reports one."""
+        if share is not None:
+            self._sizes[share.version] = share.num_micro_batches
+            entries = self._entries.setdefault(share.version, {})
+            entries.update({entry.micro_batch: entry for entry in share.losses})
+
+    def all(self) -> tuple[EvaluationRecord, ...]:
+        """Return the evaluations of which every micro-batch is there, by version."""
+        complete = [version for version, entries in self._entries.items() if len(entries) == self._sizes[version]]
+        return tuple(
+            EvaluationRecord(
+                version=version,
+                loss=mean_loss(list(self._entries[version].values())),
+                metrics=mean_metrics(list(self._entries[version].values())),
+            )
+            for version in sorted(complete)
+        )
