@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from morph.contract.cluster import ClusterConfig
     from morph.contract.errors import InputError
     from morph.contract.profile import Profile
+    from morph.cutting import ExportedJob
+    from morph.job import Job
 
 
 @contextmanager
@@ -84,7 +86,7 @@ def check_job(job_path: str, profile: Profile) -> None:
     """Cut the job and hold it against the profile.
 
     Raises:
-        JobError: a wrong job file.
+        JobError: a wrong job file, or one with an unhandled dependency between sections.
         ExportError: a model that torch.export refuses.
         ProfileError: a profile of another model, or of another batch size.
     """
@@ -107,7 +109,8 @@ def check_job(job_path: str, profile: Profile) -> None:
         )
     smallest = profile.micro_batch_sizes[0]
     with users_code(job_path):
-        model = cut(export_job(job), num_sections=profile.num_sections, micro_batch_size=smallest)
+        exported = export_job(job)
+        model = cut(exported, num_sections=profile.num_sections, micro_batch_size=smallest)
     if model.fingerprint != profile.job.fingerprint:
         raise ProfileError(
             "the profile belongs to another model; calibrate again",
@@ -126,3 +129,20 @@ def check_job(job_path: str, profile: Profile) -> None:
             value=", ".join(sorted(known)) or "none",
             allowed=", ".join(sorted(units)),
         )
+    with users_code(job_path):
+        _check_dependencies(job, exported, profile, job_path)
+
+
+def _check_dependencies(job: Job, exported: ExportedJob, profile: Profile, job_path: str) -> None:
+    """Refuse a job whose optimizer mixes parameter units (``morph trace-deps``)."""
+    from morph.tracing import check_dependencies, require_no_violation
+
+    report = check_dependencies(
+        job,
+        num_sections=profile.num_sections,
+        micro_batch_size=profile.micro_batch_sizes[0],
+        exported=exported,
+    )
+    for note in report.notes:
+        print(f"note: {note}", file=sys.stderr)
+    require_no_violation(report, job_path)

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from morph.cli.checks import check_job
 from morph.cli.main import app
+from morph.contract.errors import JobError
+from morph.contract.profile import Profile, UnitProfile
+from morph.cutting import cut, export_job
+from morph.job import load_job
+from simulator import synthetic_profile
 
 JOBS = """
 import torch
@@ -81,6 +87,23 @@ def test_json_has_every_finding(jobs: Path) -> None:
     report = json.loads(result.stdout)
     assert (report["num_sections"], report["micro_batch_size"], report["num_violations"]) == (3, 1, 1)
     assert report["findings"][0]["units"] == ["s0", "s1", "s2"]
+
+
+def profile_of(job_path: str) -> Profile:
+    model = cut(export_job(load_job(job_path)), num_sections=2, micro_batch_size=1)
+    made = synthetic_profile(num_sections=2, batch_size=4, micro_batch_sizes=(1, 2))
+    facts = made.job.model_copy(update={"fingerprint": model.fingerprint})
+    units = tuple(UnitProfile(id=unit.id, sections=unit.sections, parameter_bytes=80) for unit in model.units)
+    return made.model_copy(update={"job": facts, "units": units})
+
+
+def test_a_job_with_a_violation_does_not_start(jobs: Path) -> None:
+    profile = profile_of(f"{jobs}:clean")
+    check_job(f"{jobs}:clean", profile)
+    check_job(f"{jobs}:allowed", profile)
+    with pytest.raises(JobError, match="clip_grad_norm") as refused:
+        check_job(f"{jobs}:broken", profile)
+    assert f"morph trace-deps {jobs}:broken" in str(refused.value)
 
 
 def test_its_help_loads_no_torch() -> None:
