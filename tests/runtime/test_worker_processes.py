@@ -79,25 +79,47 @@ def test_morphing_after_each_step_ends_with_the_same_bits(crew: Crew, reference:
     assert all(amount > 0 for amount in received[1:])
 
 
-def test_steps_whose_gradients_overflow_are_redone_alike_in_every_shape(crew: Crew) -> None:
+@pytest.fixture
+def overflowing(crew: Crew) -> Iterator[Crew]:
     """Scales that are far too fine at the beginning make the first step overflow."""
-    for member in crew.members.values():
-        member.send("first_exponent", 62)
-        member.answer()
-    try:
-        results = []
-        for shape in ("1x1", "2x2", "3x1"):
-            crew.begin()
-            crew.reshape(shape, workers_of(shape))
-            assert crew.prepare() == 2
-            crew.version = 1
-            crew.train(3)
-            results.append(crew.digests())
-        assert results[0] == results[1] == results[2]
-    finally:
+    for exponent in (62, None):
         for member in crew.members.values():
-            member.send("first_exponent", None)
+            member.send("first_exponent", exponent)
             member.answer()
+        if exponent is not None:
+            yield crew
+
+
+def test_steps_whose_gradients_overflow_are_redone_alike_in_every_shape(overflowing: Crew) -> None:
+    results = []
+    for shape in ("1x1", "2x2", "3x1"):
+        overflowing.begin()
+        overflowing.reshape(shape, workers_of(shape))
+        assert overflowing.prepare() == 2
+        overflowing.version = 1
+        overflowing.train(3)
+        results.append(overflowing.digests())
+    assert results[0] == results[1] == results[2]
+
+
+def test_an_overflowed_attempt_that_was_given_up_leaves_no_scales_behind(overflowing: Crew) -> None:
+    """One worker keeps its state, the other gets it from the first: both must sum at the same scales."""
+    overflowing.reshape("1x1", NAMES[:1])
+    assert overflowing.prepare() == 2
+    overflowing.version = 1
+    overflowing.train(2)
+    undisturbed = overflowing.digests()
+    overflowing.begin()
+    overflowing.reshape("1x1", NAMES[:1])
+    order = StepOrder(generation=overflowing.generation, step=0)
+    (answer,) = overflowing.ask(NAMES[:1], "step", order)
+    assert isinstance(answer, Prepared)
+    assert answer.overflowed
+    overflowing.reshape("1x2", NAMES[:2])
+    assert overflowing.prepare() == 2
+    overflowing.version = 1
+    overflowing.train(2)
+    assert overflowing.digests() == undisturbed
 
 
 def test_a_decided_step_is_applied_by_the_next_reshape_and_an_undecided_one_is_run_again(
