@@ -46,6 +46,10 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def own(self, parameters: Mapping[str, Tensor], optimizer: Optimizer | None = None) -> None:
         """Name the owners of parameters, gradients and what is saved of the optimizer; before each step."""
+        for name, parameter in parameters.items():
+            known = self.storages.find(parameter)
+            if known is not None and known.owner is None:  # its data was replaced during the step
+                self._reach(known.tag, self.unit_of[name])
         self.storages.disown_all()
         for name, parameter in parameters.items():
             unit = self.unit_of[name]
@@ -120,8 +124,7 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, known: Known, tensor: Tensor, tag: Tag | None, *, overwrites: bool) -> None:
         if known.owner is not None:
-            for root in tag.roots if tag else ():
-                self._recorder.drafts[root].reached.add(known.owner)  # type: ignore[index]
+            self._reach(tag, known.owner)
         elif overwrites and covers_its_storage(tensor):
             known.tag = tag
         elif tag is not None:
@@ -129,6 +132,11 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known.tag = Tag(before.units | tag.units, before.roots | tag.roots)
         if overwrites and covers_its_storage(tensor):
             known.born = self.storages.epoch
+
+    def _reach(self, tag: Tag | None, unit: str) -> None:
+        """Note that what mixed before ``tag`` went into a unit."""
+        for root in tag.roots if tag else ():
+            self._recorder.drafts[root].reached.add(unit)
 
     def _note_carried(self, func: Any, lane: Lane, reads: list[Known], writes: list[Known]) -> None:
         """Find values that live from step to step where Morph does not keep them."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from morph.tracing.findings import Place
+from morph.tracing.findings import Kind, Place
 
 _SWEEP_EVERY = 4096
 
@@ -22,7 +22,7 @@ class Tag:
     """
 
     units: frozenset[str]
-    roots: frozenset[object] = frozenset()
+    roots: frozenset[tuple[Kind, str, Place]] = frozenset()
 
 
 @dataclass
@@ -87,13 +87,17 @@ class Storages:
         return list(self._known.values())
 
     def own(self, tensor: Tensor, unit: str, *, holds_data: bool, label: str) -> None:
-        """Tie a tensor to a unit: writing another's data into it does not change whose it is."""
+        """Tie a tensor to a unit: writing another's data into it does not change whose it is.
+
+        Memory that several units share is all of theirs.
+        """
         known = self.see(tensor, outside=False)
         known.kept = True
         known.label = label
         if holds_data or known.tag is not None:
+            others = known.tag.units if known.owner is not None and known.tag else frozenset()
             known.owner = unit
-            known.tag = Tag(frozenset((unit,)))
+            known.tag = Tag(others | {unit})
 
     def disown_all(self) -> None:
         """Forget every owner; before owners are named anew at the start of a step."""

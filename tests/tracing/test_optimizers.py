@@ -119,6 +119,41 @@ class Unscales(Custom):
             parameter.sub_(parameter.grad * (1 - found))
 
 
+class Flattens(Custom):
+    """Works on one vector of everything, as some fused optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        convert = torch.nn.utils
+        gradients = convert.parameters_to_vector([parameter.grad for parameter in self.all])
+        convert.vector_to_parameters(convert.parameters_to_vector(self.all) - 0.1 * gradients, self.all)
+
+
+class CopiesAcross(Custom):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.all:
+            parameter.sub_(parameter.grad, alpha=0.1)
+        self.all[-1].copy_(self.all[1])
+
+
+class LeavesThroughNumpy(Custom):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        total = sum(float((parameter.grad.numpy() ** 2).sum()) for parameter in self.all)
+        for parameter in self.all:
+            parameter.sub_(parameter.grad, alpha=0.1 / total)
+
+
+class ClipsEachEntry(Custom):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_value_(self.all, 0.1)
+        gradients = [parameter.grad for parameter in self.all]
+        torch._foreach_div_(gradients, torch._foreach_norm(gradients))
+        torch._foreach_sub_(self.all, gradients)
+
+
 class KeepsAverage(Custom):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -215,6 +250,7 @@ CLEAN: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (KeepsAverage, {}),
     (ReusesMemory, {}),
     (ReadsAConstant, {}),
+    (ClipsEachEntry, {}),
 ]
 
 
@@ -288,6 +324,23 @@ def test_an_overflow_check_over_all_parameters_is_a_violation(tools: Any, kind: 
     found = the_violation(report_of(tools, kind))
     assert (found.kind, found.units) == ("mixing", UNITS)
     assert "Job.loss_scaling" in found.advice
+
+
+def test_one_vector_of_everything_is_a_violation(tools: Any) -> None:
+    found = report_of(tools, Flattens).violations  # of gradients on one line, of weights on the next
+    assert [(finding.operator, finding.units) for finding in found] == [("cat", UNITS)] * 2
+    assert all("flows into 3 units" in finding.message for finding in found)
+    assert [finding.id.endswith("~2") for finding in found] == [False, True]
+
+
+def test_a_weight_that_is_copied_across_units_is_a_violation(tools: Any) -> None:
+    found = the_violation(report_of(tools, CopiesAcross))
+    assert (found.operator, found.units) == ("copy_", ("s0", "s2"))
+
+
+def test_numpy_does_not_hide_a_global_norm(tools: Any) -> None:
+    found = the_violation(report_of(tools, LeavesThroughNumpy))
+    assert (found.kind, found.operator, found.units) == ("leaves", "numpy", UNITS)
 
 
 def test_loss_scaling_around_the_optimizers_step_is_seen(tools: Any) -> None:
