@@ -129,12 +129,12 @@ def managed(
         return Outcome(finish.outcome, read_manifest(opened.checkpoint_url, newest), tuple(history), tuple(formed))
 
 
-def uninterrupted(steps: int, directory: Path) -> dict[str, str]:
+def uninterrupted(steps: int, directory: Path, num_sections: int = NUM_SECTIONS) -> dict[str, str]:
     """sha256 of every unit after ``steps`` steps on one worker without a cluster."""
     manifest = run_single(
         JOB,
         steps=steps,
-        num_sections=NUM_SECTIONS,
+        num_sections=num_sections,
         micro_batch_size=MICRO_BATCH_SIZE,
         checkpoint_url=str(directory),
     )

@@ -1,0 +1,151 @@
+"""Morph's commands as processes of their own, as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = (sys.executable, "-m", "morph.cli.main")
+COMMAND_TIMEOUT_S = 100.0
+LINE_TIMEOUT_S = 100.0
+END_TIMEOUT_S = 40.0
+
+
+def morph(*arguments: object, code: int = 0) -> str:
+    """Run a command to its end and return what it wrote to standard output."""
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        cwd=ROOT,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+    )
+    assert done.returncode == code, (done.stdout, done.stderr)
+    return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
+
+
+class RunningMorph:
+    """A command in a session of its own, as in a terminal; a context manager after which none of it is left."""
+
+    def __init__(self, *arguments: object) -> None:
+        self._process = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)],
+            cwd=ROOT,
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._seen: list[str] = []
+        self._family: dict[int, psutil.Process] = {}
+        self._directory: Path | None = None
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> RunningMorph:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._record()
+        for process in self._family.values():
+            if process.is_running():
+                process.kill()
+        self._process.wait(END_TIMEOUT_S)
+
+    @property
+    def output(self) -> str:
+        """Everything it wrote so far, standard error included."""
+        return "\n".join(self._seen)
+
+    def wait_for_line(self, part: str) -> str:
+        """The next line that holds ``part``."""
+        until_s = time.monotonic() + LINE_TIMEOUT_S
+        while (line := self._next(until_s, part)) is not None:
+            self._record()
+            if part in line:
+                return line
+        raise AssertionError(f"ended without a line with {part!r}:\n{self.output}")
+
+    def press_ctrl_c(self) -> None:
+        """What a terminal does: SIGINT to the whole foreground process group."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        """SIGKILL to the command's own process, and to no other."""
+        self._process.kill()
+
+    def wait_for_end(self) -> int:
+        """The exit code; checks that no process, no directory and no listening port of it is left."""
+        until_s = time.monotonic() + END_TIMEOUT_S
+        code = self._process.wait(END_TIMEOUT_S)
+        _, alive = psutil.wait_procs(list(self._family.values()), timeout=until_s - time.monotonic())
+        assert alive == [], f"left behind:\n{self.output}"
+        while self._next(until_s, "the end of its output") is not None:
+            pass
+        assert self._directory is not None
+        assert _processes_of(self._directory) == []
+        assert not self._directory.exists()
+        return code
+
+    def ports(self) -> set[int]:
+        """Ports on which its processes listen."""
+        self._record()
+        connections = psutil.net_connections(kind="tcp")
+        listening = [found for found in connections if found.status == "LISTEN" and found.pid in self._family]
+        return {found.laddr.port for found in listening if found.laddr}
+
+    def _next(self, until_s: float, what: str) -> str | None:
+        try:
+            line = self._lines.get(timeout=max(0.0, until_s - time.monotonic()))
+        except queue.Empty:
+            raise AssertionError(f"waited {LINE_TIMEOUT_S:g} s for {what!r}:\n{self.output}") from None
+        if line is not None:
+            self._seen.append(line)
+        return line
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def _record(self) -> None:
+        """Remember every process below the command, and the directory of its Ray."""
+        try:
+            processes = psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return
+        for process in processes:
+            self._family.setdefault(process.pid, process)
+            if self._directory is None and (directory := _ray_directory(process)):
+                self._directory = Path(directory)
+
+
+def _ray_directory(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("RAY_TMPDIR")
+    except psutil.Error:
+        return None
+
+
+def _processes_of(directory: Path) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if _ray_directory(process) == str(directory)]

@@ -1,0 +1,80 @@
+"""A user's whole way through the commands: calibrate, plan, simulate, run along a trace, status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from manager.controller.events import NodeAppeared
+from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.records import VM_KILLED, Fact
+from manager.journal.replay import replay
+from manager.report.summary import summarise
+from manager.report.values import RunReport
+from morph.contract.plan import Plan, load_plan
+from morph.contract.profile import load_profile
+from tests.system.commands import RunningMorph, morph
+from tests.system.harness import JOB
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+
+STEPS = 300
+PNG = b"\x89PNG"
+TRACE = """time_s,event,node_id
+0,add,vm0
+0,add,vm1
+0.1,add,vm2
+0.5,remove,vm1
+"""
+
+
+def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(calibrated: Path, tmp_path: Path) -> None:
+    profile = load_profile(calibrated)
+    assert (profile.job.name, profile.job.batch_size, profile.micro_batch_sizes) == ("tiny-gpt", 12, (2,))
+
+    answer = json.loads(morph("plan", calibrated, "--gpus", 2, "--json", "-o", tmp_path / "plan.json"))
+    best = Plan.model_validate(answer["best"])
+    assert best == load_plan(tmp_path / "plan.json")
+    assert best.fingerprint == profile.job.fingerprint
+
+    shown = morph("simulate", calibrated, "-P", 2, "-D", 1, "--png", tmp_path / "timeline.png")
+    assert "2 x 1" in shown
+    assert (tmp_path / "timeline.png").read_bytes().startswith(PNG)
+
+    run_dir = tmp_path / "run"
+    _run_along_the_trace(calibrated, tmp_path, run_dir)
+    assert (run_dir / "run.png").read_bytes().startswith(PNG)
+
+    report = RunReport.model_validate_json(morph("status", run_dir, "--json"))
+    assert (report.outcome, report.version, report.checkpoint_version) == ("finished", STEPS, STEPS)
+    assert report.losses[STEPS - 1] < report.losses[0]
+    plain = morph("status", run_dir, "--png", tmp_path / "status.png")
+    assert plain == summarise(report) + "\n"
+    assert f"steps: {STEPS} of {STEPS} decided" in plain
+    assert (tmp_path / "status.png").read_bytes().startswith(PNG)
+
+    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+        assert replay(journal).version == report.version
+        entries = journal.read()
+    facts = [Fact.model_validate_json(entry.payload_json) for entry in entries if entry.kind == "fact"]
+    assert [fact.worker for fact in facts if fact.name == VM_KILLED] == ["vm1"]
+    appeared = NodeAppeared(node="vm2").model_dump_json()
+    assert any(entry.kind == "event" and entry.payload_json == appeared for entry in entries)
+    assert any("vm1" in found.lost_workers for found in report.morphs)
+
+
+def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
+    """Two VMs at the start; one is killed, another comes: the run goes on with what is there."""
+    cluster, trace = folder / "cluster.yaml", folder / "trace.csv"
+    cluster.write_text("policy: {checkpoint_every_steps: 25}\n", encoding="utf-8")
+    trace.write_text(TRACE, encoding="utf-8")
+    with RunningMorph(
+        *("run", JOB, "--profile", profile, "--cluster", cluster, "--trace", trace),
+        *("--steps", STEPS, "--run-dir", run_dir),
+    ) as command:
+        command.wait_for_line("vm2 appeared")
+        command.wait_for_line(": finished")
+        assert command.wait_for_end() == 0, command.output
+    assert f"picture: {run_dir / 'run.png'}" in command.output

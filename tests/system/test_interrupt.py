@@ -1,0 +1,130 @@
+"""Ctrl-C and SIGKILL end everything, and the same command goes on with the same result."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from manager.report.reading import read_report
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.checkpoint.unit_files import read_unit
+from morph.contract.profile import load_profile
+from tests.system.commands import RunningMorph
+from tests.system.harness import JOB, uninterrupted
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+STEPS = 80
+CLUSTER = "vms: {num_vms: 2}\npolicy: {checkpoint_every_steps: 5}\n"
+
+
+@pytest.fixture(scope="module")
+def reference(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Digests of every unit after ``STEPS`` uninterrupted steps."""
+    num_sections = load_profile(calibrated).num_sections
+    return uninterrupted(STEPS, tmp_path_factory.mktemp("uninterrupted"), num_sections)
+
+
+class Run:
+    """One run directory, and the command that works on it."""
+
+    def __init__(self, folder: Path, profile: Path, steps: int) -> None:
+        self.directory = folder / "run"
+        self._cluster = folder / "cluster.yaml"
+        self._cluster.write_text(CLUSTER, encoding="utf-8")
+        self._profile, self._steps = profile, steps
+
+    def start(self) -> RunningMorph:
+        return RunningMorph(
+            *("run", JOB, "--profile", self._profile, "--cluster", self._cluster),
+            *("--steps", self._steps, "--run-dir", self.directory),
+        )
+
+    def newest(self) -> int:
+        """Version of the newest checkpoint, every byte of which is checked."""
+        url = str(self.directory / "checkpoints")
+        version = complete_versions(url)[-1]
+        manifest = read_manifest(url, version)
+        for entry in manifest.units:
+            read_unit(url, manifest, entry.unit)
+        return version
+
+    def digests(self) -> dict[str, str]:
+        manifest = read_manifest(str(self.directory / "checkpoints"), self.newest())
+        return {entry.unit: entry.sha256 for entry in manifest.units}
+
+    def finish_from(self, version: int) -> None:
+        """Give the same command again; checks that it goes on from ``version`` and reaches the last step."""
+        with self.start() as again:
+            assert again.wait_for_line("finished") is not None
+            assert again.wait_for_end() == 0, again.output
+        report = read_report(self.directory)
+        assert (report.outcome, report.version, report.num_sessions) == ("finished", self._steps, 2)
+        resumed = [shape for shape in report.shapes if shape.first_version == version]
+        assert resumed, f"no shape began at version {version}: {report.shapes}"
+        assert {record.step for record in report.steps} == set(range(self._steps))
+        assert [record.step for record in report.steps][-(self._steps - version) :] == list(range(version, self._steps))
+
+
+@pytest.fixture
+def run(calibrated: Path, tmp_path: Path) -> Run:
+    return Run(tmp_path, calibrated, STEPS)
+
+
+def test_ctrl_c_saves_ends_everything_and_the_same_command_goes_on_to_the_same_weights(
+    run: Run, reference: dict[str, str]
+) -> None:
+    with run.start() as command:
+        command.wait_for_line("the checkpoint of version")
+        assert command.ports() != set()
+        command.press_ctrl_c()
+        assert command.wait_for_end() == 130, command.output
+        assert command.ports() == set()
+        version = run.newest()
+        assert 5 <= version < STEPS
+        assert f"stopped; the same command goes on from version {version}" in command.output
+        assert "Traceback" not in command.output
+    assert read_report(run.directory).version == version  # nothing that was decided is lost
+    run.finish_from(version)
+    assert run.digests() == reference
+
+
+def test_a_killed_manager_takes_everything_along_and_the_same_command_goes_on_from_the_newest_checkpoint(
+    run: Run, reference: dict[str, str]
+) -> None:
+    with run.start() as command:
+        command.wait_for_line("the checkpoint of version")
+        command.kill()
+        assert command.wait_for_end() == -signal.SIGKILL
+    version = run.newest()
+    assert version >= 5
+    run.finish_from(version)
+    assert run.digests() == reference
+
+
+def test_a_second_ctrl_c_ends_everything_too(run: Run) -> None:
+    with run.start() as command:
+        command.wait_for_line("the checkpoint of version")
+        command.press_ctrl_c()
+        command.wait_for_line("SIGINT: the run ends at the next step boundary")
+        command.press_ctrl_c()
+        assert command.wait_for_end() == 130, command.output
+        assert "the same command goes on from" in command.output
+        assert "Traceback" not in command.output
+    assert run.newest() >= 5
+
+
+def test_a_stop_before_the_first_step_leaves_what_the_same_command_starts_from(
+    calibrated: Path, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, calibrated, steps=8)
+    with run.start() as command:
+        command.wait_for_line("vm0 appeared")
+        command.press_ctrl_c()
+        assert command.wait_for_end() == 130, command.output
+        assert "stopped; the same command goes on from version 0" in command.output
+        assert "Traceback" not in command.output
+    assert complete_versions(str(run.directory / "checkpoints")) == ()
+    run.finish_from(0)
