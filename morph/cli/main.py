@@ -8,8 +8,11 @@ import typer
 
 from morph import __version__
 from morph.cli.calibrate import calibrate_command
+from morph.cli.cut import cut_command
 from morph.cli.demo import demo_command
 from morph.cli.errors import MorphGroup
+from morph.cli.export import export_command
+from morph.cli.import_ import import_command
 from morph.cli.plan import plan_command
 from morph.cli.run import run_command
 from morph.cli.simulate import simulate_command
@@ -53,10 +56,13 @@ def root(
 
 
 app.command("calibrate")(calibrate_command)
+app.command("cut")(cut_command)
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
 app.command("run")(run_command)
 app.command("status")(status_command)
+app.command("export")(export_command)
+app.command("import")(import_command)
 app.command("demo")(demo_command)
 app.command("trace-deps")(trace_deps_command)
 

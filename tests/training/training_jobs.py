@@ -152,3 +152,16 @@ def loss_with_metrics(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tenso
 
 
 measured = replace(plain, loss=loss_with_metrics)
+
+
+class WiderNet(Net):
+    """Not the model that ``plain`` trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.third = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
+open_size = replace(plain, micro_batch_size=None)
+wider = replace(plain, model=WiderNet)

@@ -1,0 +1,53 @@
+"""``morph export``: a run's weights as one plain state_dict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="File to write, such as out.safetensors.")],
+    version: Annotated[
+        int | None, typer.Option(min=0, help="Steps applied; default: of the newest complete checkpoint.")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(metavar="JOB", help="path/to/file.py:name; default: where it was when the run began.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+) -> None:
+    """Write a run's weights under your model's own names: parameters, tied names, buffers.
+
+    The file is a safetensors state_dict: model.load_state_dict and transformers' from_pretrained take it.
+
+    \b
+    Example:
+      morph export runs/tiny tiny.safetensors
+    """
+    from manager.run_dir import read_facts
+    from morph.checkpoint.manifest import complete_versions, read_manifest
+    from morph.checkpoint.plain_file import write_plain_file
+    from morph.contract.errors import InputError, RunDirError
+    from morph.job import load_job
+    from morph.runtime.model_state import export_state
+
+    facts = read_facts(run_dir)
+    if output.exists() and not overwrite:
+        raise InputError("exists already", source=str(output), allowed="a new file, or --overwrite")
+    url = str(run_dir.resolve() / "checkpoints")
+    versions = complete_versions(url)
+    if not versions:
+        raise RunDirError("holds no complete checkpoint yet", source=str(run_dir))
+    wanted = versions[-1] if version is None else version
+    if wanted not in versions:
+        allowed = ", ".join(map(str, versions))
+        raise RunDirError(
+            "has no such checkpoint", source=str(run_dir), field="--version", value=wanted, allowed=allowed
+        )
+    tensors = export_state(load_job(job or facts.job), url, read_manifest(url, wanted))
+    write_plain_file(output, tensors)
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    print(f"wrote version {wanted} to {output}: {len(tensors)} tensors, {size_bytes / 2**20:.1f} MiB")

@@ -1,0 +1,297 @@
+"""A run's weights go out as one plain state_dict, and begin a run from one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
+
+from manager.run_dir import RunDir, RunFacts, read_facts
+from morph.checkpoint.manifest import read_manifest
+from morph.checkpoint.unit_files import read_unit
+from morph.cli.main import app
+from morph.cutting import cut, export_job
+from morph.job import load_job
+from morph.runtime.single import run_single
+from tests.training.shapes_crew import spec_of
+from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net
+
+NUM_STEPS = 2
+
+
+def morph(*arguments: object) -> tuple[int, str]:
+    """Run the command line; exit code and what it printed."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def trained_run(job: str, path: Path, num_sections: int = NUM_SECTIONS) -> Path:
+    """A run directory with a checkpoint after two steps."""
+    loaded = load_job(job)
+    model = cut(export_job(loaded), num_sections=num_sections, micro_batch_size=MICRO_BATCH_SIZE)
+    facts = RunFacts(
+        job=job,
+        fingerprint=model.fingerprint,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        batch_size=loaded.batch_size,
+        num_sections=num_sections,
+    )
+    with RunDir(path, facts) as opened:
+        run_single(
+            job,
+            steps=NUM_STEPS,
+            num_sections=num_sections,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            checkpoint_url=opened.checkpoint_url,
+        )
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return trained_run(spec_of("plain"), tmp_path_factory.mktemp("plain") / "run")
+
+
+def trained_parameters(run_dir: Path, version: int = NUM_STEPS) -> dict[str, Tensor]:
+    url = str(run_dir / "checkpoints")
+    manifest = read_manifest(url, version)
+    found: dict[str, Tensor] = {}
+    for entry in manifest.units:
+        tensors = read_unit(url, manifest, entry.unit)
+        found |= {key.removeprefix("param/"): value for key, value in tensors.items() if key.startswith("param/")}
+    return found
+
+
+def test_the_users_model_loads_what_was_exported(run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    code, said = morph("export", run_dir, out)
+    assert (code, f"wrote version {NUM_STEPS} to {out}" in said) == (0, True)
+    model = Net()
+    before = model.first.weight.detach().clone()
+    model.load_state_dict(safetensors.torch.load_file(str(out)), strict=True)
+    trained = trained_parameters(run_dir)
+    assert {name for name, _ in model.named_parameters()} == set(trained)
+    assert all(torch.equal(parameter, trained[name]) for name, parameter in model.named_parameters())
+    assert torch.equal(model.shift, torch.full_like(model.shift, 0.25))
+    assert model.last.weight is model.first.weight
+    assert not torch.equal(model.first.weight, before)
+
+
+def test_tied_weights_are_in_the_file_under_each_name(run_dir: Path, tmp_path: Path) -> None:
+    morph("export", run_dir, tmp_path / "out.safetensors")
+    state = safetensors.torch.load_file(str(tmp_path / "out.safetensors"))
+    assert set(state) == set(Net().state_dict())
+    assert torch.equal(state["first.weight"], state["last.weight"])
+
+
+GPT2_JOB = """
+import torch
+from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
+from morph import Job
+
+def loss(model, batch):
+    logits = model(input_ids=batch["tokens"]).logits
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["tokens"][:, 1:].flatten())
+
+class Tokens:
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        return {"tokens": (torch.arange(8) * (index % 3 + 1) + index) % 32}
+
+job = Job(
+    name="gpt2",
+    model=lambda: GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)),
+    loss=loss,
+    dataset=Tokens,
+    optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
+    batch_size=4,
+    micro_batch_size=2,
+    num_sections=2,
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def gpt2_job(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("gpt2") / "gpt2_job.py"
+    path.write_text(GPT2_JOB, encoding="utf-8")
+    return f"{path}:job"
+
+
+@pytest.mark.filterwarnings("default")  # of transformers
+def test_transformers_loads_what_was_exported_and_gives_back_what_can_be_imported(
+    gpt2_job: str, tmp_path: Path
+) -> None:
+    run = trained_run(gpt2_job, tmp_path / "run", num_sections=2)
+    folder = tmp_path / "model"
+    assert morph("export", run, folder / "model.safetensors")[0] == 0
+    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+    config.save_pretrained(folder)
+    loaded, told = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["mismatched_keys"]
+    trained = trained_parameters(run)
+    assert all(torch.equal(parameter, trained[name]) for name, parameter in loaded.named_parameters())
+
+    loaded.save_pretrained(tmp_path / "again")
+    again = tmp_path / "again" / "model.safetensors"
+    assert "lm_head.weight" not in safetensors.torch.load_file(str(again)), (
+        "transformers keeps one name of a tied weight"
+    )
+    assert morph("import", gpt2_job, again, tmp_path / "tuned")[0] == 0
+    imported = trained_parameters(tmp_path / "tuned", version=0)
+    assert imported.keys() == trained.keys()
+    assert all(torch.equal(imported[name], trained[name]) for name in trained)
+
+
+def test_what_is_imported_is_exported_again_bit_for_bit(run_dir: Path, tmp_path: Path) -> None:
+    first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+    morph("export", run_dir, first)
+    code, said = morph("import", spec_of("plain"), first, tmp_path / "tuned")
+    assert (code, "begins with the weights of" in said) == (0, True)
+    facts, original = read_facts(tmp_path / "tuned"), read_facts(run_dir)
+    assert facts == original
+    morph("export", tmp_path / "tuned", again)
+    assert first.read_bytes() == again.read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_an_imported_state_is_version_zero_with_a_fresh_optimizer(run_dir: Path, tmp_path: Path) -> None:
+    morph("export", run_dir, tmp_path / "w.safetensors")
+    morph("import", spec_of("plain"), tmp_path / "w.safetensors", tmp_path / "tuned")
+    url = str(tmp_path / "tuned" / "checkpoints")
+    manifest = read_manifest(url, 0)
+    tensors = read_unit(url, manifest, manifest.units[0].unit)
+    assert not [name for name in tensors if name.startswith("optim/")]
+    assert json.loads(bytes(tensors["numbers"].tolist()))["version"] == 0
+
+
+def write(path: Path, **changes: Tensor | None) -> Path:
+    """The state_dict of a fresh model with some entries changed or taken out; ``__`` stands for a dot."""
+    torch.manual_seed(7)
+    state = {name: value.clone() for name, value in Net().state_dict().items()}
+    for name, value in changes.items():
+        state.pop(name.replace("__", "."), None)
+        if value is not None:
+            state[name.replace("__", ".")] = value
+    safetensors.torch.save_file(state, str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"second__weight": None, "third__bias": None},
+            "second.weight, third.bias: are missing, which the job's model trains",
+        ),
+        ({"extra": torch.ones(1)}, "extra: are not in the job's model"),
+        ({"second__bias": torch.ones(9)}, "second.bias: has another shape (got [9]); allowed: [8]"),
+        (
+            {"second__bias": torch.ones(8).double()},
+            "second.bias: has a type that would lose digits (got 'torch.float64')",
+        ),
+        ({"last__weight": torch.ones(8, 8)}, "last.weight: differs; allowed: the same numbers as 'first.weight'"),
+        ({"shift": torch.ones(8)}, "shift: has other numbers; allowed: what the job's model makes"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_anything_is_written(
+    changes: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "w.safetensors", **changes)
+    code, said = morph("import", spec_of("plain"), file, tmp_path / "run")
+    assert code == 2
+    assert message in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file; allowed: a .safetensors file"),
+        (b"", "is no safetensors file"),
+        (b"PK\x03\x04 a pickle in a zip, as torch.save writes", "is no safetensors file"),
+        (b"\xff" * 64, "is no safetensors file"),
+    ],
+)
+def test_a_file_that_is_no_safetensors_file_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "w.safetensors"
+    if content is not None:
+        file.write_bytes(content)
+    code, said = morph("import", spec_of("plain"), file, tmp_path / "run")
+    assert (code, message in said) == (2, True)
+
+
+def test_a_tied_weight_needs_one_of_its_names_and_buffers_may_be_absent(tmp_path: Path) -> None:
+    file = write(tmp_path / "w.safetensors", first__weight=None, shift=None)
+    assert morph("import", spec_of("plain"), file, tmp_path / "run")[0] == 0
+    assert torch.equal(
+        trained_parameters(tmp_path / "run", 0)["first.weight"], safetensors.torch.load_file(str(file))["last.weight"]
+    )
+
+
+def test_narrower_types_are_widened(tmp_path: Path) -> None:
+    file = write(tmp_path / "w.safetensors", second__bias=torch.full((8,), 0.3, dtype=torch.bfloat16))
+    assert morph("import", spec_of("plain"), file, tmp_path / "run")[0] == 0
+    bias = trained_parameters(tmp_path / "run", 0)["second.bias"]
+    assert bias.dtype == torch.float32
+    assert torch.equal(bias, torch.full((8,), 0.3, dtype=torch.bfloat16).float())
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path, run_dir: Path) -> None:
+    file = write(tmp_path / "w.safetensors")
+    for target in (run_dir, tmp_path):
+        before = sorted(str(path) for path in target.rglob("*"))
+        code, said = morph("import", spec_of("plain"), file, target)
+        assert (code, "is not a new or empty directory" in said) == (2, True)
+        assert sorted(str(path) for path in target.rglob("*")) == before
+
+
+def test_the_micro_batch_size_is_the_jobs_or_must_be_given(tmp_path: Path) -> None:
+    file = write(tmp_path / "w.safetensors")
+    for job, size in (("plain", 4), ("open_size", None), ("open_size", 3)):
+        chosen = () if size is None else ("--m", size)
+        code, said = morph("import", spec_of(job), file, tmp_path / "run", *chosen)
+        assert (code, "the run needs a micro-batch size" in said) == (2, True)
+    assert morph("import", spec_of("open_size"), file, tmp_path / "run", "--m", 4)[0] == 0
+    assert read_facts(tmp_path / "run").micro_batch_size == 4
+
+
+def test_an_existing_file_is_kept_unless_it_is_to_be_overwritten(run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    out.write_text("precious", encoding="utf-8")
+    assert morph("export", run_dir, out) == (2, f"error: {out}: exists already; allowed: a new file, or --overwrite\n")
+    assert out.read_text(encoding="utf-8") == "precious"
+    assert morph("export", run_dir, out, "--overwrite")[0] == 0
+
+
+def test_what_cannot_be_exported_is_one_line(run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    assert "is not a run directory" in morph("export", tmp_path, out)[1]
+    code, said = morph("export", run_dir, out, "--version", 7)
+    assert (code, f"--version: has no such checkpoint (got 7); allowed: {NUM_STEPS}" in said) == (2, True)
+    code, said = morph("export", run_dir, out, "--job", spec_of("wider"))
+    assert (code, "is not the model that was trained" in said) == (2, True)
+    assert not out.exists()
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    run = trained_run(spec_of("plain"), tmp_path / "run")
+    file = next((run / "checkpoints" / f"v{NUM_STEPS:08d}").glob("s1-*"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+    code, said = morph("export", run, tmp_path / "out.safetensors")
+    assert (code, "differs from its manifest" in said) == (1, True)
