@@ -95,6 +95,7 @@ def check_job(job_path: str, profile: Profile) -> None:
     from morph.contract.errors import ProfileError
     from morph.cutting import cut, export_job
     from morph.job import load_job
+    from morph.runtime.job_checks import check_training
 
     torch.set_num_threads(1)
     with users_code(job_path):
@@ -130,6 +131,7 @@ def check_job(job_path: str, profile: Profile) -> None:
             allowed=", ".join(sorted(units)),
         )
     with users_code(job_path):
+        check_training(job, model)
         _check_dependencies(job, exported, profile, job_path)
 
 

@@ -23,6 +23,7 @@ from morph.contract.messages import (
     Aborted,
     CommitOrder,
     Committed,
+    Evaluation,
     Failed,
     Heartbeat,
     Prepared,
@@ -37,6 +38,7 @@ from morph.data import MicroBatchLoader
 from morph.job import load_job
 from morph.runtime.channels import Channel, GroupSet, connect_store
 from morph.runtime.checkpoint_writer import CheckpointWriter
+from morph.runtime.evaluation import Evaluator
 from morph.runtime.executor import Executor, reduce_all
 from morph.runtime.faults import FaultPlan
 from morph.runtime.generation import Generation
@@ -95,6 +97,7 @@ class Worker:
             self._loader = MicroBatchLoader(
                 self._job.dataset(), self._job.seed, self._job.batch_size, setup.micro_batch_size
             )
+            self._evaluator = Evaluator(self._job, self._model, self._device) if self._job.eval_data else None
             self._lifeline = hold_lifeline(setup.lifeline, setup.worker) if setup.lifeline else None
             self._writer = CheckpointWriter(setup.worker, setup.checkpoint_url, self._faults)
         except Exception as error:
@@ -252,7 +255,11 @@ class Worker:
             if state.reduced is not None and state.reduced.overflowed:
                 state.rescale(state.reduced)
             state.reduced = None
-        return self._run_step(current, order)
+        evaluation = self._evaluate(current, order.step)
+        return self._run_step(current, order).model_copy(update={"evaluation": evaluation})
+
+    def _evaluate(self, current: Generation, version: int) -> Evaluation | None:
+        return self._evaluator.run_if_due(current, version, self._model) if self._evaluator is not None else None
 
     def _run_step(self, current: Generation, order: StepOrder) -> Prepared:
         assert current.slot is not None
@@ -301,7 +308,10 @@ class Worker:
         self._faults.begin(order.version)
         current = self._enter(order.generation, order.version, order.decided)
         self._hand_over(current, order.checkpoint_units)
-        return Committed(worker=self._setup.worker, generation=order.generation, version=order.version)
+        evaluation = self._evaluate(current, order.version)
+        return Committed(
+            worker=self._setup.worker, generation=order.generation, version=order.version, evaluation=evaluation
+        )
 
     def _hand_over(self, current: Generation, names: tuple[str, ...]) -> None:
         for name in names:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from manager.controller.placement import choose_sources, place, share_units, units_by_stage
+from manager.report.means import EvaluationReader
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import from_payload
 from morph.contract.checkpoint import Manifest, UnitFile
@@ -85,6 +86,15 @@ class Trained:
             sorted((e for a in answers for e in a.losses), key=lambda e: e.micro_batch) for answers in self.answers
         ]
         return [str(entries) for entries in steps]
+
+    @property
+    def evaluations(self) -> list[Any]:
+        """Every evaluation, put together as the report does it."""
+        reader = EvaluationReader()
+        for answers in (*self.answers, self.commits):
+            for answer in answers:
+                reader.take(answer.evaluation)
+        return list(reader.all())
 
     def numbers(self, unit: str) -> dict[str, Any]:
         """The plain numbers of a unit's final state."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from morph.runtime.model_state import export_state
 from tests.training.shapes_crew import ShapesCrew, Trained
+from tests.training.training_jobs import MICRO_BATCH_SIZE, Net, Points, evaluated, loss_with_metrics
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
@@ -16,7 +19,7 @@ HISTORIES = {
     "4x1": ((("4x1", NUM_STEPS),), False),
     "1x3, then losses": ((("1x3", 2), ("2x1", 4), ("1x1", NUM_STEPS)), True),
 }
-JOBS = ("clipped", "scheduled", "bf16", "fp16", "scaled", "measured")
+JOBS = ("clipped", "scheduled", "bf16", "fp16", "scaled", "evaluated", "evaluated_in_part")
 
 
 @pytest.fixture(scope="module", params=JOBS)
@@ -37,6 +40,7 @@ def test_a_feature_gives_the_same_bytes_in_every_shape_and_after_losses(
     assert trained.decided == reference.decided
     assert trained.scales == reference.scales
     assert trained.losses == reference.losses
+    assert trained.evaluations == reference.evaluations
 
 
 def test_the_step_that_breaks_in_one_stage_is_skipped_everywhere(crew: ShapesCrew, tmp_path: Path) -> None:
@@ -59,3 +63,31 @@ def test_floating_point_sums_skip_the_same_steps(crew: ShapesCrew, tmp_path: Pat
     split = crew.train("scaled_fast", [("2x2", 6)], tmp_path / "four")
     assert [d.skipped for d in whole.decided] == [d.skipped for d in split.decided]
     assert any(d.skipped for d in whole.decided)
+
+
+def test_an_evaluation_is_the_model_in_evaluation_mode_on_the_first_samples(crew: ShapesCrew, tmp_path: Path) -> None:
+    trained = crew.train("evaluated", [("2x2", 4)], tmp_path)
+    assert [found.version for found in trained.evaluations] == [2, 4]
+    net = Net().eval()
+    state = export_state(evaluated, str(tmp_path), trained.manifest)
+    net.load_state_dict(state)
+    data = Points(1000, 11)
+    losses, close = [], []
+    for first in range(0, 10, MICRO_BATCH_SIZE):
+        samples = [data[index] for index in range(first, first + MICRO_BATCH_SIZE)]
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in ("x", "y")}
+        with torch.no_grad():
+            loss, metrics = loss_with_metrics(net, batch)
+        losses.append(float(loss))
+        close.append(float(metrics["close"]))
+    last = trained.evaluations[-1]
+    assert last.loss == pytest.approx(sum(losses) / 5, rel=1e-6)
+    assert last.metrics["close"] == pytest.approx(sum(close) / 5)
+
+
+def test_evaluating_changes_no_weight(crew: ShapesCrew, tmp_path: Path) -> None:
+    with_it = crew.train("evaluated", [("2x1", 5)], tmp_path / "with")
+    without = crew.train("measured", [("2x1", 5)], tmp_path / "without")
+    assert with_it.evaluations
+    assert not without.evaluations
+    assert with_it.digests == without.digests

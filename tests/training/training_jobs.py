@@ -151,7 +151,7 @@ def loss_with_metrics(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tenso
     }
 
 
-measured = replace(plain, loss=loss_with_metrics)
+measured = replace(plain, loss=loss_with_metrics, loss_scaling=LossScaling(initial=16.0, growth_steps=2))
 
 
 class WiderNet(Net):
@@ -165,3 +165,7 @@ class WiderNet(Net):
 
 open_size = replace(plain, micro_batch_size=None)
 wider = replace(plain, model=WiderNet)
+
+
+evaluated = replace(measured, eval_data=lambda: Points(1000, 11), eval_every_steps=2)
+evaluated_in_part = replace(evaluated, eval_samples=2, precision="bf16")

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from morph.contract.errors import JobError
+from morph.cutting import CutModel, cut, export_job
+from morph.data.evaluation import EvaluationLoader
+from morph.job import Job
+from morph.runtime.evaluation import EvaluationStage, evaluation_sections, shares
+from morph.runtime.job_checks import check_training
+from tests.training.training_jobs import MICRO_BATCH_SIZE, WIDTH, Net, Points, plain, warm_up
+
+
+def cut_job(job: Job) -> CutModel:
+    return cut(export_job(job), num_sections=job.num_sections, micro_batch_size=MICRO_BATCH_SIZE)
+
+
+def evaluate(job: Job, *, seed: int) -> tuple[Tensor, Tensor]:
+    """The loss of one micro-batch without dropout, and what the user's model in evaluation mode says."""
+    exported = export_job(job)
+    model = cut(exported, num_sections=job.num_sections, micro_batch_size=MICRO_BATCH_SIZE)
+    loader = EvaluationLoader(Points(500, 6), job.dataset()[0], MICRO_BATCH_SIZE, None)
+    parameters = {name: value.clone().requires_grad_() for name, value in exported.initial_parameters.items()}
+    stage = EvaluationStage(evaluation_sections(model), parameters, loader.load, "fp32", seed, 4)
+    (loss,) = stage.forward(1, ())
+    whole = job.model().eval()
+    whole.load_state_dict({name: value.detach() for name, value in parameters.items()}, strict=False)
+    with torch.no_grad():
+        expected = job.loss(whole, loader.load(1, ("x", "y")))
+    assert isinstance(expected, Tensor)
+    return loss, expected
+
+
+class Attention(Net):
+    """Dropout of several kinds, also inside attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        x = nn.functional.alpha_dropout(torch.tanh(self.first(x)), 0.3, self.training)
+        heads = self.second(x).view(-1, 1, 2, WIDTH // 2)
+        probability = 0.4 if self.training else 0.0
+        x = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=probability).reshape(-1, WIDTH)
+        x = nn.functional.dropout1d(x.unsqueeze(-1), 0.2, self.training).squeeze(-1)
+        x = nn.functional.rrelu(x, training=self.training)
+        out: Tensor = self.last(self.dropout(self.third(x)) + self.shift)
+        return out
+
+
+@pytest.mark.parametrize("model", [Net, Attention])
+def test_dropout_of_every_kind_is_off(model: type[Net]) -> None:
+    job = replace(plain, model=model)
+    for seed in (0, 1):
+        loss, expected = evaluate(job, seed=seed)
+        assert torch.equal(loss, expected)
+
+
+def test_training_sections_keep_their_dropout() -> None:
+    model = cut_job(plain)
+    before = [str(section.code.code) for section in model.sections]  # type: ignore[attr-defined]
+    quiet = evaluation_sections(model)
+    assert [str(section.code.code) for section in model.sections] == before  # type: ignore[attr-defined]
+    assert [section.outputs for section in quiet] == [section.outputs for section in model.sections]
+    assert [section.parameters for section in quiet] == [section.parameters for section in model.sections]
+
+
+class InPlace(Net):
+    """Writes into a view, for which the whole graph is rewritten, dropout included."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        x = nn.functional.alpha_dropout(torch.tanh(self.first(x)), 0.3, self.training)
+        half = x[:, :2]
+        half.mul_(2.0)
+        out: Tensor = self.last(self.third(self.second(x)) + self.shift)
+        return out
+
+
+def test_dropout_that_cannot_be_switched_off_is_refused() -> None:
+    with pytest.raises(JobError, match=r"eval_data: the dropout in section \d .* cannot be switched off"):
+        check_training(
+            replace(plain, model=InPlace, eval_data=Points, eval_every_steps=1), cut_job(replace(plain, model=InPlace))
+        )
+
+
+class Shaped(Points):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {key: value[:3] for key, value in super().__getitem__(index).items()}
+
+
+class Keyless(Points):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": super().__getitem__(index)["x"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"eval_data": lambda: Points(0, 1)},
+            "eval_data: is too small (got 1); allowed: at least one micro-batch of 2",
+        ),
+        ({"eval_data": Shaped}, "eval_data item 'x': is not like a training sample (got '(3,) torch.float32')"),
+        ({"eval_data": Keyless}, "eval_data item 'y': is not like a training sample (got 'nothing')"),
+        ({"eval_data": Points, "eval_samples": 99}, "eval_samples: are more than there are (got 99); allowed: 40"),
+        ({"eval_data": Points, "eval_samples": 1}, "eval_data: is too small"),
+        ({"optimizer": lambda named: optim.LBFGS([p for _, p in named])}, "whose step needs a closure"),
+        ({"lr_scheduler": optim.lr_scheduler.ReduceLROnPlateau}, "whose step needs a value"),
+        ({"lr_scheduler": lambda o: None}, "lr_scheduler: does not return a scheduler"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused_before_anything_starts(fields: dict[str, Any], message: str) -> None:
+    every = {"eval_every_steps": 2} if "eval_data" in fields else {}
+    job = replace(plain, **fields, **every)
+    with pytest.raises(JobError) as caught:
+        check_training(job, cut_job(plain))
+    assert message in str(caught.value)
+
+
+def test_settings_that_can_be_used_pass() -> None:
+    job = replace(plain, eval_data=Points, eval_every_steps=2, eval_samples=5, lr_scheduler=warm_up)
+    check_training(job, cut_job(job))
+
+
+@pytest.mark.parametrize(("total", "replicas"), [(5, 2), (1, 3), (6, 3), (4, 1)])
+def test_each_micro_batch_is_evaluated_once(total: int, replicas: int) -> None:
+    dealt = shares(total, replicas)
+    assert len(dealt) == replicas
+    assert [index for share in dealt for index in share] == list(range(total))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_samples_that_fill_no_micro_batch_are_left_out() -> None:
+    loader = EvaluationLoader(Points(0, 7), Points()[0], 2, None)
+    assert loader.num_micro_batches == 3
+    assert EvaluationLoader(Points(0, 7), Points()[0], 2, 5).num_micro_batches == 2
+    assert torch.equal(loader.load(2, ("x",))["x"][1], Points()[5]["x"])
+    assert loader.load(2, ()) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"eval_data": Points}, "eval_every_steps: is not right; allowed: to be given together with eval_data"),
+        ({"eval_every_steps": 3}, "eval_every_steps: is not right (got 3); allowed: to be given together"),
+        ({"eval_samples": 3}, "eval_samples: is not right (got 3); allowed: to be given together with eval_data"),
+        ({"eval_data": 3, "eval_every_steps": 1}, "eval_data: is not right (got 3); allowed: a function, or None"),
+        ({"clip_grad_norm": 0}, "clip_grad_norm: is not right (got 0); allowed: a number above 0, or None"),
+        ({"clip_grad_norm": float("nan")}, "clip_grad_norm: is not right (got nan)"),
+        ({"precision": "fp8"}, "precision: is not right (got 'fp8'); allowed: 'fp32', 'bf16' or 'fp16'"),
+        ({"optimizer_device": "cuda"}, "optimizer_device: is not right (got 'cuda'); allowed: 'same' or 'cpu'"),
+        ({"lr_scheduler": 0.1}, "lr_scheduler: is not right (got 0.1); allowed: a function, or None"),
+        ({"loss_scaling": 65536.0}, "loss_scaling: is not right (got 65536.0); allowed: a morph.LossScaling, or None"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError) as caught:
+        replace(plain, **fields)
+    assert message in str(caught.value)
