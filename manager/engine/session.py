@@ -6,14 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from manager.controller.actions import Finish
 from manager.controller.config import ControllerConfig
-from manager.controller.state import Phase, initial_state
+from manager.controller.state import ControllerState, Phase, initial_state
 from manager.engine.driver import Driver, Observed, Observer
 from manager.engine.inbox import Inbox
 from manager.engine.lifelines import Lifelines
@@ -73,9 +73,11 @@ def run_session(
     from manager.engine.worker_pool import Store, WorkerPool
 
     inbox = Inbox()
-    cluster = RayCluster(directory)
-    journal = Journal.open(run_dir.journal_path)
+    ending = ExitStack()  # closes what was opened, in reverse
     try:
+        journal = ending.enter_context(Journal.open(run_dir.journal_path))
+        cluster = RayCluster(directory)
+        ending.callback(cluster.close)
         cluster.start()
         store = Store(LOOPBACK)
         pool = WorkerPool(
@@ -83,10 +85,14 @@ def run_session(
             lambda worker: _setup(spec, run_dir, store, lifelines, worker),
             spec.config.policy.heartbeat_timeout_s,
         )
+        ending.callback(pool.close)
         lifelines = Lifelines(LOOPBACK, pool.connection_closed)
+        ending.callback(lifelines.close)
         player = VmPlayer(cluster, spec.trace, inbox)
+        ending.callback(player.close)
         observers = [lambda observed: _run_clock(observed, player, patient=spec.patient_trace), observer]
         driver = Driver(initial_state(spec.config), inbox, pool, journal, run_dir.checkpoint_url, observers)
+        observers.append(lambda observed: _stop_when_hopeless(observed, player))
         if spec.stop_with_trace:
             observers.append(_StopWithTrace(player))
         if attend is not None:
@@ -94,26 +100,30 @@ def run_session(
         journal.append_config(time.time(), spec.config)
         with _stop_on_signal(driver):
             player.start()
-            try:
-                finish = driver.run()
-            finally:
-                pool.close()
-                player.close()
-                lifelines.close()
-        return finish
+            return driver.run()
     finally:
         with _deaf_to_signals():
-            cluster.close()
-            journal.close()
+            ending.close()
 
 
 def _run_clock(observed: Observed, player: VmPlayer, *, patient: bool) -> None:
     state = observed.decision.state
-    warming = player.fleet.booting or any(not worker.ready for worker in state.workers.values())
-    if patient and warming:
+    if patient and _warming(state, player):
         player.stop_clock()
     elif state.phase is Phase.TRAINING:
         player.start_clock()
+
+
+def _stop_when_hopeless(observed: Observed, player: VmPlayer) -> None:
+    """End a run that waits for VMs which the trace will never bring, instead of letting it wait for ever."""
+    state = observed.decision.state
+    if state.phase is Phase.WAITING and player.finished and not _warming(state, player) and state.stop_reason is None:
+        observed.request_stop("too few VMs are left, and the trace brings no more")
+
+
+def _warming(state: ControllerState, player: VmPlayer) -> bool:
+    """Whether a VM boots or its worker warms up."""
+    return player.fleet.booting or any(not worker.ready for worker in state.workers.values())
 
 
 class _StopWithTrace:

@@ -6,6 +6,7 @@ import threading
 import time
 from itertools import groupby
 
+from manager.controller.events import Tick
 from manager.engine.inbox import Inbox
 from manager.engine.vm_fleet import VmFleet, VmHost
 from morph.contract.trace import Trace, TraceEvent
@@ -27,7 +28,9 @@ class VmPlayer:
         self._clock_runs = threading.Event()
         self._clock_s = 0.0
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._play, name="morph-vm-trace", daemon=True)
+        self._finished = threading.Event()
+        self._inbox = inbox
+        self._thread = threading.Thread(target=self._run, name="morph-vm-trace", daemon=True)
 
     def start(self) -> None:
         """Begin to boot the VMs of time 0."""
@@ -43,8 +46,8 @@ class VmPlayer:
 
     @property
     def finished(self) -> bool:
-        """Whether the whole trace was played."""
-        return not self._thread.is_alive()
+        """Whether the whole trace was played, or playing was stopped. A ``Tick`` follows, for whoever waits for it."""
+        return self._finished.is_set()
 
     def close(self) -> None:
         """Stop playing and booting."""
@@ -52,6 +55,14 @@ class VmPlayer:
         self._clock_runs.set()
         self._thread.join(CLOSE_TIMEOUT_S)
         self.fleet.close()
+
+    def _run(self) -> None:
+        try:
+            self._play()
+        finally:
+            self._finished.set()
+            if not self._over.is_set():
+                self._inbox.put(Tick())
 
     def _play(self) -> None:
         for time_s, events in groupby(self._events, key=lambda event: event.time_s):

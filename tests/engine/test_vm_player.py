@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from manager.controller.events import NodeAppeared
+from manager.controller.events import NodeAppeared, Tick
 from manager.engine.inbox import Inbox
 from manager.engine.vm_player import VmPlayer
 from manager.journal.records import VM_KILLED, Fact
@@ -72,6 +72,9 @@ class Play:
         item = stamped.item
         if isinstance(item, NodeAppeared):
             self.seen.append(f"up {item.node}")
+        elif isinstance(item, Tick):
+            assert self.player.finished
+            self.seen.append("played")
         else:
             assert isinstance(item, Fact)
             self.seen.append(f"{item.name} {item.worker}")

@@ -9,7 +9,7 @@ import pytest
 from manager.controller.state import Phase
 from manager.engine.driver import Observed
 from morph.contract.messages import Fault
-from morph.contract.trace import Trace, TraceEvent
+from morph.contract.trace import Trace, TraceEvent, parse_trace
 from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import TinyJob, constant_vms, managed, uninterrupted
 
@@ -93,3 +93,23 @@ def test_a_joining_worker_that_dies_while_it_is_taken_in_changes_nothing(tiny_jo
     assert result.outcome == "stopped"
     assert any("worker_lost" in line and "vm2" in line for line in result.history)
     assert result.digests() == uninterrupted(result.manifest.version, tmp_path / "reference")
+
+
+def test_a_run_whose_last_vm_is_gone_for_good_stops_and_can_go_on(tiny_job: TinyJob, tmp_path: Path) -> None:
+    lines = ["0,add,vm0", "0,add,vm1", "2,remove,vm0", "2,remove,vm1"]
+    trace = parse_trace(["time_s,event,node_id\n", *(f"{line}\n" for line in lines)], "test")
+    first = managed(tiny_job, tmp_path / "run", shapes={2: "2x1"}, trace=trace, num_steps=100_000, checkpoint_every=2)
+    assert first.outcome == "stopped"
+    assert "the trace brings no more" in first.history[-1]
+    saved = first.manifest.version
+    assert saved > 0
+    second = managed(
+        tiny_job,
+        tmp_path / "run",
+        shapes={2: "2x1", 1: "1x1"},
+        trace=constant_vms(1),
+        num_steps=saved + 3,
+        initial=first.manifest,
+    )
+    assert second.outcome == "finished"
+    assert second.digests() == uninterrupted(saved + 3, tmp_path / "reference")
