@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from morph.cutting.cut_point import CutPoint as CutPoint
     from morph.job import Job as Job
     from morph.job import LossScaling as LossScaling
 
 __version__ = "0.1.0"
-__all__ = ["Job", "LossScaling", "__version__"]
+__all__ = ["CutPoint", "Job", "LossScaling", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from morph import job
 
         return getattr(job, name)
+    if name == "CutPoint":
+        from morph.cutting.cut_point import CutPoint
+
+        return CutPoint
     raise AttributeError(f"module 'morph' has no attribute {name!r}")

@@ -81,6 +81,7 @@ class Job:
         name: Short name, used in files and logs.
         micro_batch_size: m, a divisor of M. None: the planner picks it from the profile.
         num_sections: K. None: chosen from the model's narrow places.
+        cut_points: Names of modules, as in ``model.named_modules()``, in front of which to cut, and nowhere else.
         seed: Seeds the weights, the sample order and all randomness of training.
         accumulation: ``exact`` sums gradients in 64-bit fixed point, so that the result is bit-identical in every
             shape; ``fast`` sums in floating point.
@@ -107,6 +108,7 @@ class Job:
     name: str
     micro_batch_size: int | None = None
     num_sections: int | None = None
+    cut_points: tuple[str, ...] = ()
     seed: int = 0
     accumulation: Accumulation = "exact"
     lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -136,6 +138,9 @@ class Job:
         _require_count("batch_size", self.batch_size)
         if self.num_sections is not None:
             _require_count("num_sections", self.num_sections)
+        names = isinstance(self.cut_points, tuple | list) and all(isinstance(name, str) for name in self.cut_points)
+        _require(names, "cut_points", self.cut_points, "a list of module names, such as 'transformer.h.1'")
+        object.__setattr__(self, "cut_points", tuple(self.cut_points))
         _require(_is_int(self.seed) and 0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2**63 - 1")
         _require(self.accumulation in get_args(Accumulation), "accumulation", self.accumulation, "'exact' or 'fast'")
         if self.micro_batch_size is not None:

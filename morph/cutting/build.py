@@ -23,6 +23,7 @@ class BuiltSection:
     parameters: tuple[str, ...]
     constants: tuple[str, ...]
     signature: str
+    num_replicated: int
 
 
 @dataclass
@@ -87,6 +88,7 @@ def build_section(
         parameters=tuple(sources[node.name].name for node in parameters),
         constants=tuple(node.name for node in constants),
         signature=_signature(analysis, module, [*inputs, *entries, *parameters, *constants], num_samples),
+        num_replicated=sum(node in analysis.replicated for node in builder.copies),
     )
 
 

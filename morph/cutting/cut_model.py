@@ -13,6 +13,8 @@ from morph.contract.errors import JobError
 from morph.cutting.analysis import Analysis, analyse
 from morph.cutting.build import BuiltSection, build_section, describe
 from morph.cutting.export import ExportedJob
+from morph.cutting.locate import module_paths, node_line
+from morph.cutting.marks import marked_positions
 from morph.cutting.positions import choose_positions, default_num_sections
 from morph.cutting.section import BoundaryTensor, ParameterUnit, Section
 
@@ -79,6 +81,11 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
 
 def _cut_places(analysis: Analysis, num_sections: int | None) -> tuple[int, ...]:
     positions, total = analysis.positions(), analysis.total_cost
+    marked = marked_positions(analysis, positions)
+    if marked and num_sections in {None, len(marked) + 1}:
+        return tuple(place.index for place in marked)
+    if marked:
+        positions = marked
     wanted = default_num_sections(positions, total) if num_sections is None else num_sections
     try:
         return choose_positions(positions, total, wanted)
@@ -108,6 +115,9 @@ def _section(
         code=built.module,
         constants=built.constants,
         constant_values=analysis.exported.initial_constants,
+        source=next((line for node in nodes if (line := node_line(node))), None),
+        cost=sum(analysis.costs[analysis.order[node]] for node in nodes),
+        num_replicated=built.num_replicated,
     )
 
 
@@ -118,13 +128,7 @@ def _boundary(analysis: Analysis, node: Node, num_samples: int) -> BoundaryTenso
 
 def _label(nodes: Sequence[Node]) -> str:
     """Return the path of the module in which the section's first operation stands."""
-    for node in nodes:
-        stack = node.meta.get("nn_module_stack") or {}
-        paths = [path.removeprefix("model").removeprefix(".") for path, _ in stack.values()]
-        deepest = max(paths, key=len, default="")
-        if deepest:
-            return deepest
-    return "loss"
+    return next((max(paths, key=len) for node in nodes if (paths := module_paths(node))), "loss")
 
 
 def _units(sections: Sequence[Section], names: Sequence[str]) -> tuple[ParameterUnit, ...]:

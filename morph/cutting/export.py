@@ -69,6 +69,7 @@ class ExportedJob:
         initial_constants: Constants by the placeholder that holds them, made likewise.
         aliases: Further names of tied parameters, with the name they are kept under.
         num_sections: What the job asks for, if anything.
+        cut_points: Names of modules in front of which the job wants to be cut, if any.
         model_line: Where the model is defined, ``file:line``, for errors.
         not_recorded: Why initial values cannot be made one by one; None when they can.
         metric_names: What the loss returns besides, in the order in which the graph does, behind the loss.
@@ -81,6 +82,7 @@ class ExportedJob:
     initial_constants: LazyTensors
     aliases: dict[str, str]
     num_sections: int | None
+    cut_points: tuple[str, ...]
     model_line: str
     not_recorded: str | None
     metric_names: tuple[str, ...] = ()
@@ -111,6 +113,7 @@ def export_job(job: Job) -> ExportedJob:
         initial_constants=_constants(program, sources, built),
         aliases=aliases,
         num_sections=job.num_sections,
+        cut_points=job.cut_points,
         model_line=definition_line(type(built.model)),
         not_recorded=built.not_recorded,
         metric_names=metric_names,

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from morph.contract.errors import ExportError, JobError
+from morph.cutting.locate import node_line
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -48,7 +49,7 @@ def make_functional(program: ExportedProgram, prefix: str) -> GraphModule:
         for node in _in_place_nodes(program.graph_module):
             raise ExportError(
                 f"cannot replace the in-place operation {node.target}",
-                source=_line_of(node),
+                source=node_line(node),
                 allowed="operations that return a new tensor",
             )
     graph_module: GraphModule = program.graph_module
@@ -123,7 +124,7 @@ def _refuse_changed_buffers(program: ExportedProgram, prefix: str) -> None:
         names = ", ".join(sorted(changed))
         raise JobError(
             f"the model changes buffers while training: {names}",
-            source=_line_of(next(iter(changed.values()))),
+            source=node_line(next(iter(changed.values()))),
             field="model",
             allowed="no running statistics, for they would depend on the shape of the job; "
             "use LayerNorm or GroupNorm, or track_running_stats=False",
@@ -188,15 +189,3 @@ def _views(node: Node) -> Iterator[Node]:
 def _dtype(node: Node) -> torch.dtype | None:
     value = node.meta.get("val")
     return value.dtype if isinstance(value, Tensor) else None
-
-
-def _line_of(node: Node) -> str | None:
-    """Return the innermost ``file:line`` of the node's recorded stack outside torch."""
-    lines = [
-        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")
-    ]
-    outside = [line for line in lines if "/torch/" not in line] or lines
-    if not outside:
-        return None
-    _, file, rest = outside[-1].split('"', 2)
-    return f"{file}:{rest.split('line ')[1].split(',')[0]}"

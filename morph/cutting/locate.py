@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Node
 
 from morph.job import Job
 
+_SLICE = re.compile(r"\.?slice\([^)]*\)")  # of a list of modules that the model iterates over a part of
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 
 
@@ -25,6 +28,25 @@ def user_line(error: BaseException, job: Job, model: nn.Module | None) -> str | 
         if frames:
             return f"{frames[-1].filename}:{frames[-1].lineno}"
     return None
+
+
+def node_line(node: Node) -> str | None:
+    """Return the innermost ``file:line`` of the node's recorded stack outside torch."""
+    lines = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")
+    ]
+    outside = [line for line in lines if "/torch/" not in line] or lines
+    if not outside:
+        return None
+    _, file, rest = outside[-1].split('"', 2)
+    return f"{file}:{rest.split('line ')[1].split(',')[0]}"
+
+
+def module_paths(node: Node) -> tuple[str, ...]:
+    """Return the paths, in the user's model, of the modules that the node stands in, from the outermost inwards."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = (_SLICE.sub("", path).removeprefix("model").removeprefix(".") for path, _ in stack.values())
+    return tuple(path for path in paths if path)
 
 
 def definition_line(thing: Any) -> str:

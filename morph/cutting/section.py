@@ -53,14 +53,17 @@ class Section:
         index: 0..K-1.
         label: Where in the user's model the section begins.
         inputs: Border tensors it takes: the previous section's outputs.
-        outputs: Border tensors it returns, contiguous; of the last section the scalar loss and the metrics. A tensor that
-            only passes through is in both.
+        outputs: Border tensors it returns, contiguous; of the last section the scalar loss and the metrics. A tensor
+            that only passes through is in both.
         batch_keys: Batch entries it reads.
         parameters: Parameters it reads, tied ones included.
         signature: Equal for sections of equal operations and shapes.
         code: Called with ``*inputs, *batch entries, *parameters, *constants``.
         constants: Constants it reads (buffers, frozen parameters), by their names in ``constant_values``.
         constant_values: Makes a constant when it is asked for.
+        source: Line of code, ``file:line``, that the section begins with, outside torch.
+        cost: Estimated compute, in the unit of its neighbours.
+        num_replicated: Cheap operations that it computes for itself although other sections do too.
     """
 
     index: int
@@ -73,6 +76,9 @@ class Section:
     code: SectionCode
     constants: tuple[str, ...] = ()
     constant_values: Mapping[str, Tensor] = field(default_factory=dict)
+    source: str | None = None
+    cost: float = 0.0
+    num_replicated: int = 0
     _on_device: dict[torch.device, tuple[SectionCode, tuple[Tensor, ...]]] = field(default_factory=dict, repr=False)
 
     def __call__(

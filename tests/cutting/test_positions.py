@@ -16,7 +16,7 @@ def test_cuts_fall_on_equal_compute_when_all_cost_the_same() -> None:
 
 def test_a_cheaper_position_in_the_window_wins() -> None:
     assert choose_positions(places(5, 5, 5, 1, 5, 5, 5, 1, 5, 5, 5), 12.0, 3) == (4, 8)
-    assert choose_positions(places(5, 5, 1, 5, 5, 5, 5, 5, 5, 1, 5), 12.0, 3) == (3, 8)
+    assert choose_positions(places(5, 5, 1, 5, 5, 5, 5, 5, 5, 1, 5), 12.0, 3) == (3, 7)
 
 
 def test_a_cheaper_position_outside_the_window_loses() -> None:
@@ -44,3 +44,18 @@ def test_the_default_is_one_section_for_two_narrow_positions() -> None:
     assert default_num_sections(places(*blocks), len(blocks) + 1.0) == 6
     assert default_num_sections(places(*(blocks * 10)), 10 * len(blocks) + 1.0) == 24
     assert default_num_sections([], 1.0) == 1
+
+
+def test_repeated_blocks_come_out_equal_although_the_end_is_heavy() -> None:
+    sizes = [9, 9, 1] * 12  # twelve blocks of three units, and an end of five that nothing can divide
+    assert choose_positions(places(*sizes), len(sizes) + 5.0, 13) == tuple(range(3, 37, 3))
+
+
+def test_very_narrow_places_near_the_end_do_not_make_an_empty_section() -> None:
+    ends = [Position(index + 1, index + 1.0, 1000) for index in range(30)] + [Position(31, 30.5, 4)]
+    assert choose_positions(ends, 31.0, 3) == (10, 20)
+
+
+def test_thousands_of_positions_are_chosen_from_as_well() -> None:
+    sizes = ([90] * 39 + [1]) * 60
+    assert choose_positions(places(*sizes), len(sizes) + 1.0, 60) == tuple(range(40, 2400, 40))

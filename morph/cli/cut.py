@@ -1,0 +1,165 @@
+"""``morph cut``: where a job's model would be cut, found without training or even building its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from morph.cli.checks import check_output, users_code
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from morph.cutting.report import CutReport, SectionFacts
+
+
+def cut_command(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="path/to/file.py:name", show_default=False)],
+    num_sections: Annotated[
+        int | None, typer.Option("-k", "-K", min=1, help="Number of sections. Default: the job's, else chosen.")
+    ] = None,
+    m: Annotated[int | None, typer.Option("--m", min=1, help="Micro-batch size. Default: the job's, else 1.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Draw compute against crossing bytes into this PNG file.")
+    ] = None,
+) -> None:
+    """Show where a job's model is cut, and what would cross each cut. Nothing is trained; no weight takes memory.
+
+    \b
+    Example:
+      morph cut configs/jobs/tiny_gpt.py:job
+      morph cut configs/jobs/gpt2_big.py:gpt2_8_3b -k 24 --png cuts.png
+    """
+    from morph.contract.errors import JobError
+
+    if png is not None:
+        check_output(png, JobError)
+    report = _find(job, num_sections, m)
+    if png is not None:
+        from morph.cli.cut_picture import draw_cuts
+
+        draw_cuts(report, job, png)
+    if as_json:
+        print(json.dumps(asdict(report)))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(_section_table(report))
+    if report.cuts:
+        console.print(_cut_table(report))
+    for line in _notes(report):
+        console.print(line, soft_wrap=True, highlight=False)
+    if png is not None:
+        console.print(f"Drew {png}.")
+
+
+def _find(job_path: str, num_sections: int | None, m: int | None) -> CutReport:
+    from morph.cutting import cut, export_job
+    from morph.cutting.report import report_cuts
+    from morph.job import load_job
+
+    with users_code(job_path):
+        job = load_job(job_path)
+        exported = export_job(job)
+        model = cut(
+            exported,
+            num_sections=num_sections if num_sections is not None else job.num_sections,
+            micro_batch_size=m or job.micro_batch_size or 1,
+        )
+        return report_cuts(exported, model)
+
+
+def _section_table(report: CutReport) -> Table:
+    """One row for each run of neighbouring sections of one kind."""
+    from rich.table import Table
+
+    title = f"{len(report.sections)} sections, {report.num_parameters:,} parameters"
+    table = Table(title=title, title_justify="left")
+    table.add_column("section", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("begins in", overflow="fold", ratio=2)
+    for name in ("compute", "parameters", "again"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("loads", overflow="fold", ratio=1)
+    for group in _runs(report.sections):
+        first, last = group[0], group[-1]
+        table.add_row(
+            str(first.index) if first is last else f"{first.index}-{last.index}",
+            kind_name(first.kind),
+            first.begins_in,
+            f"{first.compute_share:.1%}" + ("" if first is last else " each"),
+            f"{first.num_parameters:,}",
+            str(first.num_replicated),
+            ", ".join(first.batch_keys),
+        )
+    return table
+
+
+def _cut_table(report: CutReport) -> Table:
+    from rich.table import Table
+
+    table = Table(title="Cuts: where, compute before and after, what crosses", title_justify="left")
+    table.add_column("section", no_wrap=True)
+    table.add_column("begins in", overflow="fold", ratio=1)
+    for name in ("before", "after", "bytes/sample"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for cut in report.cuts:
+        tensors = ", ".join(f"{dtype}{list(shape)}" for _, shape, dtype in cut.tensors)
+        table.add_row(
+            str(cut.before_section),
+            "\n".join(part for part in (cut.module, short_source(cut.source), tensors) if part),
+            f"{cut.share_before:.1%}",
+            f"{cut.share_after:.1%}",
+            f"{cut.bytes_per_sample:,}",
+        )
+    return table
+
+
+def _runs(sections: tuple[SectionFacts, ...]) -> list[list[SectionFacts]]:
+    groups: list[list[SectionFacts]] = []
+    for section in sections:
+        if groups and groups[-1][-1].kind == section.kind:
+            groups[-1].append(section)
+        else:
+            groups.append([section])
+    return groups
+
+
+def _notes(report: CutReport) -> list[str]:
+    kinds = len({section.kind for section in report.sections})
+    tied = [f"{unit} ({', '.join(names)})" for unit, names in report.tied_units]
+    shares = [section.compute_share for section in report.sections]
+    lines = [
+        "again: cheap operations on neither weights nor chance that a section computes for itself",
+        f"kinds of sections: {kinds} of {len(shares)}; only one of each kind is measured",
+        f"balance: the largest section has {max(shares) * len(shares):.2f} times its even share of compute",
+        f"tied weights: {'; '.join(tied) or 'none'}",
+        f"parameters without influence on the loss: {', '.join(report.unused_parameters) or 'none'}",
+    ]
+    if report.metrics:
+        lines.append(f"metrics: {', '.join(report.metrics)}")
+    if report.not_recorded is None:
+        lines.append("weights: each worker makes those of its own sections alone")
+    else:
+        lines.append(f"weights: every worker builds the whole model, for: {report.not_recorded}")
+    return lines
+
+
+def kind_name(kind: int) -> str:
+    """Return A, B, ..., Z, A1, B1, ..."""
+    return chr(ord("A") + kind % 26) + (str(kind // 26) if kind >= 26 else "")
+
+
+def short_source(source: str | None) -> str:
+    """Return the path as seen from here, or from the installed packages."""
+    if source is None:
+        return ""
+    _, marker, inside = source.rpartition("site-packages/")
+    return inside if marker else os.path.relpath(source)

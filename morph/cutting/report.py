@@ -1,0 +1,158 @@
+"""What cutting found, as plain numbers: for the command line and for pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from morph.cutting.analysis import REFERENCE_SAMPLES, analyse
+from morph.cutting.cut_model import CutModel
+from morph.cutting.export import ExportedJob
+from morph.cutting.section import Section
+
+
+@dataclass(frozen=True)
+class SectionFacts:
+    """One section.
+
+    Attributes:
+        index: 0..K-1.
+        kind: Sections of equal kind do the same work; numbered by first appearance.
+        begins_in: Module of the user's model.
+        source: ``file:line`` of its first operation, where known.
+        compute_share: Of the whole model, estimated.
+        num_parameters: Elements, tied weights included.
+        batch_keys: Batch entries that it loads.
+        num_replicated: Cheap operations that it computes for itself.
+        num_constants: Buffers and frozen parameters that it reads.
+    """
+
+    index: int
+    kind: int
+    begins_in: str
+    source: str | None
+    compute_share: float
+    num_parameters: int
+    batch_keys: tuple[str, ...]
+    num_replicated: int
+    num_constants: int
+
+
+@dataclass(frozen=True)
+class CutFacts:
+    """One cut, in front of section ``before_section``.
+
+    Attributes:
+        before_section: The section behind the cut.
+        module: Module of the user's model that the section begins in.
+        source: ``file:line`` of the first operation behind the cut, where known.
+        share_before: Compute in front of the cut, of the whole model.
+        share_after: Compute behind it.
+        bytes_per_sample: What crosses the cut.
+        tensors: Name, shape for m samples and dtype of each tensor that crosses.
+    """
+
+    before_section: int
+    module: str
+    source: str | None
+    share_before: float
+    share_after: float
+    bytes_per_sample: int
+    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+@dataclass(frozen=True)
+class CutReport:
+    """Everything that was found.
+
+    Attributes:
+        fingerprint: Of the cut model.
+        micro_batch_size: m.
+        num_parameters: Trainable elements that the loss depends on.
+        sections: In order.
+        cuts: K-1 of them.
+        tied_units: Id and parameter names of each unit of several sections.
+        unused_parameters: Trainable, without influence on the loss.
+        metrics: Names of what the loss returns besides.
+        not_recorded: Why every worker must build the whole model; None when none does.
+        curve: For each place where a cut is possible: compute share before it, bytes per sample across it.
+    """
+
+    fingerprint: str
+    micro_batch_size: int
+    num_parameters: int
+    sections: tuple[SectionFacts, ...]
+    cuts: tuple[CutFacts, ...]
+    tied_units: tuple[tuple[str, tuple[str, ...]], ...]
+    unused_parameters: tuple[str, ...]
+    metrics: tuple[str, ...]
+    not_recorded: str | None
+    curve: tuple[tuple[float, int], ...]
+
+
+def report_cuts(exported: ExportedJob, model: CutModel) -> CutReport:
+    """Gather what is known of a cut model; nothing is run."""
+    total = sum(section.cost for section in model.sections) or 1.0
+    kinds = {signature: number for number, signature in enumerate(dict.fromkeys(s.signature for s in model.sections))}
+    return CutReport(
+        fingerprint=model.fingerprint,
+        micro_batch_size=model.micro_batch_size,
+        num_parameters=_num_elements(model, list(model.parameter_specs)),
+        sections=tuple(_section_facts(model, section, kinds[section.signature], total) for section in model.sections),
+        cuts=_cut_facts(model, total),
+        tied_units=tuple((unit.id, unit.parameters) for unit in model.units if len(unit.sections) > 1),
+        unused_parameters=model.unused_parameters,
+        metrics=model.metric_names,
+        not_recorded=exported.not_recorded,
+        curve=_curve(exported),
+    )
+
+
+def _section_facts(model: CutModel, section: Section, kind: int, total: float) -> SectionFacts:
+    return SectionFacts(
+        index=section.index,
+        kind=kind,
+        begins_in=section.label,
+        source=section.source,
+        compute_share=section.cost / total,
+        num_parameters=_num_elements(model, section.parameters),
+        batch_keys=section.batch_keys,
+        num_replicated=section.num_replicated,
+        num_constants=len(section.constants),
+    )
+
+
+def _cut_facts(model: CutModel, total: float) -> tuple[CutFacts, ...]:
+    facts: list[CutFacts] = []
+    before = 0.0
+    for section in model.sections[:-1]:
+        before += section.cost / total
+        behind = model.sections[section.index + 1]
+        num_bytes = sum(spec.num_bytes for spec in section.outputs)
+        facts.append(
+            CutFacts(
+                before_section=behind.index,
+                module=behind.label,
+                source=behind.source,
+                share_before=before,
+                share_after=1.0 - before,
+                bytes_per_sample=-(-num_bytes // model.micro_batch_size),
+                tensors=tuple(
+                    (spec.name, spec.shape, str(spec.dtype).removeprefix("torch.")) for spec in section.outputs
+                ),
+            )
+        )
+    return tuple(facts)
+
+
+def _num_elements(model: CutModel, names: Sequence[str]) -> int:
+    return sum(prod(model.parameter_specs[name][0]) for name in names)
+
+
+def _curve(exported: ExportedJob) -> tuple[tuple[float, int], ...]:
+    analysis = analyse(exported)
+    total = analysis.total_cost
+    return tuple(
+        (place.cost_before / total, -(-place.crossing_bytes // REFERENCE_SAMPLES)) for place in analysis.positions()
+    )
