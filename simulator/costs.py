@@ -35,12 +35,14 @@ class SectionCosts:
     Args:
         profile: The measurements.
         micro_batch_size: m; must have been measured.
+        recompute: Whether stages run the forward again before the backward, as the schedule has it; else none does,
+            and each keeps the activations of every micro-batch in flight.
 
     Raises:
         PlanError: m was not measured.
     """
 
-    def __init__(self, profile: Profile, micro_batch_size: int) -> None:
+    def __init__(self, profile: Profile, micro_batch_size: int, *, recompute: bool = True) -> None:
         m = micro_batch_size
         if m not in profile.micro_batch_sizes:
             allowed = ", ".join(map(str, profile.micro_batch_sizes))
@@ -48,6 +50,7 @@ class SectionCosts:
         sections = profile.sections
         self.profile = profile
         self.micro_batch_size = m
+        self.recompute = recompute
         self.num_sections = len(sections)
         self.forward_sum_ns = _sums(_ns([section.forward[m].median_s for section in sections]))
         self.backward_sum_ns = _sums(_ns([section.backward[m].median_s for section in sections]))
@@ -117,7 +120,7 @@ def stage_costs(
     num_stages = len(boundaries)
     begin = np.asarray(boundaries, np.int64)
     end = np.append(begin[1:], costs.num_sections)
-    again = np.array(recomputes(schedule, num_stages), np.bool_)
+    again = np.array(recomputes(schedule, num_stages, costs.recompute), np.bool_)
     window = np.asarray(windows, np.int64)
     forward = np.maximum(1, costs.forward_sum_ns[end] - costs.forward_sum_ns[begin])
     activations = costs.activation_sum_bytes[end] - costs.activation_sum_bytes[begin]

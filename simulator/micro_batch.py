@@ -30,7 +30,12 @@ def num_micro_batches(profile: Profile, micro_batch_size: int) -> int:
 
 
 def choose_micro_batch_size(
-    profile: Profile, schedule: Schedule, memory_bytes: int | None, wanted: int | None = None
+    profile: Profile,
+    schedule: Schedule,
+    memory_bytes: int | None,
+    wanted: int | None = None,
+    *,
+    recompute: bool = True,
 ) -> int:
     """m: the one wanted, else the job's own, else the smallest m at which F(m)/m stops improving.
 
@@ -60,16 +65,19 @@ def choose_micro_batch_size(
     knee = 0
     while knee + 1 < len(sizes) and per_sample[knee + 1] < (1 - KNEE) * per_sample[knee]:
         knee += 1
-    while knee > 0 and memory_bytes is not None and not _fits_somehow(profile, sizes[knee], schedule, memory_bytes):
+    while (
+        knee > 0
+        and memory_bytes is not None
+        and not _fits_somehow(SectionCosts(profile, sizes[knee], recompute=recompute), schedule, memory_bytes)
+    ):
         knee -= 1
     return sizes[knee]
 
 
-def _fits_somehow(profile: Profile, m: int, schedule: Schedule, memory_bytes: int) -> bool:
-    table = partition_table(
-        SectionCosts(profile, m), schedule, num_micro_batches=profile.job.batch_size // m, memory_bytes=memory_bytes
-    )
-    return any(table.fits(depth) for depth in range(1, profile.num_sections + 1))
+def _fits_somehow(costs: SectionCosts, schedule: Schedule, memory_bytes: int) -> bool:
+    total = costs.profile.job.batch_size // costs.micro_batch_size
+    table = partition_table(costs, schedule, num_micro_batches=total, memory_bytes=memory_bytes)
+    return any(table.fits(depth) for depth in range(1, costs.num_sections + 1))
 
 
 def _divisors(profile: Profile) -> tuple[int, ...]:

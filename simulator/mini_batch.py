@@ -155,6 +155,7 @@ def simulate(
     schedule: Schedule = "varuna",
     window_slope: int | None = None,
     compute_slots: int | None = None,
+    recompute: bool = True,
 ) -> Simulation:
     """Simulate one mini-batch of one shape.
 
@@ -167,6 +168,7 @@ def simulate(
         schedule: "varuna", "gpipe" or "1f1b".
         window_slope: In-flight window slope; None: the smallest of 1, 2, 4 that is within 1 % of the fastest.
         compute_slots: Tasks that can run at once on all workers together; None: one device per worker.
+        recompute: False: no stage runs the forward again; each keeps the activations in flight.
 
     Raises:
         PlanError: naming the argument, its value and what is allowed.
@@ -174,7 +176,7 @@ def simulate(
     m = choose_micro_batch_size(profile, schedule, None, micro_batch_size)
     total = num_micro_batches(profile, m)
     _check_shape(profile, boundaries, num_stages, num_replicas, total, compute_slots)
-    sections, counts = SectionCosts(profile, m), deal(total, num_replicas)
+    sections, counts = SectionCosts(profile, m, recompute=recompute), deal(total, num_replicas)
     slopes = WINDOW_SLOPES if window_slope is None and schedule == "varuna" else (window_slope or 1,)
     candidates = []
     for slope in slopes:

@@ -32,9 +32,9 @@ def stage_windows(schedule: Schedule, num_stages: int, num_micro_batches: int, s
     return tuple(min(num_micro_batches, slope * (num_stages - 1 - stage) + 1) for stage in range(num_stages))
 
 
-def recomputes(schedule: Schedule, num_stages: int) -> tuple[bool, ...]:
-    """Which stages run the forward again before the backward: all, but for the last one unless GPipe."""
-    return (True,) * (num_stages - 1) + (schedule == "gpipe",)
+def recomputes(schedule: Schedule, num_stages: int, wanted: bool = True) -> tuple[bool, ...]:
+    """Which stages run the forward again before the backward: all, but for the last one unless GPipe; or none."""
+    return (wanted,) * (num_stages - 1) + (wanted and schedule == "gpipe",)
 
 
 def fixed_orders(schedule: Schedule, counts: tuple[int, ...], recompute: list[bool]) -> npt.NDArray[np.uint8]:

@@ -67,7 +67,7 @@ def partition_table(
     """
     deepest = min(costs.num_sections, max_stages or costs.num_sections)
     windows = np.array((0, *stage_windows(schedule, deepest, num_micro_batches, slope)[::-1]), np.int64)
-    again = np.array((False, *recomputes(schedule, deepest)[::-1]), np.bool_)
+    again = np.array((False, *recomputes(schedule, deepest, costs.recompute)[::-1]), np.bool_)
     limit = _NEVER if memory_bytes is None else memory_bytes
     arrays = (
         costs.forward_sum_ns,

@@ -55,6 +55,7 @@ def plan(
     pipeline_depth: int | None = None,
     num_replicas: int | None = None,
     num_runners_up: int = NUM_RUNNERS_UP,
+    recompute: bool = True,
 ) -> PlanChoice:
     """Find the shape with the most examples per second.
 
@@ -70,11 +71,12 @@ def plan(
         pipeline_depth: Only this P.
         num_replicas: Only this D.
         num_runners_up: How many of the next best shapes to return.
+        recompute: False: no stage runs the forward again; each keeps the activations in flight.
 
     Raises:
         PlanError: naming the argument and what would do, for example the least number of GPUs.
     """
-    sweep = _Sweep(profile, schedule, memory_bytes, micro_batch_size, compute_slots)
+    sweep = _Sweep(profile, schedule, memory_bytes, micro_batch_size, compute_slots, recompute=recompute)
     depths = sweep.depths(num_gpus, pipeline_depth, num_replicas)
     shapes = [(depth, num_replicas or min(num_gpus // depth, sweep.total)) for depth in depths]
     ranked = sweep.best(shapes, 1 + num_runners_up)
@@ -96,6 +98,7 @@ def plan_table(
     schedule: Schedule = "varuna",
     micro_batch_size: int | None = None,
     compute_slots: int | None = None,
+    recompute: bool = True,
 ) -> dict[int, Plan]:
     """The best plan for every number of GPUs from 1 to ``max_gpus``; a number with which nothing fits is absent.
 
@@ -106,7 +109,7 @@ def plan_table(
     """
     if max_gpus < 1:
         raise PlanError("is too small", field="max_gpus", value=max_gpus, allowed="1 or more")
-    sweep = _Sweep(profile, schedule, memory_bytes, micro_batch_size, compute_slots)
+    sweep = _Sweep(profile, schedule, memory_bytes, micro_batch_size, compute_slots, recompute=recompute)
     described: dict[tuple[int, int], Plan] = {}
     plans: dict[int, Plan] = {}
     for num_gpus in range(1, max_gpus + 1):
@@ -131,15 +134,17 @@ class _Sweep:
         memory_bytes: int | None,
         micro_batch_size: int | None,
         compute_slots: int | None,
+        *,
+        recompute: bool,
     ) -> None:
         if memory_bytes is not None and memory_bytes < 1:
             raise PlanError("is too small", field="memory_bytes", value=memory_bytes, allowed="1 or more")
         if compute_slots is not None and compute_slots < 1:
             raise PlanError("is too small", field="compute_slots", value=compute_slots, allowed="1 or more")
-        m = choose_micro_batch_size(profile, schedule, memory_bytes, micro_batch_size)
+        m = choose_micro_batch_size(profile, schedule, memory_bytes, micro_batch_size, recompute=recompute)
         self.total = num_micro_batches(profile, m)
         self.schedule, self.memory_bytes, self.compute_slots = schedule, memory_bytes, compute_slots
-        self.sections = SectionCosts(profile, m)
+        self.sections = SectionCosts(profile, m, recompute=recompute)
         self.slopes = WINDOW_SLOPES if schedule == "varuna" else (1,)
         self.tables: dict[int, PartitionTable] = {
             slope: partition_table(

@@ -41,6 +41,9 @@ def plan_command(
         int | None,
         typer.Option("--m", help="Micro-batch size. Default: the job's, else the smallest efficient one."),
     ] = None,
+    no_recompute: Annotated[
+        bool, typer.Option("--no-recompute", help="Keep activations instead of running forwards again: more memory.")
+    ] = False,
     schedule: Annotated[ScheduleName, typer.Option("--schedule", help="Order of the tasks.")] = ScheduleName.VARUNA,
     compute_slots: Annotated[
         int | None,
@@ -73,6 +76,7 @@ def plan_command(
             schedule=wanted,
             micro_batch_size=m,
             compute_slots=compute_slots,
+            recompute=not no_recompute,
         )
     if output is not None:
         write_text(output, choice.best.model_dump_json(indent=1) + "\n")

@@ -28,6 +28,9 @@ def simulate_command(
         int | None,
         typer.Option("--m", help="Micro-batch size. Default: the job's, else the smallest efficient one."),
     ] = None,
+    no_recompute: Annotated[
+        bool, typer.Option("--no-recompute", help="Keep activations instead of running forwards again: more memory.")
+    ] = False,
     schedule: Annotated[ScheduleName, typer.Option("--schedule", help="Order of the tasks.")] = ScheduleName.VARUNA,
     window_slope: Annotated[
         int | None,
@@ -67,6 +70,7 @@ def simulate_command(
             schedule=wanted,
             window_slope=window_slope,
             compute_slots=compute_slots,
+            recompute=not no_recompute,
         )
     if png is not None:
         from morph.cli.timeline_picture import draw_timeline
