@@ -11,6 +11,7 @@ from manager.controller.actions import Action, SendCommit, SendReshape, SendStep
 from manager.controller.decide import decide
 from manager.controller.events import Event, ManifestWritten, NodeAppeared, UnitsWritten, WorkerAnswered, WorkerLost
 from manager.controller.state import ControllerState, Decision, Phase, initial_state
+from morph.contract.decided import LossScale
 from morph.contract.messages import Aborted, Committed, Prepared, Reshaped, UnitWritten, WorkerReady
 
 
@@ -55,11 +56,18 @@ class Script:
             actions = self.tell(WorkerAnswered(worker=worker, answer=WorkerReady(worker=worker, pid=1, setup_s=1)))
         return actions
 
-    def reshaped(self, *workers: str) -> tuple[Action, ...]:
+    def reshaped(self, *workers: str, loss_scale: LossScale | None = None) -> tuple[Action, ...]:
         """Workers (all that are busy, by default) answer their reshape."""
         actions: tuple[Action, ...] = ()
         for worker in workers or self.busy:
-            answer = Reshaped(worker=worker, generation=self.state.generation, groups_s=0, state_s=0, received_bytes=0)
+            answer = Reshaped(
+                worker=worker,
+                generation=self.state.generation,
+                groups_s=0,
+                state_s=0,
+                received_bytes=0,
+                loss_scale=loss_scale,
+            )
             actions = self.tell(WorkerAnswered(worker=worker, answer=answer))
         return actions
 
@@ -69,6 +77,11 @@ class Script:
         for worker in workers or self.busy:
             actions = self.tell(WorkerAnswered(worker=worker, answer=self.prepared_answer(worker, overflowed)))
         return actions
+
+    def prepared_with(self, worker: str, **facts: object) -> tuple[Action, ...]:
+        """One worker answers its step and reports these facts of its units."""
+        answer = self.prepared_answer(worker).model_copy(update=facts)
+        return self.tell(WorkerAnswered(worker=worker, answer=answer))
 
     def prepared_answer(self, worker: str, overflowed: bool = False) -> Prepared:
         """Return a worker's answer to the present step."""

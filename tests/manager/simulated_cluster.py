@@ -355,7 +355,10 @@ class SimulatedCluster:
             worker.overflowed = action.order.attempt < 3 and self.chance(self.faults.overflow)
             worker.non_finite = broken_unit(action.order.step, self.faults.non_finite) in worker.stage_units
             norms_sq = {unit: norm_sq(unit, action.order.step) for unit in worker.stage_units}
-            losses = tuple(MicroBatchLoss(micro_batch=index, loss=1 / (1 + action.order.step)) for index in range(2))
+            losses = tuple(
+                MicroBatchLoss(micro_batch=index, loss=1 / (1 + action.order.step), metrics={"right": index / 2})
+                for index in range(2)
+            )
             self.answer(
                 name,
                 Prepared(

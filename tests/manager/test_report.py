@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from journalled_history import JournalledCluster
 from simulated_cluster import TIMES, Faults
-from simulated_job import SIZES
+from simulated_job import SIZES, facts_of, scale_of
 
 from manager.controller.actions import SendReshape
 from manager.controller.state import Phase
@@ -145,6 +145,21 @@ def test_the_summary_names_shapes_morphs_and_the_loss(tmp_path: Path) -> None:
     assert "shape 2x2" in text
     assert f"pause median {report.morphs[0].pause_ms:.0f} ms" in text
     assert "was lost: killed" in text or "gave up its order" in text
+
+
+def test_a_report_has_metrics_norms_skipped_steps_and_the_loss_scale(tmp_path: Path) -> None:
+    faults = Faults(non_finite=0.4, deaths_after_s=((6.0, 1),), joins_after_s=(5.0,))
+    _, report = report_on(tmp_path, faults, 4)
+    steps = [record for record in report.steps if not record.redone_later]
+    for record in steps:
+        facts = facts_of(record.step + 1, faults.non_finite)
+        assert (record.gradient_norm, record.skipped) == (facts.gradient_norm, facts.skipped)
+        assert record.loss_scale == scale_of(record.step, faults.non_finite).factor
+        assert record.metrics == {"right": 0.25}
+    num_skipped = sum(record.skipped for record in steps)
+    assert 0 < num_skipped < len(steps)
+    assert f"loss scale: {steps[-1].loss_scale:g}; steps skipped: {num_skipped}" in summarise(report)
+    assert "at step 11: right 0.25" in summarise(report)
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
