@@ -9,6 +9,7 @@ from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms, Policy
 from morph.contract.errors import CheckpointError, PlanError
+from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
 from morph.contract.trace import Trace, TraceEvent
 from simulator import plan, plan_table
@@ -37,9 +38,20 @@ def device_memory_bytes(vms: LocalVms) -> int:
 
 
 def controller_config(
-    profile: Profile, vms: LocalVms, policy: Policy, trace: Trace, num_steps: int, checkpoint: Manifest | None
+    profile: Profile,
+    vms: LocalVms,
+    policy: Policy,
+    trace: Trace,
+    num_steps: int,
+    checkpoint: Manifest | None,
+    *,
+    schedule: Schedule = "varuna",
+    timeline_step: int | None = None,
+    recompute: bool = True,
 ) -> ControllerConfig:
     """Plan for every number of VMs that the trace can bring, and gather what the controller needs.
+
+    ``timeline_step``: of this step the workers record a timeline. ``recompute``: False keeps activations instead.
 
     Raises:
         PlanError: when not even the trace's largest number of VMs can run the job.
@@ -49,9 +61,10 @@ def controller_config(
         _check_fits(checkpoint, profile)
     max_nodes = trace.max_nodes
     memory_bytes = device_memory_bytes(vms)
-    plans = plan_table(profile, max_nodes, memory_bytes=memory_bytes)
+    plans = plan_table(profile, max_nodes, recompute=recompute, memory_bytes=memory_bytes, schedule=schedule)
     if not plans:
-        plan(profile, num_gpus=max_nodes, memory_bytes=memory_bytes)  # raises, and says what would do
+        # raises, and says what would do
+        plan(profile, num_gpus=max_nodes, recompute=recompute, memory_bytes=memory_bytes, schedule=schedule)
         raise PlanError("no plan fits", field="num_vms", value=max_nodes)
     state_share = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
     return ControllerConfig(
@@ -65,6 +78,7 @@ def controller_config(
         initial_version=checkpoint.version if checkpoint else 0,
         initial_checkpoint=checkpoint,
         expected_nodes=sum(event.event == "add" and event.time_s == 0 for event in trace.events) or 1,
+        timeline_step=timeline_step,
     )
 
 

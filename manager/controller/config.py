@@ -30,6 +30,7 @@ class ControllerConfig(Value):
         default=None, description="newest complete checkpoint; absent: from the seed"
     )
     expected_nodes: int = Field(ge=1, description="VMs asked for at the start")
+    timeline_step: int | None = Field(default=None, ge=0, description="the workers record a timeline of this step")
 
     @model_validator(mode="after")
     def _consistent(self) -> ControllerConfig:

@@ -172,6 +172,7 @@ def _send_step(
             decided=state.decided,
             loss_scale=state.loss_scale,
             checkpoint_units=mine,
+            record_timeline=step == state.config.timeline_step,
         )
         actions.append(SendStep(worker=worker, order=order))
     state = changed(with_orders(state, dict.fromkeys(members, outstanding)), phase=Phase.TRAINING)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from morph.cli.errors import EXIT_INTERRUPTED, places
+from morph.cli.plan import ScheduleName
 
 if TYPE_CHECKING:
     from manager.controller.actions import Finish
     from manager.report.values import RunReport
     from morph.contract.cluster import ClusterConfig
     from morph.contract.messages import Fault
+    from morph.contract.plan import Schedule
     from morph.contract.profile import Profile
     from morph.contract.trace import Trace
 
@@ -32,6 +35,16 @@ def run_command(
     trace_speed: Annotated[
         float, typer.Option(min=0.001, help="Play the trace this many times faster than it was recorded.")
     ] = 1.0,
+    schedule: Annotated[
+        ScheduleName, typer.Option("--schedule", help="Order of the tasks; the weights do not depend on it.")
+    ] = ScheduleName.VARUNA,
+    timeline_step: Annotated[
+        int | None,
+        typer.Option("--timeline-step", min=0, help="Record this step into RUN_DIR/timeline-STEP.json (Perfetto)."),
+    ] = None,
+    no_recompute: Annotated[
+        bool, typer.Option("--no-recompute", help="Keep activations instead of running forwards again: more memory.")
+    ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even in a terminal.")] = False,
 ) -> None:
     """Train a job on VMs that come and go, re-shaping it as they do.
@@ -50,6 +63,8 @@ def run_command(
     from morph.contract.profile import load_profile
     from morph.contract.trace import load_trace
 
+    if timeline_step is not None and timeline_step >= steps:
+        raise ConfigError("is never run", field="--timeline-step", value=timeline_step, allowed=f"0 to {steps - 1}")
     if not math.isfinite(trace_speed):
         raise ConfigError("is not a number", field="--trace-speed", value=trace_speed, allowed="0.001 or more")
     known, described = load_profile(profile), load_cluster(cluster)
@@ -70,11 +85,16 @@ def run_command(
                 steps=steps,
                 run_dir=directory,
                 plain=plain,
+                recompute=not no_recompute,
+                schedule=schedule.value,
+                timeline_step=timeline_step,
             )
     except KeyboardInterrupt:
         print("the same command goes on from the newest checkpoint", file=sys.stderr)
         raise
     _conclude(finish, report, directory)
+    if timeline_step is not None:
+        _write_timeline(directory, timeline_step)
     if finish.outcome == "failed":
         raise TrainingStopped(finish.sentence)
     raise typer.Exit(EXIT_INTERRUPTED if finish.outcome == "stopped" else 0)
@@ -91,6 +111,9 @@ def managed_run(
     plain: bool,
     faults: tuple[Fault, ...] = (),
     stop_with_trace: bool = False,
+    recompute: bool = True,
+    schedule: Schedule = "varuna",
+    timeline_step: int | None = None,
 ) -> tuple[Finish, RunReport]:
     """Check everything, then run a job on local VMs to its end, showing it live; returns the end and the report.
 
@@ -107,8 +130,18 @@ def managed_run(
 
     check_job(job_path, profile)
     events = trace or constant_trace(cluster.vms)
-    # planned before the run directory is made: a job that cannot run leaves nothing behind
-    draft = controller_config(profile, cluster.vms, cluster.policy, events, steps, None)
+    configure = partial(
+        controller_config,
+        profile,
+        cluster.vms,
+        cluster.policy,
+        events,
+        steps,
+        recompute=recompute,
+        schedule=schedule,
+        timeline_step=timeline_step,
+    )
+    draft = configure(None)  # before the run directory is made: a job that cannot run leaves nothing behind
     facts = RunFacts(
         job=job_path,
         fingerprint=profile.job.fingerprint,
@@ -119,7 +152,7 @@ def managed_run(
     with RunDir(run_dir, facts) as opened:
         checkpoint = newest_checkpoint(opened.checkpoint_url)
         _check_steps(steps, checkpoint.version if checkpoint else 0, run_dir)
-        config = controller_config(profile, cluster.vms, cluster.policy, events, steps, checkpoint)
+        config = configure(checkpoint)
         spec = RunSpec(
             job_path=str(_absolute(job_path)),
             config=config,
@@ -149,6 +182,19 @@ def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:
         print(f"picture: {picture}")
     if finish.outcome == "stopped":
         print(f"stopped; the same command goes on from version {report.checkpoint_version or 0}")
+
+
+def _write_timeline(run_dir: Path, step: int) -> None:
+    from manager.report.timelines import read_timelines
+    from morph.runtime.timeline import write_trace
+
+    timelines = read_timelines(run_dir).get(step)
+    if timelines is None:
+        print(f"step {step} was not run, so that it has no timeline")
+        return
+    path = run_dir / f"timeline-{step}.json"
+    write_trace(timelines, path)
+    print(f"timeline: {path}")
 
 
 def _check_steps(steps: int, version: int, run_dir: Path) -> None:

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field
 from morph.contract.base import Value
 from morph.contract.decided import Decided, LossScale
 from morph.contract.plan import Plan
+from morph.contract.timeline import StepTimeline
 
 WorkerId = str
 UnitId = str
@@ -114,6 +115,7 @@ class StepOrder(Value):
     ``checkpoint_units``: units that this worker copies at version ``step`` and writes in the background.
     ``attempt`` grows when the same step is run again in the same generation after an overflow.
     ``decided`` is what was decided of step ``step - 1``, ``loss_scale`` the scale of this step.
+    ``record_timeline``: the answer carries a timeline of the step.
     """
 
     generation: int = Field(ge=1)
@@ -122,6 +124,7 @@ class StepOrder(Value):
     decided: Decided | None = None
     loss_scale: LossScale | None = None
     checkpoint_units: tuple[UnitId, ...] = ()
+    record_timeline: bool = False
 
 
 class CommitOrder(Value):
@@ -208,6 +211,7 @@ class Prepared(Value):
     losses: tuple[MicroBatchLoss, ...] = ()
     evaluation: Evaluation | None = None
     times: ComputeTimes
+    timeline: StepTimeline | None = None
 
 
 class Committed(Value):

@@ -7,6 +7,7 @@ the generation is aborted (docs/decisions/0002).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,6 +70,8 @@ class Pending:
         self._tensors = tensors
         self._interrupt = interrupt
         self.done = False
+        self.done_at_s = 0.0
+        """When it was done, on the clock of ``time.perf_counter``."""
         work.get_future().add_done_callback(self._finished)
 
     def _finished(self, future: torch.futures.Future[object]) -> None:
@@ -77,6 +80,7 @@ class Pending:
         except RuntimeError as error:
             self._interrupt.lose(f"{self._label}: {first_clause(error)}")
             return
+        self.done_at_s = time.perf_counter()
         self.done = True
         self._interrupt.notify()
 

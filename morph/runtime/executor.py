@@ -10,14 +10,21 @@ import torch
 from torch import Tensor
 
 from morph.contract.messages import ComputeTimes, MicroBatchLoss
+from morph.contract.timeline import Peaks, Span, SpanKind
 from morph.cutting.cut_model import BoundaryTensor
 from morph.runtime.accumulators import Accumulator
 from morph.runtime.channels import GROUP_TIMEOUT_S, Channel, Pending, Ring
 from morph.runtime.faults import FaultPlan
 from morph.runtime.interrupt import Interrupt
-from morph.runtime.links import Receiver, Sender
+from morph.runtime.links import Interval, Receiver, Sender
 from morph.runtime.order_follower import OrderFollower, Task
 from morph.runtime.stage import Stage
+
+_SPAN_KINDS: dict[Task, SpanKind] = {
+    Task.FORWARD: "forward",
+    Task.RECOMPUTE: "recompute",
+    Task.BACKWARD: "backward",
+}
 
 
 @dataclass(frozen=True)
@@ -41,14 +48,27 @@ class StageWork:
     inputs: tuple[BoundaryTensor, ...]
     outputs: tuple[BoundaryTensor, ...]
     metric_names: tuple[str, ...] = ()
+    record_timeline: bool = False
 
 
 @dataclass
 class Stopwatch:
-    """Seconds by kind of work in one step."""
+    """Seconds by kind of work in one step, and where asked for what was done when.
 
+    ``start_ns`` is the wall clock at the start; everything else is on the clock of ``time.perf_counter``.
+    """
+
+    recording: bool = False
+    start_ns: int = field(default_factory=time.time_ns)
     start_s: float = field(default_factory=time.perf_counter)
     spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("F", "R", "B", "reduce", "wait"), 0.0))
+    spans: list[Span] = field(default_factory=list)
+
+    def record(self, kind: SpanKind, micro_batch: int | None, start_s: float, end_s: float) -> None:
+        """Keep a span of the timeline, if one is asked for."""
+        if self.recording:
+            start_s, end_s = start_s - self.start_s, end_s - self.start_s
+            self.spans.append(Span(kind=kind, micro_batch=micro_batch, start_s=start_s, end_s=end_s))
 
     def times(self) -> ComputeTimes:
         """The step's times as reported to the manager."""
@@ -89,7 +109,8 @@ class Executor:
         self._gradients_out = Sender(neighbours.gradients_out) if neighbours.gradients_out else None
         self._loss_scale = 1.0
         self.losses: list[MicroBatchLoss] = []
-        self.stopwatch = Stopwatch()
+        self.stopwatch = Stopwatch(recording=work.record_timeline)
+        self._peak_in_flight = self._peak_live = 0
 
     def _receiver(self, channel: Channel | None, specs: Sequence[BoundaryTensor], count: int) -> Receiver | None:
         return Receiver(channel, specs, count, self._device) if channel else None
@@ -104,19 +125,59 @@ class Executor:
             self._interrupt.check()
             task = self._follower.next_task(self._activations(), self._gradients())
             if task is None:
-                self.stopwatch.spent_s["wait"] += self._interrupt.wait_for(
-                    lambda: self._follower.next_task(self._activations(), self._gradients()) is not None,
-                    "the neighbouring stages' activations or gradients",
-                    GROUP_TIMEOUT_S,
-                )
+                self._wait()
                 continue
             start_s = time.perf_counter()
-            self._run_task(task, accumulators)
+            micro_batch = self._run_task(task, accumulators)
             self._follower.done(task)
-            self.stopwatch.spent_s[task.value] += time.perf_counter() - start_s
+            end_s = time.perf_counter()
+            self.stopwatch.spent_s[task.value] += end_s - start_s
+            self.stopwatch.record(_SPAN_KINDS[task], micro_batch, start_s, end_s)
+            self._count_stored()
         for sender in (self._activations_out, self._gradients_out):
             if sender is not None:
                 sender.flush()
+        self._record_transfers()
+
+    @property
+    def peaks(self) -> Peaks:
+        """The most that was held at once so far."""
+        links = {
+            "untaken_activations": self._activations_in,
+            "untaken_gradients": self._gradients_in,
+            "unsent_activations": self._activations_out,
+            "unsent_gradients": self._gradients_out,
+        }
+        return Peaks(
+            in_flight=self._peak_in_flight,
+            live_graphs=self._peak_live,
+            **{name: link.peak if link else 0 for name, link in links.items()},
+        )
+
+    def _count_stored(self) -> None:
+        live = self._stage.num_live
+        self._peak_live = max(self._peak_live, live)
+        self._peak_in_flight = max(self._peak_in_flight, self._stage.num_stored + live)
+
+    def _wait(self) -> None:
+        start_s = time.perf_counter()
+        self.stopwatch.spent_s["wait"] += self._interrupt.wait_for(
+            lambda: self._follower.next_task(self._activations(), self._gradients()) is not None,
+            "the neighbouring stages' activations or gradients",
+            GROUP_TIMEOUT_S,
+        )
+        self.stopwatch.record("wait", None, start_s, time.perf_counter())
+
+    def _record_transfers(self) -> None:
+        histories: dict[SpanKind, list[Interval]] = {
+            "receive_activation": self._activations_in.history if self._activations_in else [],
+            "send_activation": self._activations_out.history if self._activations_out else [],
+            "receive_gradient": self._gradients_in.history if self._gradients_in else [],
+            "send_gradient": self._gradients_out.history if self._gradients_out else [],
+        }
+        for kind, history in histories.items():
+            for micro_batch, interval in zip(self._work.micro_batches, history, strict=False):
+                self.stopwatch.record(kind, micro_batch, *interval)
 
     def _activations(self) -> int:
         return len(self._work.micro_batches) if self._activations_in is None else self._activations_in.arrived()
@@ -124,16 +185,21 @@ class Executor:
     def _gradients(self) -> int:
         return self._follower.progress.forwards if self._gradients_in is None else self._gradients_in.arrived()
 
-    def _run_task(self, task: Task, accumulators: Mapping[str, Accumulator]) -> None:
+    def _run_task(self, task: Task, accumulators: Mapping[str, Accumulator]) -> int:
+        """Run the next task of this kind; returns the number of its micro-batch."""
         progress = self._follower.progress
         if task is Task.FORWARD:
+            micro_batch = self._work.micro_batches[progress.forwards]
             self._faults.reach("forward")
-            self._forward(self._work.micro_batches[progress.forwards])
+            self._forward(micro_batch)
         elif task is Task.RECOMPUTE:
-            self._stage.recompute(self._work.micro_batches[progress.recomputes])
+            micro_batch = self._work.micro_batches[progress.recomputes]
+            self._stage.recompute(micro_batch)
         else:
+            micro_batch = self._work.micro_batches[progress.backwards]
             self._faults.reach("backward")
-            self._backward(self._work.micro_batches[progress.backwards], accumulators)
+            self._backward(micro_batch, accumulators)
+        return micro_batch
 
     def _forward(self, micro_batch: int) -> None:
         inputs = self._activations_in.take() if self._activations_in else ()
@@ -173,4 +239,6 @@ def reduce_all(
         faults.reach("reduce")
     for reduction in pending:
         reduction.wait("the gradient all-reduce")
-    stopwatch.spent_s["reduce"] += time.perf_counter() - start_s
+    end_s = time.perf_counter()
+    stopwatch.spent_s["reduce"] += end_s - start_s
+    stopwatch.record("reduce", None, start_s, end_s)

@@ -50,6 +50,16 @@ class Stage:
         self._stored: dict[int, tuple[Tensor, ...]] = {}
         self._runs: dict[int, list[SectionRun]] = {}
 
+    @property
+    def num_stored(self) -> int:
+        """Micro-batches of which only the stage's input is kept."""
+        return len(self._stored)
+
+    @property
+    def num_live(self) -> int:
+        """Micro-batches whose graphs are kept for the backward."""
+        return len(self._runs)
+
     def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the forward of one micro-batch; returns the stage's outputs, detached."""
         runs = self._run(micro_batch, inputs, keep=not self._recompute)

@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from morph.contract.messages import (
     WorkerReady,
     WorkerSetup,
 )
+from morph.contract.timeline import StepTimeline
 from morph.cutting import cut, export_job
 from morph.data import MicroBatchLoader
 from morph.job import load_job
@@ -277,9 +279,8 @@ class Worker:
             step=order.step,
             precision=self._job.precision,
         )
-        executor = Executor(
-            stage, current.stage_work(self._model), current.neighbours(), current.interrupt, self._faults, self._device
-        )
+        work = replace(current.stage_work(self._model), record_timeline=order.record_timeline)
+        executor = Executor(stage, work, current.neighbours(), current.interrupt, self._faults, self._device)
         assert all(state.loss_scale == order.loss_scale for state in units.values()), "another loss scale is ordered"
         executor.run(by_parameter, 1.0 if order.loss_scale is None else order.loss_scale.factor)
         rings = {name: current.ring_of(name) for name in units}
@@ -298,6 +299,22 @@ class Worker:
             non_finite=any(state.reduced.non_finite for state in units.values() if state.reduced),
             losses=tuple(executor.losses),
             times=executor.stopwatch.times(),
+            timeline=self._timeline(current, order.step, executor) if order.record_timeline else None,
+        )
+
+    def _timeline(self, current: Generation, step: int, executor: Executor) -> StepTimeline:
+        assert current.slot is not None
+        return StepTimeline(
+            worker=self._setup.worker,
+            stage=current.slot.stage,
+            replica=current.slot.replica,
+            shape=current.plan.shape,
+            schedule=current.plan.schedule,
+            window=current.plan.stages[current.slot.stage].window,
+            step=step,
+            start_ns=executor.stopwatch.start_ns,
+            peaks=executor.peaks,
+            spans=tuple(executor.stopwatch.spans),
         )
 
     def _load(self, step: int, micro_batch: int, keys: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,44 @@
+"""The timelines that the workers of a run recorded, from its journal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manager.controller.events import EVENT, WorkerAnswered
+from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.records import Entry
+from morph.contract.messages import Prepared
+from morph.contract.timeline import StepTimeline
+
+_MARK = '"timeline":{'
+
+
+def read_timelines(run_dir: Path) -> dict[int, tuple[StepTimeline, ...]]:
+    """Timelines by step, one of each worker, of the last time that every worker ran the step to its end.
+
+    Raises:
+        RunDirError: the directory holds no journal.
+    """
+    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+        return timelines_of(journal.read())
+
+
+def timelines_of(entries: tuple[Entry, ...]) -> dict[int, tuple[StepTimeline, ...]]:
+    """The same from the lines of a journal."""
+    gathered: dict[tuple[int, int, int], dict[tuple[int, int], StepTimeline]] = {}
+    found: dict[int, tuple[StepTimeline, ...]] = {}
+    for entry in entries:
+        if entry.kind == "config":
+            gathered.clear()  # generations are counted anew
+        if entry.kind != "event" or _MARK not in entry.payload_json:
+            continue
+        event = EVENT.validate_json(entry.payload_json)
+        if not (isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared) and event.answer.timeline):
+            continue
+        answer, timeline = event.answer, event.answer.timeline
+        together = gathered.setdefault((answer.generation, answer.step, answer.attempt), {})
+        together[timeline.replica, timeline.stage] = timeline
+        depth, replicas = map(int, timeline.shape.split("x"))
+        if len(together) == depth * replicas:
+            found[answer.step] = tuple(together[place] for place in sorted(together))
+    return found

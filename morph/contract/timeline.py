@@ -1,0 +1,79 @@
+"""What one worker did when in one step: a measured timeline."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from morph.contract.base import Value
+from morph.contract.plan import Schedule
+
+Count = Annotated[int, Field(ge=0)]
+
+SpanKind = Literal[
+    "forward",
+    "recompute",
+    "backward",
+    "wait",
+    "reduce",
+    "send_activation",
+    "send_gradient",
+    "receive_activation",
+    "receive_gradient",
+]
+
+
+class Span(Value):
+    """Something that took a while, in seconds since the step's start on this worker.
+
+    ``micro_batch`` is the global number; None where there is none (wait, reduce). A send lasts from the hand-over
+    until everything has left, a receive from its posting until everything has arrived.
+    """
+
+    kind: SpanKind
+    micro_batch: int | None = None
+    start_s: float
+    end_s: float
+
+    @model_validator(mode="after")
+    def _forwards(self) -> Span:
+        if self.end_s < self.start_s:
+            raise ValueError(f"ends at {self.end_s}, before it starts at {self.start_s}")
+        return self
+
+
+class Peaks(Value):
+    """The most micro-batches that a stage held at once in one step.
+
+    ``in_flight``: stored inputs and live graphs together, which the plan's window bounds; ``live_graphs``: of
+    these, with a graph for the backward; ``untaken_*``: arrived and not yet used; ``unsent_*``: handed to a link
+    and not yet gone.
+    """
+
+    in_flight: Count = 0
+    live_graphs: Count = 0
+    untaken_activations: Count = 0
+    untaken_gradients: Count = 0
+    unsent_activations: Count = 0
+    unsent_gradients: Count = 0
+
+
+class StepTimeline(Value):
+    """One worker's timeline of one step.
+
+    ``start_ns`` is the wall clock (``time.time_ns``) at the step's start; spans count from there on a monotonic
+    clock. So timelines of several workers can be laid over each other as well as their machines' clocks agree;
+    on one machine, exactly.
+    """
+
+    worker: str
+    stage: Count
+    replica: Count
+    shape: str = Field(description="PxD")
+    schedule: Schedule
+    window: int = Field(ge=1)
+    step: Count
+    start_ns: int
+    peaks: Peaks
+    spans: tuple[Span, ...]
