@@ -1,0 +1,231 @@
+"""One stage with scripted neighbours: what it runs ahead, what it holds, and that transfers hold up no compute."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from morph.contract.plan import Plan, Schedule
+from morph.cutting.cut_model import BoundaryTensor
+from morph.runtime.channels import Channel, Pending
+from morph.runtime.executor import Executor, Neighbours, StageWork
+from morph.runtime.faults import FaultPlan
+from morph.runtime.interrupt import Interrupt
+from morph.runtime.links import POSTED_AHEAD
+from morph.runtime.stage import Stage
+from simulator import plan, synthetic_profile
+
+DEPTH, COUNT = 4, 16
+SCHEDULES: tuple[Schedule, ...] = ("varuna", "gpipe", "1f1b")
+BORDER = (BoundaryTensor("hidden", (3,), torch.float32, requires_grad=True),)
+
+
+class Transfer(Pending):
+    """A transfer that is done when the script says so."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.done_at_s = 0.0
+
+    def wait(self, what: str, timeout_s: float = 0.0) -> float:
+        self.done = True  # only flush waits for transfers: the step is over
+        return 0.0
+
+
+class Wire(Channel):
+    """One direction; ``instant``: whatever is posted arrives at once."""
+
+    def __init__(self, *, instant: bool = False) -> None:
+        self.instant = instant
+        self.started = 0
+        self.under_way: deque[Transfer] = deque()
+
+    def transfer(self, tensor: Tensor) -> Pending:
+        tensor.zero_()
+        self.started += 1
+        transfer = Transfer()
+        self.under_way.append(transfer)
+        if self.instant:
+            self.complete()
+        return transfer
+
+    def complete(self) -> None:
+        self.under_way.popleft().done = True
+
+
+class FakeStage(Stage):
+    """Computes nothing; remembers what was run, and calls ``watch`` at each task."""
+
+    def __init__(self, watch: Callable[[str], None] = lambda task: None, *, recompute: bool = True) -> None:
+        self._recompute = recompute
+        self._watch = watch
+        self._stored = {}
+        self._runs = {}
+        self.ran: list[str] = []
+
+    def _run_now(self, task: str) -> None:
+        self.ran.append(task)
+        self._watch(task)
+
+    def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        self._run_now("F")
+        if self._recompute:
+            self._stored[micro_batch] = tuple(inputs)
+        else:
+            self._runs[micro_batch] = []
+        return (torch.zeros(()),)
+
+    def recompute(self, micro_batch: int) -> None:
+        self._run_now("R")
+        del self._stored[micro_batch]
+        self._runs[micro_batch] = []
+
+    def backward(self, micro_batch: int, output_gradients: object, add: object) -> tuple[Tensor | None, ...]:
+        self._run_now("B")
+        del self._runs[micro_batch]
+        return (torch.zeros(3),)
+
+
+class Script(Interrupt):
+    """Instead of blocking, lets the neighbours do one thing after another until the stage can go on."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__(1)
+        self._act = act
+
+    def wait_for(self, ready: Callable[[], bool], what: str, timeout_s: float) -> float:
+        for _ in range(100):
+            if ready():
+                return 0.0
+            self._act()
+        raise AssertionError(f"stands still, waiting for {what}")
+
+
+@lru_cache(maxsize=64)
+def planned(schedule: Schedule, recompute: bool) -> Plan:
+    profile = synthetic_profile(num_sections=DEPTH, batch_size=COUNT, micro_batch_sizes=(1,), latency_s=0.001)
+    return plan(
+        profile,
+        num_gpus=DEPTH,
+        pipeline_depth=DEPTH,
+        num_replicas=1,
+        schedule=schedule,
+        micro_batch_size=1,
+        recompute=recompute,
+    ).best
+
+
+def run(schedule: Schedule, stage_index: int, stage: FakeStage, wires: Neighbours, act: Callable[[], None]) -> Executor:
+    best = planned(schedule, stage._recompute)
+    work = StageWork(
+        micro_batches=range(COUNT),
+        order=best.orders[COUNT][stage_index],
+        window=best.stages[stage_index].window,
+        opportunistic=schedule == "varuna",
+        inputs=BORDER if wires.activations_in else (),
+        outputs=BORDER,
+    )
+    accumulators: Mapping[str, object] = {}
+    executor = Executor(stage, work, wires, Script(act), FaultPlan([]), torch.device("cpu"))
+    executor.run(accumulators)  # type: ignore[arg-type]
+    assert sorted(stage.ran) == sorted("FRB" * COUNT if stage._recompute else "FB" * COUNT)
+    return executor
+
+
+def first_stage(out: Wire, back: Wire) -> Neighbours:
+    return Neighbours(activations_in=None, gradients_out=None, activations_out=out, gradients_in=back)
+
+
+def last_stage(into: Wire, back: Wire) -> Neighbours:
+    return Neighbours(activations_in=into, gradients_out=back, activations_out=None, gradients_in=None)
+
+
+def running_peak(order: str) -> int:
+    return max(itertools.accumulate({"F": 1, "R": 0, "B": -1}[letter] for letter in order))
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "stored"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_fast_stage_runs_ahead_of_a_slow_one_by_its_window_and_no_further(
+    schedule: Schedule, recompute: bool
+) -> None:
+    out, back = Wire(), Wire()
+    ahead: list[int] = []
+
+    def slow_neighbour() -> None:
+        """Takes one activation and gives one gradient, only when the stage can do nothing more."""
+        ahead.append(stage.ran.count("F") - stage.ran.count("B"))
+        out.complete()
+        back.complete()
+
+    stage = FakeStage(recompute=recompute)
+    executor = run(schedule, 0, stage, first_stage(out, back), slow_neighbour)
+    best = planned(schedule, recompute)
+    window, peaks = best.stages[0].window, executor.peaks
+    assert window < COUNT or schedule == "gpipe"
+    assert len(ahead) >= COUNT - window
+    assert max(ahead) == peaks.in_flight
+    assert peaks.unsent_activations <= window
+    if schedule == "varuna" and recompute:  # a recomputed stage waits for its gradient instead (rule 2)
+        assert running_peak(best.orders[COUNT][0]) <= peaks.in_flight <= window
+    else:
+        assert peaks.in_flight == window
+    assert peaks.live_graphs == (1 if recompute else window)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_receiver_has_room_for_two_micro_batches_however_fast_they_come(schedule: Schedule) -> None:
+    into, back = Wire(instant=True), Wire()
+
+    def watch(task: str) -> None:
+        assert into.started - stage.ran.count("F") <= POSTED_AHEAD
+
+    stage = FakeStage(watch, recompute=schedule == "gpipe")
+    executor = run(schedule, DEPTH - 1, stage, last_stage(into, back), lambda: pytest.fail("nothing is late"))
+    assert executor.peaks.untaken_activations == POSTED_AHEAD
+    assert executor.peaks.in_flight == planned(schedule, stage._recompute).stages[-1].window
+
+
+def test_sends_in_progress_do_not_hold_up_the_next_forward() -> None:
+    out, back = Wire(), Wire()
+    seen: list[tuple[int, int]] = []
+
+    def watch(task: str) -> None:
+        if task == "F":
+            seen.append((out.started, len(out.under_way)))
+
+    def neighbour() -> None:
+        assert len(out.under_way) >= COUNT - stage.ran.count("B") - 1
+        out.complete()
+        back.complete()
+
+    stage = FakeStage(watch)
+    executor = run("gpipe", 0, stage, first_stage(out, back), neighbour)
+    assert seen == [(number, number) for number in range(COUNT)]  # each forward ran with all sends before it under way
+    assert executor.peaks.unsent_activations == COUNT
+
+
+def test_gradients_on_their_way_do_not_hold_up_the_next_backward() -> None:
+    into, back = Wire(instant=True), Wire()
+    stage = FakeStage(recompute=False)
+    executor = run("1f1b", DEPTH - 1, stage, last_stage(into, back), lambda: pytest.fail("nothing is late"))
+    assert "".join(stage.ran) == "FB" * COUNT
+    assert executor.peaks.unsent_gradients == COUNT
+
+
+def test_the_next_activation_travels_while_this_one_is_computed() -> None:
+    into, back = Wire(), Wire()
+
+    def watch(task: str) -> None:
+        if task == "F" and stage.ran.count("F") < COUNT:
+            assert into.under_way, "the receive of the next micro-batch is posted"
+
+    stage = FakeStage(watch, recompute=False)
+    executor = run("1f1b", DEPTH - 1, stage, last_stage(into, back), into.complete)
+    assert executor.peaks.untaken_activations == 1
