@@ -143,6 +143,8 @@ def _notes(report: CutReport) -> list[str]:
         f"tied weights: {'; '.join(tied) or 'none'}",
         f"parameters without influence on the loss: {', '.join(report.unused_parameters) or 'none'}",
     ]
+    if report.refusal is not None:
+        lines.append(f"cut at the user's marks, and run as it is written; torch.export says: {report.refusal}")
     if report.metrics:
         lines.append(f"metrics: {', '.join(report.metrics)}")
     if report.not_recorded is None:

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from morph.contract.errors import ExportError
 from morph.cutting.cost import node_cost
-from morph.cutting.export import ExportedJob
+from morph.cutting.exported import GraphJob
 from morph.cutting.positions import Position
 
 REFERENCE_SAMPLES = 16
@@ -30,7 +30,7 @@ _REPLICATED_SHARE = 0.05
 _NO_GRADIENT = {torch.ops.aten.detach.default, torch.ops.higher_order.wrap_with_set_grad_enabled}
 
 
-def concrete(exported: ExportedJob, value: Any, num_samples: int) -> Any:
+def concrete(exported: GraphJob, value: Any, num_samples: int) -> Any:
     """Evaluate a symbolic number for ``num_samples`` samples; anything else is returned as it is.
 
     Raises:
@@ -67,7 +67,7 @@ def is_known(node: Node) -> bool:
 class Analysis:
     """One exported graph with its nodes sorted (see the module's text)."""
 
-    exported: ExportedJob
+    exported: GraphJob
     sequence: tuple[Node, ...]
     replicated: frozenset[Node]
     output: Node
@@ -143,7 +143,7 @@ class Analysis:
         return _reaches_loss(self, _differentiable(self))
 
 
-def analyse(exported: ExportedJob) -> Analysis:
+def analyse(exported: GraphJob) -> Analysis:
     """Sort the nodes of an exported graph."""
     graph = exported.graph_module.graph
     (results,) = next(node for node in graph.nodes if node.op == "output").args
@@ -155,7 +155,7 @@ def analyse(exported: ExportedJob) -> Analysis:
     return Analysis(exported, sequence, frozenset(replicated), output, tuple(metrics))
 
 
-def _free_of_parameters_and_chance(exported: ExportedJob, calls: list[Node]) -> set[Node]:
+def _free_of_parameters_and_chance(exported: GraphJob, calls: list[Node]) -> set[Node]:
     free: set[Node] = set()
     bound: set[Node] = set()
     for node in calls:
@@ -168,7 +168,7 @@ def _free_of_parameters_and_chance(exported: ExportedJob, calls: list[Node]) -> 
     return free
 
 
-def _cheap(exported: ExportedJob, calls: list[Node], free: set[Node]) -> set[Node]:
+def _cheap(exported: GraphJob, calls: list[Node], free: set[Node]) -> set[Node]:
     """Keep those free nodes that cost little together with all they need."""
     shapes_of = Analysis(exported, (), frozenset(), calls[-1]).shapes
     costs = {node: node_cost(node, shapes_of) for node in calls}

@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import torch
 from torch.fx import Node
 
 from morph.contract.errors import JobError
 from morph.cutting.analysis import Analysis, analyse
 from morph.cutting.build import BuiltSection, build_section, describe
-from morph.cutting.export import ExportedJob
+from morph.cutting.exported import ExportedJob, GraphJob, MarkedJob
 from morph.cutting.locate import module_paths, node_line
+from morph.cutting.marked_cut import cut_marked
 from morph.cutting.marks import marked_positions
 from morph.cutting.positions import choose_positions, default_num_sections
-from morph.cutting.section import BoundaryTensor, ParameterUnit, Section
+from morph.cutting.section import BoundaryTensor, CutModel, ParameterUnit, Section, units_of
 
 __all__ = ["BoundaryTensor", "CutModel", "ParameterUnit", "Section", "cut"]
-
-
-@dataclass(frozen=True, eq=False)
-class CutModel:
-    """A model cut into K sections for one micro-batch size.
-
-    Attributes:
-        sections: In order.
-        units: Every parameter that a section reads is in exactly one.
-        fingerprint: Of operations, cut positions and parameters; the same for every m, process and machine.
-        micro_batch_size: m.
-        parameter_specs: Shape and dtype of each parameter that a section reads.
-        unused_parameters: Trainable, but the loss does not depend on them: in no unit, and never changed.
-        metric_names: Of the last section's outputs behind the loss.
-    """
-
-    sections: tuple[Section, ...]
-    units: tuple[ParameterUnit, ...]
-    fingerprint: str
-    micro_batch_size: int
-    parameter_specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    unused_parameters: tuple[str, ...]
-    metric_names: tuple[str, ...] = ()
 
 
 def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: int) -> CutModel:
@@ -54,8 +30,11 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
 
     Raises:
         JobError: the graph has fewer places to cut than asked for.
-        ExportError: a size in the graph depends on data.
+        ExportError: a size in the graph depends on data, or a value goes past a mark.
     """
+    if isinstance(exported, MarkedJob):
+        return cut_marked(exported, num_sections=num_sections, micro_batch_size=micro_batch_size)
+    assert isinstance(exported, GraphJob)
     analysis = analyse(exported)
     places = _cut_places(analysis, num_sections)
     bounds = [0, *places, len(analysis.sequence)]
@@ -70,7 +49,7 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
     specs = exported.initial_parameters.specs
     return CutModel(
         sections=tuple(sections),
-        units=_units(sections, tuple(specs)),
+        units=units_of(sections, tuple(specs)),
         fingerprint=_fingerprint(analysis, places),
         micro_batch_size=micro_batch_size,
         parameter_specs={name: spec for name, spec in specs.items() if name in used},
@@ -129,18 +108,6 @@ def _boundary(analysis: Analysis, node: Node, num_samples: int) -> BoundaryTenso
 def _label(nodes: Sequence[Node]) -> str:
     """Return the path of the module in which the section's first operation stands."""
     return next((max(paths, key=len) for node in nodes if (paths := module_paths(node))), "loss")
-
-
-def _units(sections: Sequence[Section], names: Sequence[str]) -> tuple[ParameterUnit, ...]:
-    members: dict[tuple[int, ...], list[str]] = {}
-    for name in names:
-        readers = tuple(section.index for section in sections if name in section.parameters)
-        if readers:
-            members.setdefault(readers, []).append(name)
-    return tuple(
-        ParameterUnit("+".join(f"s{index}" for index in readers), readers, tuple(members[readers]))
-        for readers in sorted(members)
-    )
 
 
 def _fingerprint(analysis: Analysis, places: Sequence[int]) -> str:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+_OR_MARK = (
+    "; or mark where to cut: call a morph.CutPoint() on the hidden tensor in the forward, "
+    "or name modules in Job(cut_points=[...])"
+)
+
 
 def explain(error: Exception) -> tuple[str, str]:
     """Return (reason, what is allowed) for an exception of torch.export."""
+    reason, advice = _reason_and_advice(error)
+    return reason, advice + _OR_MARK
+
+
+def _reason_and_advice(error: Exception) -> tuple[str, str]:
     text = str(error)
     if "Constraints violated" in text or "specialized" in text:
         return (

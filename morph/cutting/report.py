@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from morph.cutting.analysis import REFERENCE_SAMPLES, analyse
-from morph.cutting.cut_model import CutModel
-from morph.cutting.export import ExportedJob
-from morph.cutting.section import Section
+from morph.cutting.exported import ExportedJob, GraphJob, MarkedJob
+from morph.cutting.section import CutModel, Section
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,8 @@ class CutReport:
         unused_parameters: Trainable, without influence on the loss.
         metrics: Names of what the loss returns besides.
         not_recorded: Why every worker must build the whole model; None when none does.
-        curve: For each place where a cut is possible: compute share before it, bytes per sample across it.
+        refusal: Why torch.export refused the model, which is then cut at the user's marks; None for a graph.
+        curve: For each place of a graph where a cut is possible: compute share before it, bytes per sample across it.
     """
 
     fingerprint: str
@@ -88,6 +88,7 @@ class CutReport:
     unused_parameters: tuple[str, ...]
     metrics: tuple[str, ...]
     not_recorded: str | None
+    refusal: str | None
     curve: tuple[tuple[float, int], ...]
 
 
@@ -105,6 +106,7 @@ def report_cuts(exported: ExportedJob, model: CutModel) -> CutReport:
         unused_parameters=model.unused_parameters,
         metrics=model.metric_names,
         not_recorded=exported.not_recorded,
+        refusal=exported.refusal if isinstance(exported, MarkedJob) else None,
         curve=_curve(exported),
     )
 
@@ -151,6 +153,8 @@ def _num_elements(model: CutModel, names: Sequence[str]) -> int:
 
 
 def _curve(exported: ExportedJob) -> tuple[tuple[float, int], ...]:
+    if not isinstance(exported, GraphJob):
+        return ()
     analysis = analyse(exported)
     total = analysis.total_cost
     return tuple(

@@ -1,4 +1,4 @@
-"""One section, what crosses its borders, and the parameter units that sections share or own."""
+"""What cutting makes: sections, what crosses their borders, the parameter units that they share or own."""
 
 from __future__ import annotations
 
@@ -102,6 +102,42 @@ class Section:
             constants = tuple(self.constant_values[name].to(device) for name in self.constants)
             self._on_device[device] = (on_device(self.code, device), constants)
         return self._on_device[device]
+
+
+@dataclass(frozen=True, eq=False)
+class CutModel:
+    """A model cut into K sections for one micro-batch size.
+
+    Attributes:
+        sections: In order.
+        units: Every parameter that a section reads is in exactly one.
+        fingerprint: Of operations, cut positions and parameters; the same for every m, process and machine.
+        micro_batch_size: m.
+        parameter_specs: Shape and dtype of each parameter that a section reads.
+        unused_parameters: Trainable, but the loss does not depend on them: in no unit, and never changed.
+        metric_names: Of the last section's outputs behind the loss.
+    """
+
+    sections: tuple[Section, ...]
+    units: tuple[ParameterUnit, ...]
+    fingerprint: str
+    micro_batch_size: int
+    parameter_specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    unused_parameters: tuple[str, ...]
+    metric_names: tuple[str, ...] = ()
+
+
+def units_of(sections: Sequence[Section], names: Sequence[str]) -> tuple[ParameterUnit, ...]:
+    """Group parameters, named in the model's order, by the sections that read them."""
+    members: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        readers = tuple(section.index for section in sections if name in section.parameters)
+        if readers:
+            members.setdefault(readers, []).append(name)
+    return tuple(
+        ParameterUnit("+".join(f"s{index}" for index in readers), readers, tuple(members[readers]))
+        for readers in sorted(members)
+    )
 
 
 def on_device(code: SectionCode, device: torch.device) -> SectionCode:

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import morph
+from morph.contract.errors import ExportError, JobError
+from morph.cutting import CutModel, cut, export_job
+from morph.cutting.exported import GraphJob, MarkedJob
+from morph.cutting.report import report_cuts
+from tests.cutting.zoo import ZOO
+
+ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(i)), "keep": torch.ones(6)} for i in range(8)]
+
+
+def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).square().mean()
+
+
+class Branching(nn.Module):
+    """A layer that decides by a value: torch.export refuses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.sum().item() > 1e9:
+            y = y * 2
+        return x + self.dropout(functional.gelu(y))
+
+
+class Chain(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(Branching() for _ in range(6)))
+
+
+class Marked(nn.Module):
+    """With glue between the modules, a tied weight, a mask made of the batch, and marks in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 6, bias=False)
+        self.layers = nn.ModuleList(Branching() for _ in range(3))
+        self.leave = nn.Linear(6, 6, bias=False)
+        self.leave.weight = self.enter.weight
+        self.scale = nn.Parameter(torch.ones(6))
+        self.register_buffer("shift", torch.arange(6.0) / 6)
+        self.cut = morph.CutPoint()
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        mask = torch.where(keep > 0, 1.0, 0.5)
+        x = self.enter(x) * self.scale
+        for layer in self.layers:
+            x = self.cut(layer(x) * mask) + self.shift
+        return self.leave(x)
+
+
+def marked_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    out = model(batch["x"], batch["keep"])
+    return out.square().mean(), {"largest": out.abs().mean()}
+
+
+class GoesPast(nn.Module):
+    """The first layer's value is read again at the end: more than one tensor crosses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.cut = Branching(), Branching(), morph.CutPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.first(x)
+        return self.second(self.cut(early)) + early
+
+
+def check_against_whole(tools: Any, job: Any, exported: Any, model: CutModel, items: list[dict[str, Tensor]]) -> None:
+    batch = tools.stack(items, model.micro_batch_size)
+    whole = tools.build_whole(job, exported.initial_parameters)
+    torch.manual_seed(11)
+    result = job.loss(whole, batch)
+    loss = result[0] if isinstance(result, tuple) else result
+    loss.backward()
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    parameters = {n: t.clone().requires_grad_() for n, t in exported.initial_parameters.items()}
+    values: tuple[Tensor, ...] = ()
+    runs = []
+    torch.manual_seed(11)
+    for section in model.sections:
+        leaves = tuple(v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, section.inputs, strict=True))
+        own = {name: parameters[name] for name in section.parameters}
+        values = section(leaves, {key: batch[key] for key in section.batch_keys}, own)
+        assert [tuple(v.shape) for v in values] == [s.shape for s in section.outputs]
+        runs.append((leaves, values))
+    assert torch.equal(values[0].detach(), loss.detach())
+    gradients: list[Tensor | None] = [None]
+    for leaves, outputs in reversed(runs):
+        torch.autograd.backward(outputs[0], gradients[0])
+        gradients = [leaf.grad for leaf in leaves] or [None]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(parameters[name].grad, gradient)
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_a_chain_that_export_refuses_is_cut_in_front_of_named_modules(tools: Any, m: int) -> None:
+    job = tools.make_job(Chain, mean_loss, ITEMS, cut_points=["2", "4"])
+    exported = export_job(job)
+    assert isinstance(exported, MarkedJob)
+    model = cut(exported, num_sections=None, micro_batch_size=m)
+    assert [section.label for section in model.sections] == ["model", "2", "4"]
+    assert model.sections[1].parameters == tuple(f"{i}.linear.{kind}" for i in (2, 3) for kind in ("weight", "bias"))
+    assert all(unit.id == f"s{index}" for index, unit in enumerate(model.units))
+    check_against_whole(tools, job, exported, model, ITEMS)
+
+
+def test_marks_in_a_loop_cut_a_forward_with_code_between_modules(tools: Any) -> None:
+    job = tools.make_job(Marked, marked_loss, ITEMS)
+    exported = export_job(job)
+    assert isinstance(exported, MarkedJob)
+    model = cut(exported, num_sections=None, micro_batch_size=3)
+    assert len(model.sections) == 4
+    assert model.metric_names == ("largest",)
+    assert [unit.id for unit in model.units if "enter.weight" in unit.parameters] == ["s0+s3"]
+    assert model.unused_parameters == ()
+    check_against_whole(tools, job, exported, model, ITEMS)
+
+
+def test_fewer_sections_take_the_marks_that_are_even(tools: Any) -> None:
+    exported = export_job(tools.make_job(Chain, mean_loss, ITEMS, cut_points=["1", "2", "3", "4", "5"]))
+    assert [s.label for s in cut(exported, num_sections=3, micro_batch_size=2).sections] == ["model", "2", "4"]
+    with pytest.raises(JobError, match="only 6 sections are possible"):
+        cut(exported, num_sections=7, micro_batch_size=2)
+
+
+def test_equal_marked_sections_are_equal_and_named_with_their_line(tools: Any) -> None:
+    exported = export_job(tools.make_job(Chain, mean_loss, ITEMS, cut_points=["2", "4"]))
+    model = cut(exported, num_sections=None, micro_batch_size=2)
+    found = report_cuts(exported, model)
+    assert found.refusal is not None
+    assert found.curve == ()
+    assert [entry.module for entry in found.cuts] == ["2", "4"]
+    assert [entry.bytes_per_sample for entry in found.cuts] == [24, 24]
+    deep = export_job(tools.make_job(Marked, marked_loss, ITEMS))
+    signatures = [section.signature for section in cut(deep, num_sections=None, micro_batch_size=2).sections]
+    assert signatures[1] == signatures[2]
+    assert len(set(signatures)) == 3
+    sources = {entry.source for entry in report_cuts(deep, cut(deep, num_sections=None, micro_batch_size=2)).cuts}
+    assert len(sources) == 1
+    assert "test_marks.py:" in str(sources.pop())
+
+
+def test_the_fingerprint_of_a_marked_model_is_that_of_its_cuts(tools: Any) -> None:
+    def fingerprint(names: list[str], m: int) -> str:
+        exported = export_job(tools.make_job(Chain, mean_loss, ITEMS, cut_points=names))
+        return cut(exported, num_sections=None, micro_batch_size=m).fingerprint
+
+    assert fingerprint(["2", "4"], 1) == fingerprint(["2", "4"], 4)
+    assert fingerprint(["2", "4"], 1) != fingerprint(["2", "3"], 1)
+
+
+def test_a_value_that_goes_past_a_mark_is_refused(tools: Any) -> None:
+    exported = export_job(tools.make_job(GoesPast, mean_loss, ITEMS))
+    with pytest.raises(ExportError, match="goes past the cut in front of cut"):
+        cut(exported, num_sections=None, micro_batch_size=2)
+
+
+def test_a_refusal_says_how_to_mark(tools: Any) -> None:
+    with pytest.raises(ExportError, match=r"morph\.CutPoint\(\).*Job\(cut_points=") as caught:
+        export_job(tools.make_job(Branching, mean_loss, ITEMS))
+    assert "test_marks.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("names", [["9"], ["0.nothing"]])
+def test_an_unknown_name_is_refused(tools: Any, names: list[str]) -> None:
+    exported = export_job(tools.make_job(Chain, mean_loss, ITEMS, cut_points=names))
+    with pytest.raises(JobError, match="comes 0 times to the module"):
+        cut(exported, num_sections=None, micro_batch_size=2)
+
+
+def test_names_of_an_exportable_model_pin_its_cuts(tools: Any) -> None:
+    model, loss, items = ZOO["gpt2"]
+    job = tools.make_job(model, loss, items, cut_points=["transformer.h.1", "transformer.h.2.mlp"])
+    exported = export_job(job)
+    assert isinstance(exported, GraphJob)
+    cut_model = cut(exported, num_sections=None, micro_batch_size=4)
+    assert [section.label for section in cut_model.sections][1:] == ["transformer.h.1.ln_1", "transformer.h.2.mlp.c_fc"]
+    batch = tools.stack(items, 4)
+    expected_loss, expected = tools.run_whole(job, exported.initial_parameters, batch)
+    found_loss, found = tools.run_sections(cut_model, exported.initial_parameters, batch)
+    assert torch.equal(found_loss, expected_loss)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(JobError, match=r"no operation in a module of this name \(got 'transformer\.h\.9'\)"):
+        cut(
+            export_job(tools.make_job(model, loss, items, cut_points=["transformer.h.9"])),
+            num_sections=None,
+            micro_batch_size=1,
+        )
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.cut = morph.CutPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = functional.gelu(layer(self.cut(x) if number in {1, 3} else x))
+        return x
+
+
+def test_marks_in_an_exportable_model_pin_its_cuts(tools: Any) -> None:
+    exported = export_job(tools.make_job(Plain, mean_loss, ITEMS))
+    assert isinstance(exported, GraphJob)
+    cut_model = cut(exported, num_sections=None, micro_batch_size=2)
+    assert [section.parameters for section in cut_model.sections] == [
+        ("layers.0.weight", "layers.0.bias"),
+        ("layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"),
+        ("layers.3.weight", "layers.3.bias"),
+    ]
+    assert len(cut(exported, num_sections=2, micro_batch_size=2).sections) == 2
+
+
+def test_cut_points_are_checked_at_once(tools: Any) -> None:
+    with pytest.raises(JobError, match="cut_points"):
+        tools.make_job(Plain, mean_loss, ITEMS, cut_points="layers.1")
