@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from manager.report.values import RunReport
@@ -56,7 +57,7 @@ def _training_lines(report: RunReport) -> list[str]:
             lines.append(f"at step {last.step}: {_numbers_text(numbers)}")
         skipped = sum(record.skipped for record in counted)
         if last.loss_scale is not None:
-            lines.append(f"loss scale: {last.loss_scale:g}; steps skipped: {skipped}")
+            lines.append(f"loss scale: 2**{math.frexp(last.loss_scale)[1] - 1}; steps skipped: {skipped}")
     if report.evaluations:
         newest = report.evaluations[-1]
         loss = "loss is not a number" if newest.loss is None else f"loss {newest.loss:.4f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from morph.runtime.accumulators import Reduced
 from morph.runtime.optimizer_state import MakeOptimizer
 from morph.runtime.plain_values import from_plain, to_plain
 from morph.runtime.unit_state import UnitState
-from morph.runtime.update_rules import UpdateRules
+from morph.runtime.update_rules import UpdateRules, update_rules
+from tests.training.training_jobs import plain
 
 UNIT = ParameterUnit("s1", (1,), ("weight", "bias"))
 
@@ -186,6 +188,17 @@ def test_an_optimizer_in_host_memory_updates_the_parameters_that_the_sections_re
     step(split, 9)
     step(twin, 9)
     assert same(twin.tensors(), split.tensors())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "in_host_memory"),
+    [("cpu", "cuda", True), ("cpu", "cpu", False), ("same", "cuda", False), ("same", "cpu", False)],
+)
+def test_only_a_device_with_memory_of_its_own_has_the_optimizer_elsewhere(
+    wanted: Any, device: str, in_host_memory: bool
+) -> None:
+    job = replace(plain, optimizer_device=wanted)
+    assert update_rules(job, torch.device(device)).optimizer_in_host_memory == in_host_memory
 
 
 class Hoarder(optim.SGD):
