@@ -1,7 +1,8 @@
 """Evaluation: forward passes of the pipeline, without dropout, at the version that a worker holds.
 
 The sections are those of training with their dropout switched off, so cut positions, parameters and what crosses a
-border are the same. Other randomness stays on, drawn from (seed, version, micro-batch, section) as in training.
+border are the same; sections that run the model's own code run it in evaluation mode. Other randomness stays on, drawn
+from (seed, version, micro-batch, section) as in training.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.fx import GraphModule, Node
 from morph.contract.errors import JobError
 from morph.contract.messages import Evaluation, MicroBatchLoss
 from morph.cutting import CutModel, Section
+from morph.cutting.marked_run import MarkedCode
 from morph.data.evaluation import EvaluationLoader
 from morph.job import Job, Precision
 from morph.runtime.channels import GROUP_TIMEOUT_S
@@ -55,8 +57,9 @@ def evaluation_sections(model: CutModel) -> tuple[Section, ...]:
 
 def _without_dropout(section: Section) -> Section:
     code = section.code
-    if not isinstance(code, GraphModule):
-        raise JobError("cannot be evaluated: a section is no graph", source="Job", field="eval_data")
+    if isinstance(code, MarkedCode):
+        return replace(section, code=_InEvaluationMode(code), _on_device={})
+    assert isinstance(code, GraphModule)
     quiet = copy.deepcopy(code)
     for module in quiet.modules():
         if isinstance(module, GraphModule):
@@ -64,6 +67,22 @@ def _without_dropout(section: Section) -> Section:
                 _switch_off(node, section)
             module.recompile()
     return replace(section, code=quiet, _on_device={})
+
+
+@dataclass(frozen=True)
+class _InEvaluationMode:
+    """A section of a model that runs its own code: its modules are told while it runs."""
+
+    code: MarkedCode
+
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        modes = [(module, module.training) for module in self.code.whole.modules()]
+        self.code.whole.eval()
+        try:
+            return self.code(*given)
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def _switch_off(node: Node, section: Section) -> None:

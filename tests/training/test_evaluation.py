@@ -80,6 +80,29 @@ class InPlace(Net):
         return out
 
 
+class Branching(Net):
+    """Not for export: the number of layers depends on the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        x = self.dropout(torch.tanh(self.first(x)))
+        if x.detach().isfinite().all():
+            x = self.dropout(torch.tanh(self.second(x)))
+        x = self.dropout(torch.tanh(self.third(x))) + self.shift
+        out: Tensor = self.last(x)
+        return out
+
+
+def test_a_model_that_is_cut_at_its_marks_is_evaluated_in_evaluation_mode() -> None:
+    job = replace(plain, model=Branching, num_sections=2, cut_points=("third",))
+    for seed in (0, 1):
+        loss, expected = evaluate(job, seed=seed)
+        assert torch.equal(loss, expected)
+    model = cut_job(job)
+    evaluation_sections(model)
+    assert model.sections[0].code.whole.training  # type: ignore[attr-defined]
+
+
 def test_dropout_that_cannot_be_switched_off_is_refused() -> None:
     with pytest.raises(JobError, match=r"eval_data: the dropout in section \d .* cannot be switched off"):
         check_training(
