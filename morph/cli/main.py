@@ -17,6 +17,7 @@ from morph.cli.plan import plan_command
 from morph.cli.run import run_command
 from morph.cli.simulate import simulate_command
 from morph.cli.status import status_command
+from morph.cli.timeline import timeline_command
 from morph.cli.trace_deps import trace_deps_command
 
 HELP = """Train one PyTorch model on whatever spot GPUs are there right now.
@@ -61,6 +62,7 @@ app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
 app.command("run")(run_command)
 app.command("status")(status_command)
+app.command("timeline")(timeline_command)
 app.command("export")(export_command)
 app.command("import")(import_command)
 app.command("demo")(demo_command)

@@ -10,9 +10,11 @@ import pytest
 
 from morph.contract.messages import Prepared, StepOrder
 from morph.contract.plan import Plan, Schedule
-from morph.contract.timeline import StepTimeline
+from morph.contract.timeline import SpanKind, StepTimeline
 from morph.runtime.links import POSTED_AHEAD
+from morph.runtime.timeline import trace
 from simulator import plan, synthetic_profile
+from tests.runtime.trace_checks import check_trace, complete
 from tests.runtime.worker_crew import Crew
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, uninterrupted
 
@@ -22,6 +24,7 @@ NAMES = ("w0", "w1", "w2", "w3")
 NUM_STEPS = 2
 SCHEDULES: tuple[Schedule, ...] = ("varuna", "gpipe", "1f1b")
 SHAPES = ("2x1", "3x1", "2x2")
+LETTERS: dict[SpanKind, str] = {"forward": "F", "recompute": "R", "backward": "B"}
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,37 @@ def test_the_schedule_may_change_in_the_middle_of_a_run(
     processes.reshape("3x1", NAMES[:3])
     processes.train(NUM_STEPS)
     assert processes.digests() == reference
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_recorded_step_is_a_trace_of_every_task_and_transfer(
+    processes: Crew, job: TinyJob, schedule: Schedule
+) -> None:
+    begin(processes, job, schedule)
+    processes.reshape("2x2", NAMES)
+    timelines = recorded_step(processes)
+    traced = trace(timelines)
+    check_trace(traced)
+    assert processes.plan is not None
+    events = complete(traced)
+    crossing = processes.plan.num_micro_batches
+    assert len({event["pid"] for event in events}) == len(NAMES)
+    kinds = [event["cat"] for event in events]
+    for kind in ("send_activation", "receive_activation", "send_gradient", "receive_gradient"):
+        assert kinds.count(kind) == crossing
+    assert kinds.count("forward") == kinds.count("backward") == crossing * processes.plan.pipeline_depth
+    assert kinds.count("reduce") == len(NAMES)
+    forwards = {
+        (event["args"]["stage"], event["args"]["micro_batch"]): event for event in events if event["cat"] == "forward"
+    }
+    for micro_batch in range(crossing):
+        first, second = forwards[0, micro_batch], forwards[1, micro_batch]
+        assert first["ts"] < second["ts"], "a stage cannot begin before the one that feeds it"
+    if schedule != "varuna":
+        for timeline in timelines:
+            tasks = [one for one in timeline.spans if one.kind in LETTERS]
+            count = len(processes.plan.micro_batches_of(timeline.replica))
+            assert "".join(LETTERS[one.kind] for one in tasks) == processes.plan.orders[count][timeline.stage]
 
 
 def test_nothing_is_recorded_unless_it_is_asked_for(processes: Crew, job: TinyJob) -> None:

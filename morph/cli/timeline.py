@@ -1,0 +1,98 @@
+"""``morph timeline``: what the workers of a run did when in one step, as a table, a picture or a Perfetto trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from morph.contract.timeline import SpanKind, StepTimeline
+
+
+def timeline_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="The step. Default: the one that was recorded last.", show_default=False)
+    ] = None,
+    replica: Annotated[int, typer.Option(min=0, help="The replica to draw.")] = 0,
+    png: Annotated[Path | None, typer.Option(help="Draw the replica's stages into this PNG file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the trace into this file, for ui.perfetto.dev.")] = None,
+) -> None:
+    """Show a step that `morph run --timeline-step` recorded.
+
+    \b
+    Example:
+      morph run job.py:job --profile profile.json --cluster local.yaml --run-dir runs/tiny --timeline-step 5
+      morph timeline runs/tiny --step 5 --png gantt.png
+    """
+    from rich.console import Console
+
+    from manager.report.timelines import read_timelines
+    from manager.run_dir import read_facts
+    from morph.cli.checks import check_output
+    from morph.contract.errors import RunDirError
+    from morph.runtime.timeline import write_trace
+
+    for output in (png, json):
+        if output is not None:
+            check_output(output, RunDirError)
+    read_facts(run_dir)
+    timelines = _chosen(read_timelines(run_dir), step, run_dir)
+    num_replicas = len({timeline.replica for timeline in timelines})
+    if replica >= num_replicas:
+        allowed = f"0 to {num_replicas - 1}"
+        raise RunDirError("has no such replica", source=str(run_dir), field="--replica", value=replica, allowed=allowed)
+    console = Console()
+    console.print(_table(timelines))
+    if png is not None:
+        from morph.cli.timeline_picture import draw_measured
+
+        draw_measured(timelines, replica, png)
+        console.print(f"Drew {png}.")
+    if json is not None:
+        write_trace(timelines, json)
+        console.print(f"Wrote {json}.")
+
+
+def _chosen(recorded: dict[int, tuple[StepTimeline, ...]], step: int | None, run_dir: Path) -> tuple[StepTimeline, ...]:
+    from morph.contract.errors import RunDirError
+
+    if not recorded:
+        raise RunDirError("no step was recorded; run it with --timeline-step", source=str(run_dir))
+    wanted = list(recorded)[-1] if step is None else step
+    if wanted not in recorded:
+        allowed = ", ".join(map(str, sorted(recorded)))
+        raise RunDirError("was not recorded", source=str(run_dir), field="--step", value=wanted, allowed=allowed)
+    return recorded[wanted]
+
+
+def _table(timelines: Sequence[StepTimeline]) -> Table:
+    from rich.table import Table
+
+    from morph.cli.plan import time_text
+
+    first = timelines[0]
+    title = f"Step {first.step}: {first.shape.replace('x', ' x ')}, {first.schedule} schedule"
+    table = Table(title=title, title_justify="left")
+    columns = ("replica", "stage", "worker", "F", "R", "B", "wait", "reduce", "most in flight", "window")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for timeline in timelines:
+        table.add_row(
+            str(timeline.replica),
+            str(timeline.stage),
+            timeline.worker,
+            *(time_text(_spent_s(timeline, kind)) for kind in ("forward", "recompute", "backward", "wait", "reduce")),
+            str(timeline.peaks.in_flight),
+            str(timeline.window),
+        )
+    return table
+
+
+def _spent_s(timeline: StepTimeline, kind: SpanKind) -> float:
+    return sum(span.end_s - span.start_s for span in timeline.spans if span.kind == kind)
