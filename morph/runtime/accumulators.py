@@ -19,7 +19,7 @@ from torch import Tensor
 from morph.contract.decided import LossScale
 from morph.contract.errors import NonFiniteGradient
 from morph.runtime.channels import Pending, Ring
-from morph.runtime.fixed_point import fits, from_fixed, next_exponent, to_fixed
+from morph.runtime.fixed_point import add_fixed, fits, flat_floats, from_fixed, largest_magnitude, next_exponent
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class ExactAccumulator:
         self._loss_scale = loss_scale
         self._loss_exponent = 0 if loss_scale is None else loss_scale.exponent
         self._names = tuple(parameters)
+        self._indices = {name: index for index, name in enumerate(self._names)}
         self._parameters = parameters
         self._exponents = dict(exponents)
         self._num_contributions = num_contributions
@@ -79,14 +80,14 @@ class ExactAccumulator:
 
     def add(self, name: str, gradient: Tensor) -> None:
         """See ``Accumulator.add``."""
-        gradient = gradient.detach().to("cpu")
-        index = self._names.index(name)
-        largest = math.ldexp(float(gradient.abs().max()), -self._loss_exponent)
+        values = flat_floats(gradient)
+        index = self._indices[name]
+        largest = math.ldexp(largest_magnitude(values), -self._loss_exponent)
         largest = largest if math.isfinite(largest) else math.inf
         self._largest[index] = max(float(self._largest[index]), largest)
         if fits(self._exponents[name], largest, self._num_contributions):
             exponent = self._exponents[name] - self._loss_exponent
-            self._slices[name].add_(to_fixed(gradient, exponent).view(-1))
+            add_fixed(self._slices[name], values, exponent)
 
     def start_reduce(self, ring: Ring | None) -> Sequence[Pending]:
         """See ``Accumulator.start_reduce``."""
@@ -121,7 +122,7 @@ class FastAccumulator:
 
     def add(self, name: str, gradient: Tensor) -> None:
         """See ``Accumulator.add``."""
-        self._slices[name].add_(gradient.detach().to("cpu").view(-1))
+        self._slices[name].add_(gradient.detach().to("cpu").reshape(-1))
 
     def start_reduce(self, ring: Ring | None) -> Sequence[Pending]:
         """See ``Accumulator.start_reduce``."""
@@ -131,7 +132,7 @@ class FastAccumulator:
         """See ``Accumulator.finish``."""
         gradients = {}
         for name, total in self._slices.items():
-            if not bool(torch.isfinite(total).all()):
+            if not math.isfinite(largest_magnitude(flat_floats(total))):
                 return _broken(name, step, {}, self._loss_scale)
             parameter = self._parameters[name]
             mean = total / num_micro_batches

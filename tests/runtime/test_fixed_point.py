@@ -8,19 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from morph.runtime.fixed_point import (
+    BLOCK,
     MAX_EXPONENT,
     MIN_EXPONENT,
     SUM_BITS,
+    add_fixed,
     first_exponent,
     fits,
+    flat_floats,
     from_fixed,
+    largest_magnitude,
     limit_bits,
     next_exponent,
-    to_fixed,
 )
 
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 COUNTS = st.integers(1, 5000)
+
+
+def to_fixed(gradient: torch.Tensor, exponent: int) -> torch.Tensor:
+    total = torch.zeros(gradient.numel(), dtype=torch.int64)
+    add_fixed(total, flat_floats(gradient), exponent)
+    return total
 
 
 @pytest.mark.parametrize(("count", "bits"), [(1, 62), (2, 61), (3, 60), (4, 60), (5, 59), (8192, 49)])
@@ -88,3 +97,32 @@ def test_before_the_first_step_gradients_below_sixteen_fit() -> None:
 def test_half_precision_gradients_are_widened_before_they_are_scaled() -> None:
     gradient = torch.tensor([1.5, -0.25], dtype=torch.bfloat16)
     assert to_fixed(gradient, 40).tolist() == [3 * 2**39, -(2**38)]
+
+
+@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_adding_block_by_block_is_rounding_the_whole_tensor(size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(size)
+    gradient = torch.randn(size, generator=generator).to(dtype)
+    total = torch.randint(-(2**50), 2**50, (size,), generator=generator)
+    wide = gradient if dtype is torch.float64 else gradient.float()
+    for exponent in (40, 3):  # coarse: halves are rounded to even
+        want = total + (wide * 2.0**exponent).round().to(torch.int64)
+        add_fixed(total, flat_floats(gradient), exponent)
+        assert torch.equal(total, want)
+    mean = (total.double() * (2.0**-40 / 6)).to(dtype)
+    assert torch.equal(from_fixed(total, 40, 6, dtype), mean)
+
+
+def test_a_transposed_gradient_is_added_in_its_own_order() -> None:
+    gradient = torch.arange(6.0).view(2, 3)
+    assert to_fixed(gradient.T, 1).tolist() == [0, 6, 2, 8, 4, 10]
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 3, 16, 99])
+def test_one_number_that_is_not_finite_is_seen_wherever_it_stands(odd: float, place: int) -> None:
+    values = torch.linspace(-3.0, 2.0, 100)
+    assert largest_magnitude(flat_floats(values)) == 3.0
+    values[place] = odd
+    assert not math.isfinite(largest_magnitude(flat_floats(values)))

@@ -29,3 +29,17 @@ def test_the_same_place_draws_the_same_numbers_whatever_was_drawn_before() -> No
     assert torch.equal(*draws)
     seed_section(5, 1, 2, 4)
     assert not torch.equal(draws[0], torch.rand(8))
+
+
+def test_sections_draw_what_they_draw_after_torchs_own_seeding() -> None:
+    seed_section(1, 2, 3, 4)
+    found = torch.rand(8)
+    torch.manual_seed(stream_seed(1, 2, 3, 4))
+    assert torch.equal(found, torch.rand(8))
+
+
+def test_seeding_leaves_nothing_behind_for_devices_that_are_not_there() -> None:
+    waiting = len(torch.cuda._queued_calls)
+    for section in range(20):
+        seed_section(0, 0, 0, section)
+    assert len(torch.cuda._queued_calls) == waiting
