@@ -159,6 +159,23 @@ def test_recording_takes_no_memory_for_weights() -> None:
     assert int(run.stdout) < 50 * 1024  # KiB; the weights would take 8 GiB
 
 
+def test_a_model_of_gigabytes_is_cut_without_memory_for_it() -> None:
+    script = (
+        "import resource, sys; from functools import partial; from dataclasses import replace\n"
+        "from morph.cutting import cut, export_job; from morph.job import load_job\n"
+        "job = load_job(sys.argv[1]); big = sys.modules[type(job.dataset()).__module__]\n"
+        "job = replace(job, model=partial(big.model, 6, 6144, 48))\n"
+        "model = cut(export_job(job), num_sections=6, micro_batch_size=1)\n"
+        "from math import prod; count = sum(prod(shape) for shape, _ in model.parameter_specs.values())\n"
+        "print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    job = f"{Path(__file__).parents[2]}/configs/jobs/gpt2_big.py:gpt2_2_5b"
+    run = subprocess.run([sys.executable, "-c", script, job], capture_output=True, text=True, check=True, timeout=110)
+    num_parameters, peak_kib = map(int, run.stdout.split())
+    assert num_parameters > 3_000_000_000
+    assert peak_kib < 1 << 20  # the weights would take 12 GiB
+
+
 def test_a_constructor_that_cannot_be_recorded_is_really_run_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         built = build_model(UsesNumpy, 0)

@@ -115,7 +115,7 @@ def test_a_skip_connection_says_how_many_sections_it_passes(tools: Any) -> None:
     report = tools.trace(tools.make_job(model=Skips))
     far = [finding for finding in of_kind(report, "activation") if "do not use it" in finding.message]
     assert [finding.operator for finding in far] == ["add"]
-    assert far[0].units == ("s0", "s2")
+    assert {"s0", "s2"} <= set(far[0].units)
 
 
 def test_a_constant_of_the_model_is_only_read(tools: Any) -> None:
