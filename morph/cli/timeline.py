@@ -72,14 +72,13 @@ def _chosen(recorded: dict[int, tuple[StepTimeline, ...]], step: int | None, run
 
 
 def _table(timelines: Sequence[StepTimeline]) -> Table:
+    from rich import box
     from rich.table import Table
-
-    from morph.cli.plan import time_text
 
     first = timelines[0]
     title = f"Step {first.step}: {first.shape.replace('x', ' x ')}, {first.schedule} schedule"
-    table = Table(title=title, title_justify="left")
-    columns = ("replica", "stage", "worker", "F", "R", "B", "wait", "reduce", "most in flight", "window")
+    table = Table(title=title, title_justify="left", collapse_padding=True, box=box.SIMPLE, pad_edge=False)
+    columns = ("replica", "stage", "worker", "F", "R", "B", "wait", "reduce", "in flight")
     for name in columns:
         table.add_column(name, justify="right")
     for timeline in timelines:
@@ -87,12 +86,14 @@ def _table(timelines: Sequence[StepTimeline]) -> Table:
             str(timeline.replica),
             str(timeline.stage),
             timeline.worker,
-            *(time_text(_spent_s(timeline, kind)) for kind in ("forward", "recompute", "backward", "wait", "reduce")),
-            str(timeline.peaks.in_flight),
-            str(timeline.window),
+            *(_spent(timeline, kind) for kind in ("forward", "recompute", "backward", "wait", "reduce")),
+            f"{timeline.peaks.in_flight} of {timeline.window}",
         )
     return table
 
 
-def _spent_s(timeline: StepTimeline, kind: SpanKind) -> float:
-    return sum(span.end_s - span.start_s for span in timeline.spans if span.kind == kind)
+def _spent(timeline: StepTimeline, kind: SpanKind) -> str:
+    from morph.cli.plan import time_text
+
+    spent_s = sum(span.end_s - span.start_s for span in timeline.spans if span.kind == kind)
+    return time_text(spent_s) if spent_s else "-"
