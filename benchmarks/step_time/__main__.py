@@ -103,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--only", default="", help="contenders whose shape or name has this text")
     parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
     options = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {platform.machine()}")
@@ -110,7 +111,7 @@ def main() -> None:
         model = cut_job(f"{JOB}:exact")
         exact, fast = (MorphSide(f"{JOB}:{name}", model, directory) for name in ("exact", "fast"))
         peer = TorchSide(f"{JOB}:exact")
-        found = contenders(exact, fast, peer)
+        found = [one for one in contenders(exact, fast, peer) if options.only in f"{one.peers} {one.name}"]
         turns = random.Random(options.seed)
         for _ in range(options.rounds):
             for contender in turns.sample(found, len(found)):
