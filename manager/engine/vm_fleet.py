@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from manager.controller.events import NodeAppeared
@@ -18,8 +19,8 @@ class VmHost(Protocol):
     def add_vm(self, name: str) -> None:
         """Bring up a VM; blocks."""
 
-    def kill_vm(self, name: str) -> bool:
-        """Take a VM away without warning."""
+    def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
+        """Get ready to take VMs away without warning, all at once; calling the result does it."""
 
 
 class VmFleet:
@@ -49,15 +50,15 @@ class VmFleet:
         return vm
 
     def revoke(self, *nodes: str) -> None:
-        """Kill the nodes' VMs, one right after the other; one that is still booting never appears."""
+        """Kill the nodes' VMs, all at once; one that is still booting never appears."""
         with self._lock:
             vms = [self._wanted.pop(node) for node in nodes]
             doomed = [vm for vm in vms if vm in self._up]
             self._up.difference_update(doomed)
+        kill = self._host.prepare_kill(doomed)
         for vm in doomed:
             self._inbox.put(Fact(name=VM_KILLED, worker=vm))
-        for vm in doomed:
-            self._host.kill_vm(vm)
+        kill()
 
     @property
     def booting(self) -> bool:
@@ -90,7 +91,7 @@ class VmFleet:
             if wanted:
                 self._inbox.put(NodeAppeared(node=vm))
             else:
-                self._host.kill_vm(vm)  # revoked while it booted
+                self._host.prepare_kill([vm])()  # revoked while it booted
 
     def _is_wanted(self, vm: str) -> bool:
         with self._lock:

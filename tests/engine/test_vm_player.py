@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -41,11 +41,13 @@ class FakeHost:
             self.up.append(name)
             self.changed.notify_all()
 
-    def kill_vm(self, name: str) -> bool:
-        with self.changed:
-            self.killed.append(name)
-            self.changed.notify_all()
-        return True
+    def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
+        def kill() -> None:
+            with self.changed:
+                self.killed += names
+                self.changed.notify_all()
+
+        return kill
 
     def wait_until_killed(self, *names: str) -> None:
         with self.changed:
