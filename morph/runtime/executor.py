@@ -134,6 +134,9 @@ class Executor:
             self.stopwatch.spent_s[task.value] += end_s - start_s
             self.stopwatch.record(_SPAN_KINDS[task], micro_batch, start_s, end_s)
             self._count_stored()
+
+    def finish(self) -> None:
+        """Block until everything has left; to be called after the reductions, which need not wait for it."""
         for sender in (self._activations_out, self._gradients_out):
             if sender is not None:
                 sender.flush()

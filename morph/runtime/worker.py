@@ -285,6 +285,7 @@ class Worker:
         executor.run(by_parameter, 1.0 if order.loss_scale is None else order.loss_scale.factor)
         rings = {name: current.ring_of(name) for name in units}
         reduce_all(accumulators, rings, self._faults, executor.stopwatch)
+        executor.finish()
         for name, state in units.items():
             state.reduced = accumulators[name].finish(current.plan.num_micro_batches, order.step)
         norms_sq = {name: state.norm_sq() for name, state in units.items()}

@@ -133,6 +133,7 @@ def run(schedule: Schedule, stage_index: int, stage: FakeStage, wires: Neighbour
     accumulators: Mapping[str, object] = {}
     executor = Executor(stage, work, wires, Script(act), FaultPlan([]), torch.device("cpu"))
     executor.run(accumulators)  # type: ignore[arg-type]
+    executor.finish()
     if schedule != "varuna":
         assert "".join(stage.ran) == work.order
     assert sorted(stage.ran) == sorted("FRB" * COUNT if stage._recompute else "FB" * COUNT)
@@ -218,6 +219,20 @@ def test_gradients_on_their_way_do_not_hold_up_the_next_backward() -> None:
     executor = run("1f1b", DEPTH - 1, stage, last_stage(into, back), lambda: pytest.fail("nothing is late"))
     assert "".join(stage.ran) == "FB" * COUNT
     assert executor.peaks.unsent_gradients == COUNT
+
+
+def test_the_reductions_need_not_wait_until_the_last_gradients_have_left() -> None:
+    into, back = Wire(instant=True), Wire()
+    best = planned("1f1b", False)
+    work = StageWork(range(COUNT), best.orders[COUNT][-1], 1, False, BORDER, BORDER)
+    interrupt = Script(lambda: pytest.fail("nothing is late"))
+    stage = FakeStage(recompute=False)
+    executor = Executor(stage, work, last_stage(into, back), interrupt, FaultPlan([]), torch.device("cpu"))
+    executor.run({})
+    assert len(back.under_way) == COUNT
+    assert not any(transfer.done for transfer in back.under_way)
+    executor.finish()
+    assert all(transfer.done for transfer in back.under_way)
 
 
 def test_the_next_activation_travels_while_this_one_is_computed() -> None:
