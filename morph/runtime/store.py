@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
+TIMEOUT_S = 30.0
+
 
 class StoreHost:
-    """Owns a TCPStore server in a process of its own, so that no worker's death takes it away."""
+    """Owns a TCPStore server in a process of its own, so that no worker's death takes it away.
+
+    It listens on ``host`` alone: left to itself, a TCPStore listens on every interface, to anyone.
+    """
 
     def __init__(self, host: str) -> None:
+        listener = socket.create_server((host, 0))
         self._store = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30), use_libuv=True
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=TIMEOUT_S),
+            master_listen_fd=listener.detach(),
+            use_libuv=True,
         )
 
     def port(self) -> int:
