@@ -70,6 +70,8 @@ class BuiltModel:
         if self.tape is None or self.fake_mode is None:
             return nullcontext()
         stack = ExitStack()
+        if self.fake_mode.shape_env is not None:  # sizes that depend on data, seen here, are not part of the export
+            stack.enter_context(self.fake_mode.shape_env.ignore_fresh_unbacked_symbols())
         stack.enter_context(self.fake_mode)
         stack.enter_context(RecordTape(self.tape))
         return stack

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx import Node
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from morph.contract.errors import ExportError, JobError
 from morph.cutting.construct import BuiltModel, LazyTensors, build_really
 from morph.cutting.cut_point import CutPoint
 from morph.cutting.exported import ExportedJob, GraphJob, MarkedJob, Source
 from morph.cutting.functional import make_functional
-from morph.cutting.locate import definition_line, user_line
-from morph.cutting.refusal import explain
+from morph.cutting.locate import definition_line, node_line, user_line
+from morph.cutting.refusal import OR_MARK, explain
 from morph.cutting.tape import CannotRecord
 from morph.cutting.trial import Whole, blame_the_job, built_model, check_loss, example_batch, try_loss
 from morph.job import Job
@@ -55,10 +56,12 @@ def _graph_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> GraphJo
     canonical, aliases = _parameter_names(built.model)
     sources = _sources(program, batch, canonical)
     first = next(node for node in graph_module.graph.nodes if node.op == "placeholder" and _is_batch(sources, node))
+    batch_symbol = first.meta["val"].shape[0].node.expr
+    _refuse_sizes_of_data(graph_module, batch_symbol)
     return GraphJob(
         graph_module=graph_module,
         sources=sources,
-        batch_symbol=first.meta["val"].shape[0].node.expr,
+        batch_symbol=batch_symbol,
         initial_parameters=_trainable(built),
         initial_constants=_constants(program, sources, built),
         aliases=aliases,
@@ -166,6 +169,20 @@ def _constants(program: ExportedProgram, sources: dict[str, Source], built: Buil
 def _held(program: ExportedProgram, target: str) -> Tensor:
     value: Tensor = program.state_dict[target] if target in program.state_dict else program.constants[target]
     return value
+
+
+def _refuse_sizes_of_data(graph_module: GraphModule, batch_symbol: Any) -> None:
+    for node in graph_module.graph.nodes:
+        value = node.meta.get("val")
+        sizes = [size for tensor in tree_leaves(value) if isinstance(tensor, Tensor) for size in tensor.shape]
+        for size in sizes:
+            if isinstance(size, torch.SymInt) and size.node.expr.free_symbols - {batch_symbol}:
+                raise ExportError(
+                    "the model has a size that depends on the data",
+                    source=node_line(node),
+                    value=str(node.target),
+                    allowed="sizes known from the shapes of the batch; pad in the data set" + OR_MARK,
+                )
 
 
 def _is_batch(sources: dict[str, Source], node: Node) -> bool:

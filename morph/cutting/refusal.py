@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_OR_MARK = (
+OR_MARK = (
     "; or mark where to cut: call a morph.CutPoint() on the hidden tensor in the forward, "
     "or name modules in Job(cut_points=[...])"
 )
@@ -11,7 +11,7 @@ _OR_MARK = (
 def explain(error: Exception) -> tuple[str, str]:
     """Return (reason, what is allowed) for an exception of torch.export."""
     reason, advice = _reason_and_advice(error)
-    return reason, advice + _OR_MARK
+    return reason, advice + OR_MARK
 
 
 def _reason_and_advice(error: Exception) -> tuple[str, str]:

@@ -104,6 +104,8 @@ class Tape:
             raise CannotRecord("a tensor comes from outside the constructor")
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             raise CannotRecord("a tensor is not dense")
+        if not all(isinstance(size, int) for size in tensor.shape):
+            raise CannotRecord("a size depends on values in a tensor")
         number, _ = self._storages[tensor.untyped_storage()._cdata]
         return TensorRef(
             number, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())

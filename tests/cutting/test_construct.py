@@ -52,6 +52,13 @@ class UsesNumpy(nn.Module):
         self.scale = float(self.layer.weight.detach().numpy().sum())
 
 
+class PicksByValue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.places = nn.Parameter(torch.randn(torch.nonzero(torch.tril(torch.ones(3, 3))).shape[0]))
+
+
 def wide() -> nn.Module:
     """Eight layers of 4 MiB."""
     return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
@@ -176,9 +183,12 @@ def test_a_model_of_gigabytes_is_cut_without_memory_for_it() -> None:
     assert peak_kib < 1 << 20  # the weights would take 12 GiB
 
 
-def test_a_constructor_that_cannot_be_recorded_is_really_run_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("model", [UsesNumpy, PicksByValue])
+def test_a_constructor_that_cannot_be_recorded_is_really_run_and_says_so(
+    caplog: pytest.LogCaptureFixture, model: type[nn.Module]
+) -> None:
     with caplog.at_level(logging.WARNING):
-        built = build_model(UsesNumpy, 0)
+        built = build_model(model, 0)
     assert built.not_recorded
     assert "\n" not in built.not_recorded
     assert built.tape is None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -79,6 +80,24 @@ class GoesPast(nn.Module):
         return self.second(self.cut(early)) + early
 
 
+class Experts(nn.Module):
+    """A mixture of experts that picks its tokens: sizes depend on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 3)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(dim=-1)
+        best = weights.argmax(dim=-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.nonzero(best == number).flatten()  # refused here
+            out = out.index_add(0, rows, expert(x[rows]) * weights[rows, number, None])
+        return x + out
+
+
 def check_against_whole(tools: Any, job: Any, exported: Any, model: CutModel, items: list[dict[str, Tensor]]) -> None:
     batch = tools.stack(items, model.micro_batch_size)
     whole = tools.build_whole(job, exported.initial_parameters)
@@ -128,6 +147,22 @@ def test_marks_in_a_loop_cut_a_forward_with_code_between_modules(tools: Any) -> 
     assert [unit.id for unit in model.units if "enter.weight" in unit.parameters] == ["s0+s3"]
     assert model.unused_parameters == ()
     check_against_whole(tools, job, exported, model, ITEMS)
+
+
+def test_experts_that_pick_their_tokens_are_refused_with_a_line_and_run_with_marks(tools: Any) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(*(Experts() for _ in range(3)))
+
+    with pytest.raises(ExportError, match="depends on") as caught:
+        export_job(tools.make_job(model, mean_loss, ITEMS))
+    lines, start = inspect.getsourcelines(Experts)
+    number = start + next(place for place, line in enumerate(lines) if "# refused here" in line)
+    assert str(caught.value).startswith(f"{__file__}:{number}")
+    job = tools.make_job(model, mean_loss, ITEMS, cut_points=["1", "2"])
+    exported = export_job(job)
+    cut_model = cut(exported, num_sections=None, micro_batch_size=2)
+    check_against_whole(tools, job, exported, cut_model, ITEMS)
+    assert cut_model.sections[1].parameters == tuple(n for n in exported.initial_parameters if n.startswith("1."))
 
 
 def test_fewer_sections_take_the_marks_that_are_even(tools: Any) -> None:
