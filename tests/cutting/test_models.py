@@ -82,3 +82,15 @@ def test_masks_and_labels_are_loaded_where_they_are_read(case_of: Any) -> None:
     assert [section.batch_keys.count("labels") for section in sections] == [0, 0, 1]
     for section in sections[:-1]:
         assert all(spec.dtype == torch.float32 for spec in section.outputs)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_a_section_runs_on_the_device_of_what_it_is_given(case_of: Any, name: str) -> None:
+    _, exported, batch, *_ = case_of(name)
+    far = torch.device("meta")
+    parameters = {key: tensor.to(far) for key, tensor in exported.initial_parameters.all_at_once().items()}
+    values: tuple[Tensor, ...] = ()
+    for section in cut(exported, num_sections=3, micro_batch_size=4).sections:
+        values = section(values, {key: batch[key].to(far) for key in section.batch_keys}, parameters)
+        assert [value.device for value in values] == [far] * len(section.outputs)
+        assert [tuple(value.shape) for value in values] == [spec.shape for spec in section.outputs]
