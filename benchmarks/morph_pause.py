@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=2, help="most VMs killed at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help="also write the figures as JSON")
+    parser.add_argument("--run-dir", type=Path, default=None, help="keep the run's journal here")
     options = parser.parse_args()
     spec, facts = make_spec()
 
@@ -143,7 +144,10 @@ def main() -> None:
         return Killer(fleet, options.kills, options.together, options.seed)
 
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as directory, RunDir(Path(directory) / "run", facts) as run_dir:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        RunDir(options.run_dir or Path(directory) / "run", facts) as run_dir,
+    ):
         run_session(spec, run_dir, lambda _: None, attend)
         report = read_report(run_dir.path)
     forced = [morph for morph in report.morphs if not morph.planned]

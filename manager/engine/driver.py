@@ -107,15 +107,20 @@ class Driver:
     def run(self) -> Finish:
         """Block until the controller finishes the run."""
         while self._finish is None:
+            # what is there is taken before time-outs are judged: it may have waited while this process stood still
+            for _ in range(len(self._inbox)):
+                self._take_next(0.0)
             self._pool.watch()
             now_s = time.time()
-            if self._wake_at_s is not None and now_s >= self._wake_at_s:
+            if self._finish is None and self._wake_at_s is not None and now_s >= self._wake_at_s:
                 self._handle(now_s, Tick())
-                continue
-            stamped = self._inbox.get(IDLE_S if self._wake_at_s is None else min(IDLE_S, self._wake_at_s - now_s))
-            if stamped is not None:
-                self._take(stamped)
+            if self._finish is None:
+                self._take_next(IDLE_S if self._wake_at_s is None else min(IDLE_S, self._wake_at_s - time.time()))
         return self._finish
+
+    def _take_next(self, timeout_s: float) -> None:
+        if self._finish is None and (stamped := self._inbox.get(timeout_s)) is not None:
+            self._take(stamped)
 
     def _take(self, stamped: Stamped) -> None:
         if isinstance(stamped.item, Fact):

@@ -28,6 +28,10 @@ class Inbox:
         """Add an event or fact; never blocks."""
         self._queue.put(Stamped(time.time(), item))
 
+    def __len__(self) -> int:
+        """About how many entries wait."""
+        return self._queue.qsize()
+
     def get(self, timeout_s: float) -> Stamped | None:
         """The oldest entry; None when none comes within ``timeout_s``."""
         try:

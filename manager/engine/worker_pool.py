@@ -25,6 +25,7 @@ from morph.runtime.store import StoreHost
 from morph.runtime.worker import Worker
 
 HEARTBEAT_WAIT_S = 1.0
+OWN_STALL_S = 2.0
 CONTROL_LANE = "control"
 STORE_TIMEOUT_S = 60.0
 
@@ -49,6 +50,7 @@ class WorkerPool:
         self._handles: dict[str, _Handle] = {}
         self._ray_lock = threading.RLock()
         self._closed = False
+        self._watched_s = time.monotonic()
         remote: Any = ray.remote  # its types know only the plain form
         self._actor_class = remote(concurrency_groups={CONTROL_LANE: 2})(Worker)
 
@@ -97,8 +99,17 @@ class WorkerPool:
             self._lose(worker, handle, "its process is gone: its connection closed")
 
     def watch(self) -> None:
-        """Report workers whose heartbeat is overdue. Call at least once a second."""
+        """Report workers whose heartbeat is overdue. Call at least once a second.
+
+        While this process stood still itself (a paused machine, a stop signal) it could hear nobody: that time
+        does not count.
+        """
         now_s = time.monotonic()
+        deaf_s = now_s - self._watched_s
+        self._watched_s = now_s
+        if deaf_s > OWN_STALL_S:
+            for handle in self._handles.values():
+                handle.beat_sent_s += deaf_s
         for worker, handle in self._handles.items():
             silent_s = now_s - handle.beat_sent_s
             if handle.ready and not handle.gone and silent_s > HEARTBEAT_WAIT_S + self._heartbeat_timeout_s:
