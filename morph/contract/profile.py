@@ -18,15 +18,29 @@ SCHEMA_VERSION = 1
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Bytes = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+BytesPerSecond = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Timing(Value):
-    """A measured duration: robust centre and spread over ``num_samples`` samples."""
+    """A measured duration: robust centre and spread over ``num_samples`` samples.
+
+    Nothing is thrown away: outliers are in ``quantiles_s``, from which the simulator draws jitter.
+    """
 
     median_s: Seconds
     mad_s: Seconds = Field(description="median absolute deviation")
     num_samples: PositiveInt
+    mean_s: Seconds | None = Field(default=None, description="mean of all samples; None: not kept")
+    quantiles_s: tuple[Seconds, ...] = Field(
+        default=(), description="evenly spaced quantiles, the least sample first and the largest last; empty: not kept"
+    )
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Timing:
+        if len(self.quantiles_s) == 1 or list(self.quantiles_s) != sorted(self.quantiles_s):
+            raise ValueError("quantiles_s are none, or at least two, ascending")
+        return self
 
 
 class SectionProfile(Value):
@@ -43,6 +57,9 @@ class SectionProfile(Value):
     activation_bytes_per_sample: Bytes = Field(description="held between forward and backward without recompute")
     output_bytes_per_sample: Bytes = Field(description="crosses the cut-point behind this section; 0 for the last")
     optimizer_step: Timing
+    peak_bytes: dict[PositiveInt, Bytes] = Field(
+        default={}, description="by m: most memory that one forward and backward take beyond what is held between tasks"
+    )
 
 
 class UnitProfile(Value):
@@ -76,6 +93,13 @@ class AllReduceTime(Value):
     time: Timing
 
 
+class Contention(Value):
+    """How much slower computing gets when several workers of one node compute at once (cores share caches and clock)."""
+
+    num_busy: Annotated[int, Field(ge=2)]
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False, description="time of a task over its time alone")]
+
+
 class JobFacts(Value):
     """What the profile knows of the job; ``fingerprint`` changes when the cut model changes."""
 
@@ -100,6 +124,19 @@ class Environment(Value):
     created: str = Field(description="ISO 8601, UTC")
 
 
+class NodeTypeProfile(Value):
+    """What differs on another type of node; everything else is as in the profile that holds it."""
+
+    name: str = Field(min_length=1)
+    environment: Environment
+    forward: tuple[dict[PositiveInt, Timing], ...] = Field(description="F_i(m) of each section")
+    backward: tuple[dict[PositiveInt, Timing], ...] = Field(description="B_i(m) of each section")
+    optimizer_step: tuple[Timing, ...] = Field(description="of each section")
+    intra_node: LinkProfile | None = Field(default=None, description="None: as in the profile")
+    inter_node: LinkProfile | None = Field(default=None, description="None: as in the profile")
+    contention: tuple[Contention, ...] = ()
+
+
 class Profile(Value):
     """One versioned profile of one job."""
 
@@ -113,7 +150,19 @@ class Profile(Value):
     all_reduce: tuple[AllReduceTime, ...] = ()
     accumulator_bytes_per_parameter: Literal[4, 8] = Field(description="8: exact accumulation, 4: fast")
     commit: Timing = Field(description="commit barrier: manager round trip")
-    checkpoint_write_bytes_per_s: Annotated[float, Field(gt=0)]
+    checkpoint_write_bytes_per_s: BytesPerSecond
+    checkpoint_upload_bytes_per_s: BytesPerSecond | None = Field(
+        default=None, description="to the job's checkpoint storage; None: not measured"
+    )
+    host_copy_bytes_per_s: BytesPerSecond | None = Field(
+        default=None, description="device to host memory; None: not measured"
+    )
+    contention: tuple[Contention, ...] = Field(default=(), description="by growing num_busy; empty: none was seen")
+    node_types: tuple[NodeTypeProfile, ...] = Field(default=(), description="other types of node, measured later")
+    sources: dict[str, str] = Field(
+        default={},
+        description="where values that nobody measured here come from: dotted field -> source, or derivation",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
