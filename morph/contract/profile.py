@@ -94,7 +94,7 @@ class AllReduceTime(Value):
 
 
 class Contention(Value):
-    """How much slower computing gets when several workers of one node compute at once (cores share caches and clock)."""
+    """How much slower computing gets when several workers of one node compute at once (shared caches and clock)."""
 
     num_busy: Annotated[int, Field(ge=2)]
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False, description="time of a task over its time alone")]
