@@ -4,9 +4,9 @@ The rules that a free stage applies (Varuna, section 3.2), in this order:
 
 1. Recomputed j: nothing but the backward of j may run next, so wait for its gradient (rule 2).
 2. The gradient of the next backward j is there: recompute j if needed, then its backward (rule 3).
-3. The downstream stage has begun its backward of j, so the arrival t of j's gradient is known:
+3. A forward whose activation is there, while fewer than ``window`` micro-batches are in flight.
+4. The downstream stage has begun its backward of j, so the arrival t of j's gradient is known:
    recompute j now if that ends at t or later (rule 1); with nothing to run before, wake up at t - R.
-4. A forward whose activation is there, while fewer than ``window`` micro-batches are in flight.
 5. Wait.
 
 At one instant every task that ends is ended first; then stages decide, the last stage first, and within a

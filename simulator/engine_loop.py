@@ -45,7 +45,7 @@ def _key(instant, deciding, lane, bits):  # type: ignore[no-untyped-def]
 def _choose(stages, lanes, arrivals, lane, count, now):  # type: ignore[no-untyped-def]
     """Apply the rules: (letter to run now or 0, when to look again)."""
     me, mask = lanes[lane], arrivals.shape[2] - 1
-    s, num_f, num_b, wake = me.stage, me.num_f, me.num_b, np.int64(_NEVER)
+    s, num_f, num_b, wake, early = me.stage, me.num_f, me.num_b, np.int64(_NEVER), False
     if num_b < num_f:
         due = wake
         if s == len(stages) - 1:
@@ -58,10 +58,12 @@ def _choose(stages, lanes, arrivals, lane, count, now):  # type: ignore[no-untyp
             if me.recomputed:
                 return 0, due
             wake = due
+        elif due <= now:
+            return _R, due
         elif due != _NEVER:
             wake = due - stages[s].recompute
             if wake <= now:
-                return _R, wake
+                early, wake = True, due
     if num_f < count and num_f - num_b < stages[s].window:
         if s == 0:
             return _F, wake
@@ -70,6 +72,8 @@ def _choose(stages, lanes, arrivals, lane, count, now):  # type: ignore[no-untyp
             if arrival <= now:
                 return _F, wake
             wake = min(wake, arrival)
+    if early:
+        return _R, wake
     return 0, wake
 
 

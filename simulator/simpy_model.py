@@ -44,12 +44,12 @@ class _Stage:
         gradient = self.gradients[j] if j < len(self.gradients) else (0 if is_last and j < self.forwards else None)
         if self.recomputes > self.backwards:
             return ("B", None) if gradient is not None and gradient <= now else (None, gradient)
-        instants = []
+        instants, early = [], False
         if gradient is not None and j < self.forwards:
-            begin = gradient - int(times.recompute_ns[s]) if again else gradient
-            if begin <= now:
+            if gradient <= now:
                 return ("R" if again else "B"), None
-            instants.append(begin)
+            early = again and gradient - int(times.recompute_ns[s]) <= now
+            instants.append(gradient - int(times.recompute_ns[s]) if again and not early else gradient)
         if self.forwards < self.model.counts[self.replica] and self.forwards - self.backwards < int(times.window[s]):
             arrival = 0 if s == 0 else None
             if self.forwards < len(self.activations):
@@ -58,7 +58,7 @@ class _Stage:
                 return "F", None
             if arrival is not None:
                 instants.append(arrival)
-        return None, min(instants, default=None)
+        return ("R", None) if early else (None, min(instants, default=None))
 
     def begin(self, letter: str) -> int:
         """Announce what the task will deliver and when; return its duration in ns."""

@@ -29,8 +29,8 @@ class OrderFollower:
     Args:
         order: String over F, R, B (see ``Plan.orders``).
         window: Most micro-batches in flight when deviating from the order.
-        opportunistic: Varuna's rules: prefer a backward whose gradient is there, and run a forward
-            when the backward that is due has no gradient yet. Otherwise the order is kept strictly.
+        opportunistic: Varuna's rules: prefer a backward whose gradient is there, and run a forward when
+            the backward or recompute that is due has no gradient yet. Otherwise the order is kept strictly.
     """
 
     def __init__(self, order: str, window: int, *, opportunistic: bool) -> None:
@@ -82,13 +82,11 @@ class OrderFollower:
         due = self._due()
         if due is Task.FORWARD:
             return Task.FORWARD if forward_ready else None
-        if due is Task.RECOMPUTE:  # rule 1: the order starts it so that it is done when the gradient arrives
-            return Task.RECOMPUTE
-        if backward_ready:
+        if due is Task.BACKWARD and backward_ready:
             return Task.BACKWARD
         if self._opportunistic and forward_ready and self.in_flight < self._window:
             return Task.FORWARD
-        return None
+        return Task.RECOMPUTE if due is Task.RECOMPUTE else None  # rule 1: early, done when the gradient arrives
 
     def _due(self) -> Task:
         """The first task of the order that is not done yet."""

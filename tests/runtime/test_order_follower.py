@@ -183,6 +183,17 @@ def test_a_recompute_that_is_due_starts_before_its_gradient_has_come() -> None:
     assert follower.next_task(1, 0) is Task.RECOMPUTE
 
 
+def test_a_forward_goes_before_an_early_recompute_as_long_as_the_window_has_room() -> None:
+    follower = OrderFollower("FRBFRBFRB", 2, opportunistic=True)
+    follower.done(Task.FORWARD)
+    assert follower.next_task(3, 0) is Task.FORWARD
+    follower.done(Task.FORWARD)
+    assert follower.next_task(3, 0) is Task.RECOMPUTE  # no room for a third
+    strict = OrderFollower("FRBFRBFRB", 2, opportunistic=False)
+    strict.done(Task.FORWARD)
+    assert strict.next_task(3, 0) is Task.RECOMPUTE
+
+
 def test_the_order_goes_on_behind_what_was_run_out_of_turn() -> None:
     follower = OrderFollower("FBFB", 2, opportunistic=True)
     ran = ""
