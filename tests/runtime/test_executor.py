@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -148,10 +147,6 @@ def last_stage(into: Wire, back: Wire) -> Neighbours:
     return Neighbours(activations_in=into, gradients_out=back, activations_out=None, gradients_in=None)
 
 
-def running_peak(order: str) -> int:
-    return max(itertools.accumulate({"F": 1, "R": 0, "B": -1}[letter] for letter in order))
-
-
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "stored"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_fast_stage_runs_ahead_of_a_slow_one_by_its_window_and_no_further(
@@ -174,10 +169,7 @@ def test_a_fast_stage_runs_ahead_of_a_slow_one_by_its_window_and_no_further(
     assert len(ahead) >= COUNT - window
     assert max(ahead) == peaks.in_flight
     assert peaks.unsent_activations <= window
-    if schedule == "varuna" and recompute:  # a recomputed stage waits for its gradient instead (rule 2)
-        assert running_peak(best.orders[COUNT][0]) <= peaks.in_flight <= window
-    else:
-        assert peaks.in_flight == window
+    assert peaks.in_flight == window
     assert peaks.live_graphs == (1 if recompute else window)
 
 
