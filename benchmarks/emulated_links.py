@@ -20,6 +20,7 @@ import argparse
 import os
 import queue
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -416,6 +417,7 @@ def measure(options: argparse.Namespace) -> tuple[list[Result], float]:
         for result in results:
             case = Case(**{**vars(result.case), "seed": round_index})
             result.took_s.append(one_batch(stages, result.way, case))
+        print(f"round {round_index + 1} of {options.rounds} done", file=sys.stderr)
     for stage in stages:
         stage.end()
     return results, base_s

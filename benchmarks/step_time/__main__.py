@@ -14,6 +14,7 @@ import os
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -113,9 +114,10 @@ def main() -> None:
         peer = TorchSide(f"{JOB}:exact")
         found = [one for one in contenders(exact, fast, peer) if options.only in f"{one.peers} {one.name}"]
         turns = random.Random(options.seed)
-        for _ in range(options.rounds):
+        for round_index in range(options.rounds):
             for contender in turns.sample(found, len(found)):
                 take_turn(contender, options.steps)
+            print(f"round {round_index + 1} of {options.rounds} done", file=sys.stderr)
         for side in (exact, fast, peer):
             side.end()
     print(f"{options.rounds} rounds of 1 + {options.steps} steps, load at the end {os.getloadavg()[0]:.1f}")
