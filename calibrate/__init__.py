@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from calibrate.measure import Progress, calibrate
+from calibrate.compute import Progress
+from calibrate.measure import calibrate
+from calibrate.node_type import add_node_type
 from calibrate.output import write_profile
 
-__all__ = ["Progress", "calibrate", "write_profile"]
+__all__ = ["Progress", "add_node_type", "calibrate", "write_profile"]

@@ -12,13 +12,13 @@ import torch
 from morph.contract.profile import Environment
 
 
-def describe_environment() -> Environment:
-    """Return versions, processor and the cores that this process may use."""
+def describe_environment(device: torch.device) -> Environment:
+    """Return versions, what computes, and the cores that this process may use."""
     return Environment(
         python=platform.python_version(),
         torch=torch.__version__,
         platform=platform.platform(),
-        device=_processor(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         num_cores=num_cores(),
         threads_per_worker=torch.get_num_threads(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from calibrate.peer import PeerSpec
+from calibrate.crew import Crew
 from calibrate.samples import timing
-from morph.contract.errors import ClusterError, WaitTimeout
 from morph.contract.profile import AllReduceTime, LinkProfile, SendTime, Timing
+from morph.runtime.store import StoreHost
 
-WAIT_S = 120.0
-_POLL_S = 0.02
+WAIT_S = 180.0
+_HOST = "127.0.0.1"
+_MAX_IN_FLIGHT = 8
 
 
 @dataclass(frozen=True)
@@ -31,105 +25,65 @@ class NetworkMeasurement:
     barrier: Timing
 
 
-def measure_network(
-    message_sizes: Sequence[int],
-    reduced_sizes: Sequence[int],
-    *,
-    ring_sizes: Sequence[int],
-    in_flight: Sequence[int],
-    num_samples: int,
-    element: str,
-) -> NetworkMeasurement:
-    """Start processes, let them measure, and end them, whatever happens.
+@dataclass(frozen=True)
+class NetworkSpec:
+    """What to measure.
 
     Args:
         message_sizes: Bytes of each message; both directions are measured.
-        reduced_sizes: Bytes of each all-reduce.
+        reduced_sizes: Bytes of each all-reduce; empty: only messages.
         ring_sizes: D of each all-reduce, 2 or more.
-        in_flight: How many all-reduces are under way at once.
-        num_samples: Samples of everything.
+        in_flight: How many all-reduces are under way at once, each over a ring of its own between the same processes.
         element: ``int64`` or ``float32``, what is summed.
+        devices: Where messages begin and end, in turns: what stages compute on.
+        most: Samples of everything, at most.
+        budget_s: No further sample of one message or one all-reduce after this.
+    """
+
+    message_sizes: tuple[int, ...]
+    reduced_sizes: tuple[int, ...]
+    ring_sizes: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    element: str
+    devices: tuple[str, ...] = ("cpu",)
+    most: int = 100
+    budget_s: float = 0.5
+
+
+def growing_rings(num_slots: int) -> tuple[int, ...]:
+    """Return ring sizes to measure on a machine with room for so many workers; four processes fit on any."""
+    return (2, 3, 4, *(size for size in (6, 8) if size <= num_slots))
+
+
+def growing_in_flight(num_slots: int) -> tuple[int, ...]:
+    """Return k = 1, 2, 4, ... up to one all-reduce for each worker of this machine (Varuna 4.3); 2 in any case."""
+    return tuple(count for count in (1, 2, 4, _MAX_IN_FLIGHT) if count <= max(2, num_slots))
+
+
+def measure_network(spec: NetworkSpec) -> NetworkMeasurement:
+    """Start processes, let them measure, and end them, whatever happens.
 
     Raises:
         ClusterError: a process failed; gives the end of what it said.
         WaitTimeout: not done within ``WAIT_S``.
     """
-    size = max(2, *ring_sizes)
-    with tempfile.TemporaryDirectory(prefix="morph-calibrate-") as folder:
-        specs = [
-            PeerSpec(
-                rank=rank,
-                num_peers=size,
-                folder=folder,
-                message_sizes=list(message_sizes),
-                reduced_sizes=list(reduced_sizes),
-                ring_sizes=list(ring_sizes),
-                in_flight=list(in_flight),
-                num_samples=num_samples,
-                element=element,
-            )
-            for rank in range(size)
-        ]
-        results = _run_peers(specs)
+    size = max(2, *spec.ring_sizes) if spec.reduced_sizes else 2
+    store = StoreHost(_HOST)
+    with Crew("calibrate.peer", size, "measuring the network") as crew:
+        for rank in range(size):
+            device = spec.devices[rank % len(spec.devices)]
+            place = {"rank": rank, "num_peers": size, "host": _HOST, "port": store.port(), "device": device}
+            crew.send(rank, {**place, **asdict(spec)})
+        found = crew.gather(range(size), "the processes that measure the network", WAIT_S)
+    results = [found[rank] for rank in range(size)]
     return NetworkMeasurement(
-        link=_link(results, message_sizes),
-        all_reduce=_all_reduces(results, reduced_sizes, ring_sizes, in_flight),
+        link=_link(results, spec.message_sizes),
+        all_reduce=_all_reduces(results, spec),
         barrier=timing(_spans([result["barrier"] for result in results[:2]])),
     )
 
 
-def _run_peers(specs: Sequence[PeerSpec]) -> list[dict[str, Any]]:
-    with ExitStack() as stack:
-        peers: list[subprocess.Popen[bytes]] = []
-        stack.callback(_end, peers)
-        for spec in specs:
-            said = stack.enter_context((Path(spec.folder) / f"{spec.rank}.log").open("wb"))
-            # a session of its own: Ctrl-C comes to this process alone, which then ends the peers;
-            # if this process is killed, their standard input closes and they end themselves
-            peer = subprocess.Popen(
-                [sys.executable, "-m", "calibrate.peer"],
-                stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            peers.append(peer)
-            assert peer.stdin is not None
-            peer.stdin.write(spec.to_line())
-            peer.stdin.flush()
-        _wait(peers, specs)
-        return [json.loads(spec.result_path.read_text(encoding="utf-8")) for spec in specs]
-
-
-def _wait(peers: Sequence[subprocess.Popen[bytes]], specs: Sequence[PeerSpec]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while True:
-        codes = [peer.poll() for peer in peers]
-        for code, spec in zip(codes, specs, strict=True):
-            if code:
-                raise ClusterError(f"measuring the network failed in process {spec.rank}: {_last_words(spec)}")
-        if all(code == 0 for code in codes):
-            return
-        if time.monotonic() > end_s:
-            raise WaitTimeout(f"waited {WAIT_S:g} s for the processes that measure the network")
-        time.sleep(_POLL_S)
-
-
-def _last_words(spec: PeerSpec) -> str:
-    said = (Path(spec.folder) / f"{spec.rank}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
-
-
-def _end(peers: Sequence[subprocess.Popen[bytes]]) -> None:
-    for peer in peers:
-        peer.kill()
-    for peer in peers:
-        peer.wait(timeout=10)
-        if peer.stdin is not None:
-            peer.stdin.close()
-
-
-def _link(results: Sequence[dict[str, Any]], sizes: Sequence[int]) -> LinkProfile:
+def _link(results: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> LinkProfile:
     def one_way(direction: str, sender: int) -> tuple[SendTime, ...]:
         begun, received = results[sender][direction], results[1 - sender][direction]
         return tuple(
@@ -145,9 +99,7 @@ def _link(results: Sequence[dict[str, Any]], sizes: Sequence[int]) -> LinkProfil
     return LinkProfile(activation=one_way("activation", 0), gradient=one_way("gradient", 1))
 
 
-def _all_reduces(
-    results: Sequence[dict[str, Any]], sizes: Sequence[int], rings: Sequence[int], in_flight: Sequence[int]
-) -> tuple[AllReduceTime, ...]:
+def _all_reduces(results: Sequence[Mapping[str, Any]], spec: NetworkSpec) -> tuple[AllReduceTime, ...]:
     return tuple(
         AllReduceTime(
             ring_size=ring,
@@ -155,9 +107,9 @@ def _all_reduces(
             in_flight=count,
             time=timing(_spans([result["all_reduce"][f"{ring}/{size}/{count}"] for result in results[:ring]])),
         )
-        for ring in rings
-        for size in sizes
-        for count in in_flight
+        for ring in (spec.ring_sizes if spec.reduced_sizes else ())
+        for size in spec.reduced_sizes
+        for count in spec.in_flight
     )
 
 

@@ -24,8 +24,13 @@ def check_output(path: Path) -> None:
         raise ProfileError("its folder is not writable", source=str(path), allowed="a file in a writable folder")
 
 
-def write_profile(profile: Profile, path: Path) -> None:
+def write_profile(profile: Profile, path: Path, *, as_read: bool = False) -> None:
     """Replace ``path`` by the profile.
+
+    Args:
+        profile: The profile.
+        path: The file.
+        as_read: Write no default for what the profile's own file did not have.
 
     Raises:
         ProfileError: when it cannot be written.
@@ -33,7 +38,7 @@ def write_profile(profile: Profile, path: Path) -> None:
     check_output(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(profile.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(profile.model_dump_json(indent=2, exclude_unset=as_read) + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

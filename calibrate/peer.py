@@ -1,58 +1,53 @@
 """One of the processes between which messages and all-reduces are measured: ``python -m calibrate.peer``.
 
-Reads one JSON line (:class:`PeerSpec`) from standard input, writes its time stamps to a file, and ends. When its
-standard input closes, the process that started it is gone, and it ends at once.
-
-Time stamps are ``time.monotonic_ns``: one clock for all processes of a machine.
+Is told what to measure (``calibrate.network``), answers with time stamps. These are ``time.monotonic_ns``: one clock
+for all processes of a machine.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import threading
 import time
-import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
-from morph.runtime.channels import Channel, GroupSpec, Ring, form_group
+from calibrate.helper_end import Line, serve
+from calibrate.samples import Sampling
+from morph.cutting import BoundaryTensor
+from morph.runtime.channels import Channel, GroupSpec, Ring, connect_store, form_group
 from morph.runtime.interrupt import Interrupt
+from morph.runtime.links import Receiver, Sender
 
 _WARM_UP = 2
 _TIMEOUT_S = 60.0
-_HOST = "127.0.0.1"
+_BATCH = 10
+_ELEMENTS = {"int64": torch.int64, "float32": torch.float32}
+
+Stamps = list[int]
+Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class PeerSpec:
-    """What one process does; see ``calibrate.network.measure_network``."""
+    """What one process does; see ``calibrate.network.NetworkSpec``."""
 
     rank: int
     num_peers: int
-    folder: str
+    host: str
+    port: int
+    device: str
     message_sizes: list[int]
     reduced_sizes: list[int]
     ring_sizes: list[int]
     in_flight: list[int]
-    num_samples: int
     element: str
-
-    def to_line(self) -> bytes:
-        """Write as one line."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @property
-    def result_path(self) -> Path:
-        """Where this process writes what it measured."""
-        return Path(self.folder) / f"{self.rank}.json"
+    devices: list[str]
+    most: int
+    budget_s: float
 
 
 class Peer:
@@ -61,105 +56,137 @@ class Peer:
     def __init__(self, spec: PeerSpec) -> None:
         self._spec = spec
         self._interrupt = Interrupt(0)
-        self._element = {"int64": torch.int64, "float32": torch.float32}[spec.element]
-        self._store = FileStore(str(Path(spec.folder) / "store"), spec.num_peers)
+        self._element = _ELEMENTS[spec.element]
+        self._device = torch.device(spec.device)
+        self._store = connect_store(spec.host, spec.port)
         self._store.set_timeout(timedelta(seconds=_TIMEOUT_S))
+        self._sampling = Sampling(budget_s=spec.budget_s, most=spec.most)
 
     def run(self) -> dict[str, Any]:
         """Measure everything; returns time stamps by what was done."""
-        rings = {size: self._ring(f"ring{size}", size) for size in sorted({2, *self._spec.ring_sizes})}
         result: dict[str, Any] = {"activation": {}, "gradient": {}, "all_reduce": {}}
         down, up = self._channel("activation", 0), self._channel("gradient", 1)
+        pair = self._rings("barrier", 2, 1)
+        rings = {size: self._rings(f"ring{size}", size, max(self._spec.in_flight)) for size in self._ring_sizes}
         if down is not None and up is not None:
             for size in self._spec.message_sizes:
-                result["activation"][str(size)], result["gradient"][str(size)] = self._messages(down, up, size)
-        if (pair := rings[2]) is not None:
-            result["barrier"] = self._reductions(pair, torch.zeros(1, dtype=torch.int64), 1)
-        for ring_size in self._spec.ring_sizes:
-            ring = rings[ring_size]
-            if ring is None:
+                messages = _Messages(down, up, size, self._spec.rank, self._interrupt, self._device)
+                result["activation"][str(size)], result["gradient"][str(size)] = messages.measure(self._sampling)
+        if pair:
+            result["barrier"] = self._reductions(pair, torch.zeros(1, dtype=torch.int64))
+        for ring_size in self._ring_sizes:
+            if not (ring := rings[ring_size]):
                 continue
             for size in self._spec.reduced_sizes:
                 tensor = torch.zeros(max(1, size // self._element.itemsize), dtype=self._element)
                 for count in self._spec.in_flight:
-                    result["all_reduce"][f"{ring_size}/{size}/{count}"] = self._reductions(ring, tensor, count)
+                    result["all_reduce"][f"{ring_size}/{size}/{count}"] = self._reductions(ring[:count], tensor)
         return result
 
-    def _group(self, name: str, size: int) -> ProcessGroupGloo | None:
+    @property
+    def _ring_sizes(self) -> Sequence[int]:
+        return self._spec.ring_sizes if self._spec.reduced_sizes else ()
+
+    def _group(self, name: str, size: int) -> Any:
         members = tuple(str(rank) for rank in range(size))
         if self._spec.rank >= size:
             return None
-        group: ProcessGroupGloo = form_group(self._store, GroupSpec(name, members), str(self._spec.rank), _HOST)
-        return group
+        return form_group(self._store, GroupSpec(name, members), str(self._spec.rank), self._spec.host)
 
-    def _ring(self, name: str, size: int) -> Ring | None:
-        group = self._group(name, size)
-        return None if group is None else Ring(group, self._interrupt)
+    def _rings(self, name: str, size: int, count: int) -> list[Ring]:
+        """Several rings of the same processes, as stages that share a machine have; none for one not in them."""
+        groups = [self._group(f"{name}.{number}", size) for number in range(count)]
+        return [Ring(group, self._interrupt) for group in groups if group is not None]
 
     def _channel(self, name: str, sender: int) -> Channel | None:
         group = self._group(name, 2)
         return None if group is None else Channel(group, sender, self._interrupt)
 
-    def _messages(self, down: Channel, up: Channel, size: int) -> tuple[list[int], list[int]]:
-        """Send forth and back; returns time stamps of sending (on the sender) or receipt (on the receiver)."""
-        payload, arrived = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-        downward: list[int] = []
-        upward: list[int] = []
+    def _reductions(self, rings: Sequence[Ring], tensor: torch.Tensor) -> Spans:
+        """Run one all-reduce over each ring at once, after a barrier; returns (start, end) of each sample.
 
-        def send(channel: Channel, stamps: list[int]) -> None:
-            stamps.append(time.monotonic_ns())
-            channel.transfer(payload.clone()).wait("a message to leave", _TIMEOUT_S)
-
-        def receive(channel: Channel, stamps: list[int]) -> None:
-            channel.transfer(arrived).wait("a message to arrive", _TIMEOUT_S)
-            stamps.append(time.monotonic_ns())
-
-        for _ in range(_WARM_UP + self._spec.num_samples):
-            if self._spec.rank == 0:
-                send(down, downward)
-                receive(up, upward)
-            else:
-                receive(down, downward)
-                send(up, upward)
-        return downward[_WARM_UP:], upward[_WARM_UP:]
-
-    def _reductions(self, ring: Ring, tensor: torch.Tensor, count: int) -> list[tuple[int, int]]:
-        """Run ``count`` all-reduces at once, after a barrier; returns (start, end) of each sample."""
-        tensors = [tensor.clone() for _ in range(count)]
-        ready = torch.zeros(1, dtype=torch.int64)
-        stamps: list[tuple[int, int]] = []
-        for _ in range(_WARM_UP + self._spec.num_samples):
-            ring.reduce(ready, dist.ReduceOp.SUM).wait("the barrier", _TIMEOUT_S)
+        The barrier sums who wants another sample, so that all members stop together.
+        """
+        tensors = [tensor.clone() for _ in rings]
+        votes = torch.zeros(1, dtype=torch.int64)
+        spans: Spans = []
+        durations_s: list[float] = []
+        begun_s = time.perf_counter()
+        while True:
+            votes.fill_(self._sampling.wants_more([durations_s[_WARM_UP:]], time.perf_counter() - begun_s))
+            rings[0].reduce(votes, dist.ReduceOp.SUM).wait("the barrier", _TIMEOUT_S)
+            if not votes.item():
+                return spans[_WARM_UP:]
             start_ns = time.monotonic_ns()
-            for pending in [ring.reduce(part, dist.ReduceOp.SUM) for part in tensors]:
+            started = [ring.reduce(part, dist.ReduceOp.SUM) for ring, part in zip(rings, tensors, strict=True)]
+            for pending in started:
                 pending.wait("the all-reduce", _TIMEOUT_S)
-            stamps.append((start_ns, time.monotonic_ns()))
-        return stamps[_WARM_UP:]
+            spans.append((start_ns, time.monotonic_ns()))
+            durations_s.append((spans[-1][1] - start_ns) / 1e9)
 
 
-def _end_with_parent() -> None:
-    """Block until standard input closes, then end this process."""
-    while os.read(0, 1024):  # not through sys.stdin, whose lock would spoil the end of a process that fails
-        pass
-    os._exit(1)
+class _Messages:
+    """Sends one size forth and back, through a worker's sender and receiver."""
+
+    def __init__(
+        self, down: Channel, up: Channel, size: int, rank: int, interrupt: Interrupt, device: torch.device
+    ) -> None:
+        self._begins = rank == 0
+        self._out, self._in = (down, up) if self._begins else (up, down)
+        self._spec = BoundaryTensor("message", (size,), torch.uint8, False)
+        self._interrupt = interrupt
+        self._device = device
+        self._sent: Stamps = []
+        self._received: Stamps = []
+
+    def measure(self, sampling: Sampling) -> tuple[Stamps, Stamps]:
+        """Return stamps of the messages down and up: of sending on the sender, of receipt on the receiver.
+
+        Runs in batches, in which receives are posted ahead, as a stage does; who began says with the last message of
+        a batch whether there is another one.
+        """
+        batch, more = min(_BATCH, sampling.most), self._run(_WARM_UP, lambda: True)
+        self._sent.clear()
+        self._received.clear()
+        begun_s = time.perf_counter()
+        while more:
+            more = self._run(batch, lambda: sampling.wants_more([self._round_trips_s()], time.perf_counter() - begun_s))
+        return (self._sent, self._received) if self._begins else (self._received, self._sent)
+
+    def _round_trips_s(self) -> list[float]:
+        """Of all messages so far, the one counted in that is about to be sent."""
+        known = [(end - start) / 1e9 for start, end in zip(self._sent, self._received, strict=True)]
+        return [*known, known[-1] if known else 0.0]
+
+    def _run(self, count: int, wants_more: Callable[[], bool]) -> bool:
+        sender, receiver = Sender(self._out), Receiver(self._in, (self._spec,), count, self._device)
+        payload = torch.ones(self._spec.shape, dtype=torch.uint8, device=self._device)
+        for number in range(1, count + 1):
+            if self._begins:
+                payload[0] = number < count or wants_more()
+                self._send(sender, payload)
+                self._receive(receiver, number)
+            else:
+                payload = self._receive(receiver, number)
+                self._send(sender, payload)
+        sender.flush()
+        return bool(payload[0])
+
+    def _send(self, sender: Sender, payload: torch.Tensor) -> None:
+        self._sent.append(time.monotonic_ns())
+        sender.send((payload,))
+
+    def _receive(self, receiver: Receiver, number: int) -> torch.Tensor:
+        self._interrupt.wait_for(lambda: receiver.arrived() >= number, "a message to arrive", _TIMEOUT_S)
+        (arrived,) = receiver.take()
+        self._received.append(time.monotonic_ns())
+        return arrived
 
 
-def main() -> None:
-    """Measure as the line on standard input says."""
-    spec = PeerSpec(**json.loads(sys.stdin.buffer.readline()))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _work(line: Line) -> None:
     torch.set_num_threads(1)
-    code = 1
-    try:
-        spec.result_path.write_text(json.dumps(Peer(spec).run()), encoding="utf-8")
-        code = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # without waiting for gloo's threads
+    line.answer(Peer(PeerSpec(**line.next())).run())
 
 
 if __name__ == "__main__":
-    main()
+    serve(_work)

@@ -1,29 +1,103 @@
-"""From repeated measurements to a robust centre and spread."""
+"""From repeated measurements to a robust centre and an honest spread, and when there are enough of them."""
 
 from __future__ import annotations
 
 import gc
-import time
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import numpy as np
 
 from morph.contract.profile import Timing
 
-
-def compute_clock_s() -> float:
-    """Return this thread's processor time: another process that takes the core for a while does not count.
-
-    With one thread it is what the work takes on a core of its own.
-    """
-    return time.thread_time()
+NUM_QUANTILES = 17
+STABLE_WITHIN = 0.01
+_NORMAL_95 = 1.96
+_DIGITS = 9
 
 
 def timing(samples_s: Sequence[float]) -> Timing:
-    """Return median and median absolute deviation of durations in seconds; at least one is needed."""
+    """Summarise durations in seconds, at least one; nothing is thrown away. Rounded to nanoseconds."""
     centre = median(samples_s)
     spread = median(abs(sample - centre) for sample in samples_s)
-    return Timing(median_s=max(0.0, centre), mad_s=spread, num_samples=len(samples_s))
+    levels = np.quantile(np.asarray(samples_s, np.float64), np.linspace(0.0, 1.0, NUM_QUANTILES)).tolist()
+    return Timing(
+        median_s=_rounded(centre),
+        mad_s=_rounded(spread),
+        num_samples=len(samples_s),
+        mean_s=_rounded(fmean(samples_s)),
+        quantiles_s=tuple(_rounded(level) for level in levels) if len(samples_s) > 1 else (),
+    )
+
+
+def sum_of(parts: Sequence[Timing]) -> Timing:
+    """Summarise things done one after the other; spreads add as those of independent measurements do."""
+    centre = sum(part.median_s for part in parts)
+    has_quantiles = bool(parts) and all(len(part.quantiles_s) == NUM_QUANTILES for part in parts)
+    quantiles = [_sum_at(parts, centre, level) for level in range(NUM_QUANTILES)] if has_quantiles else []
+    return Timing(
+        median_s=_rounded(centre),
+        mad_s=_rounded(math.sqrt(sum(part.mad_s**2 for part in parts))),
+        num_samples=min((part.num_samples for part in parts), default=1),
+        mean_s=_rounded(sum(part.median_s if part.mean_s is None else part.mean_s for part in parts)),
+        quantiles_s=tuple(quantiles),
+    )
+
+
+def _sum_at(parts: Sequence[Timing], centre_s: float, level: int) -> float:
+    squares = [(part.quantiles_s[level] - part.median_s) for part in parts]
+    total = sum(away * abs(away) for away in squares)
+    return _rounded(centre_s + math.copysign(math.sqrt(abs(total)), total))
+
+
+def _rounded(seconds: float) -> float:
+    return round(max(0.0, seconds), _DIGITS)
+
+
+def is_stable(samples: Sequence[float]) -> bool:
+    """Whether the median is known to within 1 %: the half width of its 95 % interval, from order statistics."""
+    ordered, count = sorted(samples), len(samples)
+    reach = _NORMAL_95 * math.sqrt(count) / 2
+    low, high = math.floor(count / 2 - reach), math.ceil(count / 2 + reach)
+    if low < 0 or high >= count:
+        return False
+    return (ordered[high] - ordered[low]) / 2 <= STABLE_WITHIN * median(ordered)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How often one thing is measured: until the median is stable, within bounds.
+
+    Args:
+        budget_s: No further sample after this, once there are ``least``.
+        most: Samples at most.
+        least: Samples in any case (``most`` if that is less).
+        enough: From here on a stable median is enough; before, the spread is not known.
+    """
+
+    budget_s: float
+    most: int = 100
+    least: int = 5
+    enough: int = 20
+
+    def wants_more(self, measured: Sequence[Sequence[float]], spent_s: float) -> bool:
+        """Whether to go on.
+
+        Args:
+            measured: The samples so far of each thing that is measured in turns, equally many of each.
+            spent_s: Time since the first.
+        """
+        count = len(measured[0])
+        if count >= self.most:
+            return False
+        if count < self.least:
+            return True
+        if spent_s > self.budget_s:
+            return False
+        return count < self.enough or not all(is_stable(samples) for samples in measured)
 
 
 @contextmanager

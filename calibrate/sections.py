@@ -1,173 +1,78 @@
-"""Measure F_i(m) and B_i(m): the worker's own code, on mock inputs, one section of each kind.
+"""Measure F_i(m) and B_i(m), and what a section holds: one section of each kind.
 
-Sections with the same operations and shapes take the same time, so one of each kind is measured. The kinds take
-turns, so that caches are as cold as in a stage that runs several sections.
+The kinds take turns, so that caches are as cold as in a stage that runs several sections.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import ceil
 
-import torch
-from torch import Tensor
-
-from calibrate.samples import compute_clock_s, no_garbage_collection, timing
+from calibrate.bench import Bench
+from calibrate.clocks import Clock
+from calibrate.peak import peak_bytes
+from calibrate.samples import Sampling, no_garbage_collection, timing
+from morph.contract.base import Value
 from morph.contract.profile import Timing
-from morph.cutting import BoundaryTensor, CutModel, Section
-from morph.data import MicroBatchLoader
-from morph.job import Job, Precision
-from morph.runtime.accumulators import Accumulator, ExactAccumulator, FastAccumulator
-from morph.runtime.fixed_point import first_exponent
-from morph.runtime.random_streams import seed_section
-from morph.runtime.section_run import SectionRun, run_section, section_backward
 
-MIN_SAMPLES = 5
 _WARM_UP = 2
-_MOCK_GRADIENT = 1e-4
 
 
-@dataclass(frozen=True)
-class SectionMeasurement:
-    """What was measured of one kind of section at one m; bytes are per sample, rounded up."""
+class SectionMeasurement(Value):
+    """What was measured of one kind of section at one m; bytes per sample are rounded up."""
 
     forward: Timing
     backward: Timing
     input_bytes_per_sample: int
     activation_bytes_per_sample: int
+    peak_bytes: int
 
 
-@dataclass
-class _Bench:
-    """One section with everything it needs to run."""
-
-    section: Section
-    inputs: tuple[Tensor, ...]
-    output_gradients: tuple[Tensor | None, ...]
-    batch: Mapping[str, Tensor]
-    parameters: dict[str, Tensor]
-    accumulator: Accumulator
-    precision: Precision
-
-    def forward(self, sample: int) -> SectionRun:
-        """Seed and run, as a stage does."""
-        seed_section(0, sample, 0, self.section.index)
-        return run_section(self.section, self.inputs, self.batch, self.parameters, self.precision)
-
-    def backward(self, run: SectionRun) -> None:
-        """Backward, adding gradients as a stage does."""
-        section_backward(self.section, run, self.output_gradients, self.parameters, self.accumulator.add)
-
-
-def measure_sections(
-    job: Job,
-    model: CutModel,
-    initial: Mapping[str, Tensor],
-    loader: MicroBatchLoader,
-    *,
-    num_samples: int,
-    budget_s: float,
+def measure_benches(
+    benches: Sequence[Bench], micro_batch_size: int, clock: Clock, sampling: Sampling
 ) -> dict[str, SectionMeasurement]:
-    """Measure one section of each kind, by signature.
+    """Measure each of the benches in turns; returns by signature.
 
     Args:
-        job: For its kind of accumulation.
-        model: Cut for the m to measure.
-        initial: Parameters by name; copied, never changed.
-        loader: Gives real batch entries of m samples.
-        num_samples: Rounds wanted.
-        budget_s: No new round is begun after this, once there are ``MIN_SAMPLES``.
+        benches: One of each kind, on one device, set up for micro-batches of ``micro_batch_size``.
+        micro_batch_size: m.
+        clock: The device's.
+        sampling: How many rounds.
     """
-    benches = [_bench(job, section, initial, loader) for section in _one_of_each(model)]
-    held = [_activation_bytes(bench) for bench in benches]
-    forward: list[list[float]] = [[] for _ in benches]
-    backward: list[list[float]] = [[] for _ in benches]
-    for sample in range(_WARM_UP):
-        for bench in benches:
-            bench.backward(bench.forward(sample))
-    with no_garbage_collection():
-        end_s = time.perf_counter() + budget_s
-        for sample in range(num_samples):
-            if sample >= MIN_SAMPLES and time.perf_counter() > end_s:
-                break
-            for bench, forward_s, backward_s in zip(benches, forward, backward, strict=True):
-                start_s = compute_clock_s()
-                run = bench.forward(sample)
-                middle_s = compute_clock_s()
-                bench.backward(run)
-                backward_s.append(compute_clock_s() - middle_s)
-                forward_s.append(middle_s - start_s)
-    m = model.micro_batch_size
+    held = [bench.activation_bytes() for bench in benches]
+    peaks = [peak_bytes(bench.both, bench.device) for bench in benches]
+    forward_s, backward_s = _sample(benches, clock, sampling)
     return {
         bench.section.signature: SectionMeasurement(
-            forward=timing(forward[place]),
-            backward=timing(backward[place]),
-            input_bytes_per_sample=ceil(_bytes((*bench.inputs, *bench.batch.values())) / m),
-            activation_bytes_per_sample=ceil(held[place] / m),
+            forward=timing(forward_s[place]),
+            backward=timing(backward_s[place]),
+            input_bytes_per_sample=ceil(bench.given_bytes() / micro_batch_size),
+            activation_bytes_per_sample=ceil(held[place] / micro_batch_size),
+            peak_bytes=peaks[place],
         )
         for place, bench in enumerate(benches)
     }
 
 
-def _one_of_each(model: CutModel) -> list[Section]:
-    kinds: dict[str, Section] = {}
-    for section in model.sections:
-        kinds.setdefault(section.signature, section)
-    return list(kinds.values())
-
-
-def _bench(job: Job, section: Section, initial: Mapping[str, Tensor], loader: MicroBatchLoader) -> _Bench:
-    generator = torch.Generator().manual_seed(section.index)
-    parameters = {name: initial[name].detach().clone().requires_grad_() for name in section.parameters}
-    is_loss = section.outputs[0].shape == () and section.outputs[0].requires_grad
-    return _Bench(
-        section=section,
-        inputs=tuple(mock(spec, generator, 1.0) for spec in section.inputs),
-        output_gradients=tuple(
-            (torch.ones(()) if is_loss else mock(spec, generator, _MOCK_GRADIENT)) if spec.requires_grad else None
-            for spec in section.outputs
-        ),
-        batch=loader.load(0, 0, section.batch_keys),
-        parameters=parameters,
-        accumulator=make_accumulator(job, parameters),
-        precision=job.precision,
-    )
-
-
-def make_accumulator(job: Job, parameters: Mapping[str, Tensor]) -> Accumulator:
-    """Return the accumulator that a worker would use."""
-    if job.accumulation == "fast":
-        return FastAccumulator(parameters)
-    contributions = job.batch_size
-    return ExactAccumulator(parameters, dict.fromkeys(parameters, first_exponent(contributions)), contributions)
-
-
-def mock(spec: BoundaryTensor, generator: torch.Generator, scale: float) -> Tensor:
-    """Return a random tensor in place of what another section would send; integers are 0 or 1."""
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
-        return (torch.randn(spec.shape, generator=generator) * scale).to(spec.dtype)
-    return torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype)
-
-
-def _activation_bytes(bench: _Bench) -> int:
-    """Bytes that autograd holds between forward and backward, without the section's inputs and parameters."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*bench.inputs, *bench.parameters.values())}
-    known |= {tensor.untyped_storage().data_ptr() for tensor in bench.batch.values()}
-    held: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            held[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        run = bench.forward(0)
-    bench.backward(run)
-    return sum(held.values())
-
-
-def _bytes(tensors: tuple[Tensor, ...]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _sample(benches: Sequence[Bench], clock: Clock, sampling: Sampling) -> tuple[list[list[float]], list[list[float]]]:
+    """Seconds of each forward and each backward, by bench."""
+    forward_s: list[list[float]] = [[] for _ in benches]
+    backward_s: list[list[float]] = [[] for _ in benches]
+    for _ in range(_WARM_UP):
+        for bench in benches:
+            bench.both()
+    with no_garbage_collection():
+        begun_s = time.perf_counter()
+        while sampling.wants_more([*forward_s, *backward_s], time.perf_counter() - begun_s):
+            for place, bench in enumerate(benches):
+                clock.settle()
+                start = clock.mark()
+                run = bench.forward(len(forward_s[place]))
+                middle = clock.mark()
+                bench.backward(run)
+                end = clock.mark()
+                clock.settle()
+                forward_s[place].append(clock.between_s(start, middle))
+                backward_s[place].append(clock.between_s(middle, end))
+    return forward_s, backward_s

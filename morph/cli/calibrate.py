@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,23 +12,32 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-    from morph.contract.profile import Profile, SectionProfile, Timing
+    from morph.contract.profile import Profile
 
 CALIBRATE_HELP = """Measure a job once on this machine, section by section, and write its profile.
 
-    The profile does not depend on how many GPUs the job will get; another machine can read it.
+    The profile does not depend on how many GPUs the job will get; another machine can read it. On a machine of
+    another type, --add-node-type adds to a profile what is different there.
 
     \b
     Example:
       morph calibrate configs/jobs/tiny_gpt.py:job -o profile.json
+      morph calibrate configs/jobs/tiny_gpt.py:job --add-node-type small --profile profile.json
 """
+DEFAULT_OUTPUT = Path("profile.json")
+_PLACES = {
+    "device": ("morph calibrate", "--device"),
+    "checkpoint_url": ("morph calibrate", "--checkpoint-url"),
+}
 
 
 def calibrate_command(
     job: Annotated[str, typer.Argument(metavar="JOB", help="path/to/file.py:name")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the profile goes.")] = Path("profile.json"),
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where the profile goes. Default: profile.json, or what --profile names."),
+    ] = None,
     micro_batch: Annotated[
         list[int] | None,
         typer.Option(
@@ -36,99 +47,115 @@ def calibrate_command(
             help="Micro-batch size to measure, repeatable; default: the job's, or growing.",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=5, help="Samples of each time.")] = 20,
+    samples: Annotated[
+        int, typer.Option(min=5, help="Samples of each time, at most: fewer once the median is stable.")
+    ] = 100,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    checkpoint_url: Annotated[
+        str | None,
+        typer.Option("--checkpoint-url", help="Where checkpoints will go, any fsspec URL: measure uploads to it."),
+    ] = None,
+    commit_round: Annotated[
+        bool, typer.Option("--commit-round", help="Start Ray for some seconds and measure the manager's commit round.")
+    ] = False,
+    node_type: Annotated[
+        str | None, typer.Option("--add-node-type", metavar="NAME", help="Add this machine's type to --profile.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="With --add-node-type: the profile to add to.", show_default=False)
+    ] = None,
 ) -> None:
     """Its help is CALIBRATE_HELP."""
     from rich.console import Console
 
-    from calibrate.output import check_output
+    from calibrate.output import check_output, write_profile
     from morph.cli.checks import users_code
+    from morph.cli.errors import places
+    from morph.contract.profile import load_profile
 
-    check_output(output)
-    terminal = Console(file=sys.stderr)
-    with users_code(job):
-        profile = _measure(job, tuple(micro_batch) if micro_batch else None, samples, terminal)
+    others = {"--micro-batch": micro_batch, "--checkpoint-url": checkpoint_url, "--commit-round": commit_round}
+    _check_options(node_type, profile, others)
+    path = output or profile or DEFAULT_OUTPUT
+    check_output(path)
+    known = load_profile(profile) if profile is not None else None
+    begun_s = time.monotonic()
 
-    from calibrate import write_profile
+    def measure(progress: Callable[[str, float], None]) -> Profile:
+        from calibrate import add_node_type, calibrate
 
-    write_profile(profile, output)
-    console = Console()
-    console.print(_table(profile))
-    console.print(_summary(profile))
-    console.print(f"written: {output}", soft_wrap=True)
+        if known is not None and node_type is not None:
+            return add_node_type(known, job, node_type, num_samples=samples, device=device, progress=progress)
+        sizes = tuple(micro_batch) if micro_batch else None
+        found = calibrate(
+            job,
+            micro_batch_sizes=sizes,
+            num_samples=samples,
+            device=device,
+            checkpoint_url=checkpoint_url,
+            progress=progress,
+        )
+        return _with_commit_round(found, samples) if commit_round else found
+
+    with users_code(job), places(_PLACES):
+        found = _with_bar(measure, Console(file=sys.stderr))
+    write_profile(found, path, as_read=known is not None)
+    _show(found, node_type)
+    print(f"measured in {time.monotonic() - begun_s:.0f} s; written: {path}")
 
 
 calibrate_command.__doc__ = CALIBRATE_HELP
 
 
-def _measure(job: str, micro_batch_sizes: tuple[int, ...] | None, num_samples: int, terminal: Console) -> Profile:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+def _check_options(node_type: str | None, profile: Path | None, others: Mapping[str, object]) -> None:
+    from morph.contract.errors import ConfigError
 
-    from calibrate import calibrate
+    def refuse(field: str, message: str, value: object, allowed: str) -> None:
+        raise ConfigError(message, source="morph calibrate", field=field, value=value, allowed=allowed)
+
+    if profile is not None and node_type is None:
+        refuse("--profile", "is read only to add to it", str(profile), "with --add-node-type")
+    if node_type is None:
+        return
+    if not node_type.strip():
+        refuse("--add-node-type", "is empty", node_type, "a name")
+    if profile is None:
+        refuse("--add-node-type", "needs a profile to add to", node_type, "with --profile")
+    for field, value in others.items():
+        if value:
+            refuse(field, "contradicts --add-node-type, which measures what the profile has", value, "one of the two")
+
+
+def _with_commit_round(profile: Profile, num_samples: int) -> Profile:
+    from calibrate.samples import timing
+    from manager.engine.commit_round import measure_commit_round
+
+    commit = timing(measure_commit_round(num_samples))
+    sources = {field: source for field, source in profile.sources.items() if field != "commit"}
+    return profile.model_copy(update={"commit": commit, "sources": sources})
+
+
+def _with_bar(measure: Callable[[Callable[[str, float], None]], Profile], terminal: Console) -> Profile:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(
         *columns, console=terminal, transient=True, redirect_stderr=False, disable=not terminal.is_terminal
     ) as bar:
         task = bar.add_task("starting", total=1.0)
-        return calibrate(
-            job,
-            micro_batch_sizes=micro_batch_sizes,
-            num_samples=num_samples,
-            progress=lambda what, share: bar.update(task, description=what, completed=share),
-        )
+        return measure(lambda what, share: bar.update(task, description=what, completed=share))
 
 
-def _table(profile: Profile) -> Table:
-    """One row for each run of equal sections and each micro-batch size."""
-    from rich.table import Table
+def _show(profile: Profile, node_type: str | None) -> None:
+    from morph.cli import profile_tables as tables
 
-    table = Table(title=f"{profile.job.name}: {profile.num_sections} sections")
-    table.add_column("sections", no_wrap=True)
-    table.add_column("begins in", overflow="fold")
-    for name in ("parameters", "bytes out", "m", "F(m) ms", "B(m) ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for group in _runs(profile):
-        first, last = group[0], group[-1]
-        place = str(first.index) if first is last else f"{first.index}-{last.index}"
-        parameters = first.gradient_bytes // profile.accumulator_bytes_per_parameter
-        facts = [place, first.label, f"{parameters:,}", f"{first.output_bytes_per_sample:,}"]
-        for m in profile.micro_batch_sizes:
-            table.add_row(*facts, str(m), _milliseconds(first.forward[m]), _milliseconds(first.backward[m]))
-            facts = ["", "", "", ""]
-    return table
-
-
-def _runs(profile: Profile) -> list[list[SectionProfile]]:
-    """Group neighbouring sections that were measured as one kind; the last section stands alone."""
-    groups: list[list[SectionProfile]] = []
-    for section in profile.sections:
-        before = groups[-1][-1] if groups else None
-        if before is not None and (before.forward, before.backward, before.output_bytes_per_sample) == (
-            section.forward,
-            section.backward,
-            section.output_bytes_per_sample,
-        ):
-            groups[-1].append(section)
-        else:
-            groups.append([section])
-    return groups
-
-
-def _summary(profile: Profile) -> str:
-    """Return F(m)/m of the whole model, tied units, and the figures of the machine."""
-    lines = []
-    for m in profile.micro_batch_sizes:
-        forward_s = sum(section.forward[m].median_s for section in profile.sections)
-        backward_s = sum(section.backward[m].median_s for section in profile.sections)
-        lines.append(f"m={m}: forward {forward_s / m * 1e3:.3g}, backward {backward_s / m * 1e3:.3g} ms per sample")
-    tied = [unit.id for unit in profile.units if len(unit.sections) > 1]
-    lines.append(
-        f"parameters: {profile.job.num_parameters:,}; tied weights between sections: {', '.join(tied) or 'none'}"
-    )
-    lines.append(f"checkpoints: {profile.checkpoint_write_bytes_per_s / 1e6:.0f} MB/s; {profile.environment.device}")
-    return "\n".join(lines)
-
-
-def _milliseconds(timing: Timing) -> str:
-    return f"{timing.median_s * 1e3:.3g} ±{timing.mad_s * 1e3:.1g}"
+    console = tables.console()
+    shown = profile if node_type is None else profile.for_node_type(node_type)
+    console.print(tables.section_table(shown))
+    for line in tables.whole_model_lines(shown):
+        console.print(line, highlight=False)
+    console.print(f"beside busy neighbours: {tables.contention_text(shown.contention)}", highlight=False)
+    if node_type is None:
+        speed = profile.checkpoint_write_bytes_per_s / 1e6
+        console.print(f"checkpoints: {speed:.0f} MB/s; {profile.environment.device}", highlight=False)
+    else:
+        console.print(tables.node_type_table(profile))

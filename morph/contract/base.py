@@ -23,7 +23,7 @@ def first_problem(error: ValidationError) -> tuple[str, str, object]:
     """Return (dotted field, what is wrong, offending value) of a validation error's first entry."""
     entry = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in entry["loc"])
-    return field, entry["msg"], entry["input"]
+    return field, entry["msg"].removeprefix("Value error, "), entry["input"]
 
 
 def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError]) -> ValueT:

@@ -125,7 +125,10 @@ class Environment(Value):
 
 
 class NodeTypeProfile(Value):
-    """What differs on another type of node; everything else is as in the profile that holds it."""
+    """What differs on another type of node; everything else is as in the profile that holds it.
+
+    The sections are those of the profile, in order, with the same micro-batch sizes.
+    """
 
     name: str = Field(min_length=1)
     environment: Environment
@@ -181,7 +184,27 @@ class Profile(Value):
         for unit in self.units:
             if any(not 0 <= section < num_sections for section in unit.sections):
                 raise ValueError(f"unit {unit.id!r} names a section outside 0..{num_sections - 1}")
+        _check_contention("contention", self.contention)
+        self._check_node_types()
         return self
+
+    def _check_node_types(self) -> None:
+        for position, node_type in enumerate(self.node_types):
+            place = f"node_types[{position}]"
+            if any(other.name == node_type.name for other in self.node_types[:position]):
+                raise ValueError(f"{place}.name is {node_type.name!r}, as that of a node type before it")
+            _check_contention(f"{place}.contention", node_type.contention)
+            for field in ("forward", "backward", "optimizer_step"):
+                count = len(getattr(node_type, field))
+                if count != self.num_sections:
+                    raise ValueError(f"{place}.{field} has {count} entries; allowed: {self.num_sections}, the sections")
+            for section, times in enumerate(zip(node_type.forward, node_type.backward, strict=True)):
+                if any(tuple(sorted(by_size)) != self.micro_batch_sizes for by_size in times):
+                    allowed = ", ".join(map(str, self.micro_batch_sizes))
+                    raise ValueError(
+                        f"{place} has other micro-batch sizes for section {section} than the profile; "
+                        f"allowed: {allowed}, forward and backward"
+                    )
 
     @property
     def num_sections(self) -> int:
@@ -193,6 +216,43 @@ class Profile(Value):
         """Every m that was measured, ascending."""
         return tuple(sorted(self.sections[0].forward))
 
+    def for_node_type(self, name: str) -> Profile:
+        """Return the profile as it is on another type of node that was measured for it.
+
+        Raises:
+            ProfileError: there is no such node type.
+        """
+        found = next((node_type for node_type in self.node_types if node_type.name == name), None)
+        if found is None:
+            known = ", ".join(node_type.name for node_type in self.node_types)
+            raise ProfileError(
+                "is not among the profile's node types",
+                field="node_types",
+                value=name,
+                allowed=known or "none yet; morph calibrate --add-node-type adds one",
+            )
+        sections = tuple(
+            section.model_copy(update={"forward": forward, "backward": backward, "optimizer_step": step})
+            for section, forward, backward, step in zip(
+                self.sections, found.forward, found.backward, found.optimizer_step, strict=True
+            )
+        )
+        return self.model_copy(
+            update={
+                "environment": found.environment,
+                "sections": sections,
+                "intra_node": found.intra_node or self.intra_node,
+                "inter_node": found.inter_node or self.inter_node,
+                "contention": found.contention,
+            }
+        )
+
+
+def _check_contention(place: str, entries: tuple[Contention, ...]) -> None:
+    counts = [entry.num_busy for entry in entries]
+    if counts != sorted(set(counts)):
+        raise ValueError(f"{place} has num_busy {counts}; allowed: each more than the one before")
+
 
 def load_profile(path: Path) -> Profile:
     """Read a profile file.
@@ -200,4 +260,14 @@ def load_profile(path: Path) -> Profile:
     Raises:
         ProfileError: naming the file and, where there is one, the field.
     """
-    return read_json(path, Profile, ProfileError)
+    try:
+        return read_json(path, Profile, ProfileError)
+    except ProfileError as error:
+        version = error.value
+        if error.field == "schema_version" and isinstance(version, int | float) and version > SCHEMA_VERSION:
+            raise ProfileError(
+                f"written by a newer Morph: schema_version {version}; this one reads {SCHEMA_VERSION}",
+                source=str(path),
+                field="schema_version",
+            ) from error
+        raise

@@ -9,6 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from calibrate import calibrate, write_profile
+from calibrate.contention import busy_counts
+from calibrate.environment import num_cores
 from calibrate.schema import schema_text
 from morph.cli.main import app
 from morph.contract.errors import JobError, ProfileError
@@ -61,6 +63,29 @@ def test_the_network_is_measured_for_what_the_job_sends(profile: Profile) -> Non
     assert {2 * 2048, 4 * 2048} < sizes
     assert {entry.ring_size for entry in profile.all_reduce} == {2, 3, 4}
     assert profile.checkpoint_write_bytes_per_s > 0
+    assert profile.host_copy_bytes_per_s is not None
+    assert profile.checkpoint_upload_bytes_per_s is None
+
+
+def test_every_time_comes_with_its_spread(profile: Profile) -> None:
+    links = (*profile.intra_node.activation, *profile.intra_node.gradient, *profile.all_reduce)
+    times = [entry.time for entry in links] + [profile.commit]
+    for section in profile.sections:
+        times += [*section.forward.values(), *section.backward.values(), section.optimizer_step]
+        assert section.peak_bytes.keys() == {2, 4}
+    for time in times:
+        assert time.mean_s is not None
+        assert len(time.quantiles_s) == 17
+        assert time.quantiles_s[0] <= time.median_s <= time.quantiles_s[-1]
+
+
+def test_what_busy_neighbours_do_is_measured_where_there_are_cores(profile: Profile) -> None:
+    assert [entry.num_busy for entry in profile.contention] == list(busy_counts(num_cores()))
+
+
+def test_what_stands_in_for_something_else_is_named(profile: Profile) -> None:
+    assert profile.sources.keys() == {"inter_node", "commit"}
+    assert profile.inter_node == profile.intra_node
 
 
 def test_calibrating_leaves_the_number_of_threads_alone(profile: Profile) -> None:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from calibrate import calibrate, measure
+from calibrate import calibrate, compute, measure
 from calibrate.network import NetworkMeasurement
 from calibrate.samples import timing
+from morph.contract.errors import JobError
 from morph.contract.profile import LinkProfile, SendTime
 
 FOLDER = Path(__file__).parents[2] / "configs/jobs"
@@ -14,11 +15,13 @@ FOLDER = Path(__file__).parents[2] / "configs/jobs"
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The tiny job with m left open; the network is not measured."""
+    """The tiny job with m left open; network, contention and disk are not measured."""
     second = timing([1e-3])
     link = SendTime(size_bytes=1, time=second)
     network = NetworkMeasurement(LinkProfile(activation=(link,), gradient=(link,)), (), second)
     monkeypatch.setattr(measure, "measure_network", lambda *_, **__: network)
+    monkeypatch.setattr(compute, "measure_contention", lambda *_, **__: ())
+    monkeypatch.setattr(measure, "measure_checkpoint_speed", lambda _: 1e9)
     path = tmp_path / "open_job.py"
     path.write_text(
         "from dataclasses import replace\nfrom morph.job import load_job\n"
@@ -29,13 +32,51 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_sizes_grow_until_nothing_is_gained(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "still_improves", lambda costs: len(costs) < 3)
+    monkeypatch.setattr(compute, "still_improves", lambda costs: len(costs) < 3)
     profile = calibrate(job, num_samples=5)
     assert profile.micro_batch_sizes == (1, 2, 4)
     assert profile.job.micro_batch_size is None
+    peaks = profile.sections[1].peak_bytes
+    assert peaks.keys() == {1, 2, 4}
+    assert peaks[1] < peaks[2] < peaks[4]
+    assert peaks[4] > 4 * profile.sections[1].activation_bytes_per_sample
 
 
-def test_sizes_stop_growing_where_memory_ends(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "still_improves", lambda costs: True)
-    monkeypatch.setattr(measure, "_fills_memory", lambda measured, next_size: next_size > 2)
+def test_sizes_stop_growing_where_memory_would_end(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "still_improves", lambda costs: True)
+    monkeypatch.setattr(compute, "fills_memory", lambda measured, next_size, device: next_size > 2)
     assert calibrate(job, num_samples=5).micro_batch_sizes == (1, 2)
+
+
+def test_sizes_stop_growing_where_memory_does_end(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "still_improves", lambda costs: True)
+    fill_memory_from(monkeypatch, 4)
+    assert calibrate(job, num_samples=5).micro_batch_sizes == (1, 2)
+
+
+def test_a_size_that_was_asked_for_and_does_not_fit_is_refused(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_memory_from(monkeypatch, 4)
+    with pytest.raises(JobError, match=r"micro_batch_size: .* do not fit into the device's memory \(got 4\)"):
+        calibrate(job, micro_batch_sizes=(2, 4), num_samples=5)
+
+
+def test_an_error_in_the_model_is_not_taken_for_a_lack_of_memory(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr("calibrate.meter.InThisProcess.measure", fail)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        calibrate(job, num_samples=5)
+
+
+def fill_memory_from(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    from calibrate.meter import InThisProcess
+
+    measured = InThisProcess.measure
+
+    def measure_or_fail(self: InThisProcess, model: object, sampling: object) -> object:
+        if model.micro_batch_size >= size:  # type: ignore[attr-defined]
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return measured(self, model, sampling)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(InThisProcess, "measure", measure_or_fail)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from calibrate.micro_batches import checked_sizes, growing_sizes, still_improves
-from calibrate.samples import timing
 from morph.contract.errors import JobError
 
 
@@ -30,8 +29,3 @@ def test_sizes_that_do_not_divide_the_batch_are_refused(sizes: tuple[int, ...], 
 
 def test_given_sizes_are_sorted_and_unique() -> None:
     assert checked_sizes((4, 2, 4), 12) == (2, 4)
-
-
-def test_a_timing_is_median_and_median_deviation() -> None:
-    result = timing([1.0, 2.0, 9.0])
-    assert (result.median_s, result.mad_s, result.num_samples) == (2.0, 1.0, 3)

@@ -1,38 +1,43 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from calibrate.meter import deal, meter_of
 from calibrate.optimizer import measure_units
-from calibrate.sections import SectionMeasurement, measure_sections
-from morph.cutting import CutModel, ExportedJob, cut, export_job
-from morph.data import MicroBatchLoader
-from morph.job import Job, load_job
+from calibrate.samples import Sampling
+from calibrate.sections import SectionMeasurement
+from calibrate.subject import Subject, load_subject
+from morph.cutting import CutModel
+from morph.job import LossScaling
 
+FEW = Sampling(budget_s=9.0, most=3)
 JOB = f"{Path(__file__).parents[2]}/configs/jobs/tiny_gpt.py:job"
 LENGTH, WIDTH = 16, 32
 
 
 @pytest.fixture(scope="module")
-def prepared() -> tuple[Job, ExportedJob, CutModel]:
-    job = load_job(JOB)
-    exported = export_job(job)
-    return job, exported, cut(exported, num_sections=6, micro_batch_size=2)
+def subject() -> Subject:
+    return load_subject(JOB, torch.device("cpu"), 6)
 
 
 @pytest.fixture(scope="module")
-def measured(prepared: tuple[Job, ExportedJob, CutModel]) -> dict[str, SectionMeasurement]:
-    job, exported, model = prepared
-    loader = MicroBatchLoader(job.dataset(), 0, job.batch_size, 2)
-    return measure_sections(job, model, exported.initial_parameters, loader, num_samples=6, budget_s=0.0)
+def model(subject: Subject) -> CutModel:
+    return subject.cut(2)
 
 
-def test_each_kind_of_section_is_measured_once(
-    prepared: tuple[Job, ExportedJob, CutModel], measured: dict[str, SectionMeasurement]
-) -> None:
-    model = prepared[2]
+@pytest.fixture(scope="module")
+def measured(subject: Subject, model: CutModel) -> dict[str, SectionMeasurement]:
+    with meter_of(subject, [subject.device]) as meter:
+        return meter.measure(model, Sampling(budget_s=0.0, most=6))
+
+
+def test_each_kind_of_section_is_measured_once(model: CutModel, measured: dict[str, SectionMeasurement]) -> None:
     assert measured.keys() == {section.signature for section in model.sections}
     assert len(measured) == 4
     for entry in measured.values():
@@ -41,11 +46,8 @@ def test_each_kind_of_section_is_measured_once(
         assert 0 < entry.backward.median_s < 1
 
 
-def test_stored_bytes_are_those_of_one_sample(
-    prepared: tuple[Job, ExportedJob, CutModel], measured: dict[str, SectionMeasurement]
-) -> None:
-    sections = prepared[2].sections
-    by_index = [measured[section.signature] for section in sections]
+def test_stored_bytes_are_those_of_one_sample(model: CutModel, measured: dict[str, SectionMeasurement]) -> None:
+    by_index = [measured[section.signature] for section in model.sections]
     assert by_index[0].input_bytes_per_sample == LENGTH * 8
     assert by_index[1].input_bytes_per_sample == LENGTH * WIDTH * 4
     assert by_index[5].input_bytes_per_sample == LENGTH * WIDTH * 4 + LENGTH * 8
@@ -53,21 +55,65 @@ def test_stored_bytes_are_those_of_one_sample(
         assert LENGTH * WIDTH * 4 < entry.activation_bytes_per_sample < 40 * LENGTH * WIDTH * 4
 
 
-def test_measuring_changes_no_initial_parameter(prepared: tuple[Job, ExportedJob, CutModel]) -> None:
-    job, exported, model = prepared
-    before = {name: tensor.clone() for name, tensor in exported.initial_parameters.items()}
-    measure_units(job, model, exported.initial_parameters, num_samples=3)
-    for name, tensor in exported.initial_parameters.items():
-        assert torch.equal(tensor, before[name])
-        assert not tensor.requires_grad
+def test_the_peak_holds_more_than_what_is_saved_for_the_backward(
+    model: CutModel, measured: dict[str, SectionMeasurement]
+) -> None:
+    for section in model.sections:
+        entry = measured[section.signature]
+        gradients = sum(math.prod(model.parameter_specs[name][0]) * 4 for name in section.parameters)
+        assert 2 * entry.activation_bytes_per_sample < entry.peak_bytes
+        assert entry.peak_bytes < 8 * entry.activation_bytes_per_sample + 4 * gradients
 
 
-def test_the_optimizer_state_of_adam_is_twice_the_parameters(prepared: tuple[Job, ExportedJob, CutModel]) -> None:
-    job, exported, model = prepared
-    units = measure_units(job, model, exported.initial_parameters, num_samples=3)
+def test_measuring_changes_no_initial_parameter(subject: Subject, model: CutModel) -> None:
+    initial = subject.exported.initial_parameters
+    before = {name: initial[name].clone() for name in initial}
+    measure_units(subject, model, FEW)
+    for name in initial:
+        assert torch.equal(initial[name], before[name])
+        assert not initial[name].requires_grad
+
+
+def test_the_optimizer_state_of_adam_is_twice_the_parameters(subject: Subject, model: CutModel) -> None:
+    initial = subject.exported.initial_parameters
+    units = measure_units(subject, model, FEW)
     assert units.keys() == {unit.id for unit in model.units}
     for unit in model.units:
-        size = sum(exported.initial_parameters[name].numel() * 4 for name in unit.parameters)
+        size = sum(initial[name].numel() * 4 for name in unit.parameters)
         steps = 4 * len(unit.parameters)
         assert units[unit.id].optimizer_bytes == 2 * size + steps
         assert units[unit.id].step.median_s > 0
+
+
+def test_a_step_is_measured_with_all_that_the_job_does_in_it(subject: Subject, model: CutModel) -> None:
+    """Clipping, a schedule and a loss scale: what a worker does, so what it takes."""
+    made = []
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        made.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        return made[-1]
+
+    job = replace(subject.job, clip_grad_norm=0.5, lr_scheduler=schedule, loss_scaling=LossScaling())
+    units = measure_units(replace(subject, job=job), model, FEW)
+    assert {entry.step.num_samples for entry in units.values()} == {3}
+    assert made
+    assert all(scheduler.last_epoch == 5 for scheduler in made)  # two to warm up, three measured
+
+
+def test_kinds_are_dealt_so_that_devices_finish_together() -> None:
+    kinds = [SimpleNamespace(signature=name, cost=cost) for name, cost in [("a", 1.0), ("b", 4.0), ("c", 2.0)]]
+    assert deal(kinds, 2) == [["b"], ["c", "a"]]  # type: ignore[arg-type]
+    assert deal(kinds, 9) == [["b"], ["c"], ["a"]]  # type: ignore[arg-type]
+
+
+def test_several_devices_measure_side_by_side_the_same_kinds(
+    subject: Subject, model: CutModel, measured: dict[str, SectionMeasurement]
+) -> None:
+    """On two "devices" that are both the CPU: sizes are the same, times are of no use."""
+    with meter_of(subject, [subject.device, subject.device]) as meter:
+        found = meter.measure(model, Sampling(budget_s=0.0, most=5))
+    assert found.keys() == measured.keys()
+    for kind, entry in found.items():
+        assert entry.activation_bytes_per_sample == measured[kind].activation_bytes_per_sample
+        assert entry.peak_bytes == measured[kind].peak_bytes
+        assert 0 < entry.forward.median_s < 1

@@ -1,0 +1,137 @@
+"""Put a profile together from what was measured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from calibrate.compute import Compute, MeasuredSize
+from calibrate.network import NetworkMeasurement
+from calibrate.optimizer import UnitMeasurement
+from calibrate.samples import sum_of
+from calibrate.storage import StorageSpeeds
+from morph.contract.profile import (
+    Environment,
+    JobFacts,
+    NodeTypeProfile,
+    Profile,
+    SectionProfile,
+    Timing,
+    UnitProfile,
+)
+from morph.cutting import CutModel, Section
+from morph.job import Job
+
+_ONE_MACHINE = "repeats intra_node: measured on one machine, over loopback"
+_STAND_IN = "stand-in: a barrier between two processes over loopback, not the manager's round through Ray"
+
+
+def accumulator_bytes(job: Job) -> int:
+    """Bytes of a parameter's sum of gradients."""
+    return 8 if job.accumulation == "exact" else 4
+
+
+def parameter_bytes(model: CutModel, names: Sequence[str]) -> int:
+    """Bytes of some parameters."""
+    return sum(prod(model.parameter_specs[name][0]) * model.parameter_specs[name][1].itemsize for name in names)
+
+
+def state_bytes(compute: Compute) -> int:
+    """Bytes of a whole checkpoint: parameters and optimizer state."""
+    model, units = compute.model, compute.units
+    parameters = sum(parameter_bytes(model, unit.parameters) for unit in model.units)
+    return parameters + sum(unit.optimizer_bytes for unit in units.values())
+
+
+def assemble_profile(
+    job: Job,
+    environment: Environment,
+    compute: Compute,
+    network: NetworkMeasurement,
+    storage: StorageSpeeds,
+) -> Profile:
+    """Put a whole profile together.
+
+    Args:
+        job: The user's.
+        environment: Where it was measured.
+        compute: Of sections and units.
+        network: Over loopback.
+        storage: Of checkpoints.
+    """
+    model = compute.model
+    return Profile(
+        job=JobFacts(
+            name=job.name,
+            fingerprint=model.fingerprint,
+            batch_size=job.batch_size,
+            micro_batch_size=job.micro_batch_size,
+            num_parameters=sum(prod(shape) for shape, _ in model.parameter_specs.values()),
+        ),
+        environment=environment,
+        sections=tuple(_section_profile(job, compute, section) for section in model.sections),
+        units=tuple(
+            UnitProfile(id=unit.id, sections=unit.sections, parameter_bytes=parameter_bytes(model, unit.parameters))
+            for unit in model.units
+        ),
+        intra_node=network.link,
+        inter_node=network.link,
+        all_reduce=network.all_reduce,
+        accumulator_bytes_per_parameter=8 if accumulator_bytes(job) == 8 else 4,
+        commit=network.barrier,
+        checkpoint_write_bytes_per_s=storage.write_bytes_per_s,
+        checkpoint_upload_bytes_per_s=storage.upload_bytes_per_s,
+        host_copy_bytes_per_s=storage.host_copy_bytes_per_s,
+        contention=compute.contention,
+        sources={"inter_node": _ONE_MACHINE, "commit": _STAND_IN},
+    )
+
+
+def assemble_node_type(name: str, environment: Environment, compute: Compute) -> NodeTypeProfile:
+    """Put together what differs on another type of node, without links."""
+    sections = compute.model.sections
+    return NodeTypeProfile(
+        name=name,
+        environment=environment,
+        forward=tuple(_forward(compute.sizes, section) for section in sections),
+        backward=tuple(_backward(compute.sizes, section) for section in sections),
+        optimizer_step=tuple(_optimizer_step(compute, section) for section in sections),
+        contention=compute.contention,
+    )
+
+
+def _forward(sizes: Sequence[MeasuredSize], section: Section) -> dict[int, Timing]:
+    return {entry.model.micro_batch_size: entry.of(section.index).forward for entry in sizes}
+
+
+def _backward(sizes: Sequence[MeasuredSize], section: Section) -> dict[int, Timing]:
+    return {entry.model.micro_batch_size: entry.of(section.index).backward for entry in sizes}
+
+
+def _own_units(compute: Compute, section: Section) -> list[UnitMeasurement]:
+    return [compute.units[unit.id] for unit in compute.model.units if section.index in unit.sections]
+
+
+def _optimizer_step(compute: Compute, section: Section) -> Timing:
+    return sum_of([unit.step for unit in _own_units(compute, section)])
+
+
+def _section_profile(job: Job, compute: Compute, section: Section) -> SectionProfile:
+    model, newest = compute.model, compute.sizes[-1].of(section.index)
+    parameters = sum(prod(model.parameter_specs[name][0]) for name in section.parameters)
+    is_last = section.index == len(model.sections) - 1
+    out_bytes = 0 if is_last else sum(spec.num_bytes for spec in section.outputs)
+    return SectionProfile(
+        index=section.index,
+        label=section.label,
+        forward=_forward(compute.sizes, section),
+        backward=_backward(compute.sizes, section),
+        parameter_bytes=parameter_bytes(model, section.parameters),
+        optimizer_bytes=sum(unit.optimizer_bytes for unit in _own_units(compute, section)),
+        gradient_bytes=parameters * accumulator_bytes(job),
+        input_bytes_per_sample=newest.input_bytes_per_sample,
+        activation_bytes_per_sample=newest.activation_bytes_per_sample,
+        output_bytes_per_sample=-(-out_bytes // model.micro_batch_size),
+        optimizer_step=_optimizer_step(compute, section),
+        peak_bytes={entry.model.micro_batch_size: entry.of(section.index).peak_bytes for entry in compute.sizes},
+    )

@@ -1,0 +1,87 @@
+"""What times are read from: a thread's processor time on a CPU, events on a CUDA stream.
+
+On a CPU the time that another process has the core does not count, so a sample is what the work takes on a core of
+its own, with what such a core does to it: caches, clock, page faults, interrupts. On a GPU, which a worker has for
+itself, an event's time is the stream's own; work on the host between two events counts, as it does in training.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+from morph.contract.errors import JobError
+
+Mark = Any
+"""A point in time of one clock; only its clock can read it."""
+
+
+class Clock(Protocol):
+    """Takes marks, cheaply, and reads them later."""
+
+    def settle(self) -> None:
+        """Block until the device has done all that was asked of it."""
+
+    def mark(self) -> Mark:
+        """Return now, as the device sees it: behind everything asked of it so far."""
+
+    def between_s(self, start: Mark, end: Mark) -> float:
+        """Return the seconds between two marks. Call ``settle`` before."""
+
+
+class CpuClock:
+    """The calling thread's processor time."""
+
+    def settle(self) -> None:
+        """See ``Clock.settle``: nothing is ever outstanding."""
+
+    def mark(self) -> Mark:
+        """See ``Clock.mark``."""
+        return time.thread_time()
+
+    def between_s(self, start: Mark, end: Mark) -> float:
+        """See ``Clock.between_s``."""
+        return float(end - start)
+
+
+class CudaClock:
+    """Events on a device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def settle(self) -> None:
+        """See ``Clock.settle``."""
+        torch.cuda.synchronize(self._device)
+
+    def mark(self) -> Mark:
+        """See ``Clock.mark``."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch ships no types for it
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between_s(self, start: Mark, end: Mark) -> float:
+        """See ``Clock.between_s``."""
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock for what runs on a device."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+def devices_of(kind: str) -> tuple[torch.device, ...]:
+    """Return the devices of a kind on which kinds of sections are measured side by side.
+
+    The cores of a CPU share caches and memory, so they count as one device: side by side would spoil the times.
+
+    Raises:
+        JobError: when this machine has no such device.
+    """
+    if kind == "cpu":
+        return (torch.device("cpu"),)
+    if kind == "cuda" and torch.cuda.is_available():
+        return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    raise JobError("this machine has no such device", field="device", value=kind, allowed="cpu")

@@ -1,0 +1,60 @@
+"""What is measured: a job, exported, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+import torch
+
+from calibrate.bench import Bench, make_bench, one_of_each
+from morph.cutting import CutModel, ExportedJob, cut, export_job
+from morph.data import MicroBatchLoader
+from morph.job import Job, MapDataset, load_job
+
+
+@dataclass(frozen=True)
+class Subject:
+    """See ``load_subject``."""
+
+    job_path: str
+    job: Job
+    exported: ExportedJob
+    dataset: MapDataset
+    num_sections: int | None
+    device: torch.device
+
+    def cut(self, micro_batch_size: int) -> CutModel:
+        """Cut the job for one m."""
+        return cut(self.exported, num_sections=self.num_sections, micro_batch_size=micro_batch_size)
+
+    def benches(self, model: CutModel, signatures: Container[str] | None = None) -> list[Bench]:
+        """Set up one section of each kind, or of these kinds."""
+        loader = MicroBatchLoader(self.dataset, self.job.seed, self.job.batch_size, model.micro_batch_size)
+        return [
+            make_bench(self.job, section, self.exported.initial_parameters, loader, self.device)
+            for section in one_of_each(model)
+            if signatures is None or section.signature in signatures
+        ]
+
+
+def load_subject(job_path: str, device: torch.device, num_sections: int | None = None) -> Subject:
+    """Load and export a job.
+
+    Args:
+        job_path: ``path/to/file.py:name``.
+        device: On which its sections run.
+        num_sections: K; None: the job's.
+
+    Raises:
+        JobError, ExportError: the job cannot be measured.
+    """
+    job = load_job(job_path)
+    return Subject(
+        job_path=job_path,
+        job=job,
+        exported=export_job(job),
+        dataset=job.dataset(),
+        num_sections=job.num_sections if num_sections is None else num_sections,
+        device=device,
+    )

@@ -1,0 +1,146 @@
+"""Draws a profile: compute by micro-batch size, send times by message size, all-reduces by ring and size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from morph.cli.cut_picture import size_text
+from morph.cli.plan import time_text
+from morph.cli.profile_tables import kinds_of, places_text
+from morph.contract.errors import ProfileError
+from morph.contract.profile import LinkProfile, Profile, SectionProfile, Timing
+
+_COLOURS = ("#1d4e89", "#d1495b", "#2e8b57", "#e3a018", "#7b4fa3", "#3aa6b9", "#8c564b", "#6b705c")
+_BAND = 0.15
+_MAX_KINDS = len(_COLOURS)
+
+
+def draw_profile(profile: Profile, path: Path) -> None:
+    """Write a PNG with four plots. Lines are medians, bands the middle 90 % of the samples where they were kept.
+
+    Args:
+        profile: What to draw.
+        path: The file.
+
+    Raises:
+        ProfileError: naming the file, if it cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, ((forward, backward), (links, reduces)) = pyplot.subplots(2, 2, figsize=(14, 9.5), layout="constrained")
+    _draw_compute(forward, profile, "forward, F(m)/m", lambda section: section.forward)
+    _draw_compute(backward, profile, "backward, B(m)/m", lambda section: section.backward)
+    _draw_links(links, profile)
+    _draw_all_reduces(reduces, profile)
+    figure.suptitle(f"{profile.job.name}, {profile.num_sections} sections, on {profile.environment.device}")
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"cannot be written: {error}", source=str(path)) from error
+    finally:
+        pyplot.close(figure)
+
+
+def _draw_compute(
+    axes: Any, profile: Profile, title: str, times_of: Callable[[SectionProfile], dict[int, Timing]]
+) -> None:
+    sizes = profile.micro_batch_sizes
+    kinds = sorted(kinds_of(profile), key=lambda kind: times_of(kind[0])[sizes[-1]].median_s, reverse=True)
+    for group, colour in zip(kinds[:_MAX_KINDS], _COLOURS, strict=False):
+        times = times_of(group[0])
+        name = f"section{'s' * (len(group) > 1)} {places_text(group)}"
+        _draw_line(axes, sizes, [times[m] for m in sizes], colour, name, per=sizes)
+    axes.set_title(title + (f" (the {_MAX_KINDS} heaviest kinds)" if len(kinds) > _MAX_KINDS else ""), loc="left")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(m) for m in sizes])
+    axes.minorticks_off()
+    axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("micro-batch size m")
+    _finish(axes, "time per sample")
+
+
+def _draw_links(axes: Any, profile: Profile) -> None:
+    same = profile.inter_node == profile.intra_node
+    links: dict[str, LinkProfile] = {"" if same else ", same node": profile.intra_node}
+    if not same:
+        links[", between nodes"] = profile.inter_node
+    colours = iter(_COLOURS)
+    for where, link in links.items():
+        for name, entries in (("activations", link.activation), ("gradients", link.gradient)):
+            ordered = sorted(entries, key=lambda entry: entry.size_bytes)
+            sizes = [max(entry.size_bytes, 1) for entry in ordered]
+            _draw_line(axes, sizes, [entry.time for entry in ordered], next(colours), name + where)
+    axes.set_title("one message, send to receipt" + (" (any two nodes alike)" if same else ""), loc="left")
+    _byte_axis(axes)
+    axes.set_yscale("log")
+    _finish(axes, "time")
+
+
+def _draw_all_reduces(axes: Any, profile: Profile) -> None:
+    lines: dict[tuple[int, int], dict[int, Timing]] = {}
+    for entry in profile.all_reduce:
+        lines.setdefault((entry.ring_size, entry.in_flight), {})[entry.size_bytes] = entry.time
+    counts = sorted({count for _, count in lines})
+    rings = sorted({ring for ring, _ in lines})
+    for (ring, count), times in sorted(lines.items()):
+        sizes = sorted(times)
+        style = ("-", "--", ":", "-.")[counts.index(count) % 4]
+        name = f"D={ring}, {count} in flight"
+        colour = _COLOURS[rings.index(ring) % len(_COLOURS)]
+        _draw_line(axes, sizes, [times[size] for size in sizes], colour, name, style)
+    axes.set_title("all-reduce AR(D)" if lines else "all-reduce: not measured", loc="left")
+    _byte_axis(axes)
+    axes.set_yscale("log")
+    _finish(axes, "time")
+
+
+def _draw_line(
+    axes: Any,
+    places: Sequence[int],
+    times: Sequence[Timing],
+    colour: str,
+    name: str,
+    style: str = "-",
+    per: Sequence[int] | None = None,
+) -> None:
+    shares = [1.0 / number for number in per] if per else [1.0] * len(times)
+    medians = [time.median_s * share for time, share in zip(times, shares, strict=True)]
+    axes.plot(places, medians, style, color=colour, marker="o", markersize=4, linewidth=1.5, label=name)
+    low = [_quantile(time, 0.05) * share for time, share in zip(times, shares, strict=True)]
+    high = [_quantile(time, 0.95) * share for time, share in zip(times, shares, strict=True)]
+    axes.fill_between(places, low, high, color=colour, alpha=_BAND, linewidth=0)
+
+
+def _quantile(time: Timing, level: float) -> float:
+    if not time.quantiles_s:
+        return time.median_s
+    place = level * (len(time.quantiles_s) - 1)
+    below = int(place)
+    above = min(below + 1, len(time.quantiles_s) - 1)
+    return time.quantiles_s[below] + (place - below) * (time.quantiles_s[above] - time.quantiles_s[below])
+
+
+def _byte_axis(axes: Any) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(value)))
+    axes.set_xlabel("size")
+
+
+def _finish(axes: Any, label: str) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: time_text(value) if value > 0 else "0"))
+    axes.set_ylabel(label)
+    axes.grid(which="major", linewidth=0.4, alpha=0.5)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, fontsize=9)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from calibrate.contention import NUM_ROUNDS, busy_counts, factors, measure_contention
+from calibrate.subject import Subject, load_subject
+from morph.contract.errors import ClusterError
+from morph.contract.profile import Contention
+
+JOB = f"{Path(__file__).parents[2]}/configs/jobs/tiny_gpt.py:job"
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "counts"),
+    [(1, ()), (2, (2,)), (4, (2, 3, 4)), (10, (2, 3, 4, 6, 8, 10)), (96, (2, 3, 4, 6, 8, 12, 16))],
+)
+def test_more_and_more_compute_at_once_up_to_all_cores(num_cores: int, counts: tuple[int, ...]) -> None:
+    assert busy_counts(num_cores) == counts
+
+
+def test_a_factor_is_the_median_over_rounds_against_the_same_round_alone() -> None:
+    alone = iter([1.0, 2.0, 1.0])
+    together = {2: iter([1.5, 3.2, 9.0]), 4: iter([2.0, 4.0, 2.0])}
+    order: list[int] = []
+
+    def at_once(count: int) -> float:
+        order.append(count)
+        return next(together[count])
+
+    found = factors((2, 4), lambda: next(alone), at_once)
+    assert found == (Contention(num_busy=2, factor=1.6), Contention(num_busy=4, factor=2.0))
+    assert order == [2, 4] * NUM_ROUNDS
+
+
+def test_nobody_gets_faster_by_company() -> None:
+    assert factors((2,), lambda: 1.0, lambda count: 0.97) == (Contention(num_busy=2, factor=1.0),)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return load_subject(JOB, torch.device("cpu"))
+
+
+def heaviest(subject: Subject) -> str:
+    return subject.cut(2).sections[1].signature
+
+
+def test_helpers_compute_beside_this_process_and_are_gone_afterwards(subject: Subject) -> None:
+    (found,) = measure_contention(subject, heaviest(subject), 2, num_cores=2)
+    assert found.num_busy == 2
+    assert 1.0 <= found.factor < 20.0
+
+
+def test_with_one_core_there_is_nothing_to_measure(subject: Subject) -> None:
+    assert measure_contention(subject, "no section is run", 2, num_cores=1) == ()
+
+
+def test_a_helper_that_cannot_load_the_job_is_reported(subject: Subject) -> None:
+    from dataclasses import replace
+
+    missing = replace(subject, job_path="nowhere.py:job")
+    with pytest.raises(ClusterError, match=r"measuring contention failed in process 0: .*nowhere\.py"):
+        measure_contention(missing, heaviest(subject), 2, num_cores=2)
