@@ -14,6 +14,7 @@ from morph.cli.errors import MorphGroup
 from morph.cli.export import export_command
 from morph.cli.import_ import import_command
 from morph.cli.plan import plan_command
+from morph.cli.profile import profile_app
 from morph.cli.run import run_command
 from morph.cli.simulate import simulate_command
 from morph.cli.status import status_command
@@ -58,6 +59,7 @@ def root(
 
 app.command("calibrate")(calibrate_command)
 app.command("cut")(cut_command)
+app.add_typer(profile_app, name="profile")
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
 app.command("run")(run_command)
