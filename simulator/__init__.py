@@ -6,7 +6,8 @@ answers for one shape.
 
 from __future__ import annotations
 
-from simulator.mini_batch import Simulation, simulate
+from simulator.answer import Simulation
+from simulator.mini_batch import simulate
 from simulator.planner import PlanChoice, plan, plan_table
 from simulator.synthetic import synthetic_profile
 from simulator.trace_generator import generate_trace

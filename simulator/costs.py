@@ -13,12 +13,14 @@ import numpy.typing as npt
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
-from morph.contract.profile import Profile
-from simulator.engine import StageTimes
+from morph.contract.profile import LinkProfile, Profile
+from simulator.layout import Layout, lone_workers
 from simulator.orders import recomputes
-from simulator.transfer import AllReduce, send_curve
+from simulator.times import Ints, StageTimes
+from simulator.transfer import AllReduce, Curve, send_curve
 
-Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+_LINK_TIMES = ("activation", "gradient", "activation_wire", "gradient_wire")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,17 @@ class ReducedUnit:
 
     sections: tuple[int, ...]
     reduced_bytes: int
+
+
+class LinkCosts:
+    """What crosses the cut behind each of the K sections, over one kind of link: a lone message, in ns.
+
+    Of its time, what is beyond that of the smallest size measured is spent on the wire; the rest is latency.
+    """
+
+    def __init__(self, link: LinkProfile, sent_bytes: Floats) -> None:
+        self.activation_ns, self.activation_wire_ns = _split(send_curve(link.activation), sent_bytes)
+        self.gradient_ns, self.gradient_wire_ns = _split(send_curve(link.gradient), sent_bytes)
 
 
 class SectionCosts:
@@ -56,10 +69,9 @@ class SectionCosts:
         self.backward_sum_ns = _sums(_ns([section.backward[m].median_s for section in sections]))
         self.optimizer_sum_ns = _sums(_ns([section.optimizer_step.median_s for section in sections]))
         self.commit_ns = int(_ns([profile.commit.median_s])[0])
-        sent = np.array([m * section.output_bytes_per_sample for section in sections], np.float64)
-        link = profile.inter_node
-        self.activation_ns: Ints = np.rint(send_curve(link.activation)(sent)).astype(np.int64)
-        self.gradient_ns: Ints = np.rint(send_curve(link.gradient)(sent)).astype(np.int64)
+        self.sent_bytes: Floats = np.array([m * section.output_bytes_per_sample for section in sections], np.float64)
+        self.inter_node = LinkCosts(profile.inter_node, self.sent_bytes)
+        self.intra_node = LinkCosts(profile.intra_node, self.sent_bytes)
         self.held_sum_bytes = _sums([s.parameter_bytes + s.optimizer_bytes + s.gradient_bytes for s in sections])
         self.input_bytes: Ints = np.array([m * section.input_bytes_per_sample for section in sections], np.int64)
         self.activation_sum_bytes = _sums([m * section.activation_bytes_per_sample for section in sections])
@@ -81,16 +93,26 @@ class SectionCosts:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """P stages of one shape: arrays over the stages; see :func:`stage_costs`."""
+    """P stages of one shape: arrays over the stages; see :func:`stage_costs`.
+
+    ``times`` are those of the slowest worker and link of each stage, by which the orders are planned; ``alone``
+    those of workers that nobody hinders, over the fastest link that a replica has there.
+    """
 
     times: StageTimes
+    alone: StageTimes
     boundaries: tuple[int, ...]
     optimizer_ns: Ints
     memory_bytes: Ints
-    private_bytes: npt.NDArray[np.float64]
+    private_bytes: Floats
     tied: tuple[tuple[tuple[int, ...], float], ...]
     sections: SectionCosts
-    all_reduce: AllReduce
+    layout: Layout
+
+    @property
+    def all_reduce(self) -> AllReduce:
+        """AR(D) of these rings."""
+        return self.sections.all_reduce(self.layout.rings_at_once)
 
     def private_reduce_ns(self, num_replicas: int) -> Ints:
         """AR of what only one stage holds, over a ring of D."""
@@ -109,34 +131,52 @@ def stage_costs(
     boundaries: Sequence[int],
     windows: Sequence[int],
     schedule: Schedule,
-    all_reduces_in_flight: int = 1,
+    layout: Layout | None = None,
 ) -> StageCosts:
     """Cost of the stages that ``boundaries`` (first section of each stage) and ``windows`` describe.
 
     Memory of a stage: parameters, optimizer state and accumulated gradients of its sections, and
     with recompute ``window`` stored stage inputs and one micro-batch's activations, without recompute
     ``window`` of both. A tied unit counts for each section that uses it.
+
+    Args:
+        costs: The sections at one m.
+        boundaries: First section of each stage.
+        windows: Of each stage.
+        schedule: Decides who recomputes.
+        layout: Where the workers run; None: each on a node of its own.
     """
     num_stages = len(boundaries)
+    layout = lone_workers(num_stages) if layout is None else layout
     begin = np.asarray(boundaries, np.int64)
     end = np.append(begin[1:], costs.num_sections)
     again = np.array(recomputes(schedule, num_stages, costs.recompute), np.bool_)
     window = np.asarray(windows, np.int64)
     forward = np.maximum(1, costs.forward_sum_ns[end] - costs.forward_sum_ns[begin])
+    backward = np.maximum(1, costs.backward_sum_ns[end] - costs.backward_sum_ns[begin])
     activations = costs.activation_sum_bytes[end] - costs.activation_sum_bytes[begin]
+    optimizer = costs.optimizer_sum_ns[end] - costs.optimizer_sum_ns[begin]
     private, tied = _rings(costs, begin, end)
-    return StageCosts(
-        times=StageTimes(
-            forward_ns=forward,
-            recompute_ns=forward,
-            backward_ns=np.maximum(1, costs.backward_sum_ns[end] - costs.backward_sum_ns[begin]),
-            activation_ns=costs.activation_ns[end - 1],
-            gradient_ns=costs.gradient_ns[end - 1],
+
+    def stage_times(slowdown: Floats | None, *, worst: bool) -> StageTimes:
+        links = {f"{name}_ns": _link_times(costs, f"{name}_ns", end - 1, layout, worst) for name in _LINK_TIMES}
+        return StageTimes(
+            forward_ns=scaled(forward, slowdown),
+            recompute_ns=scaled(forward, slowdown),
+            backward_ns=scaled(backward, slowdown),
             window=window,
             recompute=again,
-        ),
-        boundaries=tuple(int(section) for section in begin),
-        optimizer_ns=costs.optimizer_sum_ns[end] - costs.optimizer_sum_ns[begin],
+            **links,
+        )
+
+    slowest = layout.slowdown.max(axis=1) if layout.hinders else None
+    times = stage_times(slowest, worst=True)
+    plain = not (layout.hinders or layout.has_neighbours)
+    return StageCosts(
+        times=times,
+        alone=times if plain else stage_times(None, worst=False),
+        boundaries=tuple(begin.tolist()),
+        optimizer_ns=scaled(optimizer, slowest),
         memory_bytes=costs.held_sum_bytes[end]
         - costs.held_sum_bytes[begin]
         + window * costs.input_bytes[begin]
@@ -144,8 +184,31 @@ def stage_costs(
         private_bytes=private,
         tied=tied,
         sections=costs,
-        all_reduce=costs.all_reduce(all_reduces_in_flight),
+        layout=layout,
     )
+
+
+def _link_times(costs: SectionCosts, name: str, cuts: Ints, layout: Layout, worst: bool) -> Ints:
+    """Times over the links that the replicas have at these cuts: the worst or the best of both kinds."""
+    between: Ints = getattr(costs.inter_node, name)[cuts]
+    if not layout.has_neighbours:
+        return between
+    within: Ints = getattr(costs.intra_node, name)[cuts]
+    either = np.maximum(between, within) if worst else np.minimum(between, within)
+    always, ever = layout.inside.all(axis=1), layout.inside.any(axis=1)
+    return np.where(always, within, np.where(ever, either, between))
+
+
+def scaled(times_ns: Ints, factor: Floats | None) -> Ints:
+    """Times of workers that are slower by these factors."""
+    return times_ns if factor is None else np.rint(times_ns * factor).astype(np.int64)
+
+
+def _split(curve: Curve, sizes_bytes: Floats) -> tuple[Ints, Ints]:
+    """Time of a message, and what of it is spent on the wire."""
+    total = np.rint(curve(sizes_bytes)).astype(np.int64)
+    latency = round(float(curve(np.zeros(1))[0]))
+    return total, np.maximum(0, total - latency)
 
 
 def _rings(

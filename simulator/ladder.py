@@ -6,7 +6,8 @@ import numpy as np
 
 from morph.contract.plan import Plan
 from simulator.bounds import lower_bound_ns, stage_time_ns
-from simulator.costs import StageCosts
+from simulator.conditions import Conditions
+from simulator.outcome import Outcome
 
 _SENTENCES = {
     "imbalance": "uneven stages or replicas: the slowest worker sets the pace; more cut-points or another P may help",
@@ -15,44 +16,60 @@ _SENTENCES = {
         "a smaller micro-batch, a shallower pipeline or a larger batch would help"
     ),
     "latency": "network latency and the in-flight windows; steeper windows (more memory) or fewer stages would help",
+    "bandwidth": (
+        "network bandwidth: messages between two stages take longer than these compute; "
+        "other cuts, or neighbouring stages on one node, would help"
+    ),
     "schedule": "waiting that the {schedule} schedule adds to the bound for these stages; steeper windows may help",
     "all_reduce": "the gradient all-reduce over {d} replicas; a deeper pipeline with fewer replicas would reduce less",
     "commit_and_optimizer": "the commit barrier and the optimizer step, which no shape avoids",
     "shared_cores": "the cores that the workers share; more workers cannot make it faster",
+    "shared_links": "messages that share the nodes' links; neighbouring stages on one node would help",
+    "slow_workers": "slow workers, for whom everybody waits; running without them would help",
+    "jitter": "task and message times that vary; steeper windows (more memory) would help",
 }
 
 
-def ladder_s(
-    costs: StageCosts, mini_batch_ns: int, prepared_ns: int, counts: tuple[int, ...], compute_slots: int | None
-) -> dict[str, float]:
+def ladder_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
     """Steps in seconds that add up to the mini-batch.
 
     work: all work / workers; imbalance: up to n * max t_s; fill_and_drain: up to the bound without latency,
-    windows and all-reduce; latency: up to the bound with latency and windows; shared_cores: up to all work /
-    slots; schedule: up to the simulated pipelines; all_reduce: what of it is exposed; commit_and_optimizer.
+    windows, wires and all-reduce; latency: up to the bound with latency and windows; bandwidth: with wires too;
+    schedule: up to the pipelines as planned; then what slow workers, shared cores or shared links add; all_reduce:
+    what of it is exposed; commit_and_optimizer; jitter.
     """
+    costs, counts = outcome.costs, outcome.counts
     times, most = costs.times, max(counts)
     work = stage_time_ns(times)
     nothing = np.zeros_like(work)
     pipeline_bound = lower_bound_ns(times, most, nothing)
-    rungs: list[tuple[str, float]] = [
-        ("work", float(work.sum()) * sum(counts) / (len(counts) * len(work))),
-        ("imbalance", float(most * work.max())),
-        ("fill_and_drain", float(lower_bound_ns(times, most, nothing, latency=False, window=False))),
-        ("latency", float(pipeline_bound)),
-        ("shared_cores", float(work.sum()) * sum(counts) / compute_slots if compute_slots else 0.0),
-    ]
     reduced = costs.private_reduce_ns(len(counts))
     for stages, duration in costs.tied_reduce_ns(len(counts)):
         reduced[list(stages)] += duration
     exposed = max(0, lower_bound_ns(times, most, reduced) - pipeline_bound)
-    rungs += [("schedule", float(prepared_ns - exposed)), ("all_reduce", float(prepared_ns))]
-    rungs.append(("commit_and_optimizer", float(mini_batch_ns)))
+    rungs: list[tuple[str, float]] = [
+        ("work", float(work.sum()) * sum(counts) / (len(counts) * len(work))),
+        ("imbalance", float(most * work.max())),
+        ("fill_and_drain", float(lower_bound_ns(times, most, nothing, latency=False, window=False))),
+        ("latency", float(lower_bound_ns(times, most, nothing, bandwidth=False))),
+        ("bandwidth", float(pipeline_bound)),
+        ("schedule", float(outcome.planned.prepared_ns - exposed)),
+        (_hindrance(conditions), float(outcome.after.prepared_ns - exposed)),
+        ("all_reduce", float(outcome.after.prepared_ns)),
+        ("commit_and_optimizer", float(outcome.after.mini_batch_ns)),
+        ("jitter", float(outcome.mini_batch_ns)),
+    ]
     steps, reached = {}, 0.0
     for name, rung in rungs:
-        steps[name] = max(0.0, rung - reached) / 1e9
-        reached = max(reached, rung)
+        steps[name] = max(0.0, min(rung, outcome.mini_batch_ns) - reached) / 1e9
+        reached = max(reached, min(rung, outcome.mini_batch_ns))
     return steps
+
+
+def _hindrance(conditions: Conditions) -> str:
+    if conditions.slow:
+        return "slow_workers"
+    return "shared_links" if conditions.compute_slots is None else "shared_cores"
 
 
 def explain(steps_s: dict[str, float], plan: Plan) -> str:

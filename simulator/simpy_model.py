@@ -1,4 +1,7 @@
-"""The rules of :mod:`simulator.engine` once more, as a short SimPy model: the oracle of its tests, not for speed."""
+"""The rules of :mod:`simulator.engine` once more, as a short SimPy model: the oracle of its tests, not for speed.
+
+The other half of the oracle, for given orders on shared links and cores, is :mod:`simulator.simpy_following`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from typing import Any
 import simpy
 from simpy.events import Event, EventPriority
 
-from simulator.engine import StageTimes
+from simulator.times import StageTimes
 
 Task = tuple[str, int]
 """(letter, start_ns)"""
 
 
-class _Turn(Event):
+class Turn(Event):
     """Fires at this instant, after every task that ends now has ended, in the order of ``priority``."""
 
     def __init__(self, env: simpy.Environment, priority: int) -> None:
@@ -29,6 +32,7 @@ class _Stage:
         self.activations: list[int] = []
         self.gradients: list[int] = []
         self.forwards = self.recomputes = self.backwards = 0
+        self.activation_free = self.gradient_free = 0
         self.tasks: list[Task] = []
         self.news = model.env.event()
 
@@ -71,12 +75,16 @@ class _Stage:
             duration = int(times.forward_ns[s])
             self.forwards += 1
             if s + 1 < len(stages):
-                stages[s + 1].activations.append(now + duration + int(times.activation_ns[s]))
+                leaves = max(now + duration, self.activation_free)
+                self.activation_free = leaves + int(times.wires_ns[0][s])
+                stages[s + 1].activations.append(leaves + int(times.activation_ns[s]))
                 stages[s + 1].tell()
             return duration
         duration = int(times.backward_ns[s])
         if s > 0:
-            stages[s - 1].gradients.append(now + duration + int(times.gradient_ns[s - 1]))
+            leaves = max(now + duration, self.gradient_free)
+            self.gradient_free = leaves + int(times.wires_ns[1][s - 1])
+            stages[s - 1].gradients.append(leaves + int(times.gradient_ns[s - 1]))
             stages[s - 1].tell()
         return duration
 
@@ -84,15 +92,13 @@ class _Stage:
         env, counts = self.model.env, self.model.counts
         turn = 2 + (self.model.times.num_stages - 1 - self.index) * len(counts) + self.replica
         while self.backwards < counts[self.replica]:
-            yield _Turn(env, turn)
+            yield Turn(env, turn)
             letter, instant = self.choose()
             if letter is None:
                 self.news = env.event()
                 yield self.news if instant is None else self.news | env.timeout(instant - env.now)
                 continue
-            with self.model.slots.request() as slot:
-                yield slot
-                yield env.timeout(self.begin(letter))
+            yield env.timeout(self.begin(letter))
             self.recomputes += letter == "R"
             if letter == "B":
                 self.backwards += 1
@@ -100,18 +106,15 @@ class _Stage:
 
 
 class _Model:
-    def __init__(self, times: StageTimes, counts: tuple[int, ...], compute_slots: int | None) -> None:
+    def __init__(self, times: StageTimes, counts: tuple[int, ...]) -> None:
         self.env = simpy.Environment(initial_time=0)
         self.times, self.counts = times, counts
-        self.slots = simpy.Resource(self.env, capacity=compute_slots or times.num_stages * len(counts))
         self.stages = [[_Stage(self, d, s) for s in range(times.num_stages)] for d in range(len(counts))]
 
 
-def play_with_simpy(
-    times: StageTimes, counts: tuple[int, ...], compute_slots: int | None = None
-) -> list[list[list[Task]]]:
+def play_with_simpy(times: StageTimes, counts: tuple[int, ...]) -> list[list[list[Task]]]:
     """Play one mini-batch under the Varuna rules; returns tasks[replica][stage] = [(letter, start_ns), ...]."""
-    model = _Model(times, counts, compute_slots)
+    model = _Model(times, counts)
     for stages in model.stages:
         for stage in stages:
             model.env.process(stage.run())

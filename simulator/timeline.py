@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
+from simulator.conditions import Conditions
 from simulator.costs import StageCosts
-from simulator.engine import Played
-
-if TYPE_CHECKING:
-    from simulator.mini_batch import Finish
+from simulator.finish import Finish
+from simulator.lanes import worker_times
+from simulator.times import Played
 
 TASK_NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
 COLUMNS = ("replica", "stage", "task", "micro_batch", "start_s", "end_s")
 _Row = tuple[int, int, str, int, float, float]
 
 
-def timeline_frame(costs: StageCosts, played: Played, after: Finish) -> pd.DataFrame:
+def timeline_frame(
+    costs: StageCosts, counts: Sequence[int], conditions: Conditions, played: Played, after: Finish
+) -> pd.DataFrame:
     """One row per task, ordered by replica, stage and start; ``micro_batch`` is the replica's own number or -1."""
-    times = costs.times
+    times = worker_times(costs, counts, conditions)
     durations = {"F": times.forward_ns, "R": times.recompute_ns, "B": times.backward_ns}
     num_stages, num_replicas = played.last_backward_ns.shape
     rows: list[_Row] = []
@@ -29,7 +31,7 @@ def timeline_frame(costs: StageCosts, played: Played, after: Finish) -> pd.DataF
             numbers = dict.fromkeys("FRB", 0)
             starts = played.start_ns[replica][stage]
             for letter, start in zip(played.orders[replica][stage], starts, strict=True):
-                end = int(start) + int(durations[letter][stage])
+                end = int(start) + int(durations[letter][stage, replica, 0])
                 rows.append((replica, stage, TASK_NAMES[letter], numbers[letter], int(start) / 1e9, end / 1e9))
                 numbers[letter] += 1
             rows += _closing_rows(costs, after, replica, stage)

@@ -63,6 +63,10 @@ class Plan(Value):
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     orders: dict[Count, tuple[str, ...]]
     expected: Expectation
+    node_sizes: tuple[Count, ...] = Field(default=(), description="GPUs of each node planned for; empty: one each")
+    placement: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = Field(
+        default=(), description="[replica][stage]: number of the node in node_sizes; empty: anywhere"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
@@ -81,7 +85,19 @@ class Plan(Value):
                 want = {"F": count, "B": count, "R": count if stage.recompute else 0}
                 if {task: order.count(task) for task in "FRB"} != want or len(order) != sum(want.values()):
                     raise ValueError(f"orders[{count}][{index}] does not hold each task of {count} micro-batches once")
+        self._check_placement()
         return self
+
+    def _check_placement(self) -> None:
+        if not self.placement:
+            return
+        if len(self.placement) != self.num_replicas or any(len(row) != len(self.stages) for row in self.placement):
+            raise ValueError(f"placement is not {self.num_replicas} replicas of {len(self.stages)} stages")
+        workers = [node for row in self.placement for node in row]
+        for node in sorted(set(workers)):
+            room = self.node_sizes[node] if node < len(self.node_sizes) else 0
+            if workers.count(node) > room:
+                raise ValueError(f"placement puts {workers.count(node)} workers on node {node}, which has {room} GPUs")
 
     @property
     def pipeline_depth(self) -> int:

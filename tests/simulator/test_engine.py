@@ -14,14 +14,18 @@ def _random_times(rng: np.random.Generator, num_stages: int) -> StageTimes:
     recompute[-1] = False
     if rng.random() < 0.2:
         recompute[:] = False
+    wires = [rng.integers(0, top + 1, num_stages) if rng.random() < 0.5 else None for _ in range(2)]
+    latencies = [rng.integers(0, top + 1, num_stages) for _ in range(2)]
     return StageTimes(
         forward_ns=forward,
         recompute_ns=forward.copy(),
         backward_ns=rng.integers(1, 2 * top + 1, num_stages),
-        activation_ns=rng.integers(0, top + 1, num_stages),
-        gradient_ns=rng.integers(0, top + 1, num_stages),
+        activation_ns=latencies[0] + (0 if wires[0] is None else wires[0]),
+        gradient_ns=latencies[1] + (0 if wires[1] is None else wires[1]),
         window=int(rng.choice([1, 2, 4])) * np.arange(num_stages - 1, -1, -1) + 1,
         recompute=recompute,
+        activation_wire_ns=wires[0],
+        gradient_wire_ns=wires[1],
     )
 
 
@@ -44,9 +48,8 @@ def test_every_task_starts_when_the_simpy_model_starts_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     times = _random_times(rng, int(rng.integers(1, 7)))
     counts = tuple(int(count) for count in rng.integers(1, 12, int(rng.integers(1, 4))))
-    slots = None if seed % 2 else int(rng.integers(1, 4))
-    played = run_pipeline(times, counts, keep_times=True, compute_slots=slots)
-    for replica, stages in enumerate(play_with_simpy(times, counts, slots)):
+    played = run_pipeline(times, counts, keep_times=True)
+    for replica, stages in enumerate(play_with_simpy(times, counts)):
         for stage, tasks in enumerate(stages):
             assert played.orders[replica][stage] == "".join(letter for letter, _ in tasks)
             assert played.start_ns[replica][stage].tolist() == [start for _, start in tasks]

@@ -1,0 +1,134 @@
+"""One simulated shape as an answer: a plan with its expectation, a ladder and an explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from morph.contract.plan import Expectation, Plan, StagePlan
+from simulator.bounds import lower_bound_ns, stage_time_ns
+from simulator.conditions import Conditions
+from simulator.costs import StageCosts
+from simulator.finish import finish, optimizer_ns
+from simulator.jitter import Spread
+from simulator.ladder import explain, ladder_s
+from simulator.outcome import Outcome, Rehearsal
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def deal(num_micro_batches: int, num_replicas: int) -> tuple[int, ...]:
+    """Micro-batches of each replica; the first N mod D get one more (as ``Plan.micro_batches_per_replica``)."""
+    share, extra = divmod(num_micro_batches, num_replicas)
+    return tuple(share + (replica < extra) for replica in range(num_replicas))
+
+
+def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions) -> int:
+    """Lower bound of the whole mini-batch: nobody slow, every link as good as the best that a replica has there."""
+    num_replicas = len(counts)
+    reduce = costs.private_reduce_ns(num_replicas)
+    for stages, duration in costs.tied_reduce_ns(num_replicas):
+        reduce[list(stages)] += duration
+    times = costs.alone if costs.layout.has_neighbours else costs.times
+    bound = lower_bound_ns(times, max(counts), reduce)
+    slots = conditions.compute_slots
+    if slots is not None:
+        bound = max(bound, int(stage_time_ns(times).sum()) * sum(counts) // slots)
+    return bound + costs.sections.commit_ns + optimizer_ns(costs, num_replicas, replace(conditions, slow=()))
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The answer for one shape. ``plan`` is complete: it can be written to a file and run.
+
+    ``ladder_s`` goes from pure work to the simulated mini-batch; its steps add up to ``expected.mini_batch_s``.
+    ``jitter`` has the spread of the mini-batch where draws were asked for; ``expected`` then has their mean.
+    """
+
+    plan: Plan
+    explanation: str
+    ladder_s: dict[str, float]
+    costs: StageCosts
+    rehearsal: Rehearsal
+    jitter: Spread | None = None
+
+    @property
+    def expected(self) -> Expectation:
+        """What the plan expects: time, rate, bound, memory and parts."""
+        return self.plan.expected
+
+    @property
+    def compute_slots(self) -> int | None:
+        """Tasks that can run at once on all workers together; None: one device per worker."""
+        return self.rehearsal.conditions.compute_slots
+
+    @cached_property
+    def timeline(self) -> pd.DataFrame:
+        """One row per task: replica, stage, task, micro_batch, start_s, end_s; without jitter.
+
+        Tasks are forward, recompute, backward, all_reduce, commit and optimizer; the last three have micro_batch -1.
+        """
+        from simulator.timeline import timeline_frame  # pandas is slow to import, and few ask
+
+        counts, conditions = self.plan.micro_batches_per_replica, self.rehearsal.conditions
+        played = self.rehearsal.played(self.costs, counts, keep_times=True)
+        after = finish(self.costs, played.last_backward_ns, conditions)
+        return timeline_frame(self.costs, counts, conditions, played, after)
+
+
+def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
+    """Turn one simulated shape into a plan with its orders, expectation and explanation."""
+    costs, counts, conditions = outcome.costs, outcome.counts, rehearsal.conditions
+    sections, times, placement = costs.sections, costs.times, costs.layout.placement
+    total_s = outcome.mini_batch_ns / 1e9
+    ends = (*costs.boundaries[1:], sections.num_sections)
+    plan = Plan(
+        fingerprint=sections.profile.job.fingerprint,
+        schedule=rehearsal.schedule,
+        micro_batch_size=sections.micro_batch_size,
+        num_micro_batches=sum(counts),
+        num_replicas=len(counts),
+        stages=tuple(
+            StagePlan(
+                first_section=first,
+                end_section=end,
+                window=int(times.window[stage]),
+                recompute=bool(times.recompute[stage]),
+            )
+            for stage, (first, end) in enumerate(zip(costs.boundaries, ends, strict=True))
+        ),
+        orders=dict(zip(counts, rehearsal.orders(costs, counts), strict=True)),
+        expected=Expectation(
+            mini_batch_s=total_s,
+            examples_per_s=sections.profile.job.batch_size / total_s,
+            lower_bound_s=bound_ns(costs, counts, conditions) / 1e9,
+            peak_memory_bytes=int(costs.memory_bytes.max()),
+            parts_s=_parts_s(outcome),
+        ),
+        node_sizes=placement.node_sizes if placement else (),
+        placement=placement.nodes if placement else (),
+    )
+    ladder = ladder_s(outcome, conditions)
+    return Simulation(plan, explain(ladder, plan), ladder, costs, rehearsal, outcome.spread)
+
+
+def _parts_s(outcome: Outcome) -> dict[str, float]:
+    """Seconds per worker, averaged over the P x D workers; what is left of the mini-batch is bubble."""
+    costs, counts = outcome.costs, outcome.counts
+    times = costs.times
+    per_replica = sum(counts) / len(counts)
+    parts_ns = {
+        "forward": per_replica * float(times.forward_ns.mean()),
+        "recompute": per_replica * float(np.where(times.recompute, times.recompute_ns, 0).mean()),
+        "backward": per_replica * float(times.backward_ns.mean()),
+        "all_reduce": float(outcome.after.reduce_ns.mean()),
+        "optimizer": float(costs.optimizer_ns.mean()),
+        "commit": float(costs.sections.commit_ns),
+    }
+    parts_ns["bubble"] = max(0.0, outcome.mini_batch_ns - sum(parts_ns.values()))
+    return {part: value / 1e9 for part, value in parts_ns.items()}

@@ -1,0 +1,79 @@
+"""Everything about where and how a shape runs that is not in the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from morph.contract.errors import PlanError
+
+AllReduceStart = Literal["overlapped", "late"]
+Slow = Mapping[int | tuple[int, int], float]
+NUM_DRAWS = 20
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """See the arguments of the same names of :func:`simulator.mini_batch.simulate`.
+
+    ``node_sizes``: GPUs of each node; None: every worker has a node of its own. ``slow`` holds (stage, replica or
+    None for all of them, factor).
+    """
+
+    compute_slots: int | None = None
+    node_sizes: tuple[int, ...] | None = None
+    share_links: bool = True
+    slow: tuple[tuple[int, int | None, float], ...] = ()
+    all_reduce: AllReduceStart = "overlapped"
+    jitter_seed: int | None = None
+    num_draws: int = NUM_DRAWS
+
+    def __post_init__(self) -> None:
+        if self.compute_slots is not None and self.compute_slots < 1:
+            raise PlanError("is too small", field="compute_slots", value=self.compute_slots, allowed="1 or more")
+        if self.compute_slots is not None and self.node_sizes is not None:
+            raise PlanError(
+                "puts all workers on one machine, so there are no nodes to place them on",
+                field="compute_slots",
+                value=self.compute_slots,
+                allowed="without nodes of several GPUs",
+            )
+        if self.num_draws < 1:
+            raise PlanError("is too small", field="num_draws", value=self.num_draws, allowed="1 or more")
+        if self.jitter_seed is not None and self.jitter_seed < 0:
+            raise PlanError("is too small", field="jitter_seed", value=self.jitter_seed, allowed="0 or more")
+        for stage, replica, factor in self.slow:
+            if not 0 < factor < float("inf"):
+                where = stage if replica is None else (stage, replica)
+                raise PlanError("is no factor", field="slow", value={where: factor}, allowed="factors above 0")
+
+    @property
+    def uneven(self) -> bool:
+        """Whether windows have to be judged by the full play: cores are shared, somebody is slow, or times vary."""
+        return self.compute_slots is not None or bool(self.slow) or self.jitter_seed is not None
+
+
+def slow_workers(slow: Slow | None) -> tuple[tuple[int, int | None, float], ...]:
+    """From ``{stage: factor, (stage, replica): factor}``."""
+    entries: list[tuple[int, int | None, float]] = []
+    for where, factor in (slow or {}).items():
+        stage, replica = (where, None) if isinstance(where, int) else where
+        entries.append((stage, replica, float(factor)))
+    return tuple(entries)
+
+
+def check_slow(slow: Sequence[tuple[int, int | None, float]], num_stages: int, num_replicas: int) -> None:
+    """Refuse a worker that the shape does not have.
+
+    Raises:
+        PlanError: naming it.
+    """
+    for stage, replica, _ in slow:
+        if not 0 <= stage < num_stages or not 0 <= (replica or 0) < num_replicas:
+            raise PlanError(
+                "the shape has no such worker",
+                field="slow",
+                value=stage if replica is None else (stage, replica),
+                allowed=f"stages 0 to {num_stages - 1}, replicas 0 to {num_replicas - 1}",
+            )

@@ -1,0 +1,179 @@
+"""Every shape of one profile at one m, each simulated at most once and only as far as its rank needs."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from morph.contract.errors import PlanError
+from morph.contract.plan import Schedule
+from morph.contract.profile import Profile
+from simulator.answer import bound_ns, deal
+from simulator.conditions import Conditions
+from simulator.costs import SectionCosts, StageCosts, stage_costs
+from simulator.finish import Finish
+from simulator.layout import Layout, lay_out
+from simulator.micro_batch import choose_micro_batch_size, num_micro_batches
+from simulator.objectives import Fastest, Objective, Shape
+from simulator.orders import WINDOW_SLOPES, stage_windows
+from simulator.outcome import Outcome, Rehearsal
+from simulator.partition import PartitionTable, partition_table
+
+_BOUND, _PLANNED, _KNOWN = 0, 1, 2
+
+
+class Sweep:
+    """Shapes of one profile at one m.
+
+    Args:
+        profile: What calibration measured.
+        schedule: "varuna", "gpipe" or "1f1b".
+        memory_bytes: Of one device; None: no limit.
+        micro_batch_size: m; None: fixed by the job, else chosen.
+        conditions: Where and how the shapes run.
+        recompute: Whether stages run the forward again.
+
+    Raises:
+        PlanError: no memory, or an m that cannot be.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        schedule: Schedule,
+        memory_bytes: int | None,
+        micro_batch_size: int | None,
+        conditions: Conditions,
+        *,
+        recompute: bool,
+    ) -> None:
+        if memory_bytes is not None and memory_bytes < 1:
+            raise PlanError("is too small", field="memory_bytes", value=memory_bytes, allowed="1 or more")
+        m = choose_micro_batch_size(profile, schedule, memory_bytes, micro_batch_size, recompute=recompute)
+        self.total = num_micro_batches(profile, m)
+        self.memory_bytes, self.rehearsal = memory_bytes, Rehearsal(schedule, conditions)
+        self.sections = SectionCosts(profile, m, recompute=recompute)
+        self.slopes = WINDOW_SLOPES if schedule == "varuna" else (1,)
+        self.tables: dict[int, PartitionTable] = {
+            slope: partition_table(
+                self.sections, schedule, num_micro_batches=self.total, slope=slope, memory_bytes=memory_bytes
+            )
+            for slope in self.slopes
+        }
+        table = self.tables[self.slopes[0]]
+        self.fitting = tuple(depth for depth in range(1, self.sections.num_sections + 1) if table.fits(depth))
+        self._stages: dict[tuple[object, ...], StageCosts] = {}
+        self._layouts: dict[Shape, Layout] = {}
+        self._bounds: dict[Shape, int] = {}
+        self._planned: dict[Shape, tuple[StageCosts, Finish]] = {}
+        self._outcomes: dict[Shape, Outcome] = {}
+
+    def depths(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> tuple[int, ...]:
+        """Every P to look at; raises PlanError when there is none."""
+        most = self.sections.num_sections
+        if num_gpus < 1:
+            raise PlanError("at least one GPU is needed", field="num_gpus", value=num_gpus, allowed="1 or more")
+        if num_replicas is not None and not 1 <= num_replicas <= min(num_gpus, self.total):
+            allowed = f"1 to {min(num_gpus, self.total)} ({num_gpus} GPUs, {self.total} micro-batches in a mini-batch)"
+            raise PlanError("is not possible", field="num_replicas", value=num_replicas, allowed=allowed)
+        largest = min(most, num_gpus // (num_replicas or 1))
+        if wanted is not None and not 1 <= wanted <= largest:
+            allowed = f"1 to {largest} ({most} sections, {num_gpus} GPUs, {num_replicas or 1} replicas)"
+            raise PlanError("is not possible", field="pipeline_depth", value=wanted, allowed=allowed)
+        depths = tuple(d for d in self.fitting if d <= largest and wanted in (None, d))
+        if not depths:
+            raise self._too_little_memory(num_gpus, largest if wanted is None else wanted, num_replicas or 1)
+        return depths
+
+    def best(self, shapes: Iterable[Shape], count: int, objective: Objective | None = None) -> list[Outcome]:
+        """The ``count`` best of these (P, D), best first; ties go to fewer workers, then to the shallower pipeline.
+
+        A shape is known first by its lower bound, then as planned, last under the conditions in which it will run.
+        Always the most promising one is taken further, until enough of the most promising are known for good.
+        """
+        aim = objective or Fastest()
+        found: list[Outcome] = []
+        heap: list[tuple[float, int, int, Shape]] = []
+
+        def push(shape: Shape, time_ns: int, known: int) -> None:
+            heapq.heappush(heap, (aim.cost(shape, time_ns / 1e9), known, shape[0] * shape[1], shape))
+
+        for shape in shapes:
+            push(shape, self._bound_ns(shape), _BOUND)
+        while heap and len(found) < count:
+            _, known, _, shape = heapq.heappop(heap)
+            if known == _BOUND:
+                push(shape, self._planned_ns(shape), _PLANNED)
+            elif known == _PLANNED:
+                push(shape, self.outcome(shape).mini_batch_ns, _KNOWN)
+            else:
+                found.append(self.outcome(shape))
+        return found
+
+    def outcome(self, shape: Shape) -> Outcome:
+        """One shape with its best window, under the conditions."""
+        if shape not in self._outcomes:
+            counts = deal(self.total, shape[1])
+            if shape in self._planned:
+                costs, planned = self._planned[shape]
+                self._outcomes[shape] = self.rehearsal.full(costs, counts, planned)
+            else:
+                self._outcomes[shape] = self.rehearsal.best_window(self._candidates(shape), counts)
+        return self._outcomes[shape]
+
+    def layout(self, shape: Shape) -> Layout:
+        """Where the workers of a shape run."""
+        if shape not in self._layouts:
+            self._layouts[shape] = lay_out(self.sections.profile.contention, *shape, self.rehearsal.conditions)
+        return self._layouts[shape]
+
+    def slopes_that_fit(self, depth: int) -> tuple[int, ...]:
+        """Window slopes with which a pipeline of this depth fits in memory."""
+        return tuple(slope for slope in self.slopes if self.tables[slope].fits(depth))
+
+    def _candidates(self, shape: Shape) -> list[StageCosts]:
+        """The stages of a shape with each window that fits."""
+        most = deal(self.total, shape[1])[0]
+        return [self._stage_costs(shape, most, slope) for slope in self.slopes_that_fit(shape[0])]
+
+    def _stage_costs(self, shape: Shape, most: int, slope: int) -> StageCosts:
+        depth, layout = shape[0], self.layout(shape)
+        where = float(layout.slowdown[0, 0]) if layout.placement is None else shape
+        key = (depth, min(most, slope * (depth - 1) + 1), slope, where)
+        if key not in self._stages:
+            schedule = self.rehearsal.schedule
+            windows = stage_windows(schedule, depth, most, slope)
+            boundaries = self.tables[slope].boundaries(depth)
+            self._stages[key] = stage_costs(self.sections, boundaries, windows, schedule, layout)
+        return self._stages[key]
+
+    def _bound_ns(self, shape: Shape) -> int:
+        if shape not in self._bounds:
+            candidates, counts = self._candidates(shape), deal(self.total, shape[1])
+            if self.memory_bytes is None:
+                candidates = candidates[-1:]  # the same stages under wider windows: never a higher bound
+            self._bounds[shape] = min(bound_ns(costs, counts, self.rehearsal.conditions) for costs in candidates)
+        return self._bounds[shape]
+
+    def _planned_ns(self, shape: Shape) -> int:
+        """As planned; where windows are judged under the conditions, no more is known than the bound."""
+        if self.rehearsal.conditions.uneven:
+            return self._bound_ns(shape)
+        if shape not in self._planned:
+            counts = deal(self.total, shape[1])
+            self._planned[shape] = self.rehearsal.planned_window(self._candidates(shape), counts)
+        return self._planned[shape][1].mini_batch_ns
+
+    def _too_little_memory(self, num_gpus: int, largest: int, num_replicas: int) -> PlanError:
+        table = self.tables[self.slopes[0]]
+        least_bytes = int(table.least_bytes[1 : largest + 1].min())
+        enough = [depth for depth in self.fitting if depth > largest]
+        how = f"at least {least_bytes} bytes per device"
+        if enough:
+            how += f", or at least {enough[0] * num_replicas} GPUs"
+        return PlanError(
+            f"the job does not fit in the memory of {num_gpus} devices",
+            field="memory_bytes",
+            value=self.memory_bytes,
+            allowed=how,
+        )

@@ -1,0 +1,203 @@
+"""Following a plan's orders: event for event as the SimPy model in which the executor's own OrderFollower decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from morph.contract.plan import Schedule
+from morph.runtime.order_follower import OrderFollower
+from simulator.engine import StageTimes, run_pipeline
+from simulator.following import LaneTimes, follow, lane_times
+from simulator.orders import fixed_order, stage_windows
+from simulator.simpy_following import follow_with_simpy
+
+SCHEDULES: list[Schedule] = ["varuna", "varuna", "varuna", "gpipe", "1f1b"]
+
+
+def random_stages(rng: np.random.Generator, num_stages: int, schedule: Schedule, most: int) -> StageTimes:
+    top = int(rng.choice([3, 10, 1000]))  # small numbers bring many simultaneous events
+    forward = rng.integers(1, top + 1, num_stages)
+    wires = [rng.integers(0, int(rng.choice([1, top, 3 * top])) + 1, num_stages) for _ in range(2)]
+    again = np.full(num_stages, rng.random() < 0.8)
+    again[-1] = again[-1] and schedule == "gpipe"
+    return StageTimes(
+        forward_ns=forward,
+        recompute_ns=forward.copy(),
+        backward_ns=rng.integers(1, 2 * top + 1, num_stages),
+        activation_ns=wires[0] + rng.integers(0, top + 1, num_stages),
+        gradient_ns=wires[1] + rng.integers(0, top + 1, num_stages),
+        window=np.array(stage_windows(schedule, num_stages, most, int(rng.choice([1, 2, 4])))),
+        recompute=again,
+        activation_wire_ns=wires[0],
+        gradient_wire_ns=wires[1],
+    )
+
+
+def jittered(values: np.ndarray, rng: np.random.Generator, most: int, least: int) -> np.ndarray:
+    """One time for each micro-batch."""
+    extra = rng.exponential(0.7 * max(1.0, float(values.mean())), (*values.shape[:2], most))
+    return np.maximum(least, values + np.rint(extra * rng.integers(0, 2, extra.shape))).astype(np.int64)
+
+
+def random_lanes(rng: np.random.Generator, times: StageTimes, counts: Sequence[int]) -> LaneTimes:
+    lanes = lane_times(times, len(counts))
+    nodes = rng.integers(0, int(rng.integers(1, 7)), lanes.node.shape) if rng.random() < 0.7 else lanes.node
+    lanes = replace(lanes, node=nodes, share_links=bool(rng.random() < 0.7))
+    if rng.random() < 0.5:
+        slow = rng.choice([1, 1, 2], lanes.node.shape)[:, :, None]
+        lanes = replace(lanes, forward_ns=lanes.forward_ns * slow, backward_ns=lanes.backward_ns * slow)
+    if rng.random() < 0.5:
+        most = max(counts)
+        lanes = replace(
+            lanes,
+            forward_ns=jittered(lanes.forward_ns, rng, most, 1),
+            recompute_ns=jittered(lanes.recompute_ns, rng, most, 1),
+            backward_ns=jittered(lanes.backward_ns, rng, most, 1),
+            activation_ns=jittered(lanes.activation_ns, rng, most, 0),
+            gradient_ns=jittered(lanes.gradient_ns, rng, most, 0),
+        )
+    return lanes
+
+
+def orders_of(times: StageTimes, counts: Sequence[int], schedule: Schedule) -> list[tuple[str, ...]]:
+    return [run_pipeline(times, (count,), schedule=schedule, keep_orders=True).orders[0] for count in counts]
+
+
+def makers(
+    orders: Sequence[Sequence[str]], times: StageTimes, schedule: Schedule
+) -> Callable[[int, int], OrderFollower]:
+    def make(stage: int, replica: int) -> OrderFollower:
+        window = int(times.window[stage])
+        return OrderFollower(orders[replica][stage], window, opportunistic=schedule == "varuna")
+
+    return make
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_every_task_starts_when_the_simpy_model_with_the_executors_follower_starts_it(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    schedule = SCHEDULES[seed % len(SCHEDULES)]
+    counts = tuple(int(count) for count in rng.integers(1, 10, int(rng.integers(1, 4))))
+    times = random_stages(rng, int(rng.integers(1, 6)), schedule, max(counts))
+    lanes, orders = random_lanes(rng, times, counts), orders_of(times, counts, schedule)
+    slots = int(rng.integers(1, 5)) if rng.random() < 0.3 else None
+    played = follow(lanes, orders, times.window, strict=schedule != "varuna", compute_slots=slots, keep_times=True)
+    oracle = follow_with_simpy(lanes, counts, makers(orders, times, schedule), slots)
+    for replica, stages in enumerate(oracle):
+        for stage, tasks in enumerate(stages):
+            assert played.orders[replica][stage] == "".join(letter for letter, _ in tasks)
+            assert played.start_ns[replica][stage].tolist() == [start for _, start in tasks]
+            durations = lanes.backward_ns[stage, replica]
+            end = tasks[-1][1] + int(durations[min(counts[replica], len(durations)) - 1])
+            assert played.last_backward_ns[stage, replica] == end
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_planned_to(seed: int) -> None:
+    rng = np.random.default_rng(5000 + seed)
+    schedule = SCHEDULES[seed % len(SCHEDULES)]
+    counts = (int(rng.integers(1, 30)),)
+    times = random_stages(rng, int(rng.integers(1, 9)), schedule, max(counts))
+    planned = run_pipeline(times, counts, schedule=schedule, keep_orders=True)
+    followed = follow(lane_times(times, 1), planned.orders, times.window, strict=schedule != "varuna", keep_times=True)
+    assert followed.orders == planned.orders
+    # The rules wait with a recompute until the gradient is known to come; who has an order need not.
+    assert (followed.last_backward_ns <= planned.last_backward_ns).all()
+    in_time = times.recompute_ns[:-1] <= times.backward_ns[1:] + times.gradient_ns[:-1]
+    if schedule != "varuna" or (in_time | ~times.recompute[:-1]).all():
+        assert followed.last_backward_ns.tolist() == planned.last_backward_ns.tolist()
+
+
+def two_senders(share: bool, nodes: list[list[int]]) -> LaneTimes:
+    """Two replicas of two stages; an activation takes 100 ns on the wire and 10 behind it."""
+    lanes = lane_times(
+        StageTimes(
+            forward_ns=np.array([10, 10]),
+            recompute_ns=np.array([10, 10]),
+            backward_ns=np.array([10, 10]),
+            activation_ns=np.array([110, 0]),
+            gradient_ns=np.array([0, 0]),
+            window=np.array([1, 1]),
+            recompute=np.array([False, False]),
+            activation_wire_ns=np.array([100, 0]),
+            gradient_wire_ns=np.array([0, 0]),
+        ),
+        2,
+    )
+    return replace(lanes, node=np.array(nodes), share_links=share)
+
+
+def second_stage_starts(lanes: LaneTimes) -> list[int]:
+    played = follow(lanes, [("FB", "FB")] * 2, [1, 1], keep_times=True)
+    return [int(played.start_ns[replica][1][0]) for replica in range(2)]
+
+
+def test_two_messages_that_leave_one_node_at_once_take_twice_the_wire_time() -> None:
+    assert second_stage_starts(two_senders(True, [[0, 0], [1, 2]])) == [220, 220]
+
+
+def test_two_messages_that_enter_one_node_at_once_take_twice_the_wire_time() -> None:
+    assert second_stage_starts(two_senders(True, [[0, 1], [2, 2]])) == [220, 220]
+
+
+def test_messages_of_other_nodes_within_a_node_or_without_sharing_are_not_held_up() -> None:
+    assert second_stage_starts(two_senders(True, [[0, 1], [2, 3]])) == [120, 120]
+    assert second_stage_starts(two_senders(True, [[0, 0], [0, 0]])) == [120, 120]
+    assert second_stage_starts(two_senders(False, [[0, 0], [1, 2]])) == [120, 120]
+
+
+def test_a_message_that_comes_later_shares_only_what_is_left() -> None:
+    lanes = two_senders(True, [[0, 0], [1, 2]])
+    later = replace(lanes, forward_ns=np.array([[[10], [60]], [[10], [10]]]))
+    # alone from 10 to 60, shared from 60 to 160, then the second one alone for its last 50
+    assert second_stage_starts(later) == [170, 220]
+
+
+def test_gradients_share_the_link_with_activations() -> None:
+    times = StageTimes(
+        forward_ns=np.array([10, 10, 10]),
+        recompute_ns=np.array([10, 10, 10]),
+        backward_ns=np.array([10, 10, 10]),
+        activation_ns=np.array([100, 100, 0]),
+        gradient_ns=np.array([100, 100, 0]),
+        window=np.array([5, 3, 1]),
+        recompute=np.zeros(3, np.bool_),
+        activation_wire_ns=np.array([100, 100, 0]),
+        gradient_wire_ns=np.array([100, 100, 0]),
+    )
+    lanes = lane_times(times, 1)
+    orders = orders_of(times, (6,), "varuna")
+    alone, shared = (follow(replace(lanes, share_links=share), orders, times.window) for share in (False, True))
+    assert shared.makespan_ns > alone.makespan_ns
+
+
+def test_a_late_gradient_lets_a_forward_go_first_and_the_order_is_left() -> None:
+    times = StageTimes(
+        forward_ns=np.array([10, 10]),
+        recompute_ns=np.array([10, 10]),
+        backward_ns=np.array([10, 10]),
+        activation_ns=np.array([0, 0]),
+        gradient_ns=np.array([0, 0]),
+        window=np.array([2, 1]),
+        recompute=np.array([True, False]),
+    )
+    orders = [("FRBFRB", "FBFB")]
+    lanes = lane_times(times, 1)
+    late = replace(lanes, gradient_ns=np.array([[[100, 0]], [[0, 0]]]))
+    # stage 0 runs its second forward while it waits for the first gradient
+    assert follow(late, orders, times.window, keep_times=True).orders[0][0] == "FFRBRB"
+    assert follow(late, orders, times.window, strict=True, keep_times=True).orders[0][0] == "FRBFRB"
+
+
+def test_gpipe_orders_that_wait_for_each_other_are_refused() -> None:
+    from morph.contract.errors import PlanError
+
+    times = random_stages(np.random.default_rng(0), 2, "gpipe", 2)
+    assert fixed_order("gpipe", 0, 2, 2, True) == "FFRBRB"
+    lanes = replace(lane_times(times, 1), recompute=np.array([False, False]))
+    with pytest.raises(PlanError, match="wait for each other"):
+        follow(lanes, [("FBFB", "FFBB")], [2, 2], strict=True)
