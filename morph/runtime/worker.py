@@ -12,19 +12,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from morph.contract.decided import Decided
-from morph.contract.errors import GenerationAborted, MorphError, PeerLost, ProfileError, WaitTimeout
+from morph.contract.errors import GenerationAborted, MorphError, PeerLost, WaitTimeout
 from morph.contract.messages import (
     Aborted,
     CommitOrder,
     Committed,
-    Evaluation,
     Failed,
     Heartbeat,
     Prepared,
@@ -35,27 +33,18 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.contract.timeline import StepTimeline
-from morph.cutting import cut, export_job
-from morph.data import MicroBatchLoader
-from morph.job import load_job
 from morph.runtime.channels import Channel, GroupSet, connect_store
 from morph.runtime.checkpoint_writer import CheckpointWriter
-from morph.runtime.evaluation import Evaluator
-from morph.runtime.executor import Executor, reduce_all
+from morph.runtime.executor import Executor
 from morph.runtime.faults import FaultPlan
 from morph.runtime.generation import Generation
 from morph.runtime.graveyard import Graveyard
 from morph.runtime.interrupt import Interrupt
 from morph.runtime.lifeline import hold_lifeline
-from morph.runtime.stage import Stage
 from morph.runtime.state_moves import MoveContext, start_sending, take_units
 from morph.runtime.topology import Topology, move_name, slot_of, topology
 from morph.runtime.unit_state import UnitState
-from morph.runtime.update_rules import update_rules
-
-if TYPE_CHECKING:
-    from morph.cutting.cut_model import CutModel
-    from morph.job import Job
+from morph.runtime.workload import load_workload
 
 log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
@@ -79,27 +68,8 @@ class Worker:
         try:
             torch.set_num_threads(setup.num_threads)
             self._setup = setup
-            self._device = torch.device(setup.device)
             self._faults = FaultPlan([fault for fault in setup.faults if fault.worker == setup.worker])
-            self._job: Job = load_job(setup.job_path)
-            self._rules = update_rules(self._job, self._device)
-            exported = export_job(self._job)
-            self._model: CutModel = cut(
-                exported, num_sections=setup.num_sections, micro_batch_size=setup.micro_batch_size
-            )
-            self._initial = exported.initial_parameters
-            if self._model.fingerprint != setup.fingerprint:
-                raise ProfileError(
-                    "the profile belongs to another model; calibrate again",
-                    source=setup.job_path,
-                    field="fingerprint",
-                    value=self._model.fingerprint,
-                    allowed=setup.fingerprint,
-                )
-            self._loader = MicroBatchLoader(
-                self._job.dataset(), self._job.seed, self._job.batch_size, setup.micro_batch_size
-            )
-            self._evaluator = Evaluator(self._job, self._model, self._device) if self._job.eval_data else None
+            self._workload = load_workload(setup)
             self._lifeline = hold_lifeline(setup.lifeline, setup.worker) if setup.lifeline else None
             self._writer = CheckpointWriter(setup.worker, setup.checkpoint_url, self._faults)
         except Exception as error:
@@ -169,7 +139,7 @@ class Worker:
         if order.generation <= self._aborted_generation:
             interrupt.abort()  # the abort came between the check and the new interrupt
         self._faults.reach("reshape")
-        layout = topology(order, self._model.units)
+        layout = topology(order, self._workload.units)
         groups = GroupSet(interrupt)
         try:
             return self._join(order, layout, groups, start_s)
@@ -189,7 +159,7 @@ class Worker:
             version=order.version,
             checkpoint_url=setup.checkpoint_url,
             held=self._held,
-            make_unit=self._make_unit(order),
+            make_unit=lambda unit: self._workload.make_unit(unit, order.plan.num_micro_batches),
             channel=lambda sender, receiver: self._move_channel(groups, order.generation, sender, receiver),
         )
         leaving = start_sending(order.sources, context)
@@ -212,22 +182,6 @@ class Worker:
     @staticmethod
     def _move_channel(groups: GroupSet, generation: int, sender: str, receiver: str) -> Channel:
         return groups.channel(move_name(generation, sender, receiver), sender)
-
-    def _make_unit(self, order: ReshapeOrder) -> Callable[[str], UnitState]:
-        by_id = {unit.id: unit for unit in self._model.units}
-
-        def make(name: str) -> UnitState:
-            unit = by_id[name]
-            return UnitState(
-                unit,
-                {parameter: self._initial[parameter].to(self._device) for parameter in unit.parameters},
-                self._job.optimizer,
-                num_micro_batches=order.plan.num_micro_batches,
-                exact=self._job.accumulation == "exact",
-                rules=self._rules,
-            )
-
-        return make
 
     def _roll_forward(self, units: dict[str, UnitState], version: int, decided: Decided | None) -> None:
         """Apply the held gradients of the step before ``version`` where that step was decided, and as decided."""
@@ -257,34 +211,18 @@ class Worker:
             if state.reduced is not None and state.reduced.overflowed:
                 state.rescale(state.reduced)
             state.reduced = None
-        evaluation = self._evaluate(current, order.step)
+        evaluation = self._workload.evaluate(current, order.step)
         return self._run_step(current, order).model_copy(update={"evaluation": evaluation})
-
-    def _evaluate(self, current: Generation, version: int) -> Evaluation | None:
-        return self._evaluator.run_if_due(current, version, self._model) if self._evaluator is not None else None
 
     def _run_step(self, current: Generation, order: StepOrder) -> Prepared:
         assert current.slot is not None
         units = current.units
         accumulators = {name: state.new_accumulator() for name, state in units.items()}
         by_parameter = {name: accumulators[unit] for unit, state in units.items() for name in state.parameters}
-        stage_plan = current.plan.stages[current.slot.stage]
-        stage = Stage(
-            self._model,
-            stage_plan.sections,
-            recompute=stage_plan.recompute,
-            parameters={name: tensor for state in units.values() for name, tensor in state.parameters.items()},
-            load_batch=lambda micro_batch, keys: self._load(order.step, micro_batch, keys),
-            seed=self._job.seed,
-            step=order.step,
-            precision=self._job.precision,
-        )
-        work = replace(current.stage_work(self._model), record_timeline=order.record_timeline)
-        executor = Executor(stage, work, current.neighbours(), current.interrupt, self._faults, self._device)
+        executor = self._workload.executor(current, order, self._faults)
         assert all(state.loss_scale == order.loss_scale for state in units.values()), "another loss scale is ordered"
         executor.run(by_parameter, 1.0 if order.loss_scale is None else order.loss_scale.factor)
-        rings = {name: current.ring_of(name) for name in units}
-        reduce_all(accumulators, rings, self._faults, executor.stopwatch)
+        self._workload.reduce(current, accumulators, self._faults, executor)
         executor.finish()
         for name, state in units.items():
             state.reduced = accumulators[name].finish(current.plan.num_micro_batches, order.step)
@@ -318,15 +256,11 @@ class Worker:
             spans=tuple(executor.stopwatch.spans),
         )
 
-    def _load(self, step: int, micro_batch: int, keys: Sequence[str]) -> dict[str, torch.Tensor]:
-        batch = self._loader.load(step, micro_batch, keys)
-        return {key: tensor.to(self._device) for key, tensor in batch.items()}
-
     def _commit(self, order: CommitOrder) -> Committed:
         self._faults.begin(order.version)
         current = self._enter(order.generation, order.version, order.decided)
         self._hand_over(current, order.checkpoint_units)
-        evaluation = self._evaluate(current, order.version)
+        evaluation = self._workload.evaluate(current, order.version)
         return Committed(
             worker=self._setup.worker, generation=order.generation, version=order.version, evaluation=evaluation
         )

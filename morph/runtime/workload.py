@@ -1,0 +1,47 @@
+"""What a worker trains, behind one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
+from morph.cutting.section import ParameterUnit
+from morph.runtime.accumulators import Accumulator
+from morph.runtime.executor import Executor
+from morph.runtime.faults import FaultPlan
+from morph.runtime.generation import Generation
+from morph.runtime.unit_state import UnitState
+
+
+class Workload(Protocol):
+    """Everything that a worker needs of a job, once the job is loaded. Used in the order lane alone."""
+
+    @property
+    def units(self) -> tuple[ParameterUnit, ...]:
+        """Every parameter unit of the model."""
+
+    def make_unit(self, unit: str, num_micro_batches: int) -> UnitState:
+        """A unit's state at version 0."""
+
+    def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
+        """Everything of one step up to its reductions, ready to run on this worker's stage."""
+
+    def reduce(
+        self, current: Generation, accumulators: Mapping[str, Accumulator], faults: FaultPlan, executor: Executor
+    ) -> None:
+        """Reduce the gradients of every unit that this worker holds. Raises as ``Interrupt.wait_for``."""
+
+    def evaluate(self, current: Generation, version: int) -> Evaluation | None:
+        """Evaluate a version that every unit is at; None when none is due, or not on a last stage."""
+
+
+def load_workload(setup: WorkerSetup) -> Workload:
+    """Make what a setup describes.
+
+    Raises:
+        InputError: on a wrong job, or one that the profile does not belong to.
+    """
+    from morph.runtime.job_workload import JobWorkload
+
+    return JobWorkload(setup)
