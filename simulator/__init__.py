@@ -1,10 +1,12 @@
 """Mini-batch simulator, planner and generators of profiles and traces. Pure: no torch, Ray, sockets or clock.
 
-``plan`` finds the best P x D for a number of GPUs, ``plan_table`` for every number up to one, ``simulate``
-answers for one shape.
+``plan`` finds the best P x D for a number of GPUs, ``plan_table`` and ``plan_frame`` for every number up to one,
+``simulate`` answers for one shape.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from simulator.answer import Simulation
 from simulator.mini_batch import simulate
@@ -12,4 +14,25 @@ from simulator.planner import PlanChoice, plan, plan_table
 from simulator.synthetic import synthetic_profile
 from simulator.trace_generator import generate_trace
 
-__all__ = ["PlanChoice", "Simulation", "generate_trace", "plan", "plan_table", "simulate", "synthetic_profile"]
+if TYPE_CHECKING:
+    from simulator.frames import plan_frame
+
+__all__ = [
+    "PlanChoice",
+    "Simulation",
+    "generate_trace",
+    "plan",
+    "plan_frame",
+    "plan_table",
+    "simulate",
+    "synthetic_profile",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """``plan_frame`` imports pandas, which is slow, and few ask for it."""
+    if name == "plan_frame":
+        from simulator.frames import plan_frame
+
+        return plan_frame
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

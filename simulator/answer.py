@@ -62,6 +62,10 @@ class Simulation:
         """What the plan expects: time, rate, bound, memory and parts."""
         return self.plan.expected
 
+    def with_note(self, sentence: str) -> Simulation:
+        """The same, with a sentence more in its explanation."""
+        return replace(self, explanation=f"{self.explanation} {sentence}") if sentence else self
+
     @property
     def compute_slots(self) -> int | None:
         """Tasks that can run at once on all workers together; None: one device per worker."""

@@ -41,13 +41,23 @@ class Objective(Protocol):
     def cost(self, shape: Shape, mini_batch_s: float) -> float:
         """Of a shape whose mini-batch takes so long."""
 
+    def value(self, shape: Shape, mini_batch_s: float) -> float:
+        """The same as a person wants to read it."""
 
+
+@dataclass(frozen=True)
 class Fastest:
     """Most examples per second."""
+
+    batch_size: int
 
     def cost(self, shape: Shape, mini_batch_s: float) -> float:  # noqa: ARG002 - the shape plays no part
         """Seconds of a mini-batch."""
         return mini_batch_s
+
+    def value(self, shape: Shape, mini_batch_s: float) -> float:  # noqa: ARG002 - the shape plays no part
+        """Examples per second."""
+        return self.batch_size / mini_batch_s
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,10 @@ class Cheapest:
     def cost(self, shape: Shape, mini_batch_s: float) -> float:
         """Dollars per example."""
         return self.usd_per_h(shape) / 3600 * mini_batch_s / self.batch_size
+
+    def value(self, shape: Shape, mini_batch_s: float) -> float:
+        """Dollars per example."""
+        return self.cost(shape, mini_batch_s)
 
 
 @dataclass(frozen=True)
@@ -97,9 +111,9 @@ class MostProgress:
 
     def cost(self, shape: Shape, mini_batch_s: float) -> float:
         """Seconds per example, pauses included."""
-        return 1.0 / self.progress(shape, mini_batch_s)
+        return 1.0 / self.value(shape, mini_batch_s)
 
-    def progress(self, shape: Shape, mini_batch_s: float) -> float:
+    def value(self, shape: Shape, mini_batch_s: float) -> float:
         """Examples per second, pauses included."""
         given = self.revocations
         used, per_s = self.num_used(shape), given.per_hour / 3600

@@ -42,6 +42,11 @@ class Outcome:
     spread: Spread | None = None
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(P, D)."""
+        return self.costs.times.num_stages, len(self.counts)
+
+    @property
     def mini_batch_ns(self) -> int:
         """What to expect of the mini-batch: the mean under jitter, if that was drawn."""
         return self.after.mini_batch_ns if self.spread is None else round(self.spread.mean_s * 1e9)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile
+from simulator.aims import Aim, objective_for
 from simulator.answer import Simulation, describe
-from simulator.conditions import Conditions
+from simulator.conditions import NUM_DRAWS, AllReduceStart, Conditions
+from simulator.memory import memory_sentence
+from simulator.objectives import PAUSE_S, REPLACEMENT_S, ObjectiveName, Price, Shape
+from simulator.placement import node_sizes
 from simulator.sweep import Sweep
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 NUM_RUNNERS_UP = 5
 
@@ -18,21 +28,50 @@ NUM_RUNNERS_UP = 5
 class PlanChoice:
     """The answer for one number of GPUs.
 
-    ``best_simulation`` has the explanation, ladder and timeline of ``best``. ``num_shapes`` counts the shapes
-    looked at; those whose lower bound was beaten already were not simulated.
+    ``simulations`` has the explanation, ladder and timeline of ``best`` and of each of the ``runners_up``, in their
+    order; ``values`` what the objective makes of each: examples per second, dollars per example, or examples per
+    second with pauses. ``num_shapes`` counts the shapes looked at; those whose lower bound was beaten already were not
+    simulated.
     """
 
-    best: Plan
-    runners_up: tuple[Plan, ...]
-    best_simulation: Simulation
+    simulations: tuple[Simulation, ...]
+    values: tuple[float, ...]
+    objective: ObjectiveName
     num_gpus: int
     num_shapes: int
+
+    @property
+    def best(self) -> Plan:
+        """The best plan."""
+        return self.simulations[0].plan
+
+    @property
+    def runners_up(self) -> tuple[Plan, ...]:
+        """The next best plans, of other shapes."""
+        return tuple(simulation.plan for simulation in self.simulations[1:])
+
+    @property
+    def best_simulation(self) -> Simulation:
+        """Of the best plan."""
+        return self.simulations[0]
+
+    @property
+    def num_idle(self) -> int:
+        """GPUs that the best plan leaves idle."""
+        return self.num_gpus - self.best.num_workers
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """The best shape and the runners-up, one row each; columns as in :func:`plan_frame`."""
+        from simulator.frames import choice_frame  # pandas is slow to import
+
+        return choice_frame(self)
 
 
 def plan(
     profile: Profile,
     *,
-    num_gpus: int,
+    num_gpus: int | None = None,
     memory_bytes: int | None = None,
     schedule: Schedule = "varuna",
     micro_batch_size: int | None = None,
@@ -41,37 +80,73 @@ def plan(
     num_replicas: int | None = None,
     num_runners_up: int = NUM_RUNNERS_UP,
     recompute: bool = True,
+    num_gpus_per_node: int | Sequence[int] | None = None,
+    share_links: bool = True,
+    all_reduce: AllReduceStart = "overlapped",
+    jitter_seed: int | None = None,
+    num_draws: int = NUM_DRAWS,
+    objective: ObjectiveName = "examples_per_s",
+    usd_per_gpu_hour: Price | None = None,
+    revocations_per_hour: float | None = None,
+    pause_s: float = PAUSE_S,
+    replacement_s: float = REPLACEMENT_S,
 ) -> PlanChoice:
-    """Find the shape with the most examples per second.
+    """Find the best shape for so many GPUs.
 
-    Every P from the smallest that fits in memory to min(K, G) is looked at, each with D = min(G // P, N).
+    Every P from the smallest that fits in memory to min(K, G) is looked at, each with D = min(G // P, N); for
+    other objectives than examples per second with every smaller D too.
 
     Args:
         profile: What calibration measured.
-        num_gpus: G.
+        num_gpus: G; may be left out where ``num_gpus_per_node`` lists the nodes.
         memory_bytes: Of one device; None: no limit.
         schedule: "varuna", "gpipe" or "1f1b".
         micro_batch_size: m; None: fixed by the job, else chosen. It does not depend on G.
-        compute_slots: Tasks that can run at once on all workers together; None: one device per worker.
+        compute_slots: Tasks that can run at once on all workers together, which share one machine; None: one
+            device per worker.
         pipeline_depth: Only this P.
         num_replicas: Only this D.
         num_runners_up: How many of the next best shapes to return.
         recompute: False: no stage runs the forward again; each keeps the activations in flight.
+        num_gpus_per_node: GPUs of every node, or of each one; None: every GPU is a node of its own.
+        share_links: Messages that leave or enter one node at the same time share its bandwidth.
+        all_reduce: See :func:`simulator.simulate`.
+        jitter_seed: Judge the shapes that the medians leave in the running by their mean over drawn mini-batches.
+        num_draws: How many mini-batches are drawn for each.
+        objective: "examples_per_s", "usd_per_example" or "progress" (see :mod:`simulator.objectives`).
+        usd_per_gpu_hour: Price, one for all nodes or by GPUs per node; for "usd_per_example".
+        revocations_per_hour: How often a node is revoked; for "progress".
+        pause_s: What a morph stops training for; for "progress".
+        replacement_s: From the revocation of a node until another one has taken its place; for "progress".
 
     Raises:
         PlanError: naming the argument and what would do, for example the least number of GPUs.
     """
-    conditions = Conditions(compute_slots=compute_slots)
+    sizes = _nodes(num_gpus, num_gpus_per_node)
+    gpus = sum(sizes) if num_gpus is None and sizes is not None else num_gpus
+    if gpus is None:
+        raise PlanError("is missing", field="num_gpus", allowed="a number, or a list of nodes")
+    conditions = Conditions(
+        compute_slots=compute_slots,
+        node_sizes=sizes,
+        share_links=share_links,
+        all_reduce=all_reduce,
+        jitter_seed=jitter_seed,
+        num_draws=num_draws,
+    )
+    aim = Aim(objective, usd_per_gpu_hour, revocations_per_hour, pause_s, replacement_s)
     sweep = Sweep(profile, schedule, memory_bytes, micro_batch_size, conditions, recompute=recompute)
-    depths = sweep.depths(num_gpus, pipeline_depth, num_replicas)
-    shapes = [(depth, num_replicas or min(num_gpus // depth, sweep.total)) for depth in depths]
-    ranked = sweep.best(shapes, 1 + num_runners_up)
+    shapes = _shapes(sweep, gpus, pipeline_depth, num_replicas, smaller=objective != "examples_per_s")
+    objectively = objective_for(aim, sweep, gpus)
+    ranked = sweep.best(shapes, 1 + num_runners_up, objectively)
     simulations = [describe(one, sweep.rehearsal) for one in ranked]
+    sentence = memory_sentence(sweep, shapes, ranked[0], objectively)
+    simulations[0] = simulations[0].with_note(sentence)
     return PlanChoice(
-        best=simulations[0].plan,
-        runners_up=tuple(simulation.plan for simulation in simulations[1:]),
-        best_simulation=simulations[0],
-        num_gpus=num_gpus,
+        simulations=tuple(simulations),
+        values=tuple(objectively.value(one.shape, one.mini_batch_ns / 1e9) for one in ranked),
+        objective=objective,
+        num_gpus=gpus,
         num_shapes=len(shapes),
     )
 
@@ -80,32 +155,70 @@ def plan_table(
     profile: Profile,
     max_gpus: int,
     *,
+    min_gpus: int = 1,
     memory_bytes: int | None = None,
     schedule: Schedule = "varuna",
     micro_batch_size: int | None = None,
     compute_slots: int | None = None,
     recompute: bool = True,
+    num_gpus_per_node: int | None = None,
+    share_links: bool = True,
 ) -> dict[int, Plan]:
-    """The best plan for every number of GPUs from 1 to ``max_gpus``; a number with which nothing fits is absent.
+    """The plan with most examples per second for every number of GPUs from ``min_gpus`` to ``max_gpus``.
 
-    Each entry is what :func:`plan` answers for that number; all of them have the same m.
+    A number with which nothing fits is absent. Each entry is what :func:`plan` answers for that number; all of
+    them have the same m.
 
     Raises:
-        PlanError: ``max_gpus`` below 1, or a micro-batch size that cannot be.
+        PlanError: a range without a number, or a micro-batch size that cannot be.
     """
     if max_gpus < 1:
         raise PlanError("is too small", field="max_gpus", value=max_gpus, allowed="1 or more")
-    conditions = Conditions(compute_slots=compute_slots)
-    sweep = Sweep(profile, schedule, memory_bytes, micro_batch_size, conditions, recompute=recompute)
-    described: dict[tuple[int, int], Plan] = {}
+    if not 1 <= min_gpus <= max_gpus:
+        raise PlanError("is out of range", field="min_gpus", value=min_gpus, allowed=f"1 to {max_gpus}")
+    settings = (schedule, memory_bytes, micro_batch_size)
+    conditions = Conditions(compute_slots=compute_slots, share_links=share_links)
+    sweep = Sweep(profile, *settings, conditions, recompute=recompute)
+    described: dict[Shape, Plan] = {}
     plans: dict[int, Plan] = {}
-    for num_gpus in range(1, max_gpus + 1):
+    for num_gpus in range(min_gpus, max_gpus + 1):
+        if num_gpus_per_node is not None:
+            described = {}  # the same shape lies elsewhere on other nodes
+            placed = Conditions(compute_slots, node_sizes(num_gpus, num_gpus_per_node), share_links)
+            sweep = sweep.under(placed)
         shapes = [(depth, min(num_gpus // depth, sweep.total)) for depth in sweep.fitting if depth <= num_gpus]
         if not shapes:
             continue
         one = sweep.best(shapes, 1)[0]
-        shape = (one.costs.times.num_stages, len(one.counts))
-        if shape not in described:
-            described[shape] = describe(one, sweep.rehearsal).plan
-        plans[num_gpus] = described[shape]
+        if one.shape not in described:
+            described[one.shape] = describe(one, sweep.rehearsal).plan
+        plans[num_gpus] = described[one.shape]
     return plans
+
+
+def _nodes(num_gpus: int | None, num_gpus_per_node: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """GPUs of each node, if that was said."""
+    if num_gpus_per_node is None:
+        return None
+    if num_gpus is not None:
+        sizes = node_sizes(max(1, num_gpus), num_gpus_per_node)
+        if sum(sizes) != max(1, num_gpus):
+            raise PlanError(
+                f"the nodes have {sum(sizes)} GPUs", field="num_gpus", value=num_gpus, allowed=f"{sum(sizes)}, or none"
+            )
+        return sizes
+    if isinstance(num_gpus_per_node, int):
+        raise PlanError("is missing", field="num_gpus", allowed="a number, or a list of nodes")
+    return node_sizes(sum(num_gpus_per_node), num_gpus_per_node)
+
+
+def _shapes(
+    sweep: Sweep, num_gpus: int, pipeline_depth: int | None, num_replicas: int | None, *, smaller: bool
+) -> list[Shape]:
+    """The (P, D) to look at."""
+    shapes = []
+    for depth in sweep.depths(num_gpus, pipeline_depth, num_replicas):
+        most = num_replicas or min(num_gpus // depth, sweep.total)
+        least = 1 if smaller and num_replicas is None else most
+        shapes += [(depth, replicas) for replicas in range(least, most + 1)]
+    return shapes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from copy import copy
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
@@ -54,14 +55,36 @@ class Sweep:
         self.memory_bytes, self.rehearsal = memory_bytes, Rehearsal(schedule, conditions)
         self.sections = SectionCosts(profile, m, recompute=recompute)
         self.slopes = WINDOW_SLOPES if schedule == "varuna" else (1,)
+        self._tabulate()
+        self._forget()
+
+    def under(self, conditions: Conditions) -> Sweep:
+        """The same sweep under other conditions."""
+        other = copy(self)
+        other.rehearsal = Rehearsal(self.rehearsal.schedule, conditions)
+        other._forget()
+        return other
+
+    def without_memory_limit(self) -> Sweep:
+        """The same sweep on devices with as much memory as it takes."""
+        other = copy(self)
+        other.memory_bytes = None
+        other._tabulate()
+        other._forget()
+        return other
+
+    def _tabulate(self) -> None:
+        schedule, limit = self.rehearsal.schedule, self.memory_bytes
         self.tables: dict[int, PartitionTable] = {
             slope: partition_table(
-                self.sections, schedule, num_micro_batches=self.total, slope=slope, memory_bytes=memory_bytes
+                self.sections, schedule, num_micro_batches=self.total, slope=slope, memory_bytes=limit
             )
             for slope in self.slopes
         }
         table = self.tables[self.slopes[0]]
         self.fitting = tuple(depth for depth in range(1, self.sections.num_sections + 1) if table.fits(depth))
+
+    def _forget(self) -> None:
         self._stages: dict[tuple[object, ...], StageCosts] = {}
         self._layouts: dict[Shape, Layout] = {}
         self._bounds: dict[Shape, int] = {}
@@ -91,7 +114,7 @@ class Sweep:
         A shape is known first by its lower bound, then as planned, last under the conditions in which it will run.
         Always the most promising one is taken further, until enough of the most promising are known for good.
         """
-        aim = objective or Fastest()
+        aim = objective or Fastest(self.sections.profile.job.batch_size)
         found: list[Outcome] = []
         heap: list[tuple[float, int, int, Shape]] = []
 
