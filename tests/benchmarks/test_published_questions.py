@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import published_questions
+from benchmarks.published_questions import TABLE_3, TABLE_7, Answer, best_shape, mean_error, shipped, table_3, table_7
+
+
+@pytest.fixture(scope="module")
+def answers() -> tuple[Answer, ...]:
+    return table_3(shipped("gpt2-2.5b"))
+
+
+def test_every_published_row_is_answered(answers: tuple[Answer, ...]) -> None:
+    assert [(answer.shape, answer.published) for answer in answers] == list(TABLE_3.items())
+    assert all(0.3 < answer.ratio < 3 for answer in answers)
+
+
+def test_no_anchor_is_a_question_of_table_3_and_each_is_one_row_of_table_7(answers: tuple[Answer, ...]) -> None:
+    assert not any(answer.is_anchor for answer in answers)
+    assert [(answer.question[:10], answer.shape) for answer in table_7() if answer.is_anchor] == [
+        ("GPT-2 8.3B", (18, 4)),
+        ("GPT-2 2.5B", (9, 7)),
+    ]
+    assert len(table_7()) == sum(map(len, TABLE_7.values()))
+
+
+def test_the_deep_pipeline_loses_as_published(answers: tuple[Answer, ...]) -> None:
+    rate = {answer.shape: answer.answered for answer in answers}
+    assert rate[18, 2] < 0.9 * min(rate[6, 6], rate[9, 4])
+    assert rate[18, 5] < 0.9 * min(rate[6, 16], rate[9, 11])
+
+
+def test_the_best_shape_is_of_the_asked_number_of_gpus(answers: tuple[Answer, ...]) -> None:
+    assert best_shape(answers, 36, "published") == (6, 6)
+    assert best_shape(answers, 100, "published") == (9, 11)
+    assert best_shape(answers, 36, "answered") in TABLE_3
+
+
+def test_an_anchor_does_not_count_as_a_prediction() -> None:
+    rows = [Answer("a", (1, 1), 1.0, 1.1), Answer("b", (1, 1), 1.0, 1.0, is_anchor=True), Answer("c", (1, 1), 2.0, 1.4)]
+    assert mean_error(rows) == (pytest.approx(0.2), pytest.approx(0.3))
+
+
+def test_the_command_prints_every_table_beside_the_published_values(capsys: pytest.CaptureFixture[str]) -> None:
+    published_questions.main()
+    printed = capsys.readouterr().out
+    assert printed.count("anchor, no prediction") == 2
+    assert printed.count("Table 3") == 2
+    for value in ("164.3", "0.426", "35.9", "390"):
+        assert value in printed
