@@ -1,0 +1,65 @@
+"""The notebook runs from top to bottom in a fresh kernel of this interpreter."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from traitlets.config import Config
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "plan_a_job.ipynb"
+CELL_TIMEOUT_S = 90
+
+
+@pytest.fixture(scope="module")
+def executed() -> nbformat.NotebookNode:
+    """The notebook with outputs. Kernel and client talk through files, and leave nothing behind."""
+    with tempfile.TemporaryDirectory(prefix="kernel") as folder:  # a short path: a socket's name has few characters
+        own = {"IPYTHONDIR": f"{folder}/ipython", "JUPYTER_RUNTIME_DIR": folder}
+        backend = "module://matplotlib_inline.backend_inline"
+        client = NotebookClient(
+            nbformat.read(NOTEBOOK, as_version=4),
+            timeout=CELL_TIMEOUT_S,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(NOTEBOOK.parent)}},
+            config=Config(KernelManager={"transport": "ipc", "connection_file": f"{folder}/kernel.json"}),
+        )
+        return client.execute(env={**os.environ, **own, "MPLBACKEND": backend})
+
+
+def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+@pytest.mark.system
+def test_every_cell_runs_and_says_nothing_on_stderr(executed: nbformat.NotebookNode) -> None:
+    ran = [cell.execution_count for cell in executed.cells if cell.cell_type == "code"]
+    assert ran == list(range(1, len(ran) + 1))
+    assert [output.text for output in outputs(executed) if output.get("name") == "stderr"] == []
+
+
+@pytest.mark.system
+def test_it_shows_the_curves_the_timeline_and_the_ladder(executed: nbformat.NotebookNode) -> None:
+    pictures = [output for output in outputs(executed) if "image/png" in output.get("data", {})]
+    assert len(pictures) == 3
+    tables = [output.data["text/plain"] for output in outputs(executed) if "text/html" in output.get("data", {})]
+    assert [word in table for word, table in zip(("6x6", "USD per million", "imbalance"), tables, strict=True)] == [
+        True,
+        True,
+        True,
+    ]
+
+
+def test_it_is_kept_without_outputs_and_without_paths_of_a_machine() -> None:
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    notebook = nbformat.reads(text, as_version=4)
+    nbformat.validate(notebook)
+    assert outputs(notebook) == []
+    assert all(cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
+    assert re.findall(r"""["'(](?:/|[A-Z]:\\\\)\w+""", text) == []
+    assert notebook.metadata.kernelspec.name == "python3"
