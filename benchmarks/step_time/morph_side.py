@@ -92,10 +92,14 @@ class MorphSide:
 
     def begin(self, shape: Shape) -> None:
         """Form a generation of this shape with the job's initial state."""
-        self._generation += 1
         m = self._model.micro_batch_size
-        plan = make_plan(shape, self._model.fingerprint, len(self._model.sections), m, self._job.batch_size // m)
-        places = [(stage, replica) for replica in range(shape.num_replicas) for stage in range(shape.num_stages)]
+        count = self._job.batch_size // m
+        self.begin_plan(make_plan(shape, self._model.fingerprint, len(self._model.sections), m, count))
+
+    def begin_plan(self, plan: Plan) -> None:
+        """The same with a plan from elsewhere."""
+        self._generation += 1
+        places = [(stage, replica) for replica in range(plan.num_replicas) for stage in range(len(plan.stages))]
         slots = tuple(Slot(worker=f"w{i}", stage=s, replica=r) for i, (s, r) in enumerate(places))
         sources = tuple(
             Source(worker=slot.worker, unit=unit.id, kind="initial")

@@ -1,0 +1,109 @@
+"""Expected against measured mini-batch time with real compute, for the shapes that fit two cores.
+
+    python benchmarks/step_time/expected.py configs/jobs/gpt2_stdlib.py:job --rounds 5 --steps 4
+
+Calibrates the job, asks the simulator for each shape with two compute slots (all workers share this machine), and
+trains it with Morph's workers. All shapes take turns, in an order drawn anew in each round. The profile is measured
+in the same run: what the machine does between the two is part of the error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from morph_side import MorphSide
+
+from calibrate import calibrate
+from morph.contract.plan import Plan, Schedule
+from morph.contract.profile import Profile
+from morph.cutting import cut, export_job
+from morph.job import load_job
+from simulator import simulate
+
+NUM_CORES = 2
+
+
+@dataclass
+class Shape:
+    """One row: what was asked of the simulator, and what was measured."""
+
+    name: str
+    plan: Plan
+    step_s: list[float] = field(default_factory=list)
+
+    @property
+    def error(self) -> float:
+        """Expected over measured, less one."""
+        return self.plan.expected.mini_batch_s / statistics.median(self.step_s) - 1
+
+
+def shapes(profile: Profile) -> Iterator[Shape]:
+    def plan(num_stages: int, num_replicas: int, schedule: Schedule = "varuna", *, recompute: bool = True) -> Plan:
+        return simulate(
+            profile,
+            num_stages=num_stages,
+            num_replicas=num_replicas,
+            schedule=schedule,
+            recompute=recompute,
+            compute_slots=NUM_CORES,
+        ).plan
+
+    yield Shape("1x1", plan(1, 1))
+    yield Shape("1x2", plan(1, 2))
+    schedules: tuple[Schedule, ...] = ("varuna", "1f1b", "gpipe")
+    for schedule in schedules:
+        yield Shape(f"2x1 {schedule}", plan(2, 1, schedule))
+        yield Shape(f"2x1 {schedule}, no recompute", plan(2, 1, schedule, recompute=False))
+
+
+def report(measured: list[Shape]) -> None:
+    print("\n| shape | measured, median | spread | expected | error |\n|---|---|---|---|---|")
+    for shape in measured:
+        median_s = statistics.median(shape.step_s)
+        spread = (max(shape.step_s) - min(shape.step_s)) / median_s
+        expected_ms = shape.plan.expected.mini_batch_s * 1e3
+        print(f"| {shape.name} | {median_s * 1e3:.0f} ms | {spread:.0%} | {expected_ms:.0f} ms | {shape.error:+.1%} |")
+    errors = [abs(shape.error) for shape in measured]
+    print(f"\nerror: {statistics.mean(errors):.1%} on average, {max(errors):.1%} at worst")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", help="path/to/file.py:name")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
+    options = parser.parse_args()
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    profile = calibrate(options.job)
+    slower = ", ".join(f"{entry.num_busy} at once x{entry.factor:.2f}" for entry in profile.contention)
+    print(f"calibrated; tasks beside each other: {slower or 'no slower'}; load {os.getloadavg()[0]:.1f}")
+    job = load_job(options.job)
+    measured = list(shapes(profile))
+    model = cut(export_job(job), num_sections=profile.num_sections, micro_batch_size=measured[0].plan.micro_batch_size)
+    with tempfile.TemporaryDirectory() as directory:
+        side = MorphSide(options.job, model, directory)
+        turns = random.Random(options.seed)
+        for round_index in range(options.rounds):
+            for shape in turns.sample(measured, len(measured)):
+                side.begin_plan(shape.plan)
+                side.steps(1)
+                begin_s = time.perf_counter()
+                side.steps(options.steps)
+                shape.step_s.append((time.perf_counter() - begin_s) / options.steps)
+            print(f"round {round_index + 1} of {options.rounds} done", file=sys.stderr)
+        side.end()
+    print(f"{options.rounds} rounds of 1 + {options.steps} steps, load at the end {os.getloadavg()[0]:.1f}")
+    report(measured)
+
+
+if __name__ == "__main__":
+    main()
