@@ -26,7 +26,7 @@ Progress = Callable[[str, float], None]
 
 _SECONDS_PER_SIZE = 6.0
 _SECONDS_PER_UNIT = 1.0
-_SIZES_TO, _UNITS_TO, _CONTENTION_TO = 0.45, 0.5, 0.65
+_SIZES_TO, _UNITS_TO = 0.45, 0.5
 _OUT_OF_MEMORY = ("OutOfMemoryError", "DefaultCPUAllocator")
 
 
@@ -75,7 +75,7 @@ def measure_compute(
         sizes: m, ascending.
         stop_early: End the sizes where nothing is gained, or where memory ends.
         num_samples: Samples of each time, at most.
-        progress: Told at the start of each part; shares from 0.2 to 0.65.
+        progress: Told at the start of each part; shares from 0.2 to 0.5.
 
     Raises:
         JobError: the first size does not fit into memory.
@@ -90,7 +90,6 @@ def measure_compute(
     contention: tuple[Contention, ...] = ()
     if subject.device.type == "cpu":
         contention = measure_contention(subject, newest.heaviest(), newest.model.micro_batch_size, num_cores())
-    progress("computing with busy neighbours", _CONTENTION_TO)
     return Compute(tuple(measured), units, contention)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ CALIBRATE_HELP = """Measure a job once on this machine, section by section, and 
       morph calibrate configs/jobs/tiny_gpt.py:job --add-node-type small --profile profile.json
 """
 DEFAULT_OUTPUT = Path("profile.json")
+_BUSY_SHARE = 0.5
 _PLACES = {
     "device": ("morph calibrate", "--device"),
     "checkpoint_url": ("morph calibrate", "--checkpoint-url"),
@@ -78,6 +80,7 @@ def calibrate_command(
     path = output or profile or DEFAULT_OUTPUT
     check_output(path)
     known = load_profile(profile) if profile is not None else None
+    busy = _busy_note()
     begun_s = time.monotonic()
 
     def measure(progress: Callable[[str, float], None]) -> Profile:
@@ -100,10 +103,21 @@ def calibrate_command(
         found = _with_bar(measure, Console(file=sys.stderr))
     write_profile(found, path, as_read=known is not None)
     _show(found, node_type)
+    if busy is not None:
+        print(busy, file=sys.stderr)
     print(f"measured in {time.monotonic() - begun_s:.0f} s; written: {path}")
 
 
 calibrate_command.__doc__ = CALIBRATE_HELP
+
+
+def _busy_note() -> str | None:
+    """What to tell when other work takes much of the machine: it shares caches and clock with what is measured."""
+    num_cores = os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    if load <= _BUSY_SHARE * num_cores:
+        return None
+    return f"warning: this machine was busy (load {load:.1f} on {num_cores} cores): times may have come out too long"
 
 
 def _check_options(node_type: str | None, profile: Path | None, others: Mapping[str, object]) -> None:

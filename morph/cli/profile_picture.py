@@ -13,7 +13,7 @@ from morph.contract.errors import ProfileError
 from morph.contract.profile import LinkProfile, Profile, SectionProfile, Timing
 
 _COLOURS = ("#1d4e89", "#d1495b", "#2e8b57", "#e3a018", "#7b4fa3", "#3aa6b9", "#8c564b", "#6b705c")
-_BAND = 0.15
+_ERROR, _BAND = "#333333", 0.15
 _MAX_KINDS = len(_COLOURS)
 
 
@@ -50,19 +50,34 @@ def _draw_compute(
     axes: Any, profile: Profile, title: str, times_of: Callable[[SectionProfile], dict[int, Timing]]
 ) -> None:
     sizes = profile.micro_batch_sizes
-    kinds = sorted(kinds_of(profile), key=lambda kind: times_of(kind[0])[sizes[-1]].median_s, reverse=True)
-    for group, colour in zip(kinds[:_MAX_KINDS], _COLOURS, strict=False):
-        times = times_of(group[0])
-        name = f"section{'s' * (len(group) > 1)} {places_text(group)}"
-        _draw_line(axes, sizes, [times[m] for m in sizes], colour, name, per=sizes)
+    kinds = sorted(kinds_of(profile), key=lambda kind: _task_s(kind[0], sizes[-1]), reverse=True)
+    named = {f"section{'s' * (len(kind) > 1)} {places_text(kind)}": times_of(kind[0]) for kind in kinds[:_MAX_KINDS]}
     axes.set_title(title + (f" (the {_MAX_KINDS} heaviest kinds)" if len(kinds) > _MAX_KINDS else ""), loc="left")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(m) for m in sizes])
-    axes.minorticks_off()
-    axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
+    if len(sizes) == 1:
+        _draw_bars(axes, named, sizes[0])
+    else:
+        for (name, times), colour in zip(named.items(), _COLOURS, strict=False):
+            _draw_line(axes, sizes, [times[m] for m in sizes], colour, name, per=sizes)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(m) for m in sizes])
+        axes.minorticks_off()
+        axes.set_xlabel("micro-batch size m")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("micro-batch size m")
     _finish(axes, "time per sample")
+
+
+def _draw_bars(axes: Any, named: dict[str, dict[int, Timing]], m: int) -> None:
+    """One m: a bar for each kind, with the middle 90 % of its samples."""
+    times = [by_size[m] for by_size in named.values()]
+    medians = [time.median_s / m for time in times]
+    low = [median - _quantile(time, 0.05) / m for time, median in zip(times, medians, strict=True)]
+    high = [_quantile(time, 0.95) / m - median for time, median in zip(times, medians, strict=True)]
+    axes.bar(list(named), medians, 0.5, color=_COLOURS[: len(named)], yerr=(low, high), capsize=4, ecolor=_ERROR)
+    axes.set_xlabel(f"m = {m}")
+
+
+def _task_s(section: SectionProfile, m: int) -> float:
+    return section.forward[m].median_s + section.backward[m].median_s
 
 
 def _draw_links(axes: Any, profile: Profile) -> None:
@@ -78,8 +93,7 @@ def _draw_links(axes: Any, profile: Profile) -> None:
             _draw_line(axes, sizes, [entry.time for entry in ordered], next(colours), name + where)
     axes.set_title("one message, send to receipt" + (" (any two nodes alike)" if same else ""), loc="left")
     _byte_axis(axes)
-    axes.set_yscale("log")
-    _finish(axes, "time")
+    _finish(axes, "time", logarithmic=True)
 
 
 def _draw_all_reduces(axes: Any, profile: Profile) -> None:
@@ -93,11 +107,10 @@ def _draw_all_reduces(axes: Any, profile: Profile) -> None:
         style = ("-", "--", ":", "-.")[counts.index(count) % 4]
         name = f"D={ring}, {count} in flight"
         colour = _COLOURS[rings.index(ring) % len(_COLOURS)]
-        _draw_line(axes, sizes, [times[size] for size in sizes], colour, name, style)
+        _draw_line(axes, sizes, [times[size] for size in sizes], colour, name, style, band=count == counts[0])
     axes.set_title("all-reduce AR(D)" if lines else "all-reduce: not measured", loc="left")
     _byte_axis(axes)
-    axes.set_yscale("log")
-    _finish(axes, "time")
+    _finish(axes, "time", logarithmic=True)
 
 
 def _draw_line(
@@ -107,11 +120,15 @@ def _draw_line(
     colour: str,
     name: str,
     style: str = "-",
+    *,
     per: Sequence[int] | None = None,
+    band: bool = True,
 ) -> None:
     shares = [1.0 / number for number in per] if per else [1.0] * len(times)
     medians = [time.median_s * share for time, share in zip(times, shares, strict=True)]
     axes.plot(places, medians, style, color=colour, marker="o", markersize=4, linewidth=1.5, label=name)
+    if not band:
+        return
     low = [_quantile(time, 0.05) * share for time, share in zip(times, shares, strict=True)]
     high = [_quantile(time, 0.95) * share for time, share in zip(times, shares, strict=True)]
     axes.fill_between(places, low, high, color=colour, alpha=_BAND, linewidth=0)
@@ -134,12 +151,17 @@ def _byte_axis(axes: Any) -> None:
     axes.set_xlabel("size")
 
 
-def _finish(axes: Any, label: str) -> None:
-    from matplotlib.ticker import FuncFormatter
+def _finish(axes: Any, label: str, *, logarithmic: bool = False) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    if logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: time_text(value) if value > 0 else "0"))
     axes.set_ylabel(label)
     axes.grid(which="major", linewidth=0.4, alpha=0.5)
+    axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     if axes.get_legend_handles_labels()[1]:

@@ -25,7 +25,7 @@ def spread_text(timing: Timing) -> str:
     text = time_text(timing.median_s)
     number, unit = text.split()
     scale = timing.median_s / float(number) if timing.median_s and float(number) else 1.0
-    return f"{number} ±{timing.mad_s / scale:.1g} {unit}"
+    return f"{number} ±{float(f'{timing.mad_s / scale:.1g}'):g} {unit}"
 
 
 def kinds_of(profile: Profile) -> list[list[SectionProfile]]:
@@ -116,7 +116,9 @@ def fact_table(profile: Profile) -> Table:
         "slower beside busy neighbours": contention_text(profile.contention),
         "commit": spread_text(profile.commit),
         "optimizer, all sections": time_text(sum(section.optimizer_step.median_s for section in profile.sections)),
-        "state": size_text(sum(section.parameter_bytes + section.optimizer_bytes for section in profile.sections)),
+        "parameters and optimizer state": size_text(
+            sum(section.parameter_bytes + section.optimizer_bytes for section in profile.sections)
+        ),
         "checkpoint write, upload": f"{_speed(profile.checkpoint_write_bytes_per_s)}, "
         f"{_speed(profile.checkpoint_upload_bytes_per_s)}",
         "device to host": _speed(profile.host_copy_bytes_per_s),
@@ -165,21 +167,22 @@ def node_type_table(profile: Profile) -> Table:
     table = Table(title="node types", title_justify="left")
     for name in ("type", "device"):
         table.add_column(name, overflow="fold")
-    for m in profile.micro_batch_sizes:
-        table.add_column(f"forward, m={m}", justify="right")
-        table.add_column(f"backward, m={m}", justify="right")
-    for name in ("links", "slower beside others"):
+    for name in ("m", "forward", "backward"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("links", "beside busy neighbours"):
         table.add_column(name)
     shown = {"(this profile)": profile} | {
         node_type.name: profile.for_node_type(node_type.name) for node_type in profile.node_types
     }
     for name, there in shown.items():
-        times = []
+        own_links = there is profile or there.intra_node != profile.intra_node
+        last = ["own" if own_links else "as in the profile", contention_text(there.contention)]
+        first = [name, there.environment.device]
         for m in profile.micro_batch_sizes:
-            times.append(time_text(sum(section.forward[m].median_s for section in there.sections)))
-            times.append(time_text(sum(section.backward[m].median_s for section in there.sections)))
-        links = "own" if there.intra_node != profile.intra_node or there is profile else "as in the profile"
-        table.add_row(name, there.environment.device, *times, links, contention_text(there.contention))
+            forward_s = sum(section.forward[m].median_s for section in there.sections)
+            backward_s = sum(section.backward[m].median_s for section in there.sections)
+            table.add_row(*first, str(m), time_text(forward_s), time_text(backward_s), *last)
+            first, last = ["", ""], ["", ""]
     return table
 
 

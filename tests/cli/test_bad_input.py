@@ -273,7 +273,10 @@ def test_a_profile_without_the_models_units_is_refused(given: Given) -> None:
 @pytest.mark.parametrize(
     ("edit", "problem"),
     [
-        (lambda data: data.update(schema_version=2), "schema_version: Input should be 1 (got 2)"),
+        (
+            lambda data: data.update(schema_version=2),
+            "schema_version: written by a newer Morph: schema_version 2; this one reads 1",
+        ),
         (
             lambda data: data["sections"][0]["forward"]["2"].update(median_s=-1.0),
             "sections.0.forward.2.median_s: Input should be greater than or equal to 0 (got -1.0)",

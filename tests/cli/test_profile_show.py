@@ -94,7 +94,7 @@ def test_sections_of_one_kind_are_one_group_wherever_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("median_s", "mad_s", "text"),
-    [(1.5e-3, 2e-5, "1.5 ±0.02 ms"), (2.0, 0.5, "2 ±0.5 s"), (0.0, 0.0, "0 ±0 ns"), (3.21e-5, 1e-6, "32.1 ±1 us")],
+    [(1.5e-3, 2e-5, "1.5 ±0.02 ms"), (2.0, 0.5, "2 ±0.5 s"), (0.0, 0.0, "0 ±0 ns"), (3.21e-5, 1.2e-5, "32.1 ±10 us")],
 )
 def test_a_time_and_its_spread_have_one_unit(median_s: float, mad_s: float, text: str) -> None:
     assert spread_text(Timing(median_s=median_s, mad_s=mad_s, num_samples=3)) == text
