@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field
 
 from morph.contract.base import Value
 from morph.contract.decided import Decided, LossScale
+from morph.contract.emulation import EmulatedDevice
 from morph.contract.plan import Plan
 from morph.contract.timeline import StepTimeline
 
@@ -68,6 +69,7 @@ class WorkerSetup(Value):
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int = Field(default=1, ge=1)
     faults: tuple[Fault, ...] = ()
+    emulation: EmulatedDevice | None = Field(default=None, description="take these times; there is no job to load")
 
 
 class Slot(Value):
@@ -189,6 +191,9 @@ class ComputeTimes(Value):
     reduce_s: float = Field(ge=0)
     wait_s: float = Field(ge=0, description="idle within the step")
     step_s: float = Field(ge=0, description="whole step, start to reduced")
+    late_s: float = Field(
+        default=0.0, ge=0, description="of an emulated device: the most by which a task ended late, the host being busy"
+    )
 
 
 class Prepared(Value):

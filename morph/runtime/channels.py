@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,28 @@ def first_clause(error: BaseException) -> str:
     if text.startswith("["):
         text = text.partition("] ")[2]
     return text.partition(". ")[0][:200]
+
+
+class Transfer(Protocol):
+    """A transfer under way; ``done_at_s`` is on the clock of ``time.perf_counter``."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+
+    @property
+    def done_at_s(self) -> float:
+        """When it was done."""
+
+    def wait(self, what: str, timeout_s: float = GROUP_TIMEOUT_S) -> float:
+        """Block until done; return the seconds waited. Raises as ``Interrupt.wait_for``."""
+
+
+class Carrier(Protocol):
+    """One direction between two workers."""
+
+    def transfer(self, tensor: Tensor) -> Transfer:
+        """Send or receive into one contiguous CPU tensor; returns at once."""
 
 
 class Pending:

@@ -13,12 +13,12 @@ from morph.contract.messages import ComputeTimes, MicroBatchLoss
 from morph.contract.timeline import Peaks, Span, SpanKind
 from morph.cutting.cut_model import BoundaryTensor
 from morph.runtime.accumulators import Accumulator
-from morph.runtime.channels import GROUP_TIMEOUT_S, Channel, Pending, Ring
+from morph.runtime.channels import GROUP_TIMEOUT_S, Carrier, Pending, Ring
 from morph.runtime.faults import FaultPlan
 from morph.runtime.interrupt import Interrupt
 from morph.runtime.links import Interval, Receiver, Sender
 from morph.runtime.order_follower import OrderFollower, Task
-from morph.runtime.stage import Stage
+from morph.runtime.stage import StageTasks
 
 _SPAN_KINDS: dict[Task, SpanKind] = {
     Task.FORWARD: "forward",
@@ -31,10 +31,10 @@ _SPAN_KINDS: dict[Task, SpanKind] = {
 class Neighbours:
     """Channels to the stages before and behind; None at the pipeline's ends."""
 
-    activations_in: Channel | None
-    gradients_out: Channel | None
-    activations_out: Channel | None
-    gradients_in: Channel | None
+    activations_in: Carrier | None
+    gradients_out: Carrier | None
+    activations_out: Carrier | None
+    gradients_in: Carrier | None
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Stopwatch:
     start_s: float = field(default_factory=time.perf_counter)
     spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("F", "R", "B", "reduce", "wait"), 0.0))
     spans: list[Span] = field(default_factory=list)
+    late_s: float = 0.0
+    """Of an emulated device: the most by which a task of the step ended late, because the host was busy."""
 
     def record(self, kind: SpanKind, micro_batch: int | None, start_s: float, end_s: float) -> None:
         """Keep a span of the timeline, if one is asked for."""
@@ -79,6 +81,7 @@ class Stopwatch:
             reduce_s=self.spent_s["reduce"],
             wait_s=self.spent_s["wait"],
             step_s=time.perf_counter() - self.start_s,
+            late_s=self.late_s,
         )
 
 
@@ -87,7 +90,7 @@ class Executor:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: StageTasks,
         work: StageWork,
         neighbours: Neighbours,
         interrupt: Interrupt,
@@ -112,7 +115,7 @@ class Executor:
         self.stopwatch = Stopwatch(recording=work.record_timeline)
         self._peak_in_flight = self._peak_live = 0
 
-    def _receiver(self, channel: Channel | None, specs: Sequence[BoundaryTensor], count: int) -> Receiver | None:
+    def _receiver(self, channel: Carrier | None, specs: Sequence[BoundaryTensor], count: int) -> Receiver | None:
         return Receiver(channel, specs, count, self._device) if channel else None
 
     def run(self, accumulators: Mapping[str, Accumulator], loss_scale: float = 1.0) -> None:

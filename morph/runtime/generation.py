@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from morph.contract.messages import ReshapeOrder, Slot
 from morph.contract.plan import Plan
 from morph.cutting.cut_model import CutModel
+from morph.cutting.section import BoundaryTensor
 from morph.runtime.channels import Channel, GroupSet, Ring
 from morph.runtime.executor import Neighbours, StageWork
 from morph.runtime.interrupt import Interrupt
@@ -56,13 +57,21 @@ class Generation:
         """The tasks of this worker's stage in every step of the generation."""
         assert self.slot is not None
         stage = self.plan.stages[self.slot.stage]
+        work = self.work_between(
+            model.sections[stage.first_section].inputs, model.sections[stage.end_section - 1].outputs
+        )
+        return replace(work, metric_names=model.metric_names) if stage.end_section == len(model.sections) else work
+
+    def work_between(self, inputs: tuple[BoundaryTensor, ...], outputs: tuple[BoundaryTensor, ...]) -> StageWork:
+        """The same, given what crosses the stage's borders."""
+        assert self.slot is not None
+        stage = self.plan.stages[self.slot.stage]
         micro_batches = self.plan.micro_batches_of(self.slot.replica)
         return StageWork(
             micro_batches=micro_batches,
             order=self.plan.orders[len(micro_batches)][self.slot.stage],
             window=stage.window,
             opportunistic=self.plan.schedule == "varuna",
-            inputs=model.sections[stage.first_section].inputs,
-            outputs=model.sections[stage.end_section - 1].outputs,
-            metric_names=model.metric_names if stage.end_section == len(model.sections) else (),
+            inputs=inputs,
+            outputs=outputs,
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from morph.cutting.cut_model import BoundaryTensor
-from morph.runtime.channels import Channel, Pending
+from morph.runtime.channels import Carrier, Transfer
 
 POSTED_AHEAD = 2
 
@@ -23,7 +23,7 @@ Interval = tuple[float, float]
 """Start and end of one micro-batch's transfer, on the clock of ``time.perf_counter``."""
 
 
-def _interval(start_s: float, transfers: Sequence[Pending]) -> Interval:
+def _interval(start_s: float, transfers: Sequence[Transfer]) -> Interval:
     return start_s, max((transfer.done_at_s for transfer in transfers), default=start_s)
 
 
@@ -34,9 +34,9 @@ class Sender:
     each that has left, seen by the last ``send`` or ``flush``.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Carrier) -> None:
         self._channel = channel
-        self._pending: deque[tuple[float, tuple[Pending, ...]]] = deque()
+        self._pending: deque[tuple[float, tuple[Transfer, ...]]] = deque()
         self.peak = 0
         self.history: list[Interval] = []
 
@@ -68,12 +68,12 @@ class Receiver:
     posting to arrival, for each that was taken.
     """
 
-    def __init__(self, channel: Channel, specs: Sequence[BoundaryTensor], count: int, device: torch.device) -> None:
+    def __init__(self, channel: Carrier, specs: Sequence[BoundaryTensor], count: int, device: torch.device) -> None:
         self._channel = channel
         self._specs = tuple(specs)
         self._device = device
         self._to_post = count
-        self._posted: deque[tuple[float, tuple[Tensor, ...], tuple[Pending, ...]]] = deque()
+        self._posted: deque[tuple[float, tuple[Tensor, ...], tuple[Transfer, ...]]] = deque()
         self._taken = 0
         self.peak = 0
         self.history: list[Interval] = []

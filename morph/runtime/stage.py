@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,6 +13,29 @@ from morph.runtime.random_streams import seed_section
 from morph.runtime.section_run import AddGradient, SectionRun, run_section, section_backward
 
 LoadBatch = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
+
+
+class StageTasks(Protocol):
+    """What the executor needs of a stage: see ``Stage``."""
+
+    @property
+    def num_stored(self) -> int:
+        """Micro-batches of which only the stage's input is kept."""
+
+    @property
+    def num_live(self) -> int:
+        """Micro-batches whose graphs are kept for the backward."""
+
+    def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the forward of one micro-batch; returns the stage's outputs, detached."""
+
+    def recompute(self, micro_batch: int) -> None:
+        """Run the forward again from the stored input, keeping the graphs for the backward."""
+
+    def backward(
+        self, micro_batch: int, output_gradients: Sequence[Tensor | None], add: AddGradient
+    ) -> tuple[Tensor | None, ...]:
+        """Run the backward of one micro-batch; returns the gradients of the stage's inputs."""
 
 
 class Stage:

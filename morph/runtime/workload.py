@@ -1,4 +1,4 @@
-"""What a worker trains, behind one interface."""
+"""What a worker trains, behind one interface: a job's cut model, or an emulated device with a profile's times."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ def load_workload(setup: WorkerSetup) -> Workload:
     Raises:
         InputError: on a wrong job, or one that the profile does not belong to.
     """
+    if setup.emulation is not None:
+        from morph.runtime.emulation.workload import EmulatedWorkload
+
+        return EmulatedWorkload(setup)
     from morph.runtime.job_workload import JobWorkload
 
     return JobWorkload(setup)

@@ -1,0 +1,110 @@
+"""The emulated device: what a worker takes from a profile instead of computing, sending and holding it.
+
+Made by the manager for one micro-batch size (``manager.rehearsal.device``). Times are seconds of the rehearsal's own
+clock, sizes bytes. Sizes named ``real_`` are those of the tensors that the emulation moves and keeps; every other size
+is the profile's and is only counted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from morph.contract.base import Value
+
+Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+HEADER_NUMBERS = 4
+"""float64 numbers at the head of every emulated message."""
+
+
+class Duration(Value):
+    """How long something takes: ``median_s`` each time, or with jitter a draw from evenly spaced quantiles."""
+
+    median_s: Seconds
+    quantiles_s: tuple[Seconds, ...] = Field(default=(), description="ascending; empty: always the median")
+
+
+class EmulatedSection(Value):
+    """One section at the emulated micro-batch size."""
+
+    forward: Duration
+    backward: Duration
+    real_message_bytes: int = Field(
+        ge=8 * HEADER_NUMBERS, description="of the tensor that crosses the cut-point behind it"
+    )
+    held_bytes: Bytes = Field(description="parameters, optimizer state and accumulated gradients")
+    input_bytes: Bytes = Field(description="kept of one micro-batch to recompute from")
+    activation_bytes: Bytes = Field(description="of one micro-batch between forward and backward")
+    extra_bytes: Bytes = Field(default=0, description="taken beyond all of that while one of its tasks runs")
+
+
+class EmulatedUnit(Value):
+    """One parameter unit: ``real_values`` float32 parameters stand for it."""
+
+    id: str
+    sections: tuple[int, ...] = Field(min_length=1)
+    real_values: Count
+    reduced_bytes: Bytes = Field(description="of its accumulated gradient, as the profile has it")
+    optimizer_s: Seconds
+
+
+class Message(Duration):
+    """One-way time of a message; ``wire_s`` of it occupies the wire, so that the next message waits for it."""
+
+    wire_s: Seconds = 0.0
+
+
+class EmulatedLinks(Value):
+    """Messages over one kind of link, by the section in front of the cut-point."""
+
+    activation: tuple[Message, ...]
+    gradient: tuple[Message, ...]
+
+
+class Curve(Value):
+    """A time over a size: linear between points, constant before the first and beyond the last."""
+
+    sizes_bytes: tuple[float, ...] = Field(min_length=1)
+    times_s: tuple[Seconds, ...] = Field(min_length=1)
+
+
+class Slowdown(Value):
+    """A fail-stutter device: tasks of ``stage`` (in one replica, or in all) take ``factor`` times as long."""
+
+    stage: Annotated[int, Field(ge=0)]
+    replica: Annotated[int, Field(ge=0)] | None = None
+    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class EmulatedDevice(Value):
+    """Everything that an emulated worker knows of the job and of its device.
+
+    ``contention[n]`` is by how much tasks are slower where n workers share a node. ``forgiven_s``: a task that begins
+    late by up to this, because the host was busy, ends as if it had begun in time.
+    """
+
+    sections: tuple[EmulatedSection, ...] = Field(min_length=1)
+    units: tuple[EmulatedUnit, ...] = Field(min_length=1)
+    intra_node: EmulatedLinks
+    inter_node: EmulatedLinks
+    all_reduce: dict[int, Curve] = Field(description="AR(D) over the reduced bytes, by ring size")
+    exact: bool = Field(description="gradients are summed in fixed point")
+    optimizer: Literal["adam", "sgd"]
+    seed: Annotated[int, Field(ge=0)] = 0
+    jitter_seed: Annotated[int, Field(ge=0)] | None = Field(default=None, description="None: medians, no jitter")
+    slow: tuple[Slowdown, ...] = ()
+    contention: dict[int, float] = Field(default_factory=dict, description="factors that are not 1")
+    memory_bytes: Annotated[int, Field(gt=0)] | None = Field(default=None, description="of the device; None: no limit")
+    forgiven_s: Seconds = 0.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EmulatedDevice:
+        borders = len(self.sections) - 1
+        for links in (self.intra_node, self.inter_node):
+            if len(links.activation) != borders or len(links.gradient) != borders:
+                raise ValueError(f"links need {borders} activation and gradient times")
+        return self

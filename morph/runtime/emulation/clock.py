@@ -1,0 +1,70 @@
+"""When an emulated device is busy: sleeps to deadlines, so that oversleeping and a busy host do not add up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+NEVER_S = float("-inf")
+
+
+class DeviceClock:
+    """The clock of one device, in seconds of ``time.perf_counter``, which all processes of a machine share.
+
+    A task occupies the device from the moment at which it could begin: when the task before it had ended, or when the
+    input that it waited for had arrived. Where the worker comes to it later than that by up to ``forgiven_s`` (its
+    host was busy), the task still ends as if it had begun in time; where later, it begins when the worker came.
+
+    Args:
+        forgiven_s: See above; 0 for none.
+        now: The clock.
+        sleep: Blocks for some seconds.
+    """
+
+    def __init__(
+        self,
+        forgiven_s: float,
+        now: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._forgiven_s = forgiven_s
+        self._now = now
+        self._sleep = sleep
+        self._arrival_s = NEVER_S
+        self.slowness = 1.0
+        """How many times as long everything takes on this device."""
+        self.free_s = NEVER_S
+        """End of the last task by this clock; the real end may be a little later."""
+        self.late_s = 0.0
+        """The most by which a task really ended after its end by this clock, since ``rest``."""
+
+    def now(self) -> float:
+        """The present."""
+        return self._now()
+
+    def arrived(self, at_s: float) -> None:
+        """Note that an input arrived then: a task that waited for it begins then."""
+        self._arrival_s = max(self._arrival_s, at_s)
+
+    def rest(self) -> None:
+        """The device idles, and what comes next begins when the worker comes to it."""
+        self._arrival_s = self.free_s = NEVER_S
+        self.late_s = 0.0
+
+    def begin(self) -> float:
+        """The moment at which a task that the worker begins now occupies the device."""
+        now_s = self._now()
+        could_s = max(self.free_s, self._arrival_s)
+        return could_s if now_s - could_s <= self._forgiven_s else now_s
+
+    def end(self, begun_s: float, duration_s: float) -> None:
+        """Block until a task that began then has taken so long, times ``slowness``."""
+        end_s = begun_s + duration_s * self.slowness
+        self.wait_until(end_s)
+        self.late_s = max(self.late_s, self._now() - end_s)
+        self.free_s = end_s
+
+    def wait_until(self, moment_s: float) -> None:
+        """Block until then."""
+        while (left_s := moment_s - self._now()) > 0:
+            self._sleep(left_s)

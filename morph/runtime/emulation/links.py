@@ -1,0 +1,95 @@
+"""Emulated links over real channels: a message is there when both have brought it.
+
+The sender stamps when the message is due by the emulated link and sends it at once; the receiver does not see it
+before that. So the emulated time and the real one pass together, messages keep their order, and nobody waits to send.
+Needs a clock that both ends share: one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from morph.runtime.channels import GROUP_TIMEOUT_S, Carrier, Transfer
+from morph.runtime.emulation.alarm import Alarm
+from morph.runtime.emulation.clock import NEVER_S, DeviceClock
+from morph.runtime.emulation.message import due_s, stamp
+from morph.runtime.interrupt import Interrupt
+
+
+class OutgoingLink:
+    """The sending end.
+
+    Args:
+        channel: Really carries the messages.
+        clock: The device's.
+        times_s: The time of each message in turn, were it alone.
+        wire_s: Of that, what it occupies the wire for.
+    """
+
+    def __init__(self, channel: Carrier, clock: DeviceClock, times_s: Iterator[float], wire_s: float) -> None:
+        self._channel = channel
+        self._clock = clock
+        self._times_s = times_s
+        self._wire_s = wire_s
+        self._wire_free_s = NEVER_S
+        self._due_s = NEVER_S
+
+    def transfer(self, tensor: Tensor) -> Transfer:
+        """Start sending what the device's last task made."""
+        self._wire_free_s = max(self._wire_free_s, self._clock.free_s) + self._wire_s
+        latency_s = max(0.0, next(self._times_s) - self._wire_s)
+        self._due_s = max(self._due_s, self._wire_free_s + latency_s)
+        stamp(tensor, self._due_s)
+        return self._channel.transfer(tensor)
+
+
+class IncomingLink:
+    """The receiving end."""
+
+    def __init__(self, channel: Carrier, clock: DeviceClock, alarm: Alarm, interrupt: Interrupt) -> None:
+        self._channel = channel
+        self._clock = clock
+        self._alarm = alarm
+        self._interrupt = interrupt
+
+    def transfer(self, tensor: Tensor) -> Transfer:
+        """Start receiving; done when the message has really arrived and is due."""
+        return HeldBack(self._channel.transfer(tensor), tensor, self._clock, self._alarm, self._interrupt)
+
+
+class HeldBack:
+    """A message on its way; see ``IncomingLink``."""
+
+    def __init__(self, real: Transfer, message: Tensor, clock: DeviceClock, alarm: Alarm, interrupt: Interrupt) -> None:
+        self._real = real
+        self._message = message
+        self._clock = clock
+        self._alarm = alarm
+        self._interrupt = interrupt
+        self._due_s: float | None = None
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it is there; asked by the training thread alone, which is woken when the answer changes."""
+        if self._done or not self._real.done:
+            return self._done
+        if self._due_s is None:
+            self._due_s = due_s(self._message)
+            if self._due_s > self._clock.now():
+                self._alarm.at(self._due_s, self._interrupt.notify)
+        if self._due_s <= self._clock.now():
+            self._done = True
+            self._clock.arrived(self._due_s)
+        return self._done
+
+    @property
+    def done_at_s(self) -> float:
+        """When it was there: as late as the slower of the two."""
+        return max(self._real.done_at_s, self._due_s or NEVER_S)
+
+    def wait(self, what: str, timeout_s: float = GROUP_TIMEOUT_S) -> float:
+        """See ``Pending.wait``."""
+        return self._interrupt.wait_for(lambda: self.done, what, timeout_s)

@@ -1,0 +1,142 @@
+"""One stage of an emulated device: takes the profile's times and memory instead of computing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from morph.runtime.emulation.clock import DeviceClock
+from morph.runtime.emulation.draws import Seconds
+from morph.runtime.emulation.memory import DeviceMemory
+from morph.runtime.emulation.message import Head, read_head, write_head
+from morph.runtime.emulation.numbers import LOSS_GRADIENT, backward, forward, noise, weight_gradient
+from morph.runtime.section_run import AddGradient
+
+
+@dataclass(frozen=True)
+class SectionUnits:
+    """A section's parameter: its first numbers added up, and each unit's (parameter, pattern of its gradient)."""
+
+    index: int
+    weights: float
+    patterns: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TaskTimes:
+    """Seconds of each of a step's micro-batches, in the order in which the stage runs them."""
+
+    forward_s: Seconds
+    recompute_s: Seconds
+    backward_s: Seconds
+
+
+class EmulatedStage:
+    """Runs tasks of one stage in one step, as ``morph.runtime.stage.Stage`` does.
+
+    Args:
+        sections: The stage's.
+        times: Of the tasks.
+        micro_batches: Global numbers of the replica's micro-batches.
+        recompute: Keep only the stage's input between forward and backward.
+        clock: The device's.
+        memory: The device's.
+        key: (seed, step).
+        message: Sent to the next stage; None on the last one.
+        gradient: Sent to the stage before; None on the first one.
+    """
+
+    def __init__(
+        self,
+        sections: Sequence[SectionUnits],
+        times: TaskTimes,
+        micro_batches: Sequence[int],
+        *,
+        recompute: bool,
+        clock: DeviceClock,
+        memory: DeviceMemory,
+        key: tuple[int, int],
+        message: Tensor | None,
+        gradient: Tensor | None,
+    ) -> None:
+        self._sections = tuple(sections)
+        self._times = times
+        self._places = {micro_batch: place for place, micro_batch in enumerate(micro_batches)}
+        self._recompute = recompute
+        self._clock = clock
+        self._memory = memory
+        self._key = key
+        self._message = message
+        self._gradient = gradient
+        self._stored: dict[int, float] = {}
+        self._runs: dict[int, list[float]] = {}
+
+    @property
+    def num_stored(self) -> int:
+        """Micro-batches of which only the stage's input is kept."""
+        return len(self._stored)
+
+    @property
+    def num_live(self) -> int:
+        """Micro-batches whose activations are kept for the backward."""
+        return len(self._runs)
+
+    def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Take a forward's time; returns the message for the next stage, or the loss."""
+        begun_s = self._clock.begin()
+        value = read_head(inputs[0], self._key[1], micro_batch) if inputs else noise(*self._key, micro_batch)
+        values = self._run(micro_batch, value)
+        if self._recompute:
+            self._stored[micro_batch] = value
+            self._memory.use(self.num_stored, self.num_live + 1)
+        else:
+            self._runs[micro_batch] = values
+            self._memory.use(self.num_live, self.num_live)
+        output = self._headed(self._message, micro_batch, values[-1])
+        self._clock.end(begun_s, self._times.forward_s[self._places[micro_batch]])
+        return (torch.tensor(1.0 + values[-1]) if output is None else output,)
+
+    def recompute(self, micro_batch: int) -> None:
+        """Take a forward's time again."""
+        begun_s = self._clock.begin()
+        self._runs[micro_batch] = self._run(micro_batch, self._stored[micro_batch])
+        self._memory.use(self.num_stored, self.num_live)
+        del self._stored[micro_batch]
+        self._clock.end(begun_s, self._times.recompute_s[self._places[micro_batch]])
+
+    def backward(
+        self, micro_batch: int, output_gradients: Sequence[Tensor | None], add: AddGradient
+    ) -> tuple[Tensor | None, ...]:
+        """Take a backward's time; gradients go to ``add``, the message for the stage before is returned."""
+        begun_s = self._clock.begin()
+        self._memory.use(self.num_stored, self.num_live)
+        values = self._runs.pop(micro_batch)
+        gradient = LOSS_GRADIENT
+        if self._message is not None:
+            arrived = output_gradients[0]
+            assert arrived is not None
+            gradient = read_head(arrived, self._key[1], micro_batch)
+        for section in reversed(self._sections):
+            value = values.pop()
+            scale = weight_gradient(gradient, value)
+            for parameter, pattern in section.patterns.items():
+                add(parameter, pattern * scale)
+            gradient = backward(gradient, value)
+        message = self._headed(self._gradient, micro_batch, gradient)
+        self._clock.end(begun_s, self._times.backward_s[self._places[micro_batch]])
+        return () if message is None else (message,)
+
+    def _run(self, micro_batch: int, value: float) -> list[float]:
+        values = []
+        for section in self._sections:
+            value = forward(value, section.weights, noise(*self._key, micro_batch, section.index))
+            values.append(value)
+        return values
+
+    def _headed(self, message: Tensor | None, micro_batch: int, value: float) -> Tensor | None:
+        if message is not None:
+            write_head(message, Head(self._key[1], micro_batch, value))
+        return message

@@ -1,0 +1,168 @@
+"""The workload of an emulated device: a profile's times and memory under the real executor, groups and state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from morph.contract.emulation import EmulatedDevice
+from morph.contract.messages import Evaluation, Slot, StepOrder, WorkerSetup
+from morph.contract.plan import Plan
+from morph.cutting.section import BoundaryTensor, ParameterUnit
+from morph.runtime.accumulators import Accumulator
+from morph.runtime.channels import Carrier
+from morph.runtime.emulation.alarm import Alarm
+from morph.runtime.emulation.clock import DeviceClock
+from morph.runtime.emulation.draws import Luck
+from morph.runtime.emulation.links import IncomingLink, OutgoingLink
+from morph.runtime.emulation.memory import DeviceMemory
+from morph.runtime.emulation.message import border
+from morph.runtime.emulation.reduction import rings_of
+from morph.runtime.emulation.stage import EmulatedStage, SectionUnits, TaskTimes
+from morph.runtime.emulation.unit import gradient_patterns, make_unit, parameter_unit, warm_up
+from morph.runtime.executor import Executor, Neighbours, reduce_all
+from morph.runtime.faults import FaultPlan
+from morph.runtime.generation import Generation
+from morph.runtime.unit_state import UnitState
+
+_LOSS = BoundaryTensor("loss", (), torch.float32, True)
+_CPU = torch.device("cpu")
+
+
+class EmulatedWorkload:
+    """See ``Workload``. Evaluates nothing."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        assert setup.emulation is not None
+        warm_up()
+        self._device: EmulatedDevice = setup.emulation
+        self._units = {unit.id: unit for unit in self._device.units}
+        self._patterns = gradient_patterns(self._device)
+        self._clock = DeviceClock(self._device.forgiven_s)
+        self._alarm = Alarm()
+
+    @property
+    def units(self) -> tuple[ParameterUnit, ...]:
+        """See ``Workload.units``."""
+        return tuple(parameter_unit(unit) for unit in self._device.units)
+
+    def make_unit(self, unit: str, num_micro_batches: int) -> UnitState:
+        """See ``Workload.make_unit``."""
+        return make_unit(self._device, self._units[unit], self._clock, num_micro_batches)
+
+    def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
+        """See ``Workload.executor``."""
+        assert current.slot is not None
+        self._clock.slowness = slowness(self._device, current.plan, current.slot)
+        plan = current.plan.stages[current.slot.stage]
+        luck = Luck(self._device.jitter_seed, order.step, len(self._device.sections), current.plan.num_micro_batches)
+        inputs = (self._border(plan.first_section - 1),) if current.slot.stage else ()
+        is_last = plan.end_section == len(self._device.sections)
+        outputs = (_LOSS,) if is_last else (self._border(plan.end_section - 1),)
+        work = replace(current.work_between(inputs, outputs), record_timeline=order.record_timeline)
+        stage = EmulatedStage(
+            self._sections(current, plan.sections),
+            self._times(plan.sections, luck, work.micro_batches),
+            work.micro_batches,
+            recompute=plan.recompute,
+            clock=self._clock,
+            memory=self._memory(plan.sections),
+            key=(self._device.seed, order.step),
+            message=None if is_last else torch.zeros(outputs[0].shape, dtype=torch.float64),
+            gradient=torch.zeros(inputs[0].shape, dtype=torch.float64) if inputs else None,
+        )
+        return Executor(stage, work, self._neighbours(current, luck), current.interrupt, faults, _CPU)
+
+    def reduce(
+        self, current: Generation, accumulators: Mapping[str, Accumulator], faults: FaultPlan, executor: Executor
+    ) -> None:
+        """See ``Workload.reduce``."""
+        free_s = self._clock.free_s
+        stopwatch = executor.stopwatch
+        reduce_all(accumulators, {name: current.ring_of(name) for name in accumulators}, faults, stopwatch)
+        start_s = time.perf_counter()
+        for ring in rings_of(current, self._device):
+            free_s = ring.run(free_s)
+        self._clock.wait_until(free_s)
+        end_s = time.perf_counter()
+        stopwatch.spent_s["reduce"] += end_s - start_s
+        stopwatch.record("reduce", None, start_s, end_s)
+        stopwatch.late_s = max(self._clock.late_s, 0.0)
+        self._clock.rest()
+
+    def evaluate(self, current: Generation, version: int) -> Evaluation | None:  # noqa: ARG002
+        """See ``Workload.evaluate``."""
+        return None
+
+    def _border(self, section: int) -> BoundaryTensor:
+        return border(self._device.sections[section].real_message_bytes)
+
+    def _sections(self, current: Generation, sections: range) -> list[SectionUnits]:
+        first = {name: float(state.parameters[name].detach()[0]) for name, state in current.units.items()}
+        found = []
+        for section in sections:
+            units = [unit.id for unit in self._device.units if section in unit.sections]
+            patterns = {unit: self._patterns[unit] for unit in units}
+            found.append(SectionUnits(section, sum(first[unit] for unit in units), patterns))
+        return found
+
+    def _memory(self, sections: range) -> DeviceMemory:
+        held = [self._device.sections[section] for section in sections]
+        return DeviceMemory(
+            self._device.memory_bytes,
+            held_bytes=sum(section.held_bytes for section in held),
+            input_bytes=held[0].input_bytes,
+            activation_bytes=sum(section.activation_bytes for section in held),
+            extra_bytes=max(section.extra_bytes for section in held),
+        )
+
+    def _times(self, sections: range, luck: Luck, micro_batches: Sequence[int]) -> TaskTimes:
+        forward = {section: self._device.sections[section].forward for section in sections}
+        backward = {section: self._device.sections[section].backward for section in sections}
+        return TaskTimes(
+            forward_s=luck.times_s("forward", forward, micro_batches),
+            recompute_s=luck.times_s("recompute", forward, micro_batches),
+            backward_s=luck.times_s("backward", backward, micro_batches),
+        )
+
+    def _neighbours(self, current: Generation, luck: Luck) -> Neighbours:
+        real, slot = current.neighbours(), current.slot
+        assert slot is not None
+        return Neighbours(
+            activations_in=self._incoming(real.activations_in, current),
+            gradients_out=self._outgoing(real.gradients_out, current, luck, slot.stage - 1),
+            activations_out=self._outgoing(real.activations_out, current, luck, slot.stage),
+            gradients_in=self._incoming(real.gradients_in, current),
+        )
+
+    def _incoming(self, channel: Carrier | None, current: Generation) -> IncomingLink | None:
+        return None if channel is None else IncomingLink(channel, self._clock, self._alarm, current.interrupt)
+
+    def _outgoing(self, channel: Carrier | None, current: Generation, luck: Luck, boundary: int) -> OutgoingLink | None:
+        """The sending end over the border behind stage ``boundary``: of gradients where that is the stage before."""
+        if channel is None:
+            return None
+        slot, plan = current.slot, current.plan
+        assert slot is not None
+        kind = "activation" if boundary == slot.stage else "gradient"
+        section = plan.stages[boundary].end_section - 1
+        same_node = bool(plan.placement) and len(set(plan.placement[slot.replica][boundary : boundary + 2])) == 1
+        links = self._device.intra_node if same_node else self._device.inter_node
+        message = (links.activation if kind == "activation" else links.gradient)[section]
+        times_s = luck.times_s(kind, {section: message}, plan.micro_batches_of(slot.replica))
+        return OutgoingLink(channel, self._clock, iter(times_s.tolist()), message.wire_s)
+
+
+def slowness(device: EmulatedDevice, plan: Plan, slot: Slot) -> float:
+    """How many times as long tasks take on one worker's device: for its own sake, and for its node's."""
+    factor = 1.0
+    for slow in device.slow:
+        if slow.stage == slot.stage and slow.replica in (None, slot.replica):
+            factor *= slow.factor
+    if plan.placement:
+        mine = plan.placement[slot.replica][slot.stage]
+        factor *= device.contention.get(sum(nodes.count(mine) for nodes in plan.placement), 1.0)
+    return factor
