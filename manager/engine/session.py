@@ -9,27 +9,23 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from manager.controller.actions import Finish
 from manager.controller.config import ControllerConfig
 from manager.controller.state import ControllerState, Phase, initial_state
 from manager.engine.driver import Driver, Observed, Observer
 from manager.engine.inbox import Inbox
-from manager.engine.lifelines import Lifelines
+from manager.engine.machines import Machines, OpenMachines, open_ray
 from manager.engine.ray_environment import prepare
 from manager.engine.vm_fleet import VmFleet
 from manager.engine.vm_player import VmPlayer
 from manager.journal.journal import Journal
 from manager.run_dir import RunDir
 from morph.contract.cluster import ClusterConfig
-from morph.contract.messages import Fault, Lifeline, WorkerSetup
+from morph.contract.emulation import EmulatedDevice
+from morph.contract.messages import Fault, WorkerSetup
 from morph.contract.trace import Trace
 
-if TYPE_CHECKING:
-    from manager.engine.worker_pool import Store
-
-LOOPBACK = "127.0.0.1"
 STEPS_AFTER_TRACE = 3
 
 
@@ -40,6 +36,8 @@ class RunSpec:
     ``stop_with_trace``: end, saved and resumable, some steps after the trace's last event.
     ``patient_trace``: the trace's clock stands while a VM boots or its worker warms up, so that the history does
     not depend on how fast this machine starts processes.
+    ``emulation``: the workers take these times instead of training the job. ``machines``: where the workers run;
+    absent: under local Ray nodes.
     """
 
     job_path: str
@@ -51,6 +49,8 @@ class RunSpec:
     faults: tuple[Fault, ...] = ()
     stop_with_trace: bool = False
     patient_trace: bool = False
+    emulation: EmulatedDevice | None = None
+    machines: OpenMachines | None = None
 
 
 def run_session(
@@ -65,33 +65,24 @@ def run_session(
         attend: Makes one more observer that may ask for VMs and revoke them: for experiments.
 
     Raises:
-        ClusterError: when Ray does not start.
+        ClusterError: when Ray, or what else the workers run under, does not start.
         KeyboardInterrupt: on a second SIGINT; everything is ended all the same.
     """
-    directory = prepare()
-    from manager.engine.ray_cluster import RayCluster
-    from manager.engine.worker_pool import Store, WorkerPool
-
+    open_machines = spec.machines or open_ray(prepare())
     inbox = Inbox()
     ending = ExitStack()  # closes what was opened, in reverse
     try:
         journal = ending.enter_context(Journal.open(run_dir.journal_path))
-        cluster = RayCluster(directory)
-        ending.callback(cluster.close)
-        cluster.start()
-        store = Store(LOOPBACK)
-        pool = WorkerPool(
+        machines = open_machines(
             inbox,
-            lambda worker: _setup(spec, run_dir, store, lifelines, worker),
+            lambda worker: _setup(spec, run_dir, machines, worker),
             spec.config.policy.heartbeat_timeout_s,
+            ending,
         )
-        ending.callback(pool.close)
-        lifelines = Lifelines(LOOPBACK, pool.connection_closed)
-        ending.callback(lifelines.close)
-        player = VmPlayer(cluster, spec.trace, inbox)
+        player = VmPlayer(machines.vms, spec.trace, inbox)
         ending.callback(player.close)
         observers = [lambda observed: _run_clock(observed, player, patient=spec.patient_trace), observer]
-        driver = Driver(initial_state(spec.config), inbox, pool, journal, run_dir.checkpoint_url, observers)
+        driver = Driver(initial_state(spec.config), inbox, machines.pool, journal, run_dir.checkpoint_url, observers)
         observers.append(lambda observed: _stop_when_hopeless(observed, player))
         if spec.stop_with_trace:
             observers.append(_StopWithTrace(player))
@@ -141,7 +132,7 @@ class _StopWithTrace:
             observed.request_stop("the trace is over")
 
 
-def _setup(spec: RunSpec, run_dir: RunDir, store: Store, lifelines: Lifelines, worker: str) -> WorkerSetup:
+def _setup(spec: RunSpec, run_dir: RunDir, machines: Machines, worker: str) -> WorkerSetup:
     return WorkerSetup(
         worker=worker,
         job_path=spec.job_path,
@@ -149,12 +140,13 @@ def _setup(spec: RunSpec, run_dir: RunDir, store: Store, lifelines: Lifelines, w
         num_sections=spec.num_sections,
         micro_batch_size=spec.micro_batch_size,
         checkpoint_url=run_dir.checkpoint_url,
-        store_host=store.host,
-        store_port=store.port,
-        listen_host=LOOPBACK,
-        lifeline=Lifeline(host=lifelines.host, port=lifelines.port, secret=lifelines.secret),
+        store_host=machines.store_host,
+        store_port=machines.store_port,
+        listen_host=machines.address_of(worker),
+        lifeline=machines.lifeline,
         device=spec.cluster.vms.device,
         faults=spec.faults,
+        emulation=spec.emulation,
     )
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -19,25 +19,21 @@ from ray.exceptions import RayError
 from manager.controller.events import CheckpointFailed, UnitsWritten, WorkerAnswered, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.names import HEAD_RESOURCE, VM_RESOURCE
+from manager.engine.silence import HEARTBEAT_WAIT_S, Signs, Silence
 from morph.contract.errors import ClusterError
 from morph.contract.messages import CommitOrder, Heartbeat, ReshapeOrder, StepOrder, WorkerSetup
 from morph.runtime.store import StoreHost
 from morph.runtime.worker import Worker
 
-HEARTBEAT_WAIT_S = 1.0
-OWN_STALL_S = 2.0
 CONTROL_LANE = "control"
 STORE_TIMEOUT_S = 60.0
 
 
-@dataclass
-class _Handle:
+@dataclass(kw_only=True)
+class _Handle(Signs):
     """A started worker."""
 
     actor: Any
-    ready: bool = False
-    gone: bool = False
-    beat_sent_s: float = field(default_factory=time.monotonic)
 
 
 class WorkerPool:
@@ -46,11 +42,10 @@ class WorkerPool:
     def __init__(self, inbox: Inbox, make_setup: Callable[[str], WorkerSetup], heartbeat_timeout_s: float) -> None:
         self._inbox = inbox
         self._make_setup = make_setup
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._silence = Silence(heartbeat_timeout_s)
         self._handles: dict[str, _Handle] = {}
         self._ray_lock = threading.RLock()
         self._closed = False
-        self._watched_s = time.monotonic()
         remote: Any = ray.remote  # its types know only the plain form
         self._actor_class = remote(concurrency_groups={CONTROL_LANE: 2})(Worker)
 
@@ -59,7 +54,7 @@ class WorkerPool:
         actor = self._actor_class.options(
             num_cpus=1, resources={VM_RESOURCE + vm: 1}, max_restarts=0, max_task_retries=0
         ).remote()
-        self._handles[worker] = _Handle(actor)
+        self._handles[worker] = _Handle(actor=actor)
         self._answer(worker, actor.setup.remote(self._make_setup(worker)))
 
     def reshape(self, worker: str, order: ReshapeOrder) -> None:
@@ -99,21 +94,9 @@ class WorkerPool:
             self._lose(worker, handle, "its process is gone: its connection closed")
 
     def watch(self) -> None:
-        """Report workers whose heartbeat is overdue. Call at least once a second.
-
-        While this process stood still itself (a paused machine, a stop signal) it could hear nobody: that time
-        does not count.
-        """
-        now_s = time.monotonic()
-        deaf_s = now_s - self._watched_s
-        self._watched_s = now_s
-        if deaf_s > OWN_STALL_S:
-            for handle in self._handles.values():
-                handle.beat_sent_s += deaf_s
-        for worker, handle in self._handles.items():
-            silent_s = now_s - handle.beat_sent_s
-            if handle.ready and not handle.gone and silent_s > HEARTBEAT_WAIT_S + self._heartbeat_timeout_s:
-                self._lose(worker, handle, f"silent for {silent_s:.1f} s")
+        """Report workers whose heartbeat is overdue. Call at least once a second."""
+        for worker, silent_s in self._silence.overdue(self._handles):
+            self._lose(worker, self._handles[worker], f"silent for {silent_s:.1f} s")
 
     def _send(self, worker: str, method: str, order: object) -> None:
         handle = self._handles[worker]

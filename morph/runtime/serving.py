@@ -1,0 +1,75 @@
+"""Serves one worker to a manager over two local connections, without Ray: orders on one, control on the other.
+
+An order is ``setup``, ``reshape``, ``step`` or ``commit``, a line break and the order as JSON; its answer comes back as
+JSON. On the control connection the manager sends generations to abort, and gets heartbeats. When the manager goes,
+which closes both, the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from morph.contract.base import Value
+from morph.contract.messages import CommitOrder, ReshapeOrder, StepOrder, WorkerReady, WorkerSetup
+from morph.runtime.worker import Worker
+
+HEARTBEAT_WAIT_S = 1.0
+
+ORDERS: dict[str, type[Value]] = {
+    "setup": WorkerSetup,
+    "reshape": ReshapeOrder,
+    "step": StepOrder,
+    "commit": CommitOrder,
+}
+
+
+def pack(name: str, order: Value) -> bytes:
+    """An order as it travels."""
+    return f"{name}\n{order.model_dump_json()}".encode()
+
+
+def unpack(message: bytes) -> tuple[str, Value]:
+    """The inverse of ``pack``."""
+    name, _, payload = message.partition(b"\n")
+    return name.decode(), ORDERS[name.decode()].model_validate_json(payload)
+
+
+def serve(orders: Connection, control: Connection) -> None:
+    """Serve until the manager goes; then the process ends."""
+    worker = Worker()
+    _in_background("morph-control", lambda: _obey_aborts(worker, control))
+    with suppress(EOFError, OSError):
+        while True:
+            name, order = unpack(orders.recv_bytes())
+            carry_out: Callable[[Any], Value] = getattr(worker, name)
+            answer = carry_out(order)
+            orders.send_bytes(answer.model_dump_json().encode())
+            if isinstance(answer, WorkerReady):
+                _in_background("morph-heartbeat", lambda: _beat(worker, control))
+    os._exit(0)
+
+
+def _in_background(name: str, work: Callable[[], None]) -> None:
+    """Run in a thread; when it returns, the process ends."""
+
+    def run() -> None:
+        with suppress(EOFError, OSError):
+            work()
+        os._exit(0)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
+def _obey_aborts(worker: Worker, control: Connection) -> None:
+    while True:
+        worker.abort(int(control.recv_bytes()))
+
+
+def _beat(worker: Worker, control: Connection) -> None:
+    while True:
+        control.send_bytes(worker.heartbeat(HEARTBEAT_WAIT_S).model_dump_json().encode())

@@ -1,0 +1,131 @@
+"""The pool of plain processes, with the worker's end of its connections in the test's hands."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+
+from manager.controller.events import UnitsWritten, WorkerAnswered, WorkerLost
+from manager.engine import silence
+from manager.engine.inbox import Inbox
+from manager.engine.process_pool import Lanes, ProcessPool
+from morph.contract.messages import Heartbeat, StepOrder, UnitWritten, WorkerReady, WorkerSetup
+from morph.runtime.serving import unpack
+
+SETUP = WorkerSetup(
+    worker="vm0",
+    job_path="none",
+    fingerprint="none",
+    num_sections=1,
+    micro_batch_size=1,
+    checkpoint_url="none",
+    store_host="127.0.0.1",
+    store_port=1,
+    listen_host="127.0.0.1",
+)
+READY = WorkerReady(worker="vm0", pid=1, setup_s=0.0)
+ANSWER_S = 20.0
+
+
+class Scene:
+    """A pool with one worker, whose process is the test."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox()
+        self.killed: list[str] = []
+        sockets = [socket.socketpair() for _ in range(2)]
+        for ours, _ in sockets:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
+        lanes = Lanes(*(Connection(ours.detach()) for ours, _ in sockets))
+        self.orders, self.control = (Connection(theirs.detach()) for _, theirs in sockets)
+        self.pool = ProcessPool(self.inbox, lambda _: SETUP, lambda _: lanes, self.killed.append, 5.0)
+        self.pool.start("vm0", "vm0")
+
+    def be_ready(self) -> None:
+        assert unpack(self.orders.recv_bytes()) == ("setup", SETUP)
+        self.orders.send_bytes(READY.model_dump_json().encode())
+        assert self.next() == WorkerAnswered(worker="vm0", answer=READY)
+
+    def next(self) -> object:
+        stamped = self.inbox.get(ANSWER_S)
+        assert stamped is not None, "nothing came"
+        return stamped.item
+
+    def close(self) -> None:
+        self.pool.close()
+        self.orders.close()
+        self.control.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.close()
+
+
+def test_orders_arrive_as_they_were_sent_and_answers_become_events(scene: Scene) -> None:
+    scene.be_ready()
+    order = StepOrder(generation=3, step=7, checkpoint_units=("s0",))
+    scene.pool.step("vm0", order)
+    assert unpack(scene.orders.recv_bytes()) == ("step", order)
+
+
+def test_an_abort_goes_beside_the_orders(scene: Scene) -> None:
+    scene.be_ready()
+    scene.pool.abort("vm0", 9)
+    assert scene.control.recv_bytes() == b"9"
+
+
+def test_what_a_heartbeat_brings_becomes_an_event(scene: Scene) -> None:
+    scene.be_ready()
+    written = UnitWritten(worker="vm0", version=1, unit="s0", file="f", size_bytes=1, sha256="0")
+    scene.control.send_bytes(Heartbeat(worker="vm0", written=(written,)).model_dump_json().encode())
+    assert scene.next() == UnitsWritten(worker="vm0", written=(written,))
+
+
+def test_a_worker_whose_connection_closes_is_lost_once(scene: Scene) -> None:
+    scene.be_ready()
+    scene.orders.close()
+    lost = scene.next()
+    assert isinstance(lost, WorkerLost)
+    assert "connection closed" in lost.cause
+    scene.pool.step("vm0", StepOrder(generation=1, step=0))
+    scene.pool.connection_closed("vm0")
+    assert len(scene.inbox) == 0
+
+
+def test_a_worker_that_is_ended_is_killed_and_not_reported(scene: Scene) -> None:
+    scene.be_ready()
+    scene.pool.end("vm0")
+    scene.pool.connection_closed("vm0")
+    assert scene.killed == ["vm0"]
+    assert len(scene.inbox) == 0
+
+
+def test_a_worker_that_takes_no_orders_is_lost_instead_of_waited_for(scene: Scene) -> None:
+    scene.be_ready()
+    order = StepOrder(generation=1, step=0, checkpoint_units=tuple("s" * 1000 for _ in range(4000)))
+    scene.pool.step("vm0", order)  # more than the buffer of a connection that nobody reads
+    lost = scene.next()
+    assert isinstance(lost, WorkerLost)
+    assert "takes no orders" in lost.cause
+
+
+def test_a_silent_worker_is_lost(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.be_ready()
+    clock = [silence.time.monotonic()]
+    monkeypatch.setattr(silence.time, "monotonic", lambda: clock[0])
+    for _ in range(11):
+        clock[0] += 0.5
+        scene.pool.watch()
+    assert len(scene.inbox) == 0
+    clock[0] += 1.0
+    scene.pool.watch()
+    lost = scene.next()
+    assert isinstance(lost, WorkerLost)
+    assert "silent for" in lost.cause
