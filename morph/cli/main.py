@@ -15,6 +15,7 @@ from morph.cli.export import export_command
 from morph.cli.import_ import import_command
 from morph.cli.plan import plan_command
 from morph.cli.profile import profile_app
+from morph.cli.rehearse import rehearse_command
 from morph.cli.run import run_command
 from morph.cli.simulate import simulate_command
 from morph.cli.status import status_command
@@ -62,6 +63,7 @@ app.command("cut")(cut_command)
 app.add_typer(profile_app, name="profile")
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
+app.command("rehearse")(rehearse_command)
 app.command("run")(run_command)
 app.command("status")(status_command)
 app.command("timeline")(timeline_command)

@@ -1,0 +1,117 @@
+"""What to rehearse, checked before anything is started."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from morph.contract.emulation import Slowdown
+from morph.contract.errors import PlanError
+from morph.contract.plan import Schedule
+from morph.contract.profile import Profile
+
+Network = Literal["loopback", "namespaces"]
+
+MAX_WORKERS = 256
+MAX_MINI_BATCH_S = 100.0
+"""Workers give up on a neighbour after 120 s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsalSpec:
+    """One rehearsal.
+
+    Attributes:
+        profile: As it was measured.
+        num_stages: P; or ``boundaries``.
+        num_replicas: D.
+        num_hosts: Hosts that there are.
+        workers_per_host: How many workers share a host; neighbouring stages come together where they can.
+        steps: Mini-batches that count; one more runs before them.
+        schedule: The schedule.
+        boundaries: First section of each stage; None: balanced.
+        window_slope: See ``simulator.simulate``.
+        micro_batch_size: m; None: as the planner chooses.
+        time_scale: Every time is taken so many times as long; None: as long as this machine's cores need.
+        message_scale: Real size of messages over the profile's; None: as this machine can carry.
+        state_scale: Real size of parameters over the profile's; None: small.
+        jitter_seed: Draw times from the profile's quantiles, the same ones as the simulator; None: medians.
+        slow: Fail-stutter devices.
+        network: How hosts are joined.
+        memory_bytes: Of a device; None: no limit.
+        forgiven_s: See ``EmulatedDevice``; None: the default.
+    """
+
+    profile: Profile
+    num_stages: int | None = None
+    num_replicas: int = 1
+    num_hosts: int
+    workers_per_host: int = 1
+    steps: int = 5
+    schedule: Schedule = "varuna"
+    boundaries: tuple[int, ...] | None = None
+    window_slope: int | None = None
+    micro_batch_size: int | None = None
+    time_scale: float | None = None
+    message_scale: float | None = None
+    state_scale: float | None = None
+    jitter_seed: int | None = None
+    slow: tuple[Slowdown, ...] = ()
+    network: Network = "loopback"
+    memory_bytes: int | None = None
+    forgiven_s: float | None = None
+
+    @property
+    def depth(self) -> int:
+        """P."""
+        return len(self.boundaries) if self.boundaries is not None else self.num_stages or 0
+
+    @property
+    def num_workers(self) -> int:
+        """P * D."""
+        return self.depth * self.num_replicas
+
+    def check(self) -> None:
+        """Refuse what cannot be, beyond what the simulator refuses.
+
+        Raises:
+            PlanError: naming the option, its value and what is allowed.
+        """
+        room = self.num_hosts * self.workers_per_host
+        for name in ("num_replicas", "num_hosts", "workers_per_host", "steps"):
+            if getattr(self, name) < 1:
+                raise PlanError("is too small", field=name, value=getattr(self, name), allowed="1 or more")
+        if self.num_workers > room:
+            needed = -(-self.num_workers // self.workers_per_host)
+            raise PlanError(
+                f"{self.depth} x {self.num_replicas} needs {self.num_workers} workers, and there is room for {room}",
+                field="num_hosts",
+                value=self.num_hosts,
+                allowed=f"{needed} or more",
+            )
+        if self.num_workers > MAX_WORKERS:
+            raise PlanError(
+                "is more than one machine should be asked to carry",
+                field="num_workers",
+                value=self.num_workers,
+                allowed=f"at most {MAX_WORKERS}",
+            )
+        for name, scale, most in (
+            ("time_scale", self.time_scale, math.inf),
+            ("message_scale", self.message_scale, 1.0),
+            ("state_scale", self.state_scale, 1.0),
+        ):
+            if scale is not None and not (math.isfinite(scale) and 0 < scale <= most):
+                allowed = "above 0" if most == math.inf else "above 0, at most 1"
+                raise PlanError("is not a scale", field=name, value=scale, allowed=allowed)
+        for slow in self.slow:
+            if slow.stage >= self.depth or (slow.replica or 0) >= self.num_replicas:
+                where = f"stage {slow.stage}" + ("" if slow.replica is None else f", replica {slow.replica}")
+                allowed = f"stages 0 to {self.depth - 1}, replicas 0 to {self.num_replicas - 1}"
+                raise PlanError("there is no such worker", field="slow", value=where, allowed=allowed)
+
+
+def worker_name(index: int) -> str:
+    """Name of a rehearsal's worker."""
+    return f"vm{index}"

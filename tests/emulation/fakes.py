@@ -1,0 +1,47 @@
+"""A clock that moves only when somebody sleeps, and channels without a network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class FakeTime:
+    """``sleep`` oversleeps by ``oversleep_s``."""
+
+    now_s: float = 100.0
+    oversleep_s: float = 0.0
+    slept: list[float] = field(default_factory=list)
+
+    def now(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now_s += seconds + self.oversleep_s
+
+
+@dataclass
+class FakeTransfer:
+    """Done when the test says so."""
+
+    done: bool = False
+    done_at_s: float = 0.0
+
+    def wait(self, what: str, timeout_s: float = 0.0) -> float:
+        raise AssertionError(f"nobody waits here for {what} ({timeout_s})")
+
+
+@dataclass
+class FakeChannel:
+    """Keeps what is handed to it."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    transfers: list[FakeTransfer] = field(default_factory=list)
+
+    def transfer(self, tensor: Tensor) -> FakeTransfer:
+        self.tensors.append(tensor)
+        self.transfers.append(FakeTransfer())
+        return self.transfers[-1]

@@ -1,0 +1,184 @@
+"""Rehearsals with real processes: the same weights in every shape, the time that was expected, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from manager.engine.namespaces import DIRECTORY, check_permitted, remove_stale
+from manager.rehearsal.run import Rehearsed, plan_rehearsal, rehearse, run_facts
+from manager.rehearsal.spec import RehearsalSpec
+from manager.run_dir import RunDir
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.contract.emulation import Slowdown
+from morph.contract.errors import ConfigError, TrainingStopped
+from morph.contract.profile import Timing
+from simulator import synthetic_profile
+from tests.system.commands import COMMAND, ROOT
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
+
+
+def _spread(timing: Timing) -> Timing:
+    quantiles_s = tuple(timing.median_s * factor for factor in (0.5, 1.0, 2.5))
+    return timing.model_copy(update={"quantiles_s": quantiles_s})
+
+
+PROFILE = synthetic_profile(num_sections=6, forward_s=0.004, batch_size=32, micro_batch_size=4, tied=True)
+JITTERY = PROFILE.model_copy(
+    update={
+        "sections": tuple(
+            section.model_copy(update={"forward": {m: _spread(timing) for m, timing in section.forward.items()}})
+            for section in PROFILE.sections
+        )
+    }
+)
+END_S = 30.0
+
+
+def spec_of(stages: int, replicas: int, **fields: Any) -> RehearsalSpec:
+    return RehearsalSpec(
+        **{
+            "profile": PROFILE,
+            "num_stages": stages,
+            "num_replicas": replicas,
+            "num_hosts": stages * replicas,
+            "steps": 2,
+            "time_scale": 1.0,
+            **fields,
+        }
+    )
+
+
+def rehearsed(spec: RehearsalSpec, directory: Path) -> tuple[Rehearsed, dict[str, str]]:
+    """The figures, and sha256 of every unit's final state."""
+    planned = plan_rehearsal(spec)
+    with RunDir(directory, run_facts(planned)) as run_dir:
+        result = rehearse(planned, run_dir)
+    url = str(directory / "checkpoints")
+    manifest = read_manifest(url, complete_versions(url)[-1])
+    return result, {entry.unit: entry.sha256 for entry in manifest.units}
+
+
+def descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def test_two_shapes_end_with_the_same_weights_and_leave_nothing(tmp_path: Path) -> None:
+    before = {process.pid for process in descendants()}
+    square, weights = rehearsed(spec_of(2, 2, profile=JITTERY, jitter_seed=1), tmp_path / "square")
+    line, others = rehearsed(spec_of(3, 1, slow=(Slowdown(stage=1, factor=1.5),)), tmp_path / "line")
+    assert weights == others
+    assert len(weights) == 7
+    for result in (square, line):
+        assert len(result.mini_batches_s) == 2
+        assert result.measured_s > 0.9 * result.planned.simulation.expected.lower_bound_s
+    assert [process for process in descendants() if process.pid not in before] == []
+
+
+def test_a_device_without_the_memory_ends_the_rehearsal_as_out_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(TrainingStopped, match="OutOfMemoryError: the emulated device is out of memory"):
+        rehearsed(spec_of(2, 1, memory_bytes=1000), tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    path.write_text(PROFILE.model_dump_json(), encoding="utf-8")
+    return path
+
+
+class Command:
+    """``morph rehearse`` in a session of its own, with a temporary directory of its own."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self.process = subprocess.Popen(
+            [*COMMAND, "rehearse", *map(str, arguments), "--plain"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.family: list[psutil.Process] = []
+
+    def wait_until_it_trains(self) -> None:
+        assert self.process.stdout is not None
+        seen = []
+        for line in self.process.stdout:
+            seen.append(line)
+            if "is formed" in line:
+                self.family = psutil.Process(self.process.pid).children(recursive=True)
+                assert len(self.family) >= 4
+                return
+        raise AssertionError("".join(seen))
+
+    def check_that_nothing_is_left(self) -> int:
+        output, _ = self.process.communicate(timeout=END_S)
+        _, alive = psutil.wait_procs(self.family, timeout=END_S)
+        assert alive == [], output
+        until_s = time.monotonic() + END_S
+        while list(self.temporary.glob("morph-*")):
+            assert time.monotonic() < until_s, list(self.temporary.iterdir())
+            time.sleep(0.05)
+        return self.process.returncode
+
+
+LONG = ("-P", 2, "-D", 2, "--steps", 500, "--time-scale", 3)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+def test_nothing_outlives_an_end_by_signal(profile_path: Path, tmp_path: Path, number: int, code: int) -> None:
+    command = Command(tmp_path, profile_path, *LONG)
+    command.wait_until_it_trains()
+    if number == signal.SIGINT:
+        os.killpg(command.process.pid, number)  # as a terminal does
+    else:
+        command.process.send_signal(number)
+    assert command.check_that_nothing_is_left() == code
+
+
+def namespaces_of(pid: int) -> list[str]:
+    return [entry.name for entry in DIRECTORY.glob(f"morph-{pid}-*")] if DIRECTORY.is_dir() else []
+
+
+def _permitted() -> bool:
+    try:
+        check_permitted()
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _permitted(), reason="network namespaces need Linux, root, ip and tc")
+def test_hosts_as_namespaces_end_with_the_same_weights_and_are_removed(profile_path: Path, tmp_path: Path) -> None:
+    _, plain = rehearsed(spec_of(2, 1), tmp_path / "plain")
+    _, joined = rehearsed(spec_of(2, 1, network="namespaces"), tmp_path / "joined")
+    assert joined == plain
+    assert namespaces_of(os.getpid()) == []
+    command = Command(tmp_path, profile_path, *LONG, "--network", "namespaces")
+    command.wait_until_it_trains()
+    assert len(namespaces_of(command.process.pid)) == 5
+    command.process.kill()
+    command.check_that_nothing_is_left()
+    assert namespaces_of(command.process.pid) == []
+
+
+@pytest.mark.skipif(not _permitted(), reason="network namespaces need Linux, root, ip and tc")
+def test_namespaces_of_a_process_that_is_gone_are_removed_by_the_next_one() -> None:
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    pid = int(gone.stdout)
+    subprocess.run(["ip", "netns", "add", f"morph-{pid}-0"], check=True)
+    remove_stale()
+    assert namespaces_of(pid) == []
