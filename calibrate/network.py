@@ -11,7 +11,7 @@ from calibrate.samples import timing
 from morph.contract.profile import AllReduceTime, LinkProfile, SendTime, Timing
 from morph.runtime.store import StoreHost
 
-WAIT_S = 180.0
+WAIT_S = 300.0
 _HOST = "127.0.0.1"
 _MAX_IN_FLIGHT = 8
 

@@ -22,8 +22,8 @@ def test_more_and_more_compute_at_once_up_to_all_cores(num_cores: int, counts: t
 
 
 def test_a_factor_is_the_median_over_rounds_against_the_same_round_alone() -> None:
-    alone = iter([1.0, 2.0, 1.0])
-    together = {2: iter([1.5, 3.2, 9.0]), 4: iter([2.0, 4.0, 2.0])}
+    alone = iter([1.0, 2.0, 1.0, 1.0, 4.0])
+    together = {2: iter([1.5, 3.2, 9.0, 1.0, 8.0]), 4: iter([2.0, 4.0, 2.0, 9.0, 4.0])}
     order: list[int] = []
 
     def at_once(count: int) -> float:
