@@ -31,7 +31,7 @@ def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, object
     gain = f"with {needed:.3g} GiB per device {better.shape[0]} x {better.shape[1]}"
     limit = f"Memory limits it ({sweep.memory_bytes / 2**30:.3g} GiB per device): "
     if better.shape[0] not in sweep.fitting:
-        why = f"pipelines of {better.shape[0]} stages do not fit"
+        why = f"pipelines as shallow as {better.shape[0]} do not fit"
     elif better.shape == best.shape:
         why = "windows as steep as the links want do not fit"
     else:

@@ -150,14 +150,14 @@ class Sweep:
             self._layouts[shape] = lay_out(self.sections.profile.contention, *shape, self.rehearsal.conditions)
         return self._layouts[shape]
 
-    def slopes_that_fit(self, depth: int) -> tuple[int, ...]:
+    def _slopes_that_fit(self, depth: int) -> tuple[int, ...]:
         """Window slopes with which a pipeline of this depth fits in memory."""
         return tuple(slope for slope in self.slopes if self.tables[slope].fits(depth))
 
     def _candidates(self, shape: Shape) -> list[StageCosts]:
         """The stages of a shape with each window that fits."""
         most = deal(self.total, shape[1])[0]
-        return [self._stage_costs(shape, most, slope) for slope in self.slopes_that_fit(shape[0])]
+        return [self._stage_costs(shape, most, slope) for slope in self._slopes_that_fit(shape[0])]
 
     def _stage_costs(self, shape: Shape, most: int, slope: int) -> StageCosts:
         depth, layout = shape[0], self.layout(shape)
@@ -172,9 +172,10 @@ class Sweep:
 
     def _bound_ns(self, shape: Shape) -> int:
         if shape not in self._bounds:
-            candidates, counts = self._candidates(shape), deal(self.total, shape[1])
+            slopes, counts = self._slopes_that_fit(shape[0]), deal(self.total, shape[1])
             if self.memory_bytes is None:
-                candidates = candidates[-1:]  # the same stages under wider windows: never a higher bound
+                slopes = slopes[-1:]  # the same stages under wider windows: never a higher bound
+            candidates = [self._stage_costs(shape, counts[0], slope) for slope in slopes]
             self._bounds[shape] = min(bound_ns(costs, counts, self.rehearsal.conditions) for costs in candidates)
         return self._bounds[shape]
 

@@ -39,6 +39,7 @@ def synthetic_profile(
     commit_s: float = 0.002,
     accumulator_bytes_per_parameter: int = 8,
     tied: bool = False,
+    jitter: float = 0.0,
 ) -> Profile:
     """Build a profile of a made-up job.
 
@@ -59,6 +60,7 @@ def synthetic_profile(
         commit_s: Round trip of the commit barrier.
         accumulator_bytes_per_parameter: 8 (exact) or 4 (fast).
         tied: The first and the last section also share a tied unit of ``parameter_bytes[0]``.
+        jitter: Times of tasks and messages are spread evenly by this share of them to both sides; below 1.
     """
     forwards = [forward_s] * num_sections if isinstance(forward_s, float | int) else list(forward_s)
     parameters = [parameter_bytes] * num_sections if isinstance(parameter_bytes, int) else list(parameter_bytes)
@@ -77,8 +79,8 @@ def synthetic_profile(
         return SectionProfile(
             index=index,
             label=f"layer {index}",
-            forward={m: _timing(time_s) for m, time_s in forward.items()},
-            backward={m: _timing(time_s * backward_ratio) for m, time_s in forward.items()},
+            forward={m: _timing(time_s, jitter) for m, time_s in forward.items()},
+            backward={m: _timing(time_s * backward_ratio, jitter) for m, time_s in forward.items()},
             parameter_bytes=held[index],
             optimizer_bytes=2 * held[index],
             gradient_bytes=held[index] // 4 * accumulator_bytes_per_parameter,
@@ -100,8 +102,8 @@ def synthetic_profile(
             "environment": _ENVIRONMENT,
             "sections": tuple(section(index) for index in range(num_sections)),
             "units": tuple(units),
-            "intra_node": _link(latency_s / 4, bandwidth_bytes_per_s * 4),
-            "inter_node": _link(latency_s, bandwidth_bytes_per_s),
+            "intra_node": _link(latency_s / 4, bandwidth_bytes_per_s * 4, jitter),
+            "inter_node": _link(latency_s, bandwidth_bytes_per_s, jitter),
             "all_reduce": tuple(
                 AllReduceTime(
                     ring_size=ring,
@@ -118,13 +120,15 @@ def synthetic_profile(
     )
 
 
-def _timing(median_s: float) -> Timing:
-    return Timing(median_s=median_s, mad_s=0.0, num_samples=1)
+def _timing(median_s: float, jitter: float = 0.0) -> Timing:
+    quantiles_s = tuple(median_s * (1 + jitter * step) for step in (-1.0, -0.5, 0.0, 0.5, 1.0)) if jitter else ()
+    return Timing(median_s=median_s, mad_s=median_s * jitter / 2, num_samples=1, quantiles_s=quantiles_s)
 
 
-def _link(latency_s: float, bandwidth_bytes_per_s: float) -> LinkProfile:
+def _link(latency_s: float, bandwidth_bytes_per_s: float, jitter: float) -> LinkProfile:
     times = tuple(
-        SendTime(size_bytes=size, time=_timing(latency_s + size / bandwidth_bytes_per_s)) for size in _MESSAGE_BYTES
+        SendTime(size_bytes=size, time=_timing(latency_s + size / bandwidth_bytes_per_s, jitter))
+        for size in _MESSAGE_BYTES
     )
     return LinkProfile(activation=times, gradient=times)
 

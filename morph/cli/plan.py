@@ -1,39 +1,60 @@
-"""``morph plan``: the best shape for a number of GPUs, as a table or as JSON."""
+"""``morph plan``: the best shape for a number of GPUs, or for every number of a range."""
 
 from __future__ import annotations
 
 import json
-import math
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from morph.cli.checks import check_output
 from morph.cli.errors import places
+from morph.cli.plan_options import (
+    AimName,
+    ScheduleName,
+    gpu_range,
+    memory_bytes_of,
+    node_list,
+    options,
+    price_of,
+    refuse_together,
+    require,
+)
+from morph.cli.plan_tables import (
+    bytes_text,
+    count_text,
+    leftover_line,
+    ranking,
+    shape_lines,
+    stage_table,
+    time_text,
+    wide_console,
+)
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from morph.contract.plan import Plan
     from morph.contract.profile import Profile
-    from simulator import PlanChoice, Simulation
+    from simulator import PlanChoice
 
-
-class ScheduleName(StrEnum):
-    """Schedules that the executor can run."""
-
-    VARUNA = "varuna"
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
+__all__ = ["ScheduleName", "bytes_text", "count_text", "options", "plan_command", "time_text"]
 
 
 def plan_command(
     profile: Annotated[
         Path, typer.Argument(help="Profile that `morph calibrate` wrote.", metavar="PROFILE", show_default=False)
     ],
-    gpus: Annotated[int, typer.Option("--gpus", "-g", help="How many GPUs there are.", show_default=False)],
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", "-g", metavar="G or A..B", help="How many GPUs there are, or a range of numbers."),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option("--nodes", help="Instead: NODESxGPUS, as 16x1,4x4 for 16 nodes with 1 GPU and 4 with 4."),
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", help="GPUs of each node. Default: every GPU has a node of its own.")
+    ] = None,
     memory_gib: Annotated[
         float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB. Default: no limit.")
     ] = None,
@@ -49,8 +70,36 @@ def plan_command(
         int | None,
         typer.Option("--compute-slots", help="Tasks that can run at once when workers share one machine's cores."),
     ] = None,
+    own_links: Annotated[
+        bool, typer.Option("--own-links", help="Let no two messages share the bandwidth of a node's link.")
+    ] = False,
+    objective: Annotated[
+        AimName, typer.Option("--objective", help="Examples per second, dollars per example, or expected progress.")
+    ] = AimName.EXAMPLES,
+    price: Annotated[
+        str | None,
+        typer.Option("--price", help="Dollars per GPU-hour, as 0.9, or by GPUs per node, as 1:0.9,4:0.75."),
+    ] = None,
+    revocations_per_hour: Annotated[
+        float | None, typer.Option("--revocations-per-hour", help="How often one node is revoked, for progress.")
+    ] = None,
+    pause_s: Annotated[
+        float | None, typer.Option("--pause-s", help="What a morph stops training for, for progress. Default: 1.")
+    ] = None,
+    replacement_s: Annotated[
+        float | None,
+        typer.Option("--replacement-s", help="Until a revoked node is replaced, for progress. Default: 120."),
+    ] = None,
+    jitter_seed: Annotated[
+        int | None, typer.Option("--jitter-seed", help="Judge the shapes in the running with times drawn at random.")
+    ] = None,
+    draws: Annotated[
+        int | None, typer.Option("--draws", help="Mini-batches drawn for each of these. Default: 20.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the best plan here.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Of a range: write the table here.")] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Of a range: draw the curve here.")] = None,
 ) -> None:
     """Find the pipeline depth P and replica count D that train fastest on so many GPUs.
 
@@ -58,132 +107,112 @@ def plan_command(
     Example:
       morph plan profile.json --gpus 6
       morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
+      morph plan profile.json --nodes 16x1,4x4
+      morph plan profile.json --gpus 16..128 --price 0.9 --csv plans.csv --png plans.png
     """
     from morph.contract.errors import PlanError
-    from morph.contract.plan import Schedule
     from morph.contract.profile import load_profile
-    from simulator import plan
 
-    if output is not None:
-        check_output(output, PlanError)
+    for path in (output, csv, png):
+        if path is not None:
+            check_output(path, PlanError)
+    numbers = _numbers(
+        {
+            "--gpus": gpus,
+            "--nodes": nodes,
+            "--gpus-per-node": gpus_per_node,
+            "--compute-slots": compute_slots,
+            "--objective dollars": objective is AimName.DOLLARS,
+            "--objective progress": objective is AimName.PROGRESS,
+            "--revocations-per-hour": revocations_per_hour,
+            "--pause-s": pause_s,
+            "--replacement-s": replacement_s,
+            "--jitter-seed": jitter_seed,
+            "--draws": draws,
+            "-o": output,
+            "--csv": csv,
+            "--png": png,
+        }
+    )
     measured = load_profile(profile)
-    wanted: Schedule = schedule.value
+    shared: dict[str, Any] = {
+        "memory_bytes": memory_bytes_of(memory_gib),
+        "schedule": schedule.value,
+        "micro_batch_size": m,
+        "compute_slots": compute_slots,
+        "recompute": not no_recompute,
+        "num_gpus_per_node": gpus_per_node if nodes is None else node_list(nodes),
+        "share_links": not own_links,
+    }
+    priced = None if price is None else price_of(price)
     with places(options(profile, m)):
-        choice = plan(
-            measured,
-            num_gpus=gpus,
-            memory_bytes=_memory_bytes(memory_gib),
-            schedule=wanted,
-            micro_batch_size=m,
-            compute_slots=compute_slots,
-            recompute=not no_recompute,
-        )
+        if numbers is not None and len(numbers) > 1:
+            from morph.cli.plan_curve import show_curve
+
+            show_curve(measured, numbers, shared, priced, csv=csv, png=png, as_json=as_json)
+            return
+        figures: dict[str, Any] = {
+            "revocations_per_hour": revocations_per_hour,
+            "pause_s": pause_s,
+            "replacement_s": replacement_s,
+        }
+        figures |= {"usd_per_gpu_hour": priced, "jitter_seed": jitter_seed, "num_draws": draws}
+        choice = _choice(measured, numbers, shared | {"objective": objective.objective}, figures)
     if output is not None:
         write_text(output, choice.best.model_dump_json(indent=1) + "\n")
     if as_json:
         print(json.dumps(_as_json(choice)))
         return
-    from rich.console import Console
-
-    console = Console()
-    for line in shape_lines(measured, choice.best_simulation):
-        console.print(line)
-    console.print(stage_table(measured, choice.best_simulation))
-    if choice.runners_up:
-        console.print(_ranking(choice))
-    if output is not None:
-        console.print(f"Wrote {output}.")
+    _show(measured, choice, output)
 
 
-def options(profile: Path, m: int | None) -> dict[str, tuple[str, str]]:
-    """Where the values that the planner and the simulator are given stand, for errors."""
-    names = {
-        "num_gpus": "--gpus",
-        "memory_bytes": "--memory-gib, in bytes",
-        "pipeline_depth": "-P",
-        "num_replicas": "-D",
-        "compute_slots": "--compute-slots",
-        "micro_batch_size": "job.micro_batch_size" if m is None else "--m",
-    }
-    return {field: (str(profile), name) for field, name in names.items()}
+def _choice(profile: Profile, numbers: range | None, settings: dict[str, Any], figures: dict[str, Any]) -> PlanChoice:
+    from simulator import plan
+
+    known = {name: value for name, value in figures.items() if value is not None}
+    return plan(profile, num_gpus=None if numbers is None else numbers[0], **settings, **known)
 
 
-def _memory_bytes(memory_gib: float | None) -> int | None:
+def _numbers(given: dict[str, Any]) -> range | None:
+    """The numbers of GPUs to plan for; None: as many as ``--nodes`` have.
+
+    Raises:
+        PlanError: options that are missing, or that contradict each other.
+    """
     from morph.contract.errors import PlanError
 
-    if memory_gib is None:
-        return None
-    if not (math.isfinite(memory_gib) and memory_gib > 0):
-        raise PlanError("is not a size", field="--memory-gib", value=memory_gib, allowed="a number above 0")
-    return int(memory_gib * 2**30)
-
-
-def shape_lines(profile: Profile, simulation: Simulation) -> list[str]:
-    """What a person wants to know of one shape, in a few lines."""
-    plan, expected = simulation.plan, simulation.expected
-    counts = plan.micro_batches_per_replica
-    shares = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[-1]} or {counts[0]}"
-    parts = sorted(expected.parts_s.items(), key=lambda item: -item[1])
-    spent = ", ".join(
-        f"{part.replace('_', '-')} {seconds / expected.mini_batch_s:.0%}" for part, seconds in parts if seconds
+    if given["--gpus"] is None and given["--nodes"] is None:
+        raise PlanError("is missing", field="--gpus", allowed="a number, a range as 16..128, or --nodes instead")
+    refuse_together(given, "--nodes", ["--gpus", "--gpus-per-node"], "it lists all nodes and their GPUs")
+    refuse_together(
+        given, "--compute-slots", ["--nodes", "--gpus-per-node"], "it puts all workers on one machine's cores"
     )
-    return [
-        f"[bold]{profile.job.name}: {plan.pipeline_depth} x {plan.num_replicas}[/bold] (P x D), "
-        f"{plan.num_workers} workers, {plan.schedule} schedule",
-        f"batch {profile.job.batch_size} = {plan.num_micro_batches} micro-batches of {plan.micro_batch_size}, "
-        f"{shares} per replica",
-        f"expected: [bold]{expected.examples_per_s:.4g} examples/s[/bold], {time_text(expected.mini_batch_s)} per "
-        f"mini-batch (lower bound for these stages: {time_text(expected.lower_bound_s)})",
-        f"where a worker's time goes: {spent}",
-        simulation.explanation,
-    ]
+    numbers = None if given["--gpus"] is None else gpu_range(given["--gpus"])
+    given = given | {"--gpus A..B": given["--gpus"] if numbers is not None and len(numbers) > 1 else None}
+    single = ["-o", "--jitter-seed", "--objective dollars", "--objective progress"]
+    refuse_together(given, "--gpus A..B", single, "it answers for one number of GPUs")
+    for option, other in [
+        ("--csv", "--gpus A..B"),
+        ("--png", "--gpus A..B"),
+        ("--draws", "--jitter-seed"),
+        ("--revocations-per-hour", "--objective progress"),
+        ("--pause-s", "--objective progress"),
+        ("--replacement-s", "--objective progress"),
+    ]:
+        require(given, option, other)
+    return numbers
 
 
-def stage_table(profile: Profile, simulation: Simulation) -> Table:
-    """Stages with their sections, parameters, times, window and memory."""
-    from rich.table import Table
-
-    table = Table(title="Stages", title_justify="left")
-    for name in ("stage", "sections", "parameters", "F", "R", "B", "window", "memory"):
-        table.add_column(name, justify="right")
-    times, held = simulation.costs.times, sum(section.parameter_bytes for section in profile.sections)
-    unit_bytes = sum(unit.parameter_bytes for unit in profile.units) or held
-    per_byte = profile.job.num_parameters / unit_bytes if unit_bytes else 0.0
-    for number, stage in enumerate(simulation.plan.stages):
-        size = sum(profile.sections[section].parameter_bytes for section in stage.sections) * per_byte
-        last = stage.end_section - 1
-        table.add_row(
-            str(number),
-            str(last) if stage.first_section == last else f"{stage.first_section}-{last}",
-            count_text(size),
-            time_text(int(times.forward_ns[number]) / 1e9),
-            time_text(int(times.recompute_ns[number]) / 1e9) if stage.recompute else "-",
-            time_text(int(times.backward_ns[number]) / 1e9),
-            str(stage.window),
-            bytes_text(int(simulation.costs.memory_bytes[number])),
-        )
-    return table
-
-
-def _ranking(choice: PlanChoice) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"Best of {choice.num_shapes} shapes for {choice.num_gpus} GPUs", title_justify="left")
-    for name in ("P x D", "workers", "examples/s", "of best", "mini-batch", "lower bound", "memory"):
-        table.add_column(name, justify="right")
-    best = choice.best.expected.examples_per_s
-    for plan in (choice.best, *choice.runners_up):
-        expected = plan.expected
-        table.add_row(
-            f"{plan.pipeline_depth} x {plan.num_replicas}",
-            str(plan.num_workers),
-            f"{expected.examples_per_s:.4g}",
-            f"{expected.examples_per_s / best:.1%}",
-            time_text(expected.mini_batch_s),
-            time_text(expected.lower_bound_s),
-            bytes_text(expected.peak_memory_bytes),
-        )
-    return table
+def _show(profile: Profile, choice: PlanChoice, output: Path | None) -> None:
+    console = wide_console()
+    for line in shape_lines(profile, choice.best_simulation):
+        console.print(line)
+    console.print(leftover_line(choice))
+    console.print(stage_table(profile, choice.best_simulation))
+    if choice.runners_up:
+        console.print(ranking(choice))
+    if output is not None:
+        console.print(f"Wrote {output}.")
 
 
 def summary(plan: Plan) -> dict[str, object]:
@@ -198,35 +227,16 @@ def summary(plan: Plan) -> dict[str, object]:
 def _as_json(choice: PlanChoice) -> dict[str, object]:
     return {
         "num_gpus": choice.num_gpus,
+        "num_idle": choice.num_idle,
+        "objective": choice.objective,
+        "value": choice.values[0],
         "best": choice.best.model_dump(mode="json"),
         "explanation": choice.best_simulation.explanation,
         "ladder_s": choice.best_simulation.ladder_s,
-        "runners_up": [summary(plan) for plan in choice.runners_up],
+        "runners_up": [
+            {**summary(plan), "value": value} for plan, value in zip(choice.runners_up, choice.values[1:], strict=True)
+        ],
     }
-
-
-def time_text(seconds: float) -> str:
-    """Three significant digits with a fitting unit."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e9:.0f} ns"
-
-
-def count_text(number: float) -> str:
-    """Three significant digits with K, M or B."""
-    for factor, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
-        if number >= factor:
-            return f"{number / factor:.3g}{unit}"
-    return f"{number:.0f}"
-
-
-def bytes_text(size_bytes: int) -> str:
-    """Three significant digits in GiB, MiB or KiB."""
-    for factor, unit in ((2**30, "GiB"), (2**20, "MiB")):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:.3g} {unit}"
-    return f"{size_bytes / 2**10:.3g} KiB"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import pandas
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -9,7 +10,7 @@ from morph.cli.plan import count_text, plan_command, time_text
 from morph.cli.simulate import simulate_command
 from morph.contract.errors import PlanError, ProfileError
 from morph.contract.plan import Plan, load_plan
-from simulator import plan, synthetic_profile
+from simulator import plan, plan_table, simulate, synthetic_profile
 
 app = typer.Typer()
 app.command("plan")(plan_command)
@@ -55,6 +56,121 @@ def test_simulate_prints_json_for_programs(profile: Path) -> None:
     answer = json.loads(_run("simulate", profile, "-P", 3, "-D", 2, "--schedule", "gpipe", "--json"))
     assert Plan.model_validate(answer["plan"]).schedule == "gpipe"
     assert sum(answer["ladder_s"].values()) == pytest.approx(answer["plan"]["expected"]["mini_batch_s"])
+
+
+def test_a_range_is_answered_as_table_csv_and_picture(profile: Path, tmp_path: Path) -> None:
+    csv, png = tmp_path / "plans.csv", tmp_path / "plans.png"
+    output = _run("plan", profile, "--gpus", "2..5", "--price", 0.9, "--csv", csv, "--png", png)
+    table = pandas.read_csv(csv)
+    assert table["num_gpus"].tolist() == [2, 3, 4, 5]
+    plans = plan_table(synthetic_profile(tied=True), 5)
+    assert table["examples_per_s"].tolist() == pytest.approx(
+        [plans[gpus].expected.examples_per_s for gpus in range(2, 6)]
+    )
+    paid = 0.9 * table["num_gpus"] / 3600 / table["examples_per_s"] * 1000
+    assert table["usd_per_1000_examples"].tolist() == pytest.approx(paid.tolist())
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert f"{plans[5].pipeline_depth} x {plans[5].num_replicas}" in output
+    assert [row["num_gpus"] for row in json.loads(_run("plan", profile, "--gpus", "2..3", "--json"))] == [2, 3]
+
+
+def test_numbers_of_a_range_that_are_too_few_are_named(profile: Path) -> None:
+    whole = simulate(synthetic_profile(tied=True), num_stages=1).expected.peak_memory_bytes
+    output = _run("plan", profile, "--gpus", "1..4", "--memory-gib", whole / 2 / 2**30)
+    assert "1 to 1 GPUs are too few" in output or "1 to 2 GPUs are too few" in output
+
+
+def test_nodes_are_told_apart_and_leftovers_named(profile: Path, tmp_path: Path) -> None:
+    output = _run("plan", profile, "--nodes", "3x1,2x4", "-o", tmp_path / "plan.json")
+    best = load_plan(tmp_path / "plan.json")
+    assert best.node_sizes == (1, 1, 1, 4, 4)
+    assert len(best.placement) == best.num_replicas
+    idle = 11 - best.num_workers
+    assert (f"{idle} GPU" in output and "idle" in output) if idle else "all 11 GPUs at work" in output
+    assert "cross between nodes" in output
+
+
+def test_other_objectives_show_their_value(profile: Path) -> None:
+    cheap = json.loads(_run("plan", profile, "--gpus", 6, "--objective", "dollars", "--price", 0.9, "--json"))
+    best = Plan.model_validate(cheap["best"])
+    dollars = best.num_workers * 0.9 / 3600 / best.expected.examples_per_s
+    assert cheap["value"] == pytest.approx(dollars)
+    arguments = ("--objective", "progress", "--revocations-per-hour", 2, "--pause-s", 5, "--replacement-s", 60)
+    steady = json.loads(_run("plan", profile, "--gpus", 6, *arguments, "--json"))
+    assert 0 < steady["value"] < Plan.model_validate(steady["best"]).expected.examples_per_s
+    assert "progress/s" in _run("plan", profile, "--gpus", 6, *arguments)
+
+
+def test_simulate_takes_nodes_slow_workers_and_a_late_all_reduce(profile: Path) -> None:
+    def seconds(*arguments: object) -> float:
+        answer = json.loads(_run("simulate", profile, "-P", 3, "-D", 2, *arguments, "--json"))
+        return float(answer["plan"]["expected"]["mini_batch_s"])
+
+    usual = seconds()
+    assert seconds("--gpus-per-node", 3) < usual
+    assert seconds("--slow", "1/0:2", "--slow", "2:1.2") > 1.2 * usual
+    assert seconds("--all-reduce", "late") > usual
+    assert seconds("--own-links") <= usual
+
+
+def test_jitter_is_drawn_from_the_spread_that_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "jittery.json"
+    path.write_text(synthetic_profile(jitter=0.3).model_dump_json())
+    answer = json.loads(_run("simulate", path, "-P", 2, "--jitter-seed", 3, "--draws", 4, "--json"))
+    assert len(answer["jitter"]["draws_s"]) == 4
+    assert answer["plan"]["expected"]["mini_batch_s"] == pytest.approx(answer["jitter"]["mean_s"])
+    assert "4 mini-batches drawn" in _run("simulate", path, "-P", 2, "--jitter-seed", 3, "--draws", 4)
+    assert "20 mini-batches drawn" in _run("plan", path, "--gpus", 2, "--jitter-seed", 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("plan",), "--gpus: is missing"),
+        (("plan", "--gpus", "some"), "--gpus: is no number of GPUs (got 'some')"),
+        (("plan", "--gpus", "5..2"), "--gpus: is no range of GPUs (got '5..2')"),
+        (("plan", "--gpus", "0..2"), "--gpus: is no range of GPUs"),
+        (("plan", "--gpus", 4, "--nodes", "4x1"), "--nodes: does not go with --gpus"),
+        (("plan", "--nodes", "4x1", "--gpus-per-node", 2), "--nodes: does not go with --gpus-per-node"),
+        (("plan", "--nodes", "4"), "--nodes: is no list of nodes (got '4')"),
+        (("plan", "--nodes", "0x4"), "--nodes: is no list of nodes"),
+        (("plan", "--gpus", 4, "--gpus-per-node", 0), "--gpus-per-node: is too small (got 0)"),
+        (("plan", "--gpus", 4, "--gpus-per-node", 2, "--compute-slots", 2), "--compute-slots: does not go with"),
+        (("plan", "--gpus", "2..4", "-o", "plan.json"), "--gpus A..B: does not go with -o"),
+        (("plan", "--gpus", "2..4", "--objective", "dollars", "--price", 1), "does not go with --objective dollars"),
+        (("plan", "--gpus", 4, "--csv", "plans.csv"), "--csv: means nothing without --gpus A..B"),
+        (("plan", "--gpus", 4, "--png", "plans.png"), "--png: means nothing without --gpus A..B"),
+        (("plan", "--gpus", 4, "--draws", 3), "--draws: means nothing without --jitter-seed"),
+        (("plan", "--gpus", 4, "--pause-s", 3), "--pause-s: means nothing without --objective progress"),
+        (("plan", "--gpus", 4, "--objective", "dollars"), "--price: is missing"),
+        (("plan", "--gpus", 4, "--objective", "progress"), "--revocations-per-hour: is missing"),
+        (("plan", "--gpus", 4, "--objective", "dollars", "--price", "cheap"), "--price: is no price (got 'cheap')"),
+        (("plan", "--gpus", 4, "--objective", "dollars", "--price", "4:1"), "--price: is no price"),
+        (
+            ("plan", "--gpus", 4, "--objective", "progress", "--revocations-per-hour", -1),
+            "--revocations-per-hour: is out of range (got -1.0)",
+        ),
+        (("plan", "--gpus", 4, "--jitter-seed", 1), "--jitter-seed: the profile has no quantiles"),
+        (("simulate", "-P", 2, "--slow", "x"), "--slow: is not a slow worker (got 'x')"),
+        (("simulate", "-P", 2, "--slow", "0:0"), "--slow: is not a slow worker"),
+        (("simulate", "-P", 2, "--slow", "7:2"), "--slow: the shape has no such worker (got 7)"),
+        (("simulate", "-P", 2, "--slow", "0/3:2"), "--slow: the shape has no such worker (got (0, 3))"),
+        (("simulate", "-P", 2, "--jitter-seed", 1), "--jitter-seed: the profile has no quantiles"),
+        (("simulate", "-P", 2, "--draws", 3), "--draws: means nothing without --jitter-seed"),
+        (("simulate", "-P", 2, "--schedule", "1f1b", "--slope", 2), "--slope: does not go with --schedule"),
+        (("simulate", "-P", 2, "--compute-slots", 2, "--gpus-per-node", 2), "--compute-slots: does not go with"),
+        (("simulate", "-P", 2, "--compute-slots", 0), "--compute-slots: is too small"),
+        (("simulate", "-P", 9), "-P: the model cannot be cut so (got 9); allowed: 1 to 8"),
+    ],
+)
+def test_options_that_cannot_be_or_contradict_each_other_are_one_clear_error(
+    profile: Path, arguments: tuple[object, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlanError) as caught:
+        _run(arguments[0], profile, *arguments[1:])
+    assert says in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["profile.json"]
 
 
 def test_mistakes_are_typed_errors(profile: Path, tmp_path: Path) -> None:

@@ -1,0 +1,196 @@
+"""What the options of ``morph plan`` and ``morph simulate`` mean, and which do not go together."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from morph.contract.errors import PlanError
+
+if TYPE_CHECKING:
+    from simulator.objectives import ObjectiveName
+
+_MOST_GPUS = 100_000
+
+
+class ScheduleName(StrEnum):
+    """Schedules that the executor can run."""
+
+    VARUNA = "varuna"
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+
+
+class AimName(StrEnum):
+    """Objectives of the planner."""
+
+    EXAMPLES = "examples"
+    DOLLARS = "dollars"
+    PROGRESS = "progress"
+
+    @property
+    def objective(self) -> ObjectiveName:
+        """As the planner calls it."""
+        names: dict[AimName, ObjectiveName] = {
+            AimName.EXAMPLES: "examples_per_s",
+            AimName.DOLLARS: "usd_per_example",
+            AimName.PROGRESS: "progress",
+        }
+        return names[self]
+
+
+class ReduceName(StrEnum):
+    """When the all-reduce begins."""
+
+    OVERLAPPED = "overlapped"
+    LATE = "late"
+
+
+def options(profile: Path, m: int | None) -> dict[str, tuple[str, str]]:
+    """Where the values that the planner and the simulator are given stand, for errors."""
+    names = {
+        "num_gpus": "--gpus",
+        "max_gpus": "--gpus",
+        "num_gpus_per_node": "--gpus-per-node",
+        "memory_bytes": "--memory-gib, in bytes",
+        "pipeline_depth": "-P",
+        "num_replicas": "-D",
+        "compute_slots": "--compute-slots",
+        "micro_batch_size": "job.micro_batch_size" if m is None else "--m",
+        "batch_size": "job.batch_size",
+        "jitter_seed": "--jitter-seed",
+        "num_draws": "--draws",
+        "slow": "--slow",
+        "usd_per_gpu_hour": "--price",
+        "revocations_per_hour": "--revocations-per-hour",
+        "pause_s": "--pause-s",
+        "replacement_s": "--replacement-s",
+    }
+    return {field: (str(profile), name) for field, name in names.items()}
+
+
+def refuse_together(given: Mapping[str, object], option: str, others: Sequence[str], why: str) -> None:
+    """Refuse options that contradict each other.
+
+    Args:
+        given: Every option with its value; None and False are "not given".
+        option: Where it is given, none of the others may be.
+        others: Options.
+        why: The contradiction in a few words.
+
+    Raises:
+        PlanError: naming both.
+    """
+    clash = [name for name in others if _is_given(given[name])]
+    if _is_given(given[option]) and clash:
+        raise PlanError(f"does not go with {clash[0]}: {why}", field=option, value=_shown(given[option]))
+
+
+def require(given: Mapping[str, object], option: str, other: str) -> None:
+    """Refuse an option that means nothing without another.
+
+    Raises:
+        PlanError: naming both.
+    """
+    if _is_given(given[option]) and not _is_given(given[other]):
+        raise PlanError(f"means nothing without {other}", field=option, value=_shown(given[option]))
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False
+
+
+def _shown(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
+def gpu_range(text: str) -> range:
+    """``6`` or ``16..128``.
+
+    Raises:
+        PlanError: neither of them.
+    """
+    found = re.fullmatch(r"(-?\d{1,9})(?:\.\.(-?\d{1,9}))?", text.strip())
+    if not found:
+        raise PlanError("is no number of GPUs", field="--gpus", value=text, allowed="a number, or a range as 16..128")
+    first = int(found[1])
+    if found[2] is None:
+        return range(first, first + 1)
+    last = int(found[2])
+    if not 1 <= first <= last <= _MOST_GPUS:
+        allowed = f"FIRST..LAST with 1 <= FIRST <= LAST <= {_MOST_GPUS}"
+        raise PlanError("is no range of GPUs", field="--gpus", value=text, allowed=allowed)
+    return range(first, last + 1)
+
+
+def node_list(text: str) -> tuple[int, ...]:
+    """GPUs of each node: ``16x1,4x4`` are 16 nodes with 1 GPU and 4 nodes with 4.
+
+    Raises:
+        PlanError: something else.
+    """
+    sizes: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,6})\s*x\s*(\d{1,4})\s*", part)
+        number, size = (int(found[1]), int(found[2])) if found else (0, 0)
+        if number < 1 or size < 1 or len(sizes) + number > _MOST_GPUS:
+            allowed = "NODESxGPUS, separated by commas, as 16x1,4x4 (16 nodes with 1 GPU, 4 with 4)"
+            raise PlanError("is no list of nodes", field="--nodes", value=text, allowed=allowed)
+        sizes += [size] * number
+    return tuple(sizes)
+
+
+def price_of(text: str) -> float | dict[int, float]:
+    """``0.9`` dollars per GPU-hour, or by GPUs per node: ``1:0.9,4:0.75``.
+
+    Raises:
+        PlanError: neither of them.
+    """
+    allowed = "dollars per GPU-hour, as 0.9, or by GPUs per node, as 1:0.9,4:0.75"
+    prices: dict[int, float] = {}
+    try:
+        if ":" not in text:
+            prices[0] = float(text)
+        else:
+            for part in text.split(","):
+                size, price = part.split(":")
+                prices[int(size)] = float(price)
+    except ValueError:
+        raise PlanError("is no price", field="--price", value=text, allowed=allowed) from None
+    if not all(math.isfinite(price) and price > 0 for price in prices.values()):
+        raise PlanError("is no price", field="--price", value=text, allowed=allowed)
+    return prices[0] if 0 in prices and len(prices) == 1 else prices
+
+
+def slow_of(texts: Sequence[str]) -> dict[int | tuple[int, int], float]:
+    """``2:1.3`` (stage 2 of every replica) and ``2/0:1.3`` (of replica 0).
+
+    Raises:
+        PlanError: something else.
+    """
+    slow: dict[int | tuple[int, int], float] = {}
+    for text in texts:
+        found = re.fullmatch(r"(\d{1,6})(?:/(\d{1,6}))?:(\d+(?:\.\d*)?|\.\d+)", text.strip())
+        if not found or float(found[3]) <= 0:
+            allowed = "STAGE:FACTOR or STAGE/REPLICA:FACTOR, such as 2:1.3; FACTOR above 0"
+            raise PlanError("is not a slow worker", field="--slow", value=text, allowed=allowed)
+        where = int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
+        slow[where] = float(found[3])
+    return slow
+
+
+def memory_bytes_of(memory_gib: float | None) -> int | None:
+    """Bytes of so many GiB.
+
+    Raises:
+        PlanError: no size.
+    """
+    if memory_gib is None:
+        return None
+    if not (math.isfinite(memory_gib) and memory_gib > 0):
+        raise PlanError("is not a size", field="--memory-gib", value=memory_gib, allowed="a number above 0")
+    return int(memory_gib * 2**30)
