@@ -55,6 +55,9 @@ def plan_command(
     gpus_per_node: Annotated[
         int | None, typer.Option("--gpus-per-node", help="GPUs of each node. Default: every GPU has a node of its own.")
     ] = None,
+    node_type: Annotated[
+        str | None, typer.Option("--node-type", help="Which of the node types in the profile. Default: the first.")
+    ] = None,
     memory_gib: Annotated[
         float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB. Default: no limit.")
     ] = None,
@@ -112,6 +115,7 @@ def plan_command(
     """
     from morph.contract.errors import PlanError
     from morph.contract.profile import load_profile
+    from simulator.node_types import of_node_type
 
     for path in (output, csv, png):
         if path is not None:
@@ -134,7 +138,8 @@ def plan_command(
             "--png": png,
         }
     )
-    measured = load_profile(profile)
+    with places(options(profile, m)):
+        measured = of_node_type(load_profile(profile), node_type)
     shared: dict[str, Any] = {
         "memory_bytes": memory_bytes_of(memory_gib),
         "schedule": schedule.value,

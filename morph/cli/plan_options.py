@@ -62,6 +62,7 @@ def options(profile: Path, m: int | None) -> dict[str, tuple[str, str]]:
         "compute_slots": "--compute-slots",
         "micro_batch_size": "job.micro_batch_size" if m is None else "--m",
         "batch_size": "job.batch_size",
+        "node_type": "--node-type",
         "jitter_seed": "--jitter-seed",
         "num_draws": "--draws",
         "slow": "--slow",

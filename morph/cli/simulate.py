@@ -47,6 +47,9 @@ def simulate_command(
     gpus_per_node: Annotated[
         int | None, typer.Option("--gpus-per-node", help="GPUs of each node. Default: every worker has its own node.")
     ] = None,
+    node_type: Annotated[
+        str | None, typer.Option("--node-type", help="Which of the node types in the profile. Default: the first.")
+    ] = None,
     own_links: Annotated[
         bool, typer.Option("--own-links", help="Let no two messages share the bandwidth of a node's link.")
     ] = False,
@@ -77,6 +80,7 @@ def simulate_command(
     from morph.contract.profile import load_profile
     from simulator import simulate
     from simulator.conditions import NUM_DRAWS
+    from simulator.node_types import of_node_type
 
     if png is not None:
         check_output(png, PlanError)
@@ -92,9 +96,9 @@ def simulate_command(
     refuse_together(given, "--slope", ["--schedule"], f"the windows of {schedule.value} are fixed")
     require(given, "--draws", "--jitter-seed")
     slowed = slow_of(slow or ())
-    measured = load_profile(profile)
     wanted: Schedule = schedule.value
     with places(options(profile, m)):
+        measured = of_node_type(load_profile(profile), node_type)
         simulation = simulate(
             measured,
             num_stages=pipeline_depth,

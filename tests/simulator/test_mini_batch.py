@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -24,9 +26,19 @@ def test_parts_and_ladder_add_up_to_the_mini_batch_which_is_never_below_its_boun
     assert got.explanation.endswith(".")
 
 
+_CONDITIONS: list[dict[str, Any]] = [
+    {},
+    {"num_gpus_per_node": 3},
+    {"share_links": False},
+    {"slow": {0: 1.4}},
+    {"all_reduce": "late"},
+    {"compute_slots": 3},
+]
+
+
 def _lower_bound_cases() -> list[Simulation]:
     cases = []
-    for seed in range(60):
+    for seed in range(120):
         rng = np.random.default_rng(seed)
         profile = synthetic_profile(
             num_sections=6,
@@ -37,12 +49,22 @@ def _lower_bound_cases() -> list[Simulation]:
             micro_batch_size=1,
             tied=bool(rng.integers(2)),
         )
-        cases.append(simulate(profile, num_stages=int(rng.integers(1, 7)), num_replicas=int(rng.integers(1, 4))))
+        depth, replicas = int(rng.integers(1, 7)), int(rng.integers(1, 4))
+        conditions = _CONDITIONS[seed % len(_CONDITIONS)]
+        replicas = min(replicas, profile.job.batch_size)
+        cases.append(simulate(profile, num_stages=depth, num_replicas=replicas, **conditions))
     return cases
 
 
 def test_no_random_shape_is_faster_than_its_lower_bound() -> None:
     assert all(case.expected.lower_bound_s <= case.expected.mini_batch_s * (1 + 1e-12) for case in _lower_bound_cases())
+
+
+def test_parts_and_ladder_add_up_under_all_conditions() -> None:
+    for case in _lower_bound_cases():
+        assert sum(case.expected.parts_s.values()) == pytest.approx(case.expected.mini_batch_s)
+        assert sum(case.ladder_s.values()) == pytest.approx(case.expected.mini_batch_s)
+        assert case.timeline["end_s"].max() <= case.expected.mini_batch_s * (1 + 1e-9)
 
 
 def test_a_lone_worker_takes_the_sum_of_its_parts() -> None:

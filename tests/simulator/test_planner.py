@@ -126,3 +126,58 @@ def test_too_few_gpus_for_the_memory_are_told_how_many_would_do() -> None:
     with pytest.raises(PlanError, match="at least 3 GPUs"):
         plan(_profile(), num_gpus=2, memory_bytes=limit)
     assert plan(_profile(), num_gpus=3, memory_bytes=limit).best.pipeline_depth == 3
+
+
+@pytest.mark.parametrize("nodes", [4, (4, 4, 1, 1, 1), (3, 3, 3)])
+def test_the_best_plan_on_nodes_is_the_fastest_of_all_shapes_simulated_one_by_one(nodes: int | tuple[int, ...]) -> None:
+    profile = _profile(latency_s=0.004)
+    num_gpus = 11 if isinstance(nodes, int) else sum(nodes)
+    choice = plan(profile, num_gpus=num_gpus, num_gpus_per_node=nodes)
+    sizes = choice.best.node_sizes
+    assert sum(sizes) == num_gpus
+    rates = [
+        simulate(
+            profile, num_stages=depth, num_replicas=num_gpus // depth, num_gpus_per_node=sizes
+        ).expected.examples_per_s
+        for depth in range(1, 9)
+    ]
+    assert choice.best.expected.examples_per_s == pytest.approx(max(rates))
+    assert choice.num_idle == num_gpus - choice.best.num_workers
+
+
+def test_the_table_on_nodes_answers_what_plan_answers() -> None:
+    table = plan_table(_profile(latency_s=0.004), 9, num_gpus_per_node=4)
+    for num_gpus, best in table.items():
+        assert best == plan(_profile(latency_s=0.004), num_gpus=num_gpus, num_gpus_per_node=4).best
+
+
+def test_nodes_alone_say_how_many_gpus_there_are() -> None:
+    choice = plan(_profile(), num_gpus_per_node=(1, 4, 2))
+    assert choice.num_gpus == 7
+    for arguments in ({}, {"num_gpus_per_node": 4}, {"num_gpus": 6, "num_gpus_per_node": (1, 4, 2)}):
+        with pytest.raises(PlanError) as caught:
+            plan(_profile(), **arguments)  # type: ignore[arg-type]
+        assert caught.value.field == "num_gpus"
+
+
+def test_what_memory_forbids_is_said() -> None:
+    profile = _profile(parameter_bytes=1000, activation_bytes_per_sample=10_000_000)
+    whole = simulate(profile, num_stages=1).expected.peak_memory_bytes
+    roomy, tight = (plan(profile, num_gpus=6, memory_bytes=limit) for limit in (10 * whole, whole // 2))
+    assert "Memory" not in roomy.best_simulation.explanation + plan(profile, num_gpus=6).best_simulation.explanation
+    assert roomy.best.pipeline_depth == 1 < tight.best.pipeline_depth
+    assert "Memory limits it" in tight.best_simulation.explanation
+    assert "pipelines as shallow as 1 do not fit" in tight.best_simulation.explanation
+
+
+def test_windows_that_memory_forbids_are_named() -> None:
+    profile = _profile(
+        num_sections=4, micro_batch_size=1, latency_s=0.02, boundary_bytes_per_sample=2_000_000, parameter_bytes=1000
+    )
+    free = simulate(profile, num_stages=4)
+    narrow = simulate(profile, num_stages=4, window_slope=1)
+    assert free.plan.stages[0].window > narrow.plan.stages[0].window
+    limit = narrow.expected.peak_memory_bytes
+    choice = plan(profile, num_gpus=4, memory_bytes=limit, pipeline_depth=4)
+    assert choice.best.stages[0].window == narrow.plan.stages[0].window
+    assert "windows as steep as the links want do not fit" in choice.best_simulation.explanation
