@@ -68,6 +68,7 @@ def open_ray(directory: Path) -> OpenMachines:
         lifelines = Lifelines(LOOPBACK, pool.connection_closed)
         ending.callback(lifelines.close)
         lifeline = Lifeline(host=lifelines.host, port=lifelines.port, secret=lifelines.secret)
+        ending.callback(lambda: store)  # Ray ends an actor whose last handle is gone, and the store with it
         return Machines(cluster, pool, store.host, store.port, lifeline, lambda _worker: LOOPBACK)
 
     return open_machines
