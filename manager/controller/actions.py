@@ -14,6 +14,8 @@ from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
 from morph.contract.messages import CommitOrder, ReshapeOrder, StepOrder, WorkerId
 
+RequestId = str
+
 
 class StartWorker(Value):
     """Start the worker of a VM and set it up; it answers ``WorkerReady``."""
@@ -57,6 +59,32 @@ class Abort(Value):
     generation: int
 
 
+class ProbeWorker(Value):
+    """Have a slow worker that was left out time some work; it answers ``WorkerProbed`` with the same number."""
+
+    kind: Literal["probe_worker"] = "probe_worker"
+    worker: WorkerId
+    probe: int
+
+
+class RequestNodes(Value):
+    """Ask the provider for VMs; ``NodesGranted`` or ``RequestRefused`` follows, and ``NodeAppeared`` for each VM.
+
+    The name is new for each attempt; a request that comes again under its name must get no further VMs.
+    """
+
+    kind: Literal["request_nodes"] = "request_nodes"
+    request: RequestId
+    count: int = Field(ge=1)
+
+
+class ReleaseNodes(Value):
+    """Give VMs back that were granted and did not appear in time; nothing follows."""
+
+    kind: Literal["release_nodes"] = "release_nodes"
+    nodes: tuple[WorkerId, ...]
+
+
 class WriteManifest(Value):
     """Write the manifest; ``ManifestWritten`` (or ``CheckpointFailed``) follows."""
 
@@ -83,5 +111,17 @@ class Finish(Value):
     sentence: str
 
 
-Action = StartWorker | SendReshape | SendStep | SendCommit | Abort | WriteManifest | EndWorker | Finish
+Action = (
+    StartWorker
+    | SendReshape
+    | SendStep
+    | SendCommit
+    | Abort
+    | ProbeWorker
+    | RequestNodes
+    | ReleaseNodes
+    | WriteManifest
+    | EndWorker
+    | Finish
+)
 ACTION: TypeAdapter[Action] = TypeAdapter(Annotated[Action, Field(discriminator="kind")])

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from manager.controller import nodes
 from manager.controller.actions import Abort, Finish
-from manager.controller.placement import units_by_stage
+from manager.controller.nodes import NodeEvent, NodeState
 from manager.controller.reasons import Reason, ReasonCode
-from manager.controller.state import ControllerState, Decision, OutstandingOrder, PendingCheckpoint, Phase, WorkerState
-from morph.contract.messages import UnitId, WorkerId
+from manager.controller.state import ControllerState, Decision, OutstandingOrder, PendingCheckpoint, Phase
+from morph.contract.messages import WorkerId
 
 
 def changed(state: ControllerState, **fields: Any) -> ControllerState:
@@ -19,17 +20,25 @@ def changed(state: ControllerState, **fields: Any) -> ControllerState:
 
 def with_worker(state: ControllerState, worker: WorkerId, **fields: Any) -> ControllerState:
     """Return the state with some fields of one worker replaced."""
-    return changed(state, workers={**state.workers, worker: state.workers[worker].model_copy(update=fields)})
-
-
-def with_orders(state: ControllerState, orders: dict[WorkerId, OutstandingOrder]) -> ControllerState:
-    """Return the state with these orders outstanding, besides those that are already."""
-    nothing: dict[str, Any] = {"overflowed": False, "unit_norms_sq": {}, "non_finite": False}
-    workers = {
-        worker: entry.model_copy(update={"order": orders[worker], **nothing}) if worker in orders else entry
-        for worker, entry in state.workers.items()
-    }
+    workers = state.workers.copy()
+    workers[worker] = workers[worker].model_copy(update=fields)
     return changed(state, workers=workers)
+
+
+def with_node(state: ControllerState, worker: WorkerId, event: NodeEvent, **fields: Any) -> ControllerState:
+    """Return the state with a node in the state that follows an event, and some of its fields replaced."""
+    return with_worker(state, worker, node=nodes.after(state.workers[worker].node, event), **fields)
+
+
+def with_order(state: ControllerState, order: OutstandingOrder, receivers: Iterable[WorkerId]) -> ControllerState:
+    """Return the state with this order outstanding; nobody had one before."""
+    return changed(state, order=order, awaited=frozenset(receivers), reports={})
+
+
+def answered_by(state: ControllerState, worker: WorkerId, **fields: Any) -> ControllerState:
+    """Return the state in which a worker has no order any more, and some other fields replaced."""
+    awaited = state.awaited - {worker}
+    return changed(state, awaited=awaited, order=state.order if awaited else None, **fields)
 
 
 def without_workers(state: ControllerState, lost: Iterable[WorkerId]) -> ControllerState:
@@ -39,7 +48,8 @@ def without_workers(state: ControllerState, lost: Iterable[WorkerId]) -> Control
     pending = state.pending
     if pending is not None and gone & debtors(pending):
         pending = pending.model_copy(update={"stale": True})
-    return changed(state, workers=workers, pending=pending)
+    awaited = state.awaited - gone
+    return changed(state, workers=workers, pending=pending, awaited=awaited, order=state.order if awaited else None)
 
 
 def debtors(pending: PendingCheckpoint) -> set[WorkerId]:
@@ -47,21 +57,33 @@ def debtors(pending: PendingCheckpoint) -> set[WorkerId]:
     return {worker for unit, worker in pending.writers.items() if unit not in pending.written}
 
 
+def workers_that_are(state: ControllerState, *states: NodeState) -> tuple[WorkerId, ...]:
+    """Return the workers in these states, in order of appearance."""
+    return tuple(worker for worker, entry in state.workers.items() if entry.node in states)
+
+
 def ready_workers(state: ControllerState) -> tuple[WorkerId, ...]:
-    """Return the workers that can be given a slot, in order of appearance."""
+    """Return the workers that are set up, whether they may be given a slot or not, in order of appearance."""
     return tuple(worker for worker, entry in state.workers.items() if entry.ready)
 
 
 def busy_workers(state: ControllerState) -> tuple[WorkerId, ...]:
-    """Return the workers with an outstanding order."""
-    return tuple(worker for worker, entry in state.workers.items() if entry.order is not None)
+    """Return the workers with an outstanding order, in order of appearance."""
+    return tuple(worker for worker in state.workers if worker in state.awaited) if state.awaited else ()
 
 
-def member_units(state: ControllerState) -> dict[WorkerId, frozenset[UnitId]]:
-    """Return the units of each member's stage in the present generation."""
-    assert state.plan is not None, "no generation was formed"
-    needed = units_by_stage(state.plan, state.config.units)
-    return {slot.worker: frozenset(needed[slot.stage]) for slot in state.slots}
+def wake_by(state: ControllerState, time_s: float) -> ControllerState:
+    """Return the state that is looked at again at this time, at the latest."""
+    if state.nodes_wake_s is not None and state.nodes_wake_s <= time_s:
+        return state
+    return changed(state, nodes_wake_s=time_s)
+
+
+def mean_of(before: float | None, sample_s: float) -> float | None:
+    """Take a measured duration into a mean that forgets; a clock that stepped back measured nothing."""
+    if sample_s < 0:
+        return before
+    return sample_s if before is None else 0.7 * before + 0.3 * sample_s
 
 
 def said(state: ControllerState, code: ReasonCode, sentence: str, *actions: Any) -> Decision:
@@ -82,8 +104,6 @@ def followed(first: Decision, second: Decision, code: ReasonCode | None = None) 
 def ended(state: ControllerState, outcome: Literal["finished", "stopped", "failed"], sentence: str) -> Decision:
     """End the run: abort what is outstanding, then finish."""
     aborts = [Abort(worker=worker, generation=state.generation) for worker in busy_workers(state)]
-    workers: dict[WorkerId, WorkerState] = {
-        worker: entry.model_copy(update={"order": None}) for worker, entry in state.workers.items()
-    }
-    state = changed(state, phase=Phase.ENDED, workers=workers)
-    return said(state, ReasonCode(outcome), sentence, *aborts, Finish(outcome=outcome, sentence=sentence))
+    finish = Finish(outcome=outcome, sentence=sentence)
+    state = changed(state, phase=Phase.ENDED, order=None, awaited=frozenset(), finish=finish)
+    return said(state, ReasonCode(outcome), sentence, *aborts, finish)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from functools import cached_property
+
 from pydantic import Field, model_validator
 
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import Policy
 from morph.contract.messages import UnitId
-from morph.contract.plan import Plan
+from morph.contract.plan import Plan, StagePlan
 
 
 class ControllerConfig(Value):
@@ -31,6 +34,10 @@ class ControllerConfig(Value):
     )
     expected_nodes: int = Field(ge=1, description="VMs asked for at the start")
     timeline_step: int | None = Field(default=None, ge=0, description="the workers record a timeline of this step")
+    target_nodes: int = Field(default=0, ge=0, description="VMs to keep asking for; 0: they come by themselves")
+    section_compute_s: tuple[float, ...] = Field(
+        default=(), description="forward, recompute and backward of one micro-batch, by section; absent: not known"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ControllerConfig:
@@ -41,6 +48,8 @@ class ControllerConfig(Value):
                 raise ValueError(f"plans[{count}] needs {plan.num_workers} workers")
             if plan.fingerprint != self.fingerprint:
                 raise ValueError(f"plans[{count}] was made for another model ({plan.fingerprint})")
+            if self.section_compute_s and plan.stages[-1].end_section != len(self.section_compute_s):
+                raise ValueError(f"section_compute_s has {len(self.section_compute_s)} sections, plans[{count}] others")
         checkpoint = self.initial_checkpoint
         if checkpoint is None:
             if self.initial_version:
@@ -50,3 +59,38 @@ class ControllerConfig(Value):
         elif {file.unit for file in checkpoint.units} != set(self.units):
             raise ValueError("initial_checkpoint and units do not name the same units")
         return self
+
+    @cached_property
+    def _ladder(self) -> tuple[list[int], list[Plan]]:
+        """The counts from which a faster plan fits, and that plan."""
+        counts: list[int] = []
+        best: list[Plan] = []
+        for count, plan in sorted(self.plans.items()):
+            if not best or _rank(plan) > _rank(best[-1]):
+                counts.append(count)
+                best.append(plan)
+        return counts, best
+
+    def best_plan(self, num_workers: int) -> Plan | None:
+        """Return the fastest plan that this many workers can run, the smaller of equals; None when none fits.
+
+        Every answer was worked out before the run: no planning stands in a pause, whoever is lost or gained.
+        """
+        counts, best = self._ladder
+        index = bisect_right(counts, num_workers)
+        return best[index - 1] if index else None
+
+    @property
+    def fewest_workers(self) -> int:
+        """The smallest number of workers that any plan fits."""
+        return self._ladder[0][0]
+
+    def expected_compute_s(self, stage: StagePlan) -> float | None:
+        """Seconds of compute that the profile expects of one micro-batch on a stage; None when it is not known."""
+        if not self.section_compute_s:
+            return None
+        return sum(self.section_compute_s[section] for section in stage.sections) or None
+
+
+def _rank(plan: Plan) -> tuple[float, int]:
+    return plan.expected.examples_per_s, -plan.num_workers

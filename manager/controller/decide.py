@@ -7,22 +7,36 @@ from types import MappingProxyType
 from typing import Any
 
 from manager.controller.actions import StartWorker
-from manager.controller.answering import answered, start_if_due
-from manager.controller.changes import changed, ended, followed, said
+from manager.controller.answering import answered
+from manager.controller.asking import asked, nodes_granted, request_refused, with_appeared
+from manager.controller.changes import changed, ended, followed, said, wake_by
 from manager.controller.events import (
     CheckpointFailed,
+    ComputeTimesSeen,
     Event,
+    ManagerResumed,
     ManifestWritten,
     NodeAppeared,
+    NodesGranted,
+    NoticeGiven,
+    NoticeWithdrawn,
+    RequestRefused,
     StopRequested,
     Tick,
     UnitsWritten,
     WorkerAnswered,
     WorkerLost,
+    WorkerProbed,
 )
+from manager.controller.forming import form
 from manager.controller.losing import lose
+from manager.controller.noticing import notice_given, notice_withdrawn
+from manager.controller.pacing import times_seen
+from manager.controller.probing import probed
 from manager.controller.reasons import ReasonCode
+from manager.controller.resuming import resumed, resumed_after_the_end
 from manager.controller.saving import checkpoint_failed, manifest_written, units_written
+from manager.controller.starting import start_if_due
 from manager.controller.state import ControllerState, Decision, Phase, WorkerState
 from manager.controller.waking import tick, wake_at_s
 from morph.contract.errors import MorphError
@@ -50,7 +64,8 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
     Args:
         state: What is known, from ``initial_state`` or the last decision.
         event: What happened.
-        now_s: Wall-clock seconds at which the shell saw it; a small step back does no harm.
+        now_s: Wall-clock seconds at which the shell saw it. A clock that steps back makes waits longer by as
+            much, one that jumps ahead may have workers given up that would have answered; neither loses a step.
 
     Returns:
         The new state, the actions to carry out in order (after both are journalled), the reason, and the
@@ -63,6 +78,8 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
     if handler is None:
         raise ImpossibleEvent(state, event)
     decision = handler(state, event, now_s)
+    if not isinstance(event, WorkerAnswered) or len(decision.state.workers) != len(state.workers):
+        decision = asked(decision, now_s)
     subject = getattr(event, "worker", getattr(event, "node", ""))
     entry = f"{now_s:.3f} {event.kind} {subject} in {state.phase}: {decision.reason.code}"
     after = changed(decision.state, recent=(*decision.state.recent, entry)[-MAX_RECENT:])
@@ -72,8 +89,11 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
 def _node_appeared(state: ControllerState, event: NodeAppeared, now_s: float) -> Decision:
     if event.node in state.workers:
         return said(state, ReasonCode.IGNORED, f"{event.node} is known already")
-    workers = {**state.workers, event.node: WorkerState(appeared_s=now_s)}
-    state = changed(state, workers=workers, num_appeared=state.num_appeared + 1)
+    workers = {**state.workers, event.node: WorkerState(appeared_s=now_s, host=event.host or event.node)}
+    state = changed(with_appeared(state, event), workers=workers, num_appeared=state.num_appeared + 1)
+    if state.phase is Phase.STARTING and state.waiting_since_s is None:
+        state = changed(state, waiting_since_s=now_s)
+    state = wake_by(state, now_s + state.config.policy.order_timeout_s)
     sentence = f"{event.node} appeared: its worker is started"
     return said(state, ReasonCode.NODE_REGISTERED, sentence, StartWorker(worker=event.node))
 
@@ -105,6 +125,16 @@ def _stop_now(state: ControllerState, event: StopRequested, now_s: float) -> Dec
     return ended(changed(state, stop_reason=event.reason), "stopped", f"{event.reason}; version {saved} is saved")
 
 
+def _stop_after_holding(state: ControllerState, event: StopRequested, now_s: float) -> Decision:
+    noted = _stop_later(state, event, now_s)
+    return followed(noted, form(noted.state, now_s))
+
+
+def _nobody_trains(state: ControllerState, event: ComputeTimesSeen, now_s: float) -> Decision:
+    del event, now_s
+    return said(state, ReasonCode.IGNORED, "nobody trains: these compute times are late")
+
+
 def _ending(state: ControllerState, event: Event, now_s: float) -> Decision:
     del now_s
     return said(state, ReasonCode.IGNORED, f"the run is ending: {event.kind} changes nothing")
@@ -112,28 +142,46 @@ def _ending(state: ControllerState, event: Event, now_s: float) -> Decision:
 
 BEFORE = (Phase.STARTING,)
 IDLE = (Phase.WAITING,)
+HELD = (Phase.HOLDING,)
 FORMED = (Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING, Phase.ABORTING)
 LAST = (Phase.SEALING,)
 OVER = (Phase.ENDED,)
+RUNNING = (*IDLE, *HELD, *FORMED)
 
 _ROWS: tuple[tuple[type[Event], tuple[Phase, ...], Handler], ...] = (
-    (NodeAppeared, (*BEFORE, *IDLE, *FORMED), _node_appeared),
+    (NodeAppeared, (*BEFORE, *RUNNING), _node_appeared),
     (NodeAppeared, (*LAST, *OVER), _ending),
-    (WorkerAnswered, (*BEFORE, *IDLE, *FORMED, *LAST), answered),
+    (NodesGranted, (*BEFORE, *RUNNING), nodes_granted),
+    (NodesGranted, (*LAST, *OVER), _ending),
+    (RequestRefused, (*BEFORE, *RUNNING), request_refused),
+    (RequestRefused, (*LAST, *OVER), _ending),
+    (NoticeGiven, (*BEFORE, *RUNNING, *LAST), notice_given),
+    (NoticeGiven, OVER, _ending),
+    (NoticeWithdrawn, (*BEFORE, *RUNNING, *LAST), notice_withdrawn),
+    (NoticeWithdrawn, OVER, _ending),
+    (WorkerAnswered, (*BEFORE, *RUNNING, *LAST), answered),
     (WorkerAnswered, OVER, _ending),
     (WorkerLost, BEFORE, _worker_lost_at_start),
-    (WorkerLost, (*IDLE, *FORMED, *LAST), _worker_lost),
+    (WorkerLost, (*RUNNING, *LAST), _worker_lost),
     (WorkerLost, OVER, _ending),
-    (UnitsWritten, (*IDLE, *FORMED, *LAST), units_written),
+    (ComputeTimesSeen, FORMED, times_seen),
+    (ComputeTimesSeen, (*BEFORE, *IDLE, *HELD, *LAST), _nobody_trains),
+    (ComputeTimesSeen, OVER, _ending),
+    (WorkerProbed, (*BEFORE, *RUNNING, *LAST), probed),
+    (WorkerProbed, OVER, _ending),
+    (ManagerResumed, (*BEFORE, *RUNNING, *LAST), resumed),
+    (ManagerResumed, OVER, resumed_after_the_end),
+    (UnitsWritten, (*RUNNING, *LAST), units_written),
     (UnitsWritten, OVER, _ending),
-    (CheckpointFailed, (*IDLE, *FORMED, *LAST), checkpoint_failed),
+    (CheckpointFailed, (*RUNNING, *LAST), checkpoint_failed),
     (CheckpointFailed, OVER, _ending),
-    (ManifestWritten, (*IDLE, *FORMED, *LAST), manifest_written),
+    (ManifestWritten, (*RUNNING, *LAST), manifest_written),
     (ManifestWritten, OVER, _ending),
     (StopRequested, (*BEFORE, *IDLE), _stop_now),
+    (StopRequested, HELD, _stop_after_holding),
     (StopRequested, FORMED, _stop_later),
     (StopRequested, (*LAST, *OVER), _ending),
-    (Tick, (*BEFORE, *IDLE, *FORMED, *LAST), tick),
+    (Tick, (*BEFORE, *RUNNING, *LAST), tick),
     (Tick, OVER, _ending),
 )
 

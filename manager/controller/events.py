@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 
+from manager.controller.actions import RequestId
 from morph.contract.base import Value
 from morph.contract.messages import Answer, UnitWritten, Version, WorkerId
 
@@ -14,10 +15,48 @@ MANIFEST_WRITER = "manager"
 
 
 class NodeAppeared(Value):
-    """A VM is up; its worker is not started yet. The id is new for each incarnation, and becomes the worker's."""
+    """A VM is up; its worker is not started yet. The id is new for each incarnation, and becomes the worker's.
+
+    ``host`` names the machine if it can come back under another id; ``request`` the request that it answers.
+    """
 
     kind: Literal["node_appeared"] = "node_appeared"
     node: WorkerId
+    host: str | None = None
+    request: RequestId | None = None
+
+
+class NodesGranted(Value):
+    """The provider grants a request, or, with fewer nodes than asked for, a part of it and no more."""
+
+    kind: Literal["nodes_granted"] = "nodes_granted"
+    request: RequestId
+    nodes: tuple[WorkerId, ...] = Field(min_length=1)
+
+
+class RequestRefused(Value):
+    """The provider refuses a request: no quota, no capacity, or an error of its own."""
+
+    kind: Literal["request_refused"] = "request_refused"
+    request: RequestId
+    cause: Literal["quota", "capacity", "error"]
+    detail: str = ""
+
+
+class NoticeGiven(Value):
+    """The provider says that a VM will be taken. ``lead_s`` counts from now, so that no two clocks are compared."""
+
+    kind: Literal["notice_given"] = "notice_given"
+    worker: WorkerId
+    lead_s: float = Field(ge=0)
+    notice: str = Field(default="", description="the provider's name for it; a notice that comes again has the same")
+
+
+class NoticeWithdrawn(Value):
+    """The provider takes a notice back."""
+
+    kind: Literal["notice_withdrawn"] = "notice_withdrawn"
+    worker: WorkerId
 
 
 class WorkerAnswered(Value):
@@ -34,6 +73,40 @@ class WorkerLost(Value):
     kind: Literal["worker_lost"] = "worker_lost"
     worker: WorkerId
     cause: str = Field(description="one sentence")
+
+
+class WorkerTimes(Value):
+    """Seconds of compute (forward, recompute, backward) of one worker, for each micro-batch since the last news."""
+
+    worker: WorkerId
+    generation: int
+    compute_s: tuple[Annotated[float, Field(ge=0)], ...]
+
+
+class ComputeTimesSeen(Value):
+    """What heartbeats said of compute times, of all workers at once: one event an interval, not one a heartbeat."""
+
+    kind: Literal["compute_times_seen"] = "compute_times_seen"
+    times: tuple[WorkerTimes, ...]
+
+
+class WorkerProbed(Value):
+    """A worker answers a probe: how many times longer its work took than a healthy worker takes for it."""
+
+    kind: Literal["worker_probed"] = "worker_probed"
+    worker: WorkerId
+    probe: int
+    slowdown: float = Field(gt=0)
+
+
+class ManagerResumed(Value):
+    """A new manager took over; its state was rebuilt from the journal. ``living``: the workers it can reach.
+
+    What the old one had decided and perhaps not done is to be done again.
+    """
+
+    kind: Literal["manager_resumed"] = "manager_resumed"
+    living: tuple[WorkerId, ...]
 
 
 class UnitsWritten(Value):
@@ -74,22 +147,20 @@ class Tick(Value):
 
 Event = (
     NodeAppeared
+    | NodesGranted
+    | RequestRefused
+    | NoticeGiven
+    | NoticeWithdrawn
     | WorkerAnswered
     | WorkerLost
+    | ComputeTimesSeen
+    | WorkerProbed
+    | ManagerResumed
     | UnitsWritten
     | CheckpointFailed
     | ManifestWritten
     | StopRequested
     | Tick
 )
-EVENT_TYPES: tuple[type[Event], ...] = (
-    NodeAppeared,
-    WorkerAnswered,
-    WorkerLost,
-    UnitsWritten,
-    CheckpointFailed,
-    ManifestWritten,
-    StopRequested,
-    Tick,
-)
+EVENT_TYPES: tuple[type[Event], ...] = get_args(Event)
 EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])

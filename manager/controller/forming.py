@@ -1,85 +1,138 @@
-"""Forming a generation: which plan, who drives what, and where the state comes from."""
+"""Forming a generation: which plan, who drives what, where the state comes from; and waiting a little before."""
 
 from __future__ import annotations
 
 from manager.controller.actions import SendReshape
-from manager.controller.changes import changed, ended, ready_workers, said, with_orders
-from manager.controller.config import ControllerConfig
+from manager.controller.changes import changed, ended, ready_workers, said, wake_by, with_order
+from manager.controller.choosing import Choice, choose, cost_of_morph_s, nodes_to_come
+from manager.controller.nodes import NodeState
 from manager.controller.placement import choose_sources, place, units_by_stage
 from manager.controller.reasons import ReasonCode
-from manager.controller.state import ControllerState, Decision, OutstandingOrder, Phase
+from manager.controller.state import ControllerState, Decision, OutstandingOrder, Phase, Probation, WorkerState
 from morph.contract.messages import ReshapeOrder, UnitId
-from morph.contract.plan import Plan
 
 
-def best_plan(config: ControllerConfig, num_ready: int) -> Plan | None:
-    """Return the fastest plan that this many workers can run, the smaller of equals; None when none fits."""
-    plans = [plan for count, plan in sorted(config.plans.items()) if count <= num_ready]
-    return max(plans, key=lambda plan: (plan.expected.examples_per_s, -plan.num_workers), default=None)
+def form_or_hold(state: ControllerState, now_s: float) -> Decision:
+    """Nobody has an order and training stands: form the next generation, or wait for a node that is about to be ready.
+
+    Waiting pays as long as it costs less than the change that would take the node in later: training at ``now``
+    examples/s for w seconds is worth ``w * now``, and a change that takes c seconds costs ``c * then``. The bound is
+    set when the wait begins, so that nodes that come one after the other cannot prolong it.
+    """
+    choice = choose(state, now_s)
+    if choice is None or state.stop_reason is not None or state.version >= state.config.num_steps:
+        return form(state, now_s)
+    until_s = state.hold_until_s if state.phase is Phase.HOLDING else _hold_until_s(state, choice, now_s)
+    if until_s is None or now_s >= until_s or not _worth_holding(state, choice, now_s, until_s):
+        return form(state, now_s)
+    state = changed(state, phase=Phase.HOLDING, hold_until_s=until_s, reshape=None, member_units={})
+    sentence = f"{len(choice.workers)} workers could go on; one more is about to be ready"
+    return said(state, ReasonCode.HOLDING, f"{sentence}: waiting {until_s - now_s:.1f} s at most")
 
 
-def join_gain(state: ControllerState) -> float:
-    """Return by which share of the present speed the ready workers could be faster; 0 when they could not."""
-    assert state.plan is not None, "no generation was formed"
-    better = best_plan(state.config, len(ready_workers(state)))
-    now, then = state.plan.expected.examples_per_s, better.expected.examples_per_s if better else 0.0
-    if then <= now:
-        return 0.0
-    return then / now - 1 if now else float("inf")
-
-
-def form(state: ControllerState, now_s: float) -> Decision:
-    """Form the next generation from every ready worker; nobody has an order.
+def form(state: ControllerState, now_s: float, *, planned: bool = False) -> Decision:
+    """Form the next generation from the workers that are ready; nobody has an order.
 
     Waits when no plan fits them. When a unit has no living holder and the decided version cannot be read
     anywhere, the decided version goes back to the newest checkpoint's, or to 0.
     """
-    ready = ready_workers(state)
-    plan = best_plan(state.config, len(ready))
-    if plan is None:
-        state = changed(state, phase=Phase.WAITING, plan=None, slots=())
-        if state.stop_reason is not None:
-            return ended(
-                state,
-                "stopped",
-                f"{state.stop_reason}; too few workers are left to save what came after "
-                f"version {_restorable(state)[0]}",
-            )
-        fewest = min(state.config.plans)
-        return said(state, ReasonCode.TOO_FEW_WORKERS, f"{len(ready)} workers are ready, {fewest} are needed")
+    choice = choose(state, now_s)
+    if choice is None:
+        return _wait(state, now_s)
     state, set_back = _with_living_state(state)
-    version, kind = _restorable(state)
-    restore = kind if version == state.version else None
-    held = {worker: state.workers[worker].holds for worker in ready}
-    needed = units_by_stage(plan, state.config.units)
-    slots = place(plan, ready, held, needed, state.config.unit_bytes)
-    sources = choose_sources(slots, needed, held, state.config.unit_bytes, restore)
-    order = ReshapeOrder(
-        generation=state.generation + 1,
-        version=state.version,
-        decided=state.decided,
-        plan=plan,
-        slots=slots,
-        sources=sources,
-    )
-    taking_part = {slot.worker for slot in slots} | {source.peer for source in sources}
-    receivers = [worker for worker in ready if worker in taking_part]
+    order = _reshape_order(state, choice)
+    taking_part = {slot.worker for slot in order.slots} | {source.peer for source in order.sources}
+    receivers = [worker for worker in ready_workers(state) if worker in taking_part]
+    needed = [frozenset(units) for units in units_by_stage(order.plan, state.config.units)]
     outstanding = OutstandingOrder(kind="reshape", generation=order.generation, version=order.version, sent_s=now_s)
     state = changed(
-        with_orders(state, dict.fromkeys(receivers, outstanding)),
+        with_order(state, outstanding, receivers),
         phase=Phase.RESHAPING,
         generation=order.generation,
         attempt=0,
         loss_scale=None,
-        plan=plan,
-        slots=slots,
+        reshape=order,
+        member_units={slot.worker: needed[slot.stage] for slot in order.slots},
+        waiting_since_s=None,
+        hold_until_s=None,
+        join_since_s=None,
+        morph_began_s=now_s if planned else None,
     )
+    state = _with_fresh_paces(state, now_s)
     sentence = (
-        f"{set_back}generation {order.generation} is formed at version {order.version}: {plan.shape} on "
-        f"{len(slots)} of {len(ready)} ready workers"
+        f"{set_back}generation {order.generation} is formed at version {order.version}: {order.plan.shape} on "
+        f"{len(order.slots)} of {len(ready_workers(state))} ready workers"
     )
     code = ReasonCode.SET_BACK if set_back else ReasonCode.FORMED
     return said(state, code, sentence, *(SendReshape(worker=worker, order=order) for worker in receivers))
+
+
+def _reshape_order(state: ControllerState, choice: Choice) -> ReshapeOrder:
+    version, kind = _restorable(state)
+    restore = kind if version == state.version else None
+    held = {worker: state.workers[worker].holds for worker in ready_workers(state)}
+    needed = units_by_stage(choice.plan, state.config.units)
+    slots = place(choice.plan, choice.workers, held, needed, state.config.unit_bytes)
+    return ReshapeOrder(
+        generation=state.generation + 1,
+        version=state.version,
+        decided=state.decided,
+        plan=choice.plan,
+        slots=slots,
+        sources=choose_sources(slots, needed, held, state.config.unit_bytes, restore),
+    )
+
+
+def _wait(state: ControllerState, now_s: float) -> Decision:
+    """No plan fits: wait for more workers, or end if a stop was asked for."""
+    since_s = now_s if state.waiting_since_s is None else state.waiting_since_s
+    state = changed(
+        state,
+        phase=Phase.WAITING,
+        reshape=None,
+        member_units={},
+        waiting_since_s=since_s,
+        hold_until_s=None,
+        join_since_s=None,
+    )
+    if state.stop_reason is not None:
+        sentence = "too few workers are left to save what came after version"
+        return ended(state, "stopped", f"{state.stop_reason}; {sentence} {_restorable(state)[0]}")
+    num_usable = sum(entry.node in (NodeState.READY, NodeState.SUSPECT) for entry in state.workers.values())
+    sentence = f"{num_usable} workers are ready, {state.config.fewest_workers} are needed"
+    return said(state, ReasonCode.TOO_FEW_WORKERS, sentence)
+
+
+def _hold_until_s(state: ControllerState, choice: Choice, now_s: float) -> float | None:
+    """Return until when waiting for the next node costs less than taking it in later; None when it never does."""
+    better = state.config.best_plan(len(choice.workers) + 1)
+    if better is None or better.expected.examples_per_s <= choice.examples_per_s or not choice.examples_per_s:
+        return None
+    patience_s = cost_of_morph_s(state) * better.expected.examples_per_s / choice.examples_per_s
+    return now_s + min(patience_s, state.config.policy.rules.wait.hold_patience_s)
+
+
+def _worth_holding(state: ControllerState, choice: Choice, now_s: float, until_s: float) -> bool:
+    coming = sum(time_s <= until_s for time_s in nodes_to_come(state, now_s))
+    better = state.config.best_plan(len(choice.workers) + coming)
+    return better is not None and better.expected.examples_per_s > choice.examples_per_s
+
+
+def _with_fresh_paces(state: ControllerState, now_s: float) -> ControllerState:
+    """Measure members anew, for their stages changed; begin to probe slow workers that are left out."""
+    due_s = now_s + state.config.policy.rules.stutter.probe_every_s
+    workers = dict(state.workers)
+    for worker, entry in state.workers.items():
+        fresh: WorkerState = entry
+        if entry.pace.samples_s or entry.pace.median_s is not None:
+            fresh = fresh.model_copy(update={"pace": entry.pace.model_copy(update={"samples_s": (), "median_s": None})})
+        if worker in state.member_units:
+            fresh = fresh.model_copy(update={"probation": None}) if entry.probation else fresh
+        elif entry.node is NodeState.SUSPECT and entry.probation is None:
+            fresh = fresh.model_copy(update={"probation": Probation(due_s=due_s)})
+            state = wake_by(state, due_s)
+        workers[worker] = fresh
+    return changed(state, workers=workers)
 
 
 def _restorable(state: ControllerState) -> tuple[int, str]:

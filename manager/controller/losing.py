@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from manager.controller.actions import Abort
 from manager.controller.changes import busy_workers, changed, debtors, ended, followed, said, without_workers
-from manager.controller.forming import form
+from manager.controller.flapping import flapped
+from manager.controller.forming import form_or_hold
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import ControllerState, Decision, Phase
 from morph.contract.messages import WorkerId
@@ -17,26 +18,32 @@ FORMED_PHASES = frozenset({Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING})
 def lose(state: ControllerState, lost: Mapping[WorkerId, str], now_s: float) -> Decision:
     """Forget workers (id -> cause); when the generation needed one of them, dissolve it."""
     needed = any(_is_needed(state, worker) for worker in lost)
+    for worker in lost:
+        entry = state.workers[worker]
+        if entry.ready and entry.host not in ("", worker):
+            state = flapped(state, entry.host, now_s)
     state = without_workers(state, lost)
     sentence = "; ".join(f"{worker} was lost: {cause}" for worker, cause in lost.items())
     removed = said(state, ReasonCode.WORKER_REMOVED, sentence)
     if state.phase is Phase.ABORTING:
         return followed(removed, settle(state, now_s))
+    if state.phase is Phase.HOLDING:
+        return followed(removed, form_or_hold(state, now_s))
     return followed(removed, dissolve(state, now_s)) if needed else removed
 
 
 def dissolve(state: ControllerState, now_s: float) -> Decision:
     """Abort every outstanding order of the generation; re-form at once when there is none."""
     busy = busy_workers(state)
-    workers = {
-        worker: entry.model_copy(update={"order": entry.order.model_copy(update={"abort_sent_s": now_s})})
-        if entry.order is not None
-        else entry
-        for worker, entry in state.workers.items()
-    }
+    order = state.order.model_copy(update={"abort_sent_s": now_s}) if state.order is not None else None
     pending = state.pending.model_copy(update={"stale": True}) if state.pending is not None else None
     state = changed(
-        state, phase=Phase.ABORTING, workers=workers, pending=pending, num_fruitless=state.num_fruitless + 1
+        state,
+        phase=Phase.ABORTING,
+        order=order,
+        pending=pending,
+        num_fruitless=state.num_fruitless + 1,
+        morph_began_s=None,
     )
     aborts = [Abort(worker=worker, generation=state.generation) for worker in busy]
     aborted = said(
@@ -47,24 +54,23 @@ def dissolve(state: ControllerState, now_s: float) -> Decision:
 
 def settle(state: ControllerState, now_s: float) -> Decision:
     """While aborting: re-form once nobody has an order, unless too many generations in a row came to nothing."""
-    busy = busy_workers(state)
-    if busy:
-        return said(state, ReasonCode.ABORTING, f"{len(busy)} workers have still to give up their orders")
+    if state.awaited:
+        return said(state, ReasonCode.ABORTING, f"{len(state.awaited)} workers have still to give up their orders")
     if state.num_fruitless >= state.config.policy.max_fruitless_generations:
         sentence = (
             f"{state.num_fruitless} generations in a row were dissolved without a new step "
             f"(version {state.version} is decided)"
         )
         return ended(state, "failed", sentence)
-    return form(state, now_s)
+    return form_or_hold(state, now_s)
 
 
 def _is_needed(state: ControllerState, worker: WorkerId) -> bool:
     """Whether the present generation cannot go on without this worker."""
     if state.phase not in FORMED_PHASES:
         return False
-    if state.workers[worker].order is not None:
+    if worker in state.awaited:
         return True
     if state.phase is Phase.COMMITTING:
         return state.pending is not None and worker in debtors(state.pending)
-    return any(slot.worker == worker for slot in state.slots)
+    return worker in state.member_units

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
+from manager.controller.transport import largest_overlap
 from morph.contract.messages import Slot, Source, UnitId, WorkerId
 from morph.contract.plan import Plan
 
@@ -27,63 +28,25 @@ def place(
 ) -> tuple[Slot, ...]:
     """Assign workers to slots so that the fewest bytes have to move; ordered by (stage, replica).
 
-    Exact: the assignment has the largest overlap (bytes a worker holds of what its stage needs). There must be
-    enough workers; some may be left over, later ones first where it makes no difference.
+    Exact: the assignment has the largest overlap (bytes a worker holds of what its stage needs). Workers that hold
+    the same are interchangeable, so kinds of workers are dealt to stages, and the cost hardly grows with their
+    number. There must be enough workers; some may be left over, later ones first where it makes no difference.
     """
-    overlap = [
-        [sum(sizes[unit] for unit in units if unit in held.get(worker, ())) for worker in workers] for units in needed
+    kinds: dict[frozenset[UnitId], list[int]] = {}
+    for index, worker in enumerate(workers):
+        kinds.setdefault(frozenset(held.get(worker, ())), []).append(index)
+    overlap = [[sum(sizes[unit] for unit in units if unit in kind) for kind in kinds] for units in needed]
+    dealt = largest_overlap(overlap, [plan.num_replicas] * len(needed), [len(queue) for queue in kinds.values()])
+    queues = [iter(queue) for queue in kinds.values()]
+    drivers = [
+        sorted(next(queue) for queue, count in zip(queues, counts, strict=True) for _ in range(count))
+        for counts in dealt
     ]
-    stages = [stage for stage in range(len(needed)) for _ in range(plan.num_replicas)]
-    chosen = _largest_assignment([overlap[stage] for stage in stages])
-    drivers: list[list[int]] = [[] for _ in needed]
-    for stage, column in zip(stages, chosen, strict=True):
-        drivers[stage].append(column)
     return tuple(
-        Slot(worker=workers[column], stage=stage, replica=replica)
-        for stage, columns in enumerate(drivers)
-        for replica, column in enumerate(sorted(columns))
+        Slot(worker=workers[index], stage=stage, replica=replica)
+        for stage, indices in enumerate(drivers)
+        for replica, index in enumerate(indices)
     )
-
-
-def _largest_assignment(gain: Sequence[Sequence[int]]) -> list[int]:
-    """Give each row a column of its own so that the sum of gains is largest.
-
-    The Hungarian method with potentials (Kuhn 1955, Munkres 1957), O(rows^2 columns); no more rows than columns.
-    """
-    num_rows, num_columns = len(gain), len(gain[0])
-    row_potential, column_potential = [0] * (num_rows + 1), [0] * (num_columns + 1)
-    row_of = [0] * (num_columns + 1)
-    for row in range(1, num_rows + 1):
-        row_of[0], column = row, 0
-        slack: list[float] = [float("inf")] * (num_columns + 1)
-        before, seen = [0] * (num_columns + 1), [False] * (num_columns + 1)
-        while row_of[column]:
-            seen[column] = True
-            here, delta, following = row_of[column], float("inf"), 0
-            for other in range(1, num_columns + 1):
-                if seen[other]:
-                    continue
-                cost = -gain[here - 1][other - 1] - row_potential[here] - column_potential[other]
-                if cost < slack[other]:
-                    slack[other], before[other] = cost, column
-                if slack[other] < delta:
-                    delta, following = slack[other], other
-            step = int(delta)
-            for other in range(num_columns + 1):
-                if seen[other]:
-                    row_potential[row_of[other]] += step
-                    column_potential[other] -= step
-                else:
-                    slack[other] -= step
-            column = following
-        while column:
-            row_of[column] = row_of[before[column]]
-            column = before[column]
-    columns = [0] * num_rows
-    for column, row in enumerate(row_of[1:]):
-        if row:
-            columns[row - 1] = column
-    return columns
 
 
 def choose_sources(
@@ -99,11 +62,15 @@ def choose_sources(
     the unit already (no chains); else ``restore``, "checkpoint" or "initial", which then must be given.
     """
     load = dict.fromkeys(held, 0)
+    holders_of: dict[UnitId, list[WorkerId]] = {}
+    for worker, units in held.items():
+        for unit in units:
+            holders_of.setdefault(unit, []).append(worker)
     sources: list[Source] = []
     for slot in slots:
         for unit in needed[slot.stage]:
-            holders = [worker for worker, units in held.items() if unit in units]
-            if slot.worker in holders:
+            holders = holders_of.get(unit, [])
+            if unit in held.get(slot.worker, ()):
                 sources.append(Source(worker=slot.worker, unit=unit, kind="keep"))
             elif holders:
                 peer = min(holders, key=lambda worker: load[worker])

@@ -7,13 +7,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from manager.controller.actions import Action
+from manager.controller.actions import Action, Finish, RequestId
 from manager.controller.config import ControllerConfig
+from manager.controller.nodes import NodeState
 from manager.controller.reasons import Reason
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
 from morph.contract.decided import Decided, LossScale
-from morph.contract.messages import Slot, UnitId, UnitWritten, Version, WorkerId
+from morph.contract.messages import ReshapeOrder, Slot, UnitId, UnitWritten, Version, WorkerId
 from morph.contract.plan import Plan
 
 
@@ -22,6 +23,8 @@ class Phase(StrEnum):
 
     ``STARTING``: no generation was formed yet; no worker has an order.
     ``WAITING``: no plan fits the ready workers; no worker has an order; survivors keep what they hold.
+    ``HOLDING``: a plan fits, and a node with which a faster one fits is about to be ready; no worker has an order;
+    ends at ``hold_until_s`` at the latest.
     ``RESHAPING``: every member (and every worker that only serves its units) has answered ``Reshaped`` or has
     the reshape order of this generation outstanding, at least one of them the latter.
     ``TRAINING``: every member has answered ``Prepared`` or has the step order of (generation, version, attempt)
@@ -39,6 +42,7 @@ class Phase(StrEnum):
 
     STARTING = "starting"
     WAITING = "waiting"
+    HOLDING = "holding"
     RESHAPING = "reshaping"
     TRAINING = "training"
     COMMITTING = "committing"
@@ -48,7 +52,7 @@ class Phase(StrEnum):
 
 
 class OutstandingOrder(Value):
-    """An order that a worker has not answered yet. ``version`` is the step of a step order."""
+    """The order that ``ControllerState.awaited`` have not answered yet. ``version`` is the step of a step order."""
 
     kind: Literal["reshape", "step", "commit"]
     generation: int
@@ -58,19 +62,75 @@ class OutstandingOrder(Value):
     abort_sent_s: float | None = None
 
 
-class WorkerState(Value):
-    """One living worker. ``holds``: units whose state at the decided version it certainly has.
+class StepReport(Value):
+    """What one member reported of the present attempt of the present step."""
 
-    ``overflowed``, ``unit_norms_sq`` and ``non_finite`` are what it reported of the present step.
+    overflowed: bool
+    unit_norms_sq: dict[UnitId, float]
+    non_finite: bool
+
+
+class Pace(Value):
+    """How fast a worker computes.
+
+    ``samples_s``: micro-batches of the window that is being filled; ``median_s``: of the last full one.
+    ``streak``: windows in a row in which it was slow, or, negative, well. ``slowdown``: 1 is as fast as expected.
+    """
+
+    samples_s: tuple[float, ...] = ()
+    median_s: float | None = None
+    streak: int = 0
+    slowdown: float = 1.0
+
+
+class Probation(Value):
+    """Of a slow worker that was left out. ``asked_s``: when the probe was sent that is not answered yet."""
+
+    num_asked: int = 0
+    num_passed: int = 0
+    num_failed: int = 0
+    due_s: float
+    asked_s: float | None = None
+
+
+class WorkerState(Value):
+    """One VM and its worker. ``holds``: units whose state at the decided version it certainly has.
+
+    ``ready_s``: when it was set up, None before that. ``eligible_s``: it is not taken in earlier, for its machine
+    came and went too often. ``drain_until_s``: while draining, when its notice counts as void.
     """
 
     appeared_s: float
-    ready: bool = False
-    order: OutstandingOrder | None = None
-    overflowed: bool = False
-    unit_norms_sq: dict[UnitId, float] = Field(default_factory=dict)
-    non_finite: bool = False
+    node: NodeState = NodeState.WARMING
+    host: str = ""
+    ready_s: float | None = None
+    eligible_s: float | None = None
+    notice: str | None = None
+    drain_until_s: float | None = None
+    pace: Pace = Pace()
+    probation: Probation | None = None
     holds: frozenset[UnitId] = frozenset()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is set up, and so can be given an order."""
+        return self.ready_s is not None
+
+
+class NodeRequest(Value):
+    """VMs that were asked for and are not up: ``count`` not granted yet, ``granted`` booting (name -> since when)."""
+
+    count: int
+    asked_s: float
+    num_sent: int = 1
+    granted: dict[WorkerId, float] = Field(default_factory=dict)
+
+
+class Flaps(Value):
+    """How often a machine came back lately."""
+
+    num: int
+    last_s: float
 
 
 class PendingCheckpoint(Value):
@@ -101,9 +161,12 @@ class ControllerState(Value):
     attempt: int = 0
     decided: Decided | None = Field(default=None, description="of the last step; None: ``version`` was restored")
     loss_scale: LossScale | None = Field(default=None, description="of the present step, if the job has one")
-    plan: Plan | None = None
-    slots: tuple[Slot, ...] = ()
+    reshape: ReshapeOrder | None = Field(default=None, description="that formed the present generation")
+    member_units: dict[WorkerId, frozenset[UnitId]] = Field(default_factory=dict, description="by present member")
     workers: dict[WorkerId, WorkerState] = Field(default_factory=dict)
+    order: OutstandingOrder | None = None
+    awaited: frozenset[WorkerId] = Field(default=frozenset(), description="who has ``order`` and has not answered")
+    reports: dict[WorkerId, StepReport] = Field(default_factory=dict)
     num_appeared: int = 0
     first_feasible_s: float | None = None
     num_fruitless: int = Field(default=0, description="generations dissolved since the last decided step")
@@ -113,7 +176,30 @@ class ControllerState(Value):
     sealing_since_s: float | None = None
     checkpoint_base: Version = Field(default=0, description="the next checkpoint is counted from this version")
     stop_reason: str | None = None
+    finish: Finish | None = None
+    waiting_since_s: float | None = Field(default=None, description="for VMs, before the start or with too few")
+    hold_until_s: float | None = None
+    join_since_s: float | None = Field(default=None, description="since when a better shape could be formed")
+    morph_began_s: float | None = None
+    morph_s: float | None = Field(default=None, description="mean of planned changes")
+    setup_s: float | None = Field(default=None, description="mean of setups")
+    requests: dict[RequestId, NodeRequest] = Field(default_factory=dict)
+    num_requests: int = 0
+    num_refused: int = Field(default=0, description="refusals since the last grant")
+    ask_at_s: float | None = Field(default=None, description="no further request before that")
+    flaps: dict[str, Flaps] = Field(default_factory=dict, description="by machine")
+    nodes_wake_s: float | None = Field(default=None, description="no wait for a node runs out before that")
     recent: tuple[str, ...] = Field(default=(), description="the last events, for the error of an impossible one")
+
+    @property
+    def plan(self) -> Plan | None:
+        """The present shape; None while none is formed."""
+        return self.reshape.plan if self.reshape else None
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Who drives what in it."""
+        return self.reshape.slots if self.reshape else ()
 
 
 def initial_state(config: ControllerConfig) -> ControllerState:

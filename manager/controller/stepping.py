@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from manager.controller.actions import SendCommit, SendStep, WriteManifest
-from manager.controller.changes import (
-    busy_workers,
-    changed,
-    ended,
-    followed,
-    member_units,
-    said,
-    with_orders,
-)
-from manager.controller.forming import form, join_gain
+from manager.controller.boundary import change_due, drain_due, draining_members
+from manager.controller.changes import busy_workers, changed, ended, followed, mean_of, said, with_order
+from manager.controller.forming import form
 from manager.controller.placement import share_units, units_by_stage
 from manager.controller.reasons import ReasonCode
-from manager.controller.state import (
-    ControllerState,
-    Decision,
-    OutstandingOrder,
-    PendingCheckpoint,
-    Phase,
-    WorkerState,
-)
+from manager.controller.state import ControllerState, Decision, OutstandingOrder, PendingCheckpoint, Phase
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.decided import decided_step
 from morph.contract.errors import TrainingStopped
@@ -35,12 +21,14 @@ MAX_ATTEMPTS = 8
 
 def begin(state: ControllerState, now_s: float) -> Decision:
     """Everybody is reshaped: give the first order of the generation; members drop what their stage does not need."""
-    units = member_units(state)
-    workers = {
-        worker: entry.model_copy(update={"holds": units[worker]}) if worker in units else entry
-        for worker, entry in state.workers.items()
-    }
-    return _go_on(changed(state, workers=workers), now_s)
+    if state.morph_began_s is not None:
+        took_s = now_s - state.morph_began_s
+        state = changed(state, morph_s=mean_of(state.morph_s, took_s), morph_began_s=None)
+    leaving = drain_due(state, now_s) if not _is_last(state) else None
+    if leaving is not None:  # nobody was given an order yet, so nobody dropped anything
+        return followed(said(state, ReasonCode.FORMED, leaving), form(state, now_s, planned=True))
+    state = _with_holdings(state, others_keep=True)
+    return _commit(state, now_s) if _is_last(state) else _step(state, now_s)
 
 
 def decide_step(state: ControllerState, now_s: float) -> Decision:
@@ -48,39 +36,32 @@ def decide_step(state: ControllerState, now_s: float) -> Decision:
 
     A gradient that is not finite fits no scale: then the step is decided as skipped, whatever overflowed.
     """
-    members = [state.workers[slot.worker] for slot in state.slots]
-    overflowed = [slot.worker for slot in state.slots if state.workers[slot.worker].overflowed]
-    if overflowed and not any(member.non_finite for member in members):
+    overflowed = [worker for worker in state.member_units if state.reports[worker].overflowed]
+    if overflowed and not any(report.non_finite for report in state.reports.values()):
         return _retry(state, overflowed, now_s)
     try:
-        state = _with_facts(state, members)
+        state = _with_facts(state)
     except TrainingStopped as error:
         return ended(state, "failed", str(error))
-    units = member_units(state)
-    workers = {
-        worker: entry.model_copy(update={"holds": units.get(worker, frozenset())})
-        for worker, entry in state.workers.items()
-    }
+    state = _with_holdings(state, others_keep=False)
     step = state.version
-    state = changed(state, version=step + 1, attempt=0, num_fruitless=0, workers=workers)
+    state = changed(state, version=step + 1, attempt=0, num_fruitless=0)
     sentence = f"every worker prepared step {step}: version {step + 1} is decided"
     if state.decided is not None and state.decided.skipped:
         sentence += ", its weights unchanged, for a gradient is not finite"
     decided = said(state, ReasonCode.STEP_DECIDED, sentence)
     if _is_last(state):
         return followed(decided, _commit(state, now_s))
-    gain = join_gain(state)
-    if gain > 0 and gain >= state.config.policy.min_join_gain:
-        why = said(state, ReasonCode.FORMED, f"more workers are ready, {gain:.1%} faster")
-        return followed(followed(decided, why), form(state, now_s))
+    state, why = change_due(state, now_s)
+    if why is not None:
+        return followed(followed(decided, said(state, ReasonCode.FORMED, why)), form(state, now_s, planned=True))
     return followed(decided, _step(state, now_s), ReasonCode.STEP_DECIDED)
 
 
 def seal_if_complete(state: ControllerState, now_s: float) -> Decision:
     """While committing: write the last manifest once every commit is answered and every unit written."""
-    busy = busy_workers(state)
-    if busy:
-        return said(state, ReasonCode.COMMIT_WAIT, f"{len(busy)} workers have still to commit")
+    if state.awaited:
+        return said(state, ReasonCode.COMMIT_WAIT, f"{len(state.awaited)} workers have still to commit")
     if state.pending is None:
         return _end(state)
     missing = len(state.pending.writers) - len(state.pending.written)
@@ -112,16 +93,38 @@ def end_if_saved(state: ControllerState) -> Decision:
     return said(state, ReasonCode.CHECKPOINT_COMPLETE, "an earlier checkpoint is complete; the last one is awaited")
 
 
-def _with_facts(state: ControllerState, members: Sequence[WorkerState]) -> ControllerState:
+def send_again(state: ControllerState) -> tuple[SendStep | SendCommit, ...]:
+    """Build the step or commit orders that are not answered once more, as they were."""
+    assert state.order is not None, "nothing is outstanding"
+    pending = state.pending
+    share = pending.writers if pending is not None and pending.version == state.version else {}
+    receivers = busy_workers(state)
+    if state.order.kind == "commit":
+        return _commit_orders(state, share, receivers)
+    return _step_orders(state, share if state.attempt == 0 and not state.order.abort_sent_s else {}, receivers)
+
+
+def _with_facts(state: ControllerState) -> ControllerState:
     """Note what is decided of the step that is prepared, and the loss scale of the next one."""
+    reports = [state.reports[slot.worker] for slot in state.slots]
     decided = decided_step(
         state.version + 1,
-        [member.unit_norms_sq for member in members],
-        [member.non_finite for member in members],
+        [report.unit_norms_sq for report in reports],
+        [report.non_finite for report in reports],
         state.config.units,
     )
     scale = state.loss_scale.after(skipped=decided.skipped) if state.loss_scale is not None else None
     return changed(state, decided=decided, loss_scale=scale)
+
+
+def _with_holdings(state: ControllerState, *, others_keep: bool) -> ControllerState:
+    """Members hold their stage's units and nothing else; others what they held, or nothing any more."""
+    workers = dict(state.workers)
+    for worker, entry in state.workers.items():
+        holds = state.member_units.get(worker, entry.holds if others_keep else frozenset())
+        if entry.holds is not holds:
+            workers[worker] = entry.model_copy(update={"holds": holds})
+    return changed(state, workers=workers)
 
 
 def _end(state: ControllerState) -> Decision:
@@ -132,10 +135,6 @@ def _end(state: ControllerState) -> Decision:
 
 def _is_last(state: ControllerState) -> bool:
     return state.version >= state.config.num_steps or state.stop_reason is not None
-
-
-def _go_on(state: ControllerState, now_s: float) -> Decision:
-    return _commit(state, now_s) if _is_last(state) else _step(state, now_s)
 
 
 def _step(state: ControllerState, now_s: float) -> Decision:
@@ -159,24 +158,32 @@ def _retry(state: ControllerState, overflowed: list[WorkerId], now_s: float) -> 
 def _send_step(
     state: ControllerState, share: dict[UnitId, WorkerId], sentence: str, code: ReasonCode, now_s: float
 ) -> Decision:
-    generation, step, attempt = state.generation, state.version, state.attempt
-    outstanding = OutstandingOrder(kind="step", generation=generation, version=step, attempt=attempt, sent_s=now_s)
-    members = [slot.worker for slot in state.slots]
-    actions = []
-    for worker in members:
-        mine = tuple(unit for unit, writer in share.items() if writer == worker)
-        order = StepOrder(
-            generation=generation,
-            step=step,
-            attempt=attempt,
-            decided=state.decided,
-            loss_scale=state.loss_scale,
-            checkpoint_units=mine,
-            record_timeline=step == state.config.timeline_step,
+    order = OutstandingOrder(
+        kind="step", generation=state.generation, version=state.version, attempt=state.attempt, sent_s=now_s
+    )
+    state = changed(with_order(state, order, state.member_units), phase=Phase.TRAINING)
+    return said(state, code, sentence, *_step_orders(state, share, state.member_units))
+
+
+def _step_orders(
+    state: ControllerState, share: dict[UnitId, WorkerId], receivers: Iterable[WorkerId]
+) -> tuple[SendStep, ...]:
+    plain = StepOrder(
+        generation=state.generation,
+        step=state.version,
+        attempt=state.attempt,
+        decided=state.decided,
+        loss_scale=state.loss_scale,
+        record_timeline=state.version == state.config.timeline_step,
+    )
+    units = _units_of(share)
+    return tuple(
+        SendStep(
+            worker=worker,
+            order=plain.model_copy(update={"checkpoint_units": units[worker]}) if worker in units else plain,
         )
-        actions.append(SendStep(worker=worker, order=order))
-    state = changed(with_orders(state, dict.fromkeys(members, outstanding)), phase=Phase.TRAINING)
-    return said(state, code, sentence, *actions)
+        for worker in receivers
+    )
 
 
 def _commit(state: ControllerState, now_s: float) -> Decision:
@@ -184,18 +191,28 @@ def _commit(state: ControllerState, now_s: float) -> Decision:
     saved = state.checkpoint is not None and state.checkpoint.version == state.version
     share = {} if saved else _shares(state)
     pending = None if saved else PendingCheckpoint(version=state.version, writers=share, started_s=now_s)
-    outstanding = OutstandingOrder(kind="commit", generation=state.generation, version=state.version, sent_s=now_s)
-    members = [slot.worker for slot in state.slots]
-    actions = []
-    for worker in members:
-        mine = tuple(unit for unit, writer in share.items() if writer == worker)
-        order = CommitOrder(
-            generation=state.generation, version=state.version, decided=state.decided, checkpoint_units=mine
-        )
-        actions.append(SendCommit(worker=worker, order=order))
-    state = changed(with_orders(state, dict.fromkeys(members, outstanding)), phase=Phase.COMMITTING, pending=pending)
-    why = state.stop_reason or "it is the last"
-    return said(state, ReasonCode.COMMIT_STARTED, f"version {state.version} is to be committed: {why}", *actions)
+    order = OutstandingOrder(kind="commit", generation=state.generation, version=state.version, sent_s=now_s)
+    state = changed(with_order(state, order, state.member_units), phase=Phase.COMMITTING, pending=pending)
+    sentence = f"version {state.version} is to be committed: {state.stop_reason or 'it is the last'}"
+    return said(state, ReasonCode.COMMIT_STARTED, sentence, *_commit_orders(state, share, state.member_units))
+
+
+def _commit_orders(
+    state: ControllerState, share: dict[UnitId, WorkerId], receivers: Iterable[WorkerId]
+) -> tuple[SendCommit, ...]:
+    units = _units_of(share)
+    plain = CommitOrder(generation=state.generation, version=state.version, decided=state.decided)
+    return tuple(
+        SendCommit(worker=worker, order=plain.model_copy(update={"checkpoint_units": units.get(worker, ())}))
+        for worker in receivers
+    )
+
+
+def _units_of(share: dict[UnitId, WorkerId]) -> dict[WorkerId, tuple[UnitId, ...]]:
+    units: dict[WorkerId, tuple[UnitId, ...]] = {}
+    for unit, writer in share.items():
+        units[writer] = (*units.get(writer, ()), unit)
+    return units
 
 
 def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
@@ -205,8 +222,10 @@ def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
 
 
 def _with_due_checkpoint(state: ControllerState, now_s: float) -> tuple[ControllerState, dict[UnitId, WorkerId]]:
+    """Begin a checkpoint when one is due: every so many steps, and while a member that cannot be spared drains."""
     policy, pending = state.config.policy, state.pending
-    if state.version - state.checkpoint_base < policy.checkpoint_every_steps or state.sealing:
+    due_after = 1 if draining_members(state) else policy.checkpoint_every_steps
+    if state.version - state.checkpoint_base < due_after or state.sealing:
         return state, {}
     if pending is not None and not pending.stale and now_s < pending.started_s + policy.order_timeout_s:
         return state, {}

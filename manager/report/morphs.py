@@ -14,7 +14,8 @@ from manager.report.values import MorphRecord, SourceKind, SourceSum
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder
 
 KINDS: tuple[SourceKind, ...] = ("keep", "peer", "checkpoint", "initial")
-GENERATION_LOST = (Phase.ABORTING, Phase.WAITING, Phase.RESHAPING)
+STANDING = (Phase.ABORTING, Phase.WAITING, Phase.HOLDING)
+GENERATION_LOST = (*STANDING, Phase.RESHAPING)
 
 
 @dataclass
@@ -58,7 +59,7 @@ class MorphReader:
         """Take a decision; ``version`` was decided before it (its own step included)."""
         lost = self._lost_by(event, record)
         formed_before = self.phase in (Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING)
-        leaves = record.phase in (Phase.ABORTING, Phase.WAITING) or record.reshape is not None
+        leaves = record.phase in STANDING or record.reshape is not None
         if self.open is None and self.shape is not None and formed_before and leaves:
             planned = isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared)
             self.open = _opened(record, version, time_s, self.shape, planned)
@@ -122,7 +123,7 @@ class MorphReader:
 def _opened(record: DecisionRecord, version: int, time_s: float, shape: str, planned: bool) -> MorphRecord:
     return MorphRecord(
         planned=planned,
-        cause="more workers are ready" if planned else record.reason.sentence.split("; ")[0],
+        cause=_cause(record.reason.sentence, planned),
         lost_workers=(),
         killed_at_s=None,
         detected_at_s=time_s,
@@ -138,3 +139,9 @@ def _opened(record: DecisionRecord, version: int, time_s: float, shape: str, pla
         state_s=0.0,
         received_bytes=0,
     )
+
+
+def _cause(sentence: str, planned: bool) -> str:
+    """What a decision says of why a shape was left; of a planned change, after the step that it decides."""
+    clauses = sentence.split("; ")
+    return clauses[0] if not planned or len(clauses) == 1 else clauses[1].partition(", ")[0]

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from morph.contract.base import Value
+from morph.contract.rules import Rules
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -38,6 +39,7 @@ class Policy(Value):
     min_join_gain: Annotated[float, Field(ge=0)] = Field(
         default=0.02, description="a newcomer is taken in when the better shape is faster by this share"
     )
+    rules: Rules = Rules()
 
 
 class ClusterConfig(Value):

@@ -3,45 +3,77 @@
 from __future__ import annotations
 
 from simulated_cluster import Observer, SimulatedCluster
+from simulated_worker import order_key
 
-from manager.controller.actions import Abort, EndWorker, SendCommit, SendReshape, SendStep, StartWorker
-from manager.controller.events import Event, WorkerLost
+from manager.controller.actions import (
+    Abort,
+    EndWorker,
+    ProbeWorker,
+    RequestNodes,
+    SendCommit,
+    SendReshape,
+    SendStep,
+    StartWorker,
+)
+from manager.controller.asking import MAX_SENT
+from manager.controller.events import Event, ManagerResumed, NodesGranted, Tick, WorkerLost
+from manager.controller.nodes import NodeState
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import ControllerState, Decision, Phase
 
-IDLE_PHASES = {Phase.STARTING, Phase.WAITING, Phase.SEALING, Phase.ENDED}
+IDLE_PHASES = {Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.SEALING, Phase.ENDED}
 ORDER_KIND = {Phase.RESHAPING: "reshape", Phase.TRAINING: "step", Phase.COMMITTING: "commit"}
+WORKER_STATES = {NodeState.WARMING, NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING}
 
 
 def phase_problem(state: ControllerState) -> str | None:
     """Say what breaks the phase's invariant, or None."""
-    orders = {worker: entry.order for worker, entry in state.workers.items() if entry.order is not None}
-    if state.phase in IDLE_PHASES and orders:
-        return f"{state.phase}, but {sorted(orders)} have orders"
-    if any(order.generation != state.generation for order in orders.values()):
+    order, members = state.order, set(state.member_units)
+    if (order is None) != (not state.awaited) or not state.awaited <= set(state.workers):
+        return "an order without anybody who has it, or strangers have it"
+    if state.phase in IDLE_PHASES and order:
+        return f"{state.phase}, but {sorted(state.awaited)} have orders"
+    if order is not None and order.generation != state.generation:
         return "an order of another generation is outstanding"
-    if state.phase in ORDER_KIND and any(order.kind != ORDER_KIND[state.phase] for order in orders.values()):
-        return f"{state.phase}, but orders of another kind are outstanding"
-    if state.phase in (Phase.RESHAPING, Phase.TRAINING, Phase.ABORTING) and not orders:
+    if state.phase in ORDER_KIND and order is not None and order.kind != ORDER_KIND[state.phase]:
+        return f"{state.phase}, but an order of another kind is outstanding"
+    if state.phase in (Phase.RESHAPING, Phase.TRAINING, Phase.ABORTING) and not order:
         return f"{state.phase}, but nobody has an order"
-    if state.phase is Phase.ABORTING and any(order.abort_sent_s is None for order in orders.values()):
-        return "aborting, but an order was not told to abort"
-    if state.phase in ORDER_KIND and any(order.abort_sent_s is not None for order in orders.values()):
-        return f"{state.phase}, but an order was told to abort"
-    members = {slot.worker for slot in state.slots}
-    if state.phase is Phase.TRAINING and not set(orders) <= members <= set(state.workers):
-        return "training, but a member is missing or a stranger has an order"
+    if order is not None and (order.abort_sent_s is not None) != (state.phase is Phase.ABORTING):
+        return f"{state.phase}, but the order was told to abort at {order.abort_sent_s}"
+    if state.phase is Phase.TRAINING and not state.awaited <= members:
+        return "training, but a stranger has an order"
     if state.phase in (Phase.RESHAPING, Phase.TRAINING) and not members <= set(state.workers):
         return f"{state.phase}, but a member is lost"
-    if any(entry.holds and not entry.ready for entry in state.workers.values()):
-        return "a worker that is not ready holds units"
+    if members != {slot.worker for slot in state.slots} or len(members) != len(state.slots):
+        return "the members are not those of the slots, each once"
+    return node_problem(state)
+
+
+def node_problem(state: ControllerState) -> str | None:
+    """Say what breaks the invariant of a node's state, or None."""
+    for worker, entry in state.workers.items():
+        if entry.node not in WORKER_STATES:
+            return f"{worker} is {entry.node}"
+        if entry.ready and entry.node is NodeState.WARMING:
+            return f"{worker} is set up, and warming"
+        if not entry.ready and (entry.node in (NodeState.READY, NodeState.SUSPECT) or entry.holds):
+            return f"{worker} is not set up, but {entry.node} or holds units"
+        if (entry.node is NodeState.DRAINING) != (entry.drain_until_s is not None):
+            return f"{worker} is {entry.node}, and drains until {entry.drain_until_s}"
+        if entry.probation is not None and (entry.node is not NodeState.SUSPECT or worker in state.member_units):
+            return f"{worker} is probed, but {entry.node} or a member"
+    for name, request in state.requests.items():
+        if not request.count and not request.granted:
+            return f"nothing of request {name} is awaited"
     return None
 
 
 def check_phase(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
     """The phase's invariant holds, and every decision says why."""
     problem = phase_problem(decision.state)
-    cluster.check(problem is None, str(problem))
+    if problem is not None:
+        raise cluster.broken(problem)
     cluster.check(bool(decision.reason.sentence), "a decision without a sentence")
 
 
@@ -78,6 +110,13 @@ def check_orders(cluster: SimulatedCluster, before: ControllerState, event: Even
             cluster.told_lost.add(action.worker)
     for action in ordered:
         cluster.check(action.order.generation == state.generation, f"{action.kind} of an older generation")
+        if isinstance(action, SendReshape) and not isinstance(event, ManagerResumed):
+            placed = {state.workers[slot.worker].node for slot in action.order.slots}
+            cluster.check(placed <= {NodeState.READY, NodeState.SUSPECT}, f"a place is given to one that is {placed}")
+    if isinstance(event, ManagerResumed) and before.phase is not Phase.ENDED:
+        ended = {action.worker for action in decision.actions if isinstance(action, EndWorker)}
+        strangers = set(event.living) - set(before.workers)
+        cluster.check(strangers <= ended, f"{strangers - ended} are unknown and live on")
     busy = [
         worker.order.order.generation
         for name, worker in cluster.workers.items()
@@ -89,18 +128,84 @@ def check_orders(cluster: SimulatedCluster, before: ControllerState, event: Even
 def check_holdings(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
     """What the controller believes a worker holds, it holds; and what is needed is held or can be restored."""
     state = decision.state
-    for name, entry in state.workers.items():
-        worker = cluster.workers[name]
-        if worker.alive and not any(
-            isinstance(action, SendReshape | SendStep | SendCommit) for action in decision.actions
-        ):
-            missing = [unit for unit in entry.holds if not worker.has(unit, state.version)]
-            cluster.check(not missing, f"{name} is believed to hold {missing} at version {state.version}")
-    held = set().union(*(entry.holds for entry in state.workers.values()))
     saved = state.checkpoint is None or state.checkpoint.version in cluster.checkpoints
     cluster.check(saved, "the newest checkpoint is not on storage")
-    if state.phase is Phase.TRAINING:
-        cluster.check(held == set(state.config.units), f"training without {set(state.config.units) - held}")
+    if state.phase is Phase.TRAINING and state.workers is not before.workers:
+        held = set().union(*(entry.holds for entry in state.workers.values()))
+        cluster.check(held == set(state.config.units), "training, and nobody holds some unit")
+    if any(isinstance(action, SendReshape | SendStep | SendCommit) for action in decision.actions):
+        return  # who is about to apply a version has not done so yet
+    for name, entry in state.workers.items():
+        worker = cluster.workers[name]
+        if worker.alive and entry.holds:
+            for unit in entry.holds:
+                if not worker.has(unit, state.version):
+                    raise cluster.broken(f"{name} is believed to hold {unit} at version {state.version}")
+
+
+def check_waits(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
+    """Every wait is bounded: there is always a time at which the controller looks again, and it is not far."""
+    state = decision.state
+    if state.phase is Phase.ENDED:
+        return
+    policy, now_s = state.config.policy, cluster.clock_s()
+    nobody = state.phase is Phase.STARTING and not state.workers
+    cluster.check(decision.wake_at_s is not None or nobody, f"{state.phase} waits without a bound")
+    if decision.wake_at_s is not None:
+        bound_s = max(policy.order_timeout_s, policy.start_patience_s)
+        if state.phase in (Phase.WAITING, Phase.STARTING):
+            bound_s = policy.rules.wait.vms_patience_s
+        set_back_s = sum(max(0.0, -by_s) for _, by_s in cluster.faults.clock_jumps)
+        wait_s = decision.wake_at_s - now_s
+        cluster.check(wait_s <= bound_s + set_back_s + 1e-6, f"{state.phase} waits {wait_s:.1f} s without a look")
+
+
+def check_patience(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
+    """Training stands for a node no longer than the policy allows, and nobody drains for ever."""
+    state, rules = decision.state, decision.state.config.policy.rules
+    set_back_s = sum(max(0.0, -by_s) for _, by_s in cluster.faults.clock_jumps)
+    if state.phase is Phase.HOLDING and state.hold_until_s is not None:
+        wait_s = state.hold_until_s - cluster.clock_s()
+        cluster.check(wait_s <= rules.wait.hold_patience_s + set_back_s + 1e-6, f"training stands for {wait_s:.1f} s")
+    if isinstance(event, Tick):
+        for worker, entry in state.workers.items():
+            late = entry.drain_until_s is not None and entry.drain_until_s <= cluster.clock_s()
+            cluster.check(not late, f"{worker} drains for ever")
+
+
+def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
+    """Nothing is asked for without end: an order once a manager, a request so often, and never for too many VMs."""
+    state, stutter = decision.state, decision.state.config.policy.rules.stutter
+    for action in decision.actions:
+        match action:
+            case SendReshape() | SendStep() | SendCommit():
+                repeats, limit = (action.worker, *order_key(action)), 1
+            case StartWorker():
+                repeats, limit = ("start", action.worker), 1
+            case ProbeWorker():
+                repeats, limit = ("probe", action.worker, action.probe, state.generation), 1
+                cluster.check(action.probe <= stutter.max_probes, f"{action.worker} is probed {action.probe} times")
+            case RequestNodes():
+                repeats, limit = ("request", action.request), MAX_SENT
+                early = cluster.asked[repeats] == 0 and cluster.clock_s() < cluster.refused_until_s
+                cluster.check(not early, f"{action.request} comes right after a refusal")
+                cluster.check(action.request in state.requests, f"{action.request} is forgotten at once")
+            case _:
+                continue
+        cluster.asked[repeats] += 1
+        times = cluster.asked[repeats]
+        cluster.check(times < limit + cluster.num_managers, f"{repeats} is asked for {times} times")
+    if isinstance(event, NodesGranted):
+        cluster.refused_until_s = 0.0
+    if decision.reason.code is ReasonCode.REQUEST_REFUSED:
+        cluster.refused_until_s = cluster.clock_s() + state.config.policy.rules.requests.backoff_s - 1e-6
+    target = state.config.target_nodes
+    if target and any(isinstance(action, RequestNodes) for action in decision.actions):
+        living = sum(entry.node is not NodeState.DRAINING for entry in state.workers.values())
+        coming = sum(request.count + len(request.granted) for request in state.requests.values())
+        known = sum(request.count for request in before.requests.values())
+        right = living + coming <= target or isinstance(event, ManagerResumed) or known > 0
+        cluster.check(right, f"{living} live, {coming} are to come, {target} are wanted")
 
 
 def check_end(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
@@ -109,8 +214,17 @@ def check_end(cluster: SimulatedCluster, before: ControllerState, event: Event, 
     if decision.reason.code is ReasonCode.FINISHED:
         cluster.check(state.version == state.config.num_steps, f"finished at version {state.version}")
         cluster.check(state.version in cluster.checkpoints, "finished without a checkpoint of the last version")
-    if before.phase is Phase.ENDED:
+    if before.phase is Phase.ENDED and not isinstance(event, ManagerResumed):
         cluster.check(not decision.actions, "an action after the end")
 
 
-INVARIANTS: tuple[Observer, ...] = (check_phase, check_versions, check_orders, check_holdings, check_end)
+INVARIANTS: tuple[Observer, ...] = (
+    check_phase,
+    check_versions,
+    check_orders,
+    check_holdings,
+    check_waits,
+    check_patience,
+    check_repeats,
+    check_end,
+)

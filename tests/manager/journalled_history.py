@@ -18,13 +18,13 @@ class JournalledCluster(SimulatedCluster):
 
     def __init__(self, seed: int, run_dir: Path, faults: Faults, start_s: float = 0.0, **fields: object) -> None:
         config = make_config(**fields)
-        super().__init__(seed, config, faults, observers=(self.note,))
+        super().__init__(seed, config, faults, observers=(self.write_down,))
         self.journal = Journal.open(run_dir / FILE_NAME)
         self.now_s = start_s
         self.journal.append_config(start_s, config)
         self.killed_s: dict[str, float] = {}
 
-    def note(self, cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
+    def write_down(self, cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
         """Journal a decision."""
         self.journal.append_decision(self.now_s, event, decision)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -11,6 +12,7 @@ from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import Policy
 from morph.contract.decided import Decided, LossScale
 from morph.contract.plan import Expectation, Plan, StagePlan
+from morph.contract.rules import FlapRules, RequestRules, Rules, StutterRules, WaitRules
 
 
 def make_plan(depth: int, replicas: int, num_sections: int = 6, num_micro_batches: int = 8) -> Plan:
@@ -42,13 +44,21 @@ def make_plan(depth: int, replicas: int, num_sections: int = 6, num_micro_batche
 
 
 PLANS = {2: make_plan(2, 1), 3: make_plan(3, 1), 4: make_plan(2, 2), 5: make_plan(2, 2), 6: make_plan(3, 2)}
+RULES = Rules(
+    wait=WaitRules(vms_patience_s=500.0, setup_s=1.0),
+    flaps=FlapRules(hold_s=2.0, hold_max_s=8.0, memory_s=60.0),
+    requests=RequestRules(backoff_s=1.0, backoff_max_s=8.0, answer_s=3.0, boot_s=8.0, notice_grace_s=2.0),
+    stutter=StutterRules(samples=4, windows=2, probe_every_s=1.0, probe_every_max_s=4.0, max_probes=5),
+)
 UNITS: dict[str, tuple[int, ...]] = {f"s{section}": (section,) for section in range(6)} | {"s0+s5": (0, 5)}
 SIZES = {unit: 100 if "+" in unit else 10 for unit in UNITS}
 
 
 def make_config(**fields: object) -> ControllerConfig:
     """Build a configuration: six sections, one tied unit, two workers at least, twelve steps."""
-    policy = Policy(checkpoint_every_steps=3, start_patience_s=5.0, heartbeat_timeout_s=2.0, order_timeout_s=20.0)
+    policy = Policy(
+        checkpoint_every_steps=3, start_patience_s=5.0, heartbeat_timeout_s=2.0, order_timeout_s=20.0, rules=RULES
+    )
     values: dict[str, object] = {
         "fingerprint": "f",
         "plans": PLANS,
@@ -64,17 +74,20 @@ def make_config(**fields: object) -> ControllerConfig:
 FIRST_SCALE = LossScale(exponent=6, growth_steps=3)
 
 
+@functools.cache
 def norm_sq(unit: str, step: int) -> float:
     """Squared norm of a unit's gradient in a step: no two of them are equal, and their sums are rounded."""
     return (step + 1) / 3 + list(UNITS).index(unit) / 7
 
 
+@functools.cache
 def broken_unit(step: int, share: float) -> str | None:
     """The unit with a gradient that is not finite in a step, if there is one."""
     draw = random.Random(f"non-finite {step}")
     return draw.choice(list(UNITS)) if draw.random() < share else None
 
 
+@functools.cache
 def facts_of(version: int, share: float) -> Decided:
     """What is right to decide of step ``version - 1``: of all units, each once, in order."""
     if broken_unit(version - 1, share):
@@ -83,6 +96,7 @@ def facts_of(version: int, share: float) -> Decided:
     return Decided(version=version, gradient_norm=math.sqrt(total))
 
 
+@functools.cache
 def scale_of(version: int, share: float) -> LossScale:
     """The loss scale that every unit holds at a version."""
     scale = FIRST_SCALE

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from manager.controller.actions import SendCommit, SendReshape, SendStep
 from manager.controller.state import Phase
+from morph.contract.messages import Answer
 
 Order = SendReshape | SendStep | SendCommit
+OrderKey = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -19,26 +21,62 @@ class Faults:
     deaths_in: tuple[tuple[Phase, int, int], ...] = ()
     """(phase, how often it is entered before, how many die at once then)"""
     joins_after_s: tuple[float, ...] = ()
+    comeback: float = 0.0
+    """a machine whose worker died is back soon, under another id"""
+    notices_after_s: tuple[tuple[float, float | None], ...] = ()
+    """(when a worker is noticed, after how long it is really taken; None: it is not)"""
+    notice_withdrawn: float = 0.0
     silent_death: float = 0.0
     late_loss: float = 0.0
     doubled: float = 0.0
+    lost_message: float = 0.0
+    """to or from a worker"""
+    late_message: float = 0.0
+    """by up to 3 s, so that messages overtake each other"""
     overflow: float = 0.0
     non_finite: float = 0.0
     """share of steps with a gradient that is not finite; which ones, and in which unit, depends on the step alone"""
     stuck: float = 0.0
     spurious_abort: float = 0.0
     write_failure: float = 0.0
+    slow: float = 0.0
+    """share of workers that compute 30 % slower, for a while"""
+    refused: float = 0.0
+    """requests for VMs: refused or granted in part"""
+    unanswered: float = 0.0
+    """requests for VMs: lost, or their grant is"""
+    restarts_after_s: tuple[float, ...] = ()
+    """a new manager takes over"""
+    fresh_starts_after_s: tuple[float, ...] = ()
+    """manager and workers are gone; the run is begun again from its newest checkpoint"""
+    clock_jumps: tuple[tuple[float, float], ...] = ()
+    """(when, by how many seconds the manager's clock jumps)"""
     stop_after_s: float | None = None
     quiet_after_s: float = 60.0
+
+
+def order_key(action: Order) -> OrderKey:
+    """Return what makes an order the same order when it comes again."""
+    order = action.order
+    if isinstance(action, SendStep):
+        return action.kind, order.generation, action.order.step, action.order.attempt
+    return action.kind, order.generation, action.order.version, 0
 
 
 @dataclass
 class SimulatedWorker:
     """A worker's own view: its present order, the units it has with their version, and what it prepared."""
 
+    host: str = ""
+    started: bool = False
     alive: bool = True
+    deaf: bool = False
+    slow: bool = False
     token: int = 0
     order: Order | None = None
+    begun: OrderKey | None = None
+    last: tuple[OrderKey, Answer] | None = None
+    aborted: int = 0
     units: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
     stage_units: frozenset[str] = frozenset()
@@ -51,3 +89,9 @@ class SimulatedWorker:
         if self.prepared is not None and self.prepared + 1 == version:
             return unit in self.stage_units
         return version in (self.units.get(unit), self.received.get(unit))
+
+    def apply(self) -> None:
+        """Apply what it prepared, once, to the units of its stage."""
+        assert self.prepared is not None
+        self.units = {unit: held + 1 if unit in self.stage_units else held for unit, held in self.units.items()}
+        self.prepared = None

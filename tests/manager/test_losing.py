@@ -175,10 +175,7 @@ def test_a_failed_order_ends_the_run_with_its_sentence() -> None:
 def test_an_order_that_is_never_answered_costs_its_worker() -> None:
     script = script_in(Phase.TRAINING)
     script.prepared("n1", "n2", "n3")
-    assert script.last is not None
-    assert script.last.wake_at_s is not None
-    assert script.tell(Tick(), at_s=script.last.wake_at_s - 0.001) == ()
-    actions = script.tell(Tick(), at_s=script.last.wake_at_s)
+    actions = script.wake()
     assert actions[0] == EndWorker(worker="n4")
     assert receivers(actions, SendReshape) == ["n1", "n2", "n3"]
 
@@ -204,9 +201,6 @@ def test_a_worker_that_never_gets_ready_is_given_up() -> None:
 
 
 def test_a_manifest_that_is_never_written_ends_the_run() -> None:
-    script = script_in(Phase.SEALING)
-    assert script.last is not None
-    assert script.last.wake_at_s is not None
-    (finish,) = script.tell(Tick(), at_s=script.last.wake_at_s)
+    (finish,) = script_in(Phase.SEALING).wake()
     assert isinstance(finish, Finish)
     assert finish.outcome == "failed"

@@ -1,0 +1,23 @@
+"""Machines that come and go: how long one must stay ready before a shape is built on it again."""
+
+from __future__ import annotations
+
+from manager.controller.changes import changed
+from manager.controller.state import ControllerState, Flaps
+
+
+def flapped(state: ControllerState, host: str, now_s: float) -> ControllerState:
+    """Note that a machine which had been ready is not to be counted on any more; forget what was long ago."""
+    memory_s = state.config.policy.rules.flaps.memory_s
+    recent = {name: entry for name, entry in state.flaps.items() if now_s < entry.last_s + memory_s}
+    num = recent[host].num + 1 if host in recent else 1
+    return changed(state, flaps={**recent, host: Flaps(num=num, last_s=now_s)})
+
+
+def hold_s(state: ControllerState, host: str, now_s: float) -> float:
+    """Return how long (seconds) a machine that is ready again must stay so before it is taken in; 0: no time."""
+    rules, entry = state.config.policy.rules.flaps, state.flaps.get(host)
+    if entry is None or entry.num < 2 or now_s >= entry.last_s + rules.memory_s:
+        return 0.0
+    doublings = min(entry.num - 2, 64)
+    return min(rules.hold_s * float(2**doublings), rules.hold_max_s)

@@ -1,0 +1,111 @@
+"""Slow members: found by their compute times, over several windows of micro-batches."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from manager.controller.changes import changed, followed, said, with_node
+from manager.controller.events import ComputeTimesSeen
+from manager.controller.flapping import flapped
+from manager.controller.nodes import NodeEvent, NodeState
+from manager.controller.reasons import ReasonCode
+from manager.controller.state import ControllerState, Decision, Pace, WorkerState
+from manager.controller.stutter import Judgement, calibration, judge
+from morph.contract.messages import WorkerId
+
+
+def times_seen(state: ControllerState, event: ComputeTimesSeen, now_s: float) -> Decision:
+    """Take compute times of members; judge each stage of which every replica filled its window."""
+    rules, workers = state.config.policy.rules.stutter, dict(state.workers)
+    num_samples = 0
+    for times in event.times:
+        entry = workers.get(times.worker)
+        if entry is None or times.generation != state.generation or times.worker not in state.member_units:
+            continue
+        num_samples += len(times.compute_s)
+        samples_s = (*entry.pace.samples_s, *times.compute_s)[-4 * rules.samples :]
+        pace = entry.pace.model_copy(update={"samples_s": samples_s})
+        workers[times.worker] = entry.model_copy(update={"pace": pace})
+    noted = said(changed(state, workers=workers), ReasonCode.TIMES_NOTED, f"{num_samples} micro-batches were timed")
+    state, full = _with_medians(noted.state)
+    judged = _judged(state, full) if full else {}
+    workers = dict(state.workers)
+    for worker, judgement in judged.items():
+        workers[worker] = workers[worker].model_copy(update={"pace": _counted(workers[worker], judgement)})
+    decision = noted.model_copy(update={"state": changed(state, workers=workers)})
+    for worker, judgement in judged.items():
+        decision = _changed_by(decision, worker, judgement, now_s)
+    return decision
+
+
+def _with_medians(state: ControllerState) -> tuple[ControllerState, list[int]]:
+    """Close the windows of each stage of which every replica has a full one; say which stages these are."""
+    num_samples, workers = state.config.policy.rules.stutter.samples, dict(state.workers)
+    full: list[int] = []
+    for stage, members in _members_by_stage(state).items():
+        if any(len(state.workers[worker].pace.samples_s) < num_samples for worker in members):
+            continue
+        full.append(stage)
+        for worker in members:
+            pace = workers[worker].pace
+            update = {"samples_s": (), "median_s": statistics.median(pace.samples_s)}
+            workers[worker] = workers[worker].model_copy(update={"pace": pace.model_copy(update=update)})
+    return (changed(state, workers=workers) if full else state), full
+
+
+def _members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
+    stages: dict[int, list[WorkerId]] = {}
+    for slot in state.slots:
+        if slot.worker in state.workers:
+            stages.setdefault(slot.stage, []).append(slot.worker)
+    return stages
+
+
+def _judged(state: ControllerState, stages: Sequence[int]) -> dict[WorkerId, Judgement]:
+    """Judge every worker of these stages by its last window."""
+    assert state.plan is not None, "no shape is formed"
+    profiled_s = [state.config.expected_compute_s(stage) for stage in state.plan.stages]
+    medians_s: dict[int, dict[WorkerId, float]] = {}
+    ratios = []
+    for stage, members in _members_by_stage(state).items():
+        expected_s = profiled_s[stage]
+        for worker in members:
+            median_s = state.workers[worker].pace.median_s
+            if median_s is not None:
+                medians_s.setdefault(stage, {})[worker] = median_s
+                ratios += [median_s / expected_s] if expected_s is not None else []
+    usual = calibration(ratios)
+    judged: dict[WorkerId, Judgement] = {}
+    for stage in stages:
+        expected_s = profiled_s[stage]
+        reference_s = expected_s * usual if expected_s is not None else None
+        judged |= judge(medians_s[stage], reference_s, state.config.policy.rules.stutter)
+    return judged
+
+
+def _counted(entry: WorkerState, judgement: Judgement) -> Pace:
+    """Count windows in a row."""
+    streak = entry.pace.streak
+    streak = max(streak, 0) + 1 if judgement.slow else min(streak, 0) - 1 if judgement.well else 0
+    slowdown = max(1.0, judgement.ratio) if entry.node is NodeState.SUSPECT else 1.0
+    return entry.pace.model_copy(update={"streak": streak, "slowdown": slowdown})
+
+
+def _changed_by(decision: Decision, worker: WorkerId, judgement: Judgement, now_s: float) -> Decision:
+    """Enough slow windows in a row make a worker slow, enough good ones make a slow member well again."""
+    state = decision.state
+    entry, windows = state.workers[worker], state.config.policy.rules.stutter.windows
+    if entry.node is NodeState.READY and entry.pace.streak >= windows:
+        state = flapped(state, entry.host or worker, now_s)
+        pace = entry.pace.model_copy(update={"slowdown": judgement.ratio})
+        state = with_node(state, worker, NodeEvent.SLOW, pace=pace)
+        sentence = (
+            f"{worker} takes {judgement.ratio:.2f} times as long as it should, {entry.pace.streak} windows in a row"
+        )
+        return followed(decision, said(state, ReasonCode.WORKER_SLOW, sentence))
+    if entry.node is NodeState.SUSPECT and entry.pace.streak <= -windows:
+        pace = entry.pace.model_copy(update={"slowdown": 1.0})
+        state = with_node(state, worker, NodeEvent.WELL, pace=pace)
+        return followed(decision, said(state, ReasonCode.WORKER_WELL, f"{worker} is as fast as it should be again"))
+    return decision

@@ -1,0 +1,70 @@
+"""How the controller weighs waiting, asking, flapping and slow workers: part of a cluster file's policy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from morph.contract.base import Value
+
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class WaitRules(Value):
+    """When a change waits for a node that is about to be ready. Times in seconds."""
+
+    morph_s: Positive = Field(default=1.0, description="what a planned change costs, until one was measured")
+    setup_s: Positive = Field(default=5.0, description="from a VM that is up to a ready worker, until measured")
+    join_patience_s: Positive = Field(default=10.0, description="bound: a newcomer waits for another while training")
+    hold_patience_s: Positive = Field(default=2.0, description="bound: training stands for a node about to be ready")
+    vms_patience_s: Positive = Field(default=7 * 86400.0, description="bound: paused with too few VMs")
+
+
+class FlapRules(Value):
+    """How long a machine that came back must stay ready before it is taken in. Times in seconds.
+
+    Its first return is free; the n-th within ``memory_s`` waits ``hold_s * 2 ** (n - 2)``, at most ``hold_max_s``.
+    """
+
+    hold_s: Positive = 10.0
+    hold_max_s: Positive = 600.0
+    memory_s: Positive = Field(default=1800.0, description="an older return is forgotten")
+
+
+class RequestRules(Value):
+    """Asking a provider for VMs. Times in seconds."""
+
+    backoff_s: Positive = Field(default=10.0, description="first wait after a refusal, doubled with each further one")
+    backoff_max_s: Positive = 600.0
+    answer_s: Positive = Field(default=60.0, description="a request without an answer is sent again under its name")
+    boot_s: Positive = Field(default=900.0, description="a VM that was granted and does not appear is given up")
+    notice_grace_s: Positive = Field(default=60.0, description="a VM that outlives its notice by this is taken back")
+
+
+class StutterRules(Value):
+    """Which worker counts as slow (Varuna, section 4.6), and when it counts as well again. Times in seconds."""
+
+    samples: Count = Field(default=8, description="micro-batches that make one window")
+    windows: Count = Field(default=3, description="windows in a row until a worker is slow, or well")
+    ratio: Annotated[float, Field(gt=1)] = Field(default=1.15, description="slow: this many times what is expected")
+    deviations: Annotated[float, Field(ge=0)] = Field(default=4.0, description="and this many deviations above it")
+    probe_every_s: Positive = Field(default=20.0, description="doubled with each probe that finds it slow still")
+    probe_every_max_s: Positive = 600.0
+    probe_passes: Count = Field(default=2, description="good probes in a row until a worker is taken back")
+    max_probes: Count = Field(default=16, description="a worker that is not well by then is ended")
+
+    @property
+    def well_ratio(self) -> float:
+        """Below this a worker is well; between the two nothing changes."""
+        return 1 + (self.ratio - 1) / 2
+
+
+class Rules(Value):
+    """All of them."""
+
+    wait: WaitRules = WaitRules()
+    flaps: FlapRules = FlapRules()
+    requests: RequestRules = RequestRules()
+    stutter: StutterRules = StutterRules()

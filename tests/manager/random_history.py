@@ -1,0 +1,77 @@
+"""One history per seed: what goes wrong in it, its VMs, and playing it with every invariant checked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from cluster_invariants import INVARIANTS
+from simulated_cluster import Faults, SimulatedCluster
+from simulated_job import make_config
+
+QUIET_AFTER_S = 16.0
+LONGEST_S = 400.0
+
+
+def random_faults(seed: int) -> tuple[Faults, int, int]:
+    """Draw what goes wrong in one history, its number of VMs at the start, and how many are asked for (0: none)."""
+    draw = random.Random(f"faults {seed}")
+
+    def now_and_then(share: float, *values: float) -> float:
+        return draw.choice(values) if draw.random() < share else 0.0
+
+    def moments(share: float, most: int) -> tuple[float, ...]:
+        count = draw.randint(1, most) if draw.random() < share else 0
+        return tuple(draw.uniform(0.5, 14) for _ in range(count))
+
+    faults = Faults(
+        death_per_order=draw.choice([0, 0.02, 0.06]),
+        deaths_after_s=((draw.uniform(1, 12), draw.choice([1, 2, 3])),),
+        joins_after_s=tuple(draw.uniform(1, 12) for _ in range(draw.randrange(4))),
+        comeback=now_and_then(0.3, 0.5, 1.0),
+        notices_after_s=tuple((time_s, draw.choice([None, draw.uniform(0, 4)])) for time_s in moments(0.5, 3)),
+        notice_withdrawn=now_and_then(0.3, 0.5),
+        silent_death=now_and_then(0.5, 0.3),
+        late_loss=now_and_then(0.5, 0.3),
+        doubled=now_and_then(0.5, 0.2),
+        lost_message=now_and_then(0.3, 0.01),
+        late_message=now_and_then(0.4, 0.05),
+        overflow=now_and_then(0.3, 0.1),
+        non_finite=now_and_then(0.3, 0.2),
+        stuck=now_and_then(0.3, 0.01),
+        spurious_abort=now_and_then(0.3, 0.02),
+        write_failure=now_and_then(0.3, 0.1),
+        slow=now_and_then(0.3, 0.5, 1.0),
+        refused=now_and_then(0.7, 0.3, 0.8),
+        unanswered=now_and_then(0.5, 0.2, 0.6),
+        restarts_after_s=moments(0.3, 2),
+        fresh_starts_after_s=moments(0.05, 1),
+        clock_jumps=tuple((time_s, draw.uniform(-8, 8)) for time_s in moments(0.2, 2)),
+        stop_after_s=draw.uniform(0, 12) if draw.random() < 0.25 else None,
+        quiet_after_s=QUIET_AFTER_S,
+    )
+    return faults, draw.randrange(2, 8), draw.choice([0, 0, 4, 6])
+
+
+def play(seed: int, num_steps: int = 8) -> SimulatedCluster:
+    """Play one history to its end, every invariant checked after every event.
+
+    Raises:
+        BrokenHistoryError: with the history, when an invariant does not hold or the run does not end as it should.
+    """
+    faults, num_nodes, target = random_faults(seed)
+    config = make_config(num_steps=num_steps, target_nodes=target, section_compute_s=(1.0,) * 6)
+    policy = config.policy.model_copy(update={"max_fruitless_generations": 40})  # there are that many faults
+    config = config.model_copy(update={"policy": policy})
+    cluster = SimulatedCluster(seed, config, faults, observers=INVARIANTS)
+    finish = cluster.run(num_nodes)
+    allowed = {"finished"} if faults.stop_after_s is None else {"finished", "stopped"}
+    cluster.check(finish.outcome in allowed, f"ended as {finish.outcome}: {finish.sentence}")
+    cluster.check(cluster.now_s < LONGEST_S, f"took {cluster.now_s:.0f} s")
+    return cluster
+
+
+def play_all(seeds: Iterable[int]) -> None:
+    """Play several histories."""
+    for seed in seeds:
+        play(seed)

@@ -1,0 +1,90 @@
+"""A provider of VMs in virtual time: grants, refuses, loses requests, gives notices, and takes VMs or does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from simulated_worker import SimulatedWorker
+from simulated_workers import SimulatedWorkers
+from simulated_world import World
+
+from manager.controller.actions import RequestNodes
+from manager.controller.events import Event, NodeAppeared, NodesGranted, NoticeGiven, NoticeWithdrawn, RequestRefused
+
+
+class SimulatedProvider:
+    """Brings VMs up. A request that comes again under its name gets no further VMs, and the same answer."""
+
+    def __init__(self, world: World, tell: Callable[[Event], None], workers: SimulatedWorkers) -> None:
+        self.world, self.tell, self.workers = world, tell, workers
+        self.num_nodes = 0
+        self.num_notices = 0
+        self.answers: dict[str, Event] = {}
+
+    def add_node(self, host: str | None = None, request: str | None = None) -> str:
+        """A VM comes up; ``host`` names a machine that was there before."""
+        self.num_nodes += 1
+        name = f"n{self.num_nodes}"
+        self.up(name, host, request)
+        return name
+
+    def up(self, name: str, host: str | None, request: str | None) -> None:
+        """A VM is up."""
+        self.workers.all[name] = SimulatedWorker(host=host or name)
+        self.tell(NodeAppeared(node=name, host=host, request=request))
+
+    def tell_all(self) -> None:
+        """Tell of every VM that is up, as a manager that takes over finds them."""
+        for name, worker in self.workers.all.items():
+            if worker.alive:
+                self.tell(NodeAppeared(node=name, host=worker.host))
+
+    def come_back(self, host: str) -> None:
+        """A machine comes back with another id, after a while."""
+        if self.world.chance(self.world.faults.comeback):
+            self.world.at(self.world.between(0.5, 3), lambda: self.add_node(host))
+
+    def request(self, action: RequestNodes) -> None:
+        """Grant a request, or some of it, or refuse it, or lose it."""
+        world = self.world
+        if world.chance(world.faults.unanswered):
+            return
+        answer = self.answers.get(action.request)
+        if answer is None:
+            answer = self.answers[action.request] = self.decide(action)
+        if not world.chance(world.faults.unanswered):
+            world.at(world.between(0.1, 1) + world.lag_s(), lambda: self.tell(answer))
+
+    def decide(self, action: RequestNodes) -> Event:
+        """Say how many VMs there are for a request, and boot them."""
+        count, world = action.count, self.world
+        if world.chance(world.faults.refused):
+            count = world.random.randrange(count)
+        if not count:
+            return RequestRefused(request=action.request, cause=world.random.choice(["quota", "capacity", "error"]))
+        nodes = []
+        for _ in range(count):
+            self.num_nodes += 1
+            nodes.append(f"n{self.num_nodes}")
+        for name in nodes:
+            if not world.chance(world.faults.refused / 4):  # it may never come up
+                world.at(world.between(0.2, 4), lambda name=name: self.up(name, None, action.request))
+        return NodesGranted(request=action.request, nodes=tuple(nodes))
+
+    def notice(self, taken_after_s: float | None) -> None:
+        """Give a notice of some worker's VM, now and then twice; then take it, or not."""
+        world = self.world
+        living = [name for name, worker in self.workers.all.items() if worker.alive]
+        if not living:
+            return
+        name = world.random.choice(living)
+        self.num_notices += 1
+        given = NoticeGiven(worker=name, lead_s=taken_after_s or 2.0, notice=f"notice {self.num_notices}")
+        world.note(f"{name} is noticed")
+        self.tell(given)
+        if world.chance(world.faults.doubled):
+            world.at(world.between(0, 4), lambda: self.tell(given))
+        if taken_after_s is not None:
+            world.at(taken_after_s, lambda: self.workers.killer(name))
+        elif world.chance(world.faults.notice_withdrawn):
+            world.at(world.between(0, 3), lambda: self.tell(NoticeWithdrawn(worker=name)))

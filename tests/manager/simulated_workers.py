@@ -1,0 +1,284 @@
+"""The workers' side of a history: they carry out orders as the contract says, and check each against what they have.
+
+An order that comes again is answered again, or gone on with: it is not carried out twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from simulated_job import broken_unit, facts_of, file_of, norm_sq, scale_of
+from simulated_worker import Order, SimulatedWorker, order_key
+from simulated_world import World
+
+from manager.controller.actions import SendCommit, SendReshape, SendStep
+from manager.controller.events import CheckpointFailed, Event, UnitsWritten, WorkerAnswered, WorkerLost
+from morph.contract.messages import (
+    Aborted,
+    Answer,
+    Committed,
+    ComputeTimes,
+    MicroBatchLoss,
+    Prepared,
+    Reshaped,
+    ReshapeOrder,
+    UnitWritten,
+    WorkerReady,
+)
+
+TIMES = ComputeTimes(forward_s=0.1, recompute_s=0.1, backward_s=0.2, reduce_s=0.1, wait_s=0.0, step_s=0.5)
+
+
+class SimulatedWorkers:
+    """Every worker of a history. ``tell`` brings an event to the manager; ``checkpoints`` is what storage holds."""
+
+    def __init__(self, world: World, tell: Callable[[Event], None], checkpoints: set[int]) -> None:
+        self.world, self.tell, self.checkpoints = world, tell, checkpoints
+        self.all: dict[str, SimulatedWorker] = {}
+        self.killer: Callable[[str], None] = self.die
+        self.members: dict[int, frozenset[str]] = {}
+
+    # --- life ------------------------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        """Start a worker; asked again, one that is set up says so again."""
+        worker = self.all[name]
+        if not worker.alive:
+            return
+        worker.started = True
+        self.world.at(self.world.between(0.1, 2), lambda: self.set_up(name))
+
+    def set_up(self, name: str) -> None:
+        """A worker finishes its setup."""
+        if self.all[name].alive:
+            self.send(name, WorkerReady(worker=name, pid=1, setup_s=1))
+
+    def die(self, name: str) -> None:
+        """SIGKILL: the manager hears of it soon, late, or only by its own timeouts; busy peers see a reset."""
+        world, worker = self.world, self.all[name]
+        if not worker.alive:
+            return
+        worker.alive = False
+        worker.token += 1
+        world.note(f"{name} dies")
+        lost = WorkerLost(worker=name, cause="killed")
+        if not world.chance(world.faults.silent_death) or worker.order is None:
+            delay_s = world.between(1, 6) if world.chance(world.faults.late_loss) else world.between(0.01, 0.1)
+            world.at(delay_s, lambda: self.tell(lost))
+            if world.chance(world.faults.doubled):
+                world.at(delay_s + 0.5, lambda: self.tell(lost))
+        for peer, entry in self.all.items():
+            if entry.order is not None and world.random.random() < 0.4:
+                world.at(world.between(0.01, 0.2), lambda peer=peer: self.reset(peer, name))
+
+    def reset(self, name: str, peer: str) -> None:
+        """A busy worker sees its connection to a dead peer fail."""
+        order = self.all[name].order
+        if self.all[name].alive and isinstance(order, SendReshape | SendStep) and peer in self.peers_of(order):
+            self.give_up(name, peer_lost=True)
+
+    def peers_of(self, order: SendReshape | SendStep) -> frozenset[str]:
+        """Return the workers that an order makes one talk to."""
+        members = self.members[order.order.generation]
+        if isinstance(order, SendReshape):
+            sources = order.order.sources
+            return members | {source.peer for source in sources if source.peer and source.worker == order.worker}
+        return members
+
+    # --- messages --------------------------------------------------------------------------------------------
+
+    def send(self, name: str, answer: Answer) -> None:
+        """Send an answer: now and then it comes twice, late or never."""
+        world, event = self.world, WorkerAnswered(worker=name, answer=answer)
+        if not world.chance(world.faults.lost_message):
+            world.at(world.lag_s(), lambda: self.tell(event))
+        if world.chance(world.faults.doubled):
+            world.at(world.between(0.0, 3), lambda: self.tell(event))
+
+    def answer(self, name: str, order: Order, answer: Answer) -> None:
+        """Answer an order, and remember it."""
+        worker = self.all[name]
+        worker.order, worker.token = None, worker.token + 1
+        worker.last = (order_key(order), answer)
+        self.send(name, answer)
+
+    # --- orders ----------------------------------------------------------------------------------------------
+
+    def order(self, action: Order) -> None:
+        """An order is on its way."""
+        if isinstance(action, SendReshape):
+            self.members[action.order.generation] = frozenset(slot.worker for slot in action.order.slots)
+        if not self.world.chance(self.world.faults.lost_message):
+            self.world.at(self.world.lag_s(), lambda: self.receive(action))
+
+    def receive(self, action: Order) -> None:
+        """A worker gets an order: it works on it for a while, dies in it, or hangs."""
+        world, worker, key = self.world, self.all[action.worker], order_key(action)
+        if not worker.alive or (worker.order is not None and order_key(worker.order) == key):
+            return
+        if worker.last is not None and worker.last[0] == key:
+            self.send(action.worker, worker.last[1])
+            self.write_later(action)
+            return
+        world.check(worker.order is None, f"{action.worker} gets an order while it has one")
+        if action.order.generation <= worker.aborted:
+            self.answer(action.worker, action, self.aborted(action.worker, action.order.generation, peer_lost=False))
+            return
+        worker.order, worker.begun = action, key
+        worker.token += 1
+        token = worker.token
+        self.begin(action.worker, worker, action)
+        if world.chance(world.faults.stuck):
+            worker.deaf = world.random.random() < 0.5
+            return
+        duration_s = world.between(0.2, 1.0)
+        if world.chance(world.faults.death_per_order):
+            world.at(duration_s * world.random.random(), lambda: self.killer(action.worker))
+        if world.chance(world.faults.spurious_abort):
+            world.at(duration_s * 0.9, lambda: self.give_up(action.worker, peer_lost=True, token=token))
+        world.at(duration_s, lambda: self.complete(action, token))
+
+    def begin(self, name: str, worker: SimulatedWorker, action: Order) -> None:
+        """Apply the version that the order decides, as the contract says; the state must be there."""
+        world, order = self.world, action.order
+        version = order.step if isinstance(action, SendStep) else order.version
+        if worker.prepared is not None and worker.prepared + 1 == version:
+            right = facts_of(version, world.faults.non_finite)
+            if order.decided != right:
+                raise world.broken(f"{name} is to apply version {version} with {order.decided}")
+            worker.apply()
+        if isinstance(action, SendStep):
+            scale = scale_of(version, world.faults.non_finite)
+            if order.loss_scale != scale:
+                raise world.broken(f"{name} is to scale by {order.loss_scale}, its units say {scale}")
+            if order.attempt and worker.prepared != order.step:
+                raise world.broken(f"{name} is to retry step {version}, which it did not run")
+        worker.prepared = None
+        if isinstance(action, SendReshape):
+            worker.units |= {unit: held for unit, held in worker.received.items() if held == version}
+            worker.received = {}
+            return
+        worker.units |= worker.received
+        worker.received = {}
+        worker.units = {unit: held for unit, held in worker.units.items() if unit in worker.stage_units}
+        right = set(worker.units) == worker.stage_units and set(worker.units.values()) <= {version}
+        if not right:
+            raise world.broken(f"{name} is to be at version {version} with {worker.stage_units}: {worker.units}")
+        self.write_later(action)
+
+    def complete(self, action: Order, token: int) -> None:
+        """The work of an order is done, unless the worker died, gave up or hangs; or it waits for a peer."""
+        name, worker, key = action.worker, self.all[action.worker], order_key(action)
+        if not worker.alive or worker.token != token:
+            return
+        if not isinstance(action, SendCommit):
+            peers = [self.all[peer] for peer in self.peers_of(action) - {name}]
+            if any(not peer.alive for peer in peers):
+                if isinstance(action, SendReshape) and self.world.random.random() < 0.5:
+                    self.give_up(name, peer_lost=True)
+                return
+            if any(peer.begun != key for peer in peers):
+                self.world.at(0.3, lambda: self.complete(action, token))
+                return
+        done: dict[type, Callable[[str, SimulatedWorker, Any], Answer]]
+        done = {SendReshape: self.reshaped, SendStep: self.stepped, SendCommit: self.committed}
+        self.answer(name, action, done[type(action)](name, worker, action.order))
+
+    def reshaped(self, name: str, worker: SimulatedWorker, order: ReshapeOrder) -> Answer:
+        """Take every unit from where the order says; its source must really have it."""
+        for source in order.sources:
+            if source.worker == name:
+                self.take(name, worker, source, order.version)
+        worker.stage_units = frozenset(source.unit for source in order.sources if source.worker == name)
+        scale = scale_of(order.version, self.world.faults.non_finite) if worker.stage_units else None
+        durations = {"groups_s": 0.1, "state_s": 0.2, "received_bytes": 0}
+        return Reshaped(worker=name, generation=order.generation, loss_scale=scale, **durations)
+
+    def take(self, name: str, worker: SimulatedWorker, source: Any, version: int) -> None:
+        """Take one unit."""
+        if source.kind == "keep":
+            right = worker.units.get(source.unit) == version
+        elif source.kind == "peer":
+            right = self.all[source.peer].units.get(source.unit) == version
+        else:
+            right = version in self.checkpoints if source.kind == "checkpoint" else version == 0
+        if not right:
+            raise self.world.broken(f"{name} cannot get {source.unit} at {version}: {source.kind} {source.peer}")
+        worker.received[source.unit] = version
+
+    def stepped(self, name: str, worker: SimulatedWorker, order: Any) -> Answer:
+        """Run a step up to its reduced gradients."""
+        faults = self.world.faults
+        worker.prepared = order.step
+        worker.overflowed = order.attempt < 3 and self.world.chance(faults.overflow)
+        worker.non_finite = broken_unit(order.step, faults.non_finite) in worker.stage_units
+        norms_sq = {unit: norm_sq(unit, order.step) for unit in worker.stage_units}
+        return Prepared(
+            worker=name,
+            generation=order.generation,
+            step=order.step,
+            attempt=order.attempt,
+            overflowed=worker.overflowed,
+            unit_norms_sq={} if worker.non_finite else norms_sq,
+            non_finite=worker.non_finite,
+            losses=tuple(
+                MicroBatchLoss(micro_batch=index, loss=1 / (1 + order.step), metrics={"right": index / 2})
+                for index in range(2)
+            ),
+            times=TIMES,
+        )
+
+    def committed(self, name: str, worker: SimulatedWorker, order: Any) -> Answer:
+        """The decided version is applied."""
+        return Committed(worker=name, generation=order.generation, version=order.version)
+
+    # --- giving up -------------------------------------------------------------------------------------------
+
+    def aborted(self, name: str, generation: int, *, peer_lost: bool) -> Answer:
+        """Build the answer of a worker that gave up."""
+        return Aborted(worker=name, generation=generation, peer_lost=peer_lost)
+
+    def give_up(self, name: str, *, peer_lost: bool, token: int | None = None) -> None:
+        """Answer ``Aborted`` to the present order."""
+        worker = self.all[name]
+        if worker.alive and worker.order is not None and not worker.deaf and token in (None, worker.token):
+            order = worker.order
+            self.answer(name, order, self.aborted(name, order.order.generation, peer_lost=peer_lost))
+
+    def abort(self, name: str, generation: int) -> None:
+        """The control lane delivers an abort, perhaps before the order that it is about."""
+        if self.world.chance(self.world.faults.lost_message):
+            return
+        self.world.at(0.01 + self.world.lag_s(), lambda: self.take_abort(name, generation))
+
+    def take_abort(self, name: str, generation: int) -> None:
+        """Give up the order of this generation, now or when it comes."""
+        worker = self.all[name]
+        worker.aborted = max(worker.aborted, generation)
+        if worker.order is not None and worker.order.order.generation <= generation:
+            self.give_up(name, peer_lost=False)
+
+    # --- storage ---------------------------------------------------------------------------------------------
+
+    def write_later(self, action: Order) -> None:
+        """Hand an order's units to the background writer."""
+        if not isinstance(action, SendReshape) and action.order.checkpoint_units:
+            version = action.order.step if isinstance(action, SendStep) else action.order.version
+            units, name = action.order.checkpoint_units, action.worker
+            self.world.at(self.world.between(0.1, 4), lambda: self.write_units(name, version, units))
+
+    def write_units(self, name: str, version: int, units: tuple[str, ...]) -> None:
+        """The background writer is done, unless its worker died meanwhile."""
+        if not self.all[name].alive:
+            return
+        if self.world.chance(self.world.faults.write_failure):
+            self.tell(CheckpointFailed(worker=name, error="disk full"))
+            return
+        written = tuple(
+            UnitWritten(worker=name, version=version, unit=unit, file=file_of(unit), size_bytes=1, sha256="0" * 64)
+            for unit in units
+        )
+        self.tell(UnitsWritten(worker=name, written=written))
+        if self.world.chance(self.world.faults.doubled):
+            self.world.at(1.0, lambda: self.tell(UnitsWritten(worker=name, written=written)))

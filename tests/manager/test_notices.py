@@ -1,0 +1,108 @@
+"""Notices: drained at the next boundary, taken back when nobody comes."""
+
+from __future__ import annotations
+
+from controller_script import Script, receivers, script_in
+from simulated_job import PLANS
+
+from manager.controller.actions import SendReshape, SendStep
+from manager.controller.events import NoticeGiven, NoticeWithdrawn, Tick, WorkerLost
+from manager.controller.nodes import NodeState
+from manager.controller.state import Phase
+
+
+def noticed(script: Script, worker: str, lead_s: float = 5.0, notice: str = "first") -> None:
+    assert script.tell(NoticeGiven(worker=worker, lead_s=lead_s, notice=notice)) == ()
+
+
+def shape_of(script: Script) -> str:
+    assert script.state.plan is not None
+    return script.state.plan.shape
+
+
+def test_a_noticed_member_finishes_its_step_and_is_left_out_at_the_boundary() -> None:
+    script = script_in(Phase.TRAINING)
+    noticed(script, "n2")
+    assert script.code == "notice_taken"
+    assert script.state.workers["n2"].node is NodeState.DRAINING
+    actions = script.prepared()
+    assert (script.state.version, script.state.phase) == (1, Phase.RESHAPING)
+    order = next(action.order for action in actions if isinstance(action, SendReshape))
+    assert "n2" not in {slot.worker for slot in order.slots}
+    assert {source.kind for source in order.sources} <= {"keep", "peer"}
+    assert receivers(script.reshaped(), SendStep) == ["n1", "n3", "n4"]
+    assert script.tell(WorkerLost(worker="n2", cause="revoked")) == ()
+    assert (script.state.version, script.state.phase, script.state.num_fruitless) == (1, Phase.TRAINING, 0)
+
+
+def test_a_notice_in_a_reshape_is_acted_on_before_any_step_runs_on_that_shape() -> None:
+    script = script_in(Phase.RESHAPING)
+    noticed(script, "n3")
+    actions = script.reshaped()
+    assert receivers(actions, SendReshape)
+    assert receivers(script.reshaped(), SendStep) == ["n1", "n2", "n4"]
+
+
+def test_a_node_that_drains_is_given_no_place_after_a_loss_either() -> None:
+    script = script_in(Phase.TRAINING)
+    script.ready("n5")
+    noticed(script, "n5")
+    script.tell(WorkerLost(worker="n1", cause="killed"))
+    script.aborted()
+    assert {slot.worker for slot in script.state.slots} == {"n2", "n3", "n4"}
+
+
+def test_a_member_that_cannot_be_spared_trains_on_and_a_checkpoint_is_made_at_once() -> None:
+    script = Script(plans={4: PLANS[4]}, num_steps=20)
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    noticed(script, "n2", lead_s=30.0)
+    actions = script.prepared()
+    steps = [action.order for action in actions if isinstance(action, SendStep)]
+    assert len(steps) == 4
+    assert sum(len(order.checkpoint_units) for order in steps) == len(script.state.config.units)
+
+
+def test_a_notice_that_nobody_follows_up_is_void_after_its_grace() -> None:
+    script = Script(num_steps=20)
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    noticed(script, "n2", lead_s=5.0)
+    until_s = script.now_s + 5.0 + script.state.config.policy.rules.requests.notice_grace_s
+    script.prepared()
+    script.reshaped()
+    script.tell(Tick(), at_s=until_s - 0.01)
+    assert script.state.workers["n2"].node is NodeState.DRAINING
+    script.tell(Tick(), at_s=until_s)
+    assert (script.state.workers["n2"].node, script.code) == (NodeState.READY, "node_spared")
+    script.prepared()
+    assert "n2" in {slot.worker for slot in script.state.slots}
+
+
+def test_a_withdrawn_notice_takes_the_node_back_and_a_late_copy_of_it_changes_nothing() -> None:
+    script = script_in(Phase.TRAINING)
+    noticed(script, "n2")
+    script.tell(NoticeWithdrawn(worker="n2"))
+    assert script.state.workers["n2"].node is NodeState.READY
+    noticed(script, "n2")
+    assert (script.state.workers["n2"].node, script.code) == (NodeState.READY, "ignored")
+    noticed(script, "n2", notice="second")
+    assert script.state.workers["n2"].node is NodeState.DRAINING
+
+
+def test_a_notice_of_all_that_is_left_pauses_and_a_void_one_resumes() -> None:
+    script = script_in(Phase.WAITING)
+    noticed(script, "n1")
+    assert script.ready("n7") == ()
+    assert script.state.phase is Phase.WAITING
+    assert receivers(script.wake(), SendReshape) == ["n1", "n7"]
+
+
+def test_a_node_that_is_noticed_while_it_warms_up_gets_no_place_when_it_is_ready() -> None:
+    script = script_in(Phase.STARTING)
+    noticed(script, "n1", lead_s=100.0)
+    script.ready("n2", "n3")
+    script.ready("n1")
+    assert script.state.workers["n1"].node is NodeState.DRAINING
+    script.tell(Tick(), at_s=script.now_s + 6.0)
+    assert {slot.worker for slot in script.state.slots} == {"n2", "n3"}

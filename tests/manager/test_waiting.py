@@ -1,0 +1,117 @@
+"""When a change waits for a node that is about to be ready, and how long at most."""
+
+from __future__ import annotations
+
+import pytest
+from controller_script import Script, receivers, script_in
+from simulated_job import PLANS
+
+from manager.controller.actions import Finish, SendReshape, SendStep
+from manager.controller.events import NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost
+from manager.controller.state import Phase
+from morph.contract.messages import WorkerReady
+
+
+def is_ready(script: Script, worker: str) -> tuple[object, ...]:
+    return script.tell(WorkerAnswered(worker=worker, answer=WorkerReady(worker=worker, pid=1, setup_s=1)))
+
+
+def test_after_a_loss_training_stands_for_a_node_that_is_about_to_be_ready() -> None:
+    script = script_in(Phase.HOLDING)
+    assert script.code == "holding"
+    assert receivers(is_ready(script, "n5"), SendReshape) == ["n2", "n3", "n4", "n5"]  # type: ignore[arg-type]
+
+
+def test_it_stands_no_longer_than_taking_the_node_in_later_would_cost() -> None:
+    script = script_in(Phase.HOLDING)
+    until_s = script.state.hold_until_s
+    now, then = PLANS[3].expected.examples_per_s, PLANS[4].expected.examples_per_s
+    assert until_s == pytest.approx(script.now_s + 1.0 * then / now)
+    assert script.last is not None
+    assert script.last.wake_at_s is not None
+    assert script.last.wake_at_s <= until_s
+    assert receivers(script.tell(Tick(), at_s=until_s), SendReshape) == ["n2", "n3", "n4"]
+
+
+def test_a_node_that_is_overdue_is_not_waited_for() -> None:
+    script = script_in(Phase.TRAINING)
+    script.tell(NodeAppeared(node="n5"))
+    script.now_s += 15.0
+    script.tell(WorkerLost(worker="n1", cause="killed"))
+    assert receivers(script.aborted(), SendReshape) == ["n2", "n3", "n4"]
+
+
+def test_further_losses_do_not_prolong_the_wait() -> None:
+    script = script_in(Phase.HOLDING)
+    until_s = script.state.hold_until_s
+    script.tell(WorkerLost(worker="n2", cause="killed"))
+    assert (script.state.phase, script.state.hold_until_s) == (Phase.HOLDING, until_s)
+    assert receivers(script.tell(Tick(), at_s=until_s), SendReshape) == ["n3", "n4"]
+
+
+def test_the_awaited_node_that_dies_ends_the_wait() -> None:
+    script = script_in(Phase.HOLDING)
+    actions = script.tell(WorkerLost(worker="n5", cause="killed"))
+    assert receivers(actions, SendReshape) == ["n2", "n3", "n4"]
+
+
+def test_a_stop_ends_the_wait_and_what_is_decided_is_saved() -> None:
+    script = script_in(Phase.HOLDING)
+    assert receivers(script.tell(StopRequested(reason="asked to")), SendReshape) == ["n2", "n3", "n4"]
+    script.reshaped()
+    script.committed()
+    (finish,) = script.saved(0)
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "stopped"
+
+
+def test_a_join_waits_for_a_second_newcomer_that_is_near_and_training_goes_on() -> None:
+    script = Script(plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
+    script.ready("n1", "n2")
+    script.reshaped()
+    script.ready("n3")
+    script.tell(NodeAppeared(node="n4"))
+    assert receivers(script.prepared(), SendStep) == ["n1", "n2"]
+    is_ready(script, "n4")
+    assert receivers(script.prepared(), SendReshape) == ["n1", "n2", "n3", "n4"]
+
+
+def test_a_join_waits_no_longer_than_a_second_change_would_cost() -> None:
+    script = Script(plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
+    script.ready("n1", "n2")
+    script.reshaped()
+    script.ready("n3")
+    script.tell(NodeAppeared(node="n4"))
+    script.state = script.state.model_copy(update={"setup_s": 1.5})
+    script.prepared()
+    gain = PLANS[3].expected.examples_per_s / PLANS[2].expected.examples_per_s - 1
+    assert script.state.join_since_s is not None
+    script.now_s = script.state.join_since_s + 1.0 / gain - 0.5
+    assert receivers(script.prepared(), SendStep) == ["n1", "n2"]
+    script.now_s = script.state.join_since_s + 1.0 / gain
+    assert receivers(script.prepared(), SendReshape) == ["n1", "n2", "n3"]
+
+
+def test_every_answer_to_losing_one_or_two_or_gaining_one_was_worked_out_before() -> None:
+    config = Script().state.config
+    for count in range(2, 8):
+        best = config.best_plan(count)
+        assert best in config.plans.values()
+        assert best is not None
+        assert best.num_workers <= count
+        assert all(
+            plan.expected.examples_per_s <= best.expected.examples_per_s
+            for number, plan in config.plans.items()
+            if number <= count
+        )
+    assert config.best_plan(1) is None
+
+
+def test_a_pause_for_vms_ends_one_day() -> None:
+    script = script_in(Phase.WAITING)
+    (finish,) = script.wake()
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "stopped"
+    assert "2 ready workers were awaited for 500 s" in finish.sentence
+    early = script_in(Phase.WAITING)
+    assert early.tell(Tick(), at_s=early.now_s + 400.0) == ()
