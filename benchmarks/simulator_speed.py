@@ -1,14 +1,17 @@
-"""How fast the simulator answers, beside the same rules on heapq-based SimPy in the same run.
+"""How fast the simulator answers, beside the same rules in a plain loop around heapq in the same run.
 
     python benchmarks/simulator_speed.py
 
-Prints milliseconds of CPU time, the best of several runs, after one run that compiles or loads the loops.
+Prints milliseconds of CPU time, the best of several runs, after one run that compiles or loads the loops. The plain
+loop, the SimPy model and the compiled loop must agree on when the mini-batch ends, or the benchmark fails.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +19,7 @@ from morph.contract.profile import Profile
 from simulator import plan, plan_table, synthetic_profile
 from simulator.costs import SectionCosts, stage_costs
 from simulator.engine import StageTimes, run_pipeline
+from simulator.following import follow, lane_times
 from simulator.orders import stage_windows
 from simulator.partition import partition_table
 from simulator.simpy_model import play_with_simpy
@@ -23,7 +27,7 @@ from simulator.simpy_model import play_with_simpy
 DEPTH, REPLICAS, MICRO_BATCHES = 36, 3, 683
 
 
-def best_ms(action: Callable[[], object], repeats: int = 10) -> float:
+def best_ms(action: Callable[[], object], repeats: int = 20) -> float:
     action()
     times = []
     for _ in range(repeats):
@@ -33,10 +37,94 @@ def best_ms(action: Callable[[], object], repeats: int = 10) -> float:
     return min(times) * 1e3
 
 
-def profile(uneven: bool) -> Profile:
-    spread = np.random.default_rng(0).uniform(0.8, 1.2, 72)
+class HeapqPipeline:
+    """The rules of ``simulator.engine`` as one would write them first: a heap of instants at which to look."""
+
+    def __init__(self, times: StageTimes, count: int) -> None:
+        self.count, self.last = count, times.num_stages - 1
+        self.forward, self.recompute, self.backward = (
+            values.tolist() for values in (times.forward_ns, times.recompute_ns, times.backward_ns)
+        )
+        self.activation, self.gradient = times.activation_ns.tolist(), times.gradient_ns.tolist()
+        self.activation_wire, self.gradient_wire = (wire.tolist() for wire in times.wires_ns)
+        self.window, self.again = times.window.tolist(), times.recompute.tolist()
+        stages = range(times.num_stages)
+        self.activations: list[list[int]] = [[] for _ in stages]
+        self.gradients: list[list[int]] = [[] for _ in stages]
+        self.num_f, self.num_b, self.task = [0 for _ in stages], [0 for _ in stages], ["" for _ in stages]
+        self.recomputed = [False for _ in stages]
+        self.act_free, self.grad_free = [0 for _ in stages], [0 for _ in stages]
+        self.heap: list[tuple[int, int, int]] = [(0, 1 + self.last, 0)]
+
+    def play(self) -> int:
+        """When the last backward ends."""
+        end = 0
+        while self.heap:
+            now, rank, stage = heapq.heappop(self.heap)
+            if rank == 0:
+                if self.task[stage] == "B":
+                    self.num_b[stage] += 1
+                    self.recomputed[stage], end = False, now
+                self.recomputed[stage] |= self.task[stage] == "R"
+                self.task[stage] = ""
+                heapq.heappush(self.heap, (now, 1 + self.last - stage, stage))
+            elif not self.task[stage]:
+                letter = self.choose(stage, now)
+                if letter:
+                    self.begin(stage, letter, now)
+        return end
+
+    def look_at(self, stage: int, instant: int) -> None:
+        heapq.heappush(self.heap, (instant, 1 + self.last - stage, stage))
+
+    def choose(self, stage: int, now: int) -> str:
+        num_f, num_b, early = self.num_f[stage], self.num_b[stage], False
+        if num_b < num_f:
+            due = 0 if stage == self.last else None
+            if stage < self.last and len(self.gradients[stage]) > num_b:
+                due = self.gradients[stage][num_b]
+            if self.recomputed[stage] or not self.again[stage]:
+                if due is not None and due <= now:
+                    return "B"
+                if self.recomputed[stage]:
+                    return ""
+            elif due is not None and due <= now:
+                return "R"
+            elif due is not None:
+                early = due - self.recompute[stage] <= now
+        arrived = stage == 0 or (len(self.activations[stage]) > num_f and self.activations[stage][num_f] <= now)
+        if arrived and num_f < self.count and num_f - num_b < self.window[stage]:
+            return "F"
+        return "R" if early else ""
+
+    def begin(self, stage: int, letter: str, now: int) -> None:
+        self.task[stage] = letter
+        if letter == "R":
+            end = now + self.recompute[stage]
+        elif letter == "F":
+            end = now + self.forward[stage]
+            self.num_f[stage] += 1
+            if stage < self.last:
+                leaves = max(end, self.act_free[stage])
+                self.act_free[stage] = leaves + self.activation_wire[stage]
+                self.activations[stage + 1].append(leaves + self.activation[stage])
+                self.look_at(stage + 1, leaves + self.activation[stage])
+        else:
+            end = now + self.backward[stage]
+            if stage > 0:
+                leaves = max(end, self.grad_free[stage])
+                self.grad_free[stage] = leaves + self.gradient_wire[stage - 1]
+                arrival = leaves + self.gradient[stage - 1]
+                self.gradients[stage - 1].append(arrival)
+                self.look_at(stage - 1, arrival)
+                self.look_at(stage - 1, max(now, arrival - self.recompute[stage - 1]))
+        heapq.heappush(self.heap, (end, 0, stage))
+
+
+def profile(uneven: bool, num_sections: int = 72, batch_size: int = 8192) -> Profile:
+    spread = np.random.default_rng(0).uniform(0.8, 1.2, num_sections)
     forward_s = [0.01 * float(factor) for factor in spread] if uneven else 0.01
-    return synthetic_profile(num_sections=72, batch_size=8192, micro_batch_size=4, forward_s=forward_s)
+    return synthetic_profile(num_sections=num_sections, batch_size=batch_size, micro_batch_size=4, forward_s=forward_s)
 
 
 def stage_times(measured: Profile, slope: int) -> StageTimes:
@@ -46,31 +134,45 @@ def stage_times(measured: Profile, slope: int) -> StageTimes:
     return stage_costs(sections, boundaries, windows, "varuna").times
 
 
+def one_configuration(uneven: bool, slope: int) -> None:
+    times, counts = stage_times(profile(uneven), slope), (MICRO_BATCHES,) * REPLICAS
+    planned = run_pipeline(times, counts, keep_orders=True)
+    assert HeapqPipeline(times, MICRO_BATCHES).play() == planned.makespan_ns, "the loops disagree"
+    skipping = best_ms(lambda: run_pipeline(times, counts))
+    plain = best_ms(lambda: run_pipeline(times, counts, skip_periods=False))
+    lanes = replace(lane_times(times, REPLICAS), share_links=True)
+    shared = best_ms(lambda: follow(lanes, planned.orders, times.window), 10)
+    reference = best_ms(lambda: HeapqPipeline(times, MICRO_BATCHES).play(), 2)
+    tasks = MICRO_BATCHES * (3 * DEPTH - 1)
+    print(
+        f"  {'uneven' if uneven else 'equal '} stages, slope {slope}: {skipping:6.2f} ms; without skipping periods "
+        f"{plain:6.2f} ms ({tasks / plain / 1e3:.0f} million tasks/s);\n"
+        f"    its orders followed over shared links: {shared:6.2f} ms; plain heapq loop {reference:4.0f} ms "
+        f"({reference / skipping:.0f} times as long)"
+    )
+
+
 def main() -> None:
     tasks = MICRO_BATCHES * (3 * DEPTH - 1)
     print(f"One configuration: P={DEPTH}, D={REPLICAS}, {MICRO_BATCHES} micro-batches per replica ({tasks} tasks each;")
     print("equal replicas are played once)")
     for uneven in (False, True):
         for slope in (1, 2, 4):
-            times = stage_times(profile(uneven), slope)
-            counts = (MICRO_BATCHES,) * REPLICAS
-            skipping = best_ms(lambda times=times, counts=counts: run_pipeline(times, counts))
-            plain = best_ms(lambda times=times, counts=counts: run_pipeline(times, counts, skip_periods=False))
-            print(
-                f"  {'uneven' if uneven else 'equal '} stages, slope {slope}: {skipping:6.2f} ms; "
-                f"without skipping periods {plain:6.2f} ms ({tasks / plain / 1e3:.0f} million tasks/s)"
-            )
+            one_configuration(uneven, slope)
     times = stage_times(profile(False), 1)
     reference = best_ms(lambda: play_with_simpy(times, (MICRO_BATCHES,)), repeats=1)
     print(f"  SimPy model, equal stages, slope 1: {reference:.0f} ms ({tasks / reference / 1e3:.2f} million tasks/s)")
-    print("Sweep over every P: 128 GPUs, batch 8192, 72 cut-points, m = 4")
-    for uneven in (False, True):
-        measured = profile(uneven)
-        alone = best_ms(lambda measured=measured: plan(measured, num_gpus=128, num_runners_up=0), 5)
-        ranked = best_ms(lambda measured=measured: plan(measured, num_gpus=128), 5)
-        table = best_ms(lambda measured=measured: plan_table(measured, 128), 3)
-        print(f"  {'uneven' if uneven else 'equal '} sections: best {alone:.1f} ms; with runners-up {ranked:.1f} ms;")
-        print(f"    table of the best plan for each of 1 to 128 GPUs {table:.0f} ms")
+    for gpus, batch_size, num_sections in ((128, 8192, 72), (10_000, 1_000_000, 96)):
+        print(f"Sweep over every P: {gpus} GPUs, batch {batch_size}, {num_sections} cut-points, m = 4")
+        for uneven in (False, True):
+            measured = profile(uneven, num_sections, batch_size)
+            alone = best_ms(lambda measured=measured, gpus=gpus: plan(measured, num_gpus=gpus, num_runners_up=0), 5)
+            ranked = best_ms(lambda measured=measured, gpus=gpus: plan(measured, num_gpus=gpus), 5)
+            name = "uneven" if uneven else "equal "
+            print(f"  {name} sections: best {alone:.0f} ms; with five runners-up and all their orders {ranked:.0f} ms")
+            if gpus == 128:
+                table = best_ms(lambda measured=measured, gpus=gpus: plan_table(measured, gpus), 2)
+                print(f"    table of the best plan for each of 1 to {gpus} GPUs {table:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from simulator.local_loop import STAGE
+from simulator.lane_state import STAGE
 
 Ints = npt.NDArray[np.int64]
 
@@ -40,16 +40,23 @@ class StageTimes:
     @cached_property
     def packed(self) -> npt.NDArray[np.void]:
         """The same as one structured array, as the compiled loop wants it."""
-        stages = np.zeros(self.num_stages, STAGE)
-        stages["forward"], stages["recompute"], stages["backward"] = (
-            self.forward_ns,
-            self.recompute_ns,
-            self.backward_ns,
+        rules = np.zeros(self.num_stages, STAGE)
+        activation_wire, gradient_wire = self.wires_ns
+        rules["forward"], rules["backward"] = self.forward_ns, self.backward_ns
+        rules["window"], rules["again"] = self.window, self.recompute
+        rules["recompute"] = self.recompute_ns * self.recompute
+        rules["activation"], rules["act_wire"] = self.activation_ns, activation_wire
+        before, after = slice(None, -1), slice(1, None)
+        rules["gradient"][after], rules["grad_wire"][after] = self.gradient_ns[before], gradient_wire[before]
+        rules["recompute_before"][after] = rules["recompute"][before]
+        rules["act_after"][after] = self.forward_ns[before] + self.activation_ns[before]
+        to_gradient = self.backward_ns[after] + self.gradient_ns[before]
+        to_early = np.where(
+            self.recompute[before], np.maximum(0, to_gradient - rules["recompute"][before]), to_gradient
         )
-        stages["activation"], stages["gradient"] = self.activation_ns, self.gradient_ns
-        stages["activation_wire"], stages["gradient_wire"] = self.wires_ns
-        stages["window"], stages["again"] = self.window, self.recompute
-        return stages
+        rules["grad_after"][before] = rules["recompute"][after] + to_gradient
+        rules["early_after"][before] = rules["recompute"][after] + to_early
+        return rules
 
     @property
     def wires_ns(self) -> tuple[Ints, Ints]:

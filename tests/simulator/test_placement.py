@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from collections import Counter
-from functools import lru_cache
+from functools import cache
 from itertools import combinations_with_replacement
 
 import pytest
@@ -10,13 +9,13 @@ from morph.contract.errors import PlanError
 from simulator.placement import node_sizes, place
 
 
-@lru_cache(maxsize=None)
+@cache
 def fewest_pieces(num_stages: int, num_replicas: int, free: tuple[int, ...]) -> int:
     """By trying everything: of sorted free GPUs per node."""
     if num_replicas == 0:
         return 0
 
-    @lru_cache(maxsize=None)
+    @cache
     def ways(left: int, rooms: tuple[int, ...]) -> frozenset[tuple[int, tuple[int, ...]]]:
         """(pieces, free GPUs after) of each way to place so many stages."""
         if left == 0:
@@ -41,11 +40,10 @@ CASES = [
 ]
 
 
-def test_small_cases_have_the_fewest_pieces_or_nearly_so() -> None:
-    extra = Counter(place(*case).num_pieces - fewest_pieces(*case) for case in CASES)
-    assert min(extra) == 0, extra
-    assert max(extra) <= 1, extra
-    assert extra[0] >= 0.99 * len(CASES), extra
+def test_small_cases_have_the_fewest_pieces() -> None:
+    extra = {case: place(*case).num_pieces - fewest_pieces(*case) for case in CASES}
+    assert {case: more for case, more in extra.items() if more} == {}
+    assert len(CASES) > 300
 
 
 @pytest.mark.parametrize("case", CASES[::7])

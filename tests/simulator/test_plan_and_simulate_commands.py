@@ -173,6 +173,23 @@ def test_options_that_cannot_be_or_contradict_each_other_are_one_clear_error(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["profile.json"]
 
 
+def test_too_few_gpus_for_the_memory_are_told_the_least_number_that_would_do(profile: Path) -> None:
+    enough = simulate(synthetic_profile(tied=True), num_stages=4, window_slope=1, micro_batch_size=1)
+    gib = enough.expected.peak_memory_bytes / 2**30
+    with pytest.raises(PlanError, match=r"--memory-gib, in bytes: the job does not fit .* at least 4 GPUs"):
+        _run("plan", profile, "--gpus", 3, "--memory-gib", gib, "--m", 1)
+
+
+@pytest.mark.parametrize("sections", [[], None])
+def test_a_profile_without_sections_is_refused(profile: Path, sections: list[object] | None) -> None:
+    content = json.loads(profile.read_text())
+    content["sections"] = sections
+    profile.write_text(json.dumps(content))
+    for command in (("plan", "--gpus", 2), ("simulate", "-P", 1)):
+        with pytest.raises(ProfileError, match="sections"):
+            _run(command[0], profile, *command[1:])
+
+
 def test_mistakes_are_typed_errors(profile: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="--gpus"):
         _run("plan", profile, "--gpus", 0)
