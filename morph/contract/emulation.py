@@ -92,6 +92,9 @@ class EmulatedDevice(Value):
     intra_node: EmulatedLinks
     inter_node: EmulatedLinks
     all_reduce: dict[int, Curve] = Field(description="AR(D) over the reduced bytes, by ring size")
+    state_s_per_byte: Seconds = Field(
+        default=0.0, description="time to receive a unit's state from a peer, by byte of what is really received"
+    )
     exact: bool = Field(description="gradients are summed in fixed point")
     optimizer: Literal["adam", "sgd"]
     seed: Annotated[int, Field(ge=0)] = 0

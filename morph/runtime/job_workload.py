@@ -15,10 +15,12 @@ from morph.cutting.section import ParameterUnit
 from morph.data import MicroBatchLoader
 from morph.job import load_job
 from morph.runtime.accumulators import Accumulator
+from morph.runtime.channels import Carrier, Channel
 from morph.runtime.evaluation import Evaluator
 from morph.runtime.executor import Executor, reduce_all
 from morph.runtime.faults import FaultPlan
 from morph.runtime.generation import Generation
+from morph.runtime.interrupt import Interrupt
 from morph.runtime.stage import Stage
 from morph.runtime.unit_state import UnitState
 from morph.runtime.update_rules import update_rules
@@ -67,6 +69,10 @@ class JobWorkload:
             exact=self._job.accumulation == "exact",
             rules=self._rules,
         )
+
+    def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:  # noqa: ARG002
+        """See ``Workload.incoming_state``."""
+        return channel
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """See ``Workload.executor``."""

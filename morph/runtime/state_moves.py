@@ -11,7 +11,7 @@ from torch import Tensor
 from morph.checkpoint.manifest import read_manifest
 from morph.checkpoint.unit_files import from_payload, read_unit, to_payload
 from morph.contract.messages import Source
-from morph.runtime.channels import Channel, Pending
+from morph.runtime.channels import Carrier, Transfer
 from morph.runtime.unit_state import UnitState
 
 MakeUnit = Callable[[str], UnitState]
@@ -26,15 +26,15 @@ class MoveContext:
     checkpoint_url: str
     held: Mapping[str, UnitState]
     make_unit: MakeUnit
-    channel: Callable[[str, str], Channel]
+    channel: Callable[[str, str], Carrier]
 
 
-def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Pending]:
+def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Transfer]:
     """Start sending every unit that others take from this worker; returns at once.
 
     Two workers may take units from each other, so nobody waits for its own to leave before it has received.
     """
-    pending = []
+    pending: list[Transfer] = []
     for source in sources:
         if source.kind == "peer" and source.peer == context.worker:
             payload = to_payload(context.held[source.unit].tensors())
@@ -73,7 +73,7 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
     return units, received_bytes
 
 
-def receive_payload(channel: Channel) -> bytes:
+def receive_payload(channel: Carrier) -> bytes:
     """Receive one length-prefixed payload."""
     size = torch.zeros(1, dtype=torch.int64)
     channel.transfer(size).wait("the size of a unit's state")

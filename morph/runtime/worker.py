@@ -33,7 +33,7 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.contract.timeline import StepTimeline
-from morph.runtime.channels import Channel, GroupSet, connect_store
+from morph.runtime.channels import Carrier, GroupSet, connect_store
 from morph.runtime.checkpoint_writer import CheckpointWriter
 from morph.runtime.executor import Executor
 from morph.runtime.faults import FaultPlan
@@ -179,9 +179,9 @@ class Worker:
             loss_scale=next((state.loss_scale for state in units.values()), None),
         )
 
-    @staticmethod
-    def _move_channel(groups: GroupSet, generation: int, sender: str, receiver: str) -> Channel:
-        return groups.channel(move_name(generation, sender, receiver), sender)
+    def _move_channel(self, groups: GroupSet, generation: int, sender: str, receiver: str) -> Carrier:
+        channel = groups.channel(move_name(generation, sender, receiver), sender)
+        return self._workload.incoming_state(channel, self._interrupt) if receiver == self._setup.worker else channel
 
     def _roll_forward(self, units: dict[str, UnitState], version: int, decided: Decided | None) -> None:
         """Apply the held gradients of the step before ``version`` where that step was decided, and as decided."""

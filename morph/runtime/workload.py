@@ -8,9 +8,11 @@ from typing import Protocol
 from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
 from morph.cutting.section import ParameterUnit
 from morph.runtime.accumulators import Accumulator
+from morph.runtime.channels import Carrier, Channel
 from morph.runtime.executor import Executor
 from morph.runtime.faults import FaultPlan
 from morph.runtime.generation import Generation
+from morph.runtime.interrupt import Interrupt
 from morph.runtime.unit_state import UnitState
 
 
@@ -23,6 +25,9 @@ class Workload(Protocol):
 
     def make_unit(self, unit: str, num_micro_batches: int) -> UnitState:
         """A unit's state at version 0."""
+
+    def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:
+        """The channel over which this worker receives a unit's state."""
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """Everything of one step up to its reductions, ready to run on this worker's stage."""

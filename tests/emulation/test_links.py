@@ -9,7 +9,7 @@ import torch
 
 from morph.runtime.emulation.alarm import Alarm
 from morph.runtime.emulation.clock import DeviceClock
-from morph.runtime.emulation.links import IncomingLink, OutgoingLink
+from morph.runtime.emulation.links import IncomingLink, IncomingState, OutgoingLink
 from morph.runtime.emulation.message import Head, border, due_s, read_head, stamp, write_head
 from morph.runtime.interrupt import Interrupt
 from tests.emulation.fakes import FakeChannel, FakeTime
@@ -86,6 +86,20 @@ def test_a_message_that_came_early_is_held_back_until_it_is_due_and_its_waiter_i
     assert transfer.done
     assert transfer.done_at_s == pytest.approx(101.0)
     assert clock.begin() == pytest.approx(101.0)
+
+
+def test_a_units_state_takes_as_long_as_its_unscaled_bytes_and_its_size_no_time() -> None:
+    time, channel, alarm = FakeTime(), FakeChannel(), FakeAlarm()
+    link = IncomingState(channel, DeviceClock(0.02, time.now, time.sleep), alarm, Interrupt(1), seconds_per_byte=0.01)
+    size = link.transfer(torch.zeros(1, dtype=torch.int64))
+    state = link.transfer(torch.zeros(200, dtype=torch.uint8))
+    for transfer in channel.transfers:
+        transfer.done = True
+    assert size.done
+    assert not state.done
+    assert [moment_s for moment_s, _ in alarm.calls] == [102.0]
+    time.now_s = 102.0
+    assert state.done
 
 
 def test_waiting_for_a_message_ends_when_it_is_due() -> None:

@@ -7,8 +7,9 @@ Needs a clock that both ends share: one machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 from morph.runtime.channels import GROUP_TIMEOUT_S, Carrier, Transfer
@@ -56,18 +57,66 @@ class IncomingLink:
 
     def transfer(self, tensor: Tensor) -> Transfer:
         """Start receiving; done when the message has really arrived and is due."""
-        return HeldBack(self._channel.transfer(tensor), tensor, self._clock, self._alarm, self._interrupt)
+        real = self._channel.transfer(tensor)
+        return HeldBack(real, lambda: due_s(tensor), self._clock, self._alarm, self._interrupt, self._clock.arrived)
 
 
-class HeldBack:
-    """A message on its way; see ``IncomingLink``."""
+class IncomingState:
+    """The receiving end of a unit's state: takes as long as the unscaled state over the link, one after the other.
 
-    def __init__(self, real: Transfer, message: Tensor, clock: DeviceClock, alarm: Alarm, interrupt: Interrupt) -> None:
-        self._real = real
-        self._message = message
+    Args:
+        channel: Really carries it.
+        clock: The device's.
+        alarm: Wakes who waits.
+        interrupt: Of the generation.
+        seconds_per_byte: Of what is really received; sizes, which go ahead, take no time.
+    """
+
+    def __init__(
+        self, channel: Carrier, clock: DeviceClock, alarm: Alarm, interrupt: Interrupt, seconds_per_byte: float
+    ) -> None:
+        self._channel = channel
         self._clock = clock
         self._alarm = alarm
         self._interrupt = interrupt
+        self._seconds_per_byte = seconds_per_byte
+
+    def transfer(self, tensor: Tensor) -> Transfer:
+        """Start receiving."""
+        real = self._channel.transfer(tensor)
+        if tensor.dtype != torch.uint8:
+            return real
+        due = self._clock.now() + tensor.numel() * self._seconds_per_byte
+        return HeldBack(real, lambda: due, self._clock, self._alarm, self._interrupt)
+
+
+class HeldBack:
+    """Something on its way that is done when it has really arrived and is due.
+
+    Args:
+        real: The real transfer.
+        find_due_s: Tells when it is due, once it has really arrived.
+        clock: The device's.
+        alarm: Wakes who waits.
+        interrupt: What they wait on.
+        arrived: Called once, with the moment at which it was due, when it is done.
+    """
+
+    def __init__(
+        self,
+        real: Transfer,
+        find_due_s: Callable[[], float],
+        clock: DeviceClock,
+        alarm: Alarm,
+        interrupt: Interrupt,
+        arrived: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self._real = real
+        self._find_due_s = find_due_s
+        self._clock = clock
+        self._alarm = alarm
+        self._interrupt = interrupt
+        self._arrived = arrived
         self._due_s: float | None = None
         self._done = False
 
@@ -77,12 +126,12 @@ class HeldBack:
         if self._done or not self._real.done:
             return self._done
         if self._due_s is None:
-            self._due_s = due_s(self._message)
+            self._due_s = self._find_due_s()
             if self._due_s > self._clock.now():
                 self._alarm.at(self._due_s, self._interrupt.notify)
         if self._due_s <= self._clock.now():
             self._done = True
-            self._clock.arrived(self._due_s)
+            self._arrived(self._due_s)
         return self._done
 
     @property

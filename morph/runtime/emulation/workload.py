@@ -13,11 +13,11 @@ from morph.contract.messages import Evaluation, Slot, StepOrder, WorkerSetup
 from morph.contract.plan import Plan
 from morph.cutting.section import BoundaryTensor, ParameterUnit
 from morph.runtime.accumulators import Accumulator
-from morph.runtime.channels import Carrier
+from morph.runtime.channels import Carrier, Channel
 from morph.runtime.emulation.alarm import Alarm
 from morph.runtime.emulation.clock import DeviceClock
 from morph.runtime.emulation.draws import Luck
-from morph.runtime.emulation.links import IncomingLink, OutgoingLink
+from morph.runtime.emulation.links import IncomingLink, IncomingState, OutgoingLink
 from morph.runtime.emulation.memory import DeviceMemory
 from morph.runtime.emulation.message import border
 from morph.runtime.emulation.reduction import rings_of
@@ -26,6 +26,7 @@ from morph.runtime.emulation.unit import gradient_patterns, make_unit, parameter
 from morph.runtime.executor import Executor, Neighbours, reduce_all
 from morph.runtime.faults import FaultPlan
 from morph.runtime.generation import Generation
+from morph.runtime.interrupt import Interrupt
 from morph.runtime.unit_state import UnitState
 
 _LOSS = BoundaryTensor("loss", (), torch.float32, True)
@@ -52,6 +53,10 @@ class EmulatedWorkload:
     def make_unit(self, unit: str, num_micro_batches: int) -> UnitState:
         """See ``Workload.make_unit``."""
         return make_unit(self._device, self._units[unit], self._clock, num_micro_batches)
+
+    def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:
+        """See ``Workload.incoming_state``."""
+        return IncomingState(channel, self._clock, self._alarm, interrupt, self._device.state_s_per_byte)
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """See ``Workload.executor``."""
