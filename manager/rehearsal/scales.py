@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from manager.rehearsal.spec import RehearsalSpec
 from morph.contract.plan import Plan
 
-TASK_CPU_S = 0.0015
-"""CPU time of one task of the executor with its messages (measured: 1 to 1.5 ms on a 2 GHz core)."""
+TASK_CPU_S = 0.003
+"""CPU time of one task of the executor with its messages, beside many other processes.
+
+Measured with 4 to 36 workers on two cores: 2.5 to 4.5 ms, most of it waiting for memory that other processes have
+pushed out of the caches; 1 ms where nothing else runs.
+"""
+
+ADD_CPU_S = 0.00015
+"""Of adding one section's gradient to its sum, likewise."""
 
 BUSY_SHARE = 0.35
 """Of the cores, that the workers should keep busy at most: more, and they wait for each other."""
@@ -34,7 +41,8 @@ def choose_scales(spec: RehearsalSpec, plan: Plan, num_cores: int) -> Scales:
     """The scales that are given, and for the others those that suit the plan, whose times are the profile's."""
     tasks = sum(len(order) for count in plan.micro_batches_per_replica for order in plan.orders[count])
     mini_batch_s = max(plan.expected.mini_batch_s, 1e-6)
-    needed = tasks * TASK_CPU_S / (BUSY_SHARE * num_cores * mini_batch_s)
+    busy_s = tasks * TASK_CPU_S + plan.num_micro_batches * spec.profile.num_sections * ADD_CPU_S
+    needed = busy_s / (BUSY_SHARE * num_cores * mini_batch_s)
     time_scale = spec.time_scale if spec.time_scale is not None else max(1.0, _rounded_up(needed))
     m, sections = plan.micro_batch_size, spec.profile.sections
     per_batch = sum(sections[stage.end_section - 1].output_bytes_per_sample * m for stage in plan.stages[:-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from morph.cli.plan import ScheduleName, time_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from manager.rehearsal.run import Planned, Rehearsed
+    from manager.rehearsal import Planned, Rehearsed
     from morph.contract.emulation import Slowdown
 
 
@@ -89,8 +90,7 @@ def rehearse_command(
       morph rehearse profile.json -P 9 -D 4 --hosts 36
       morph rehearse profile.json -P 4 -D 2 --slow 2:1.3 --jitter-seed 1
     """
-    from manager.rehearsal.run import plan_rehearsal, rehearse, run_facts
-    from manager.rehearsal.spec import RehearsalSpec
+    from manager.rehearsal import RehearsalSpec, plan_rehearsal, rehearse, run_facts
     from manager.run_dir import RunDir
     from morph.cli.run_view import run_view
     from morph.contract.profile import load_profile
@@ -207,6 +207,12 @@ def _tell(rehearsed: Rehearsed) -> None:
         f"cores {rehearsed.busy_share:.0%} busy; tasks late by up to {time_text(rehearsed.late_s)}",
         soft_wrap=True,
     )
+    if rehearsed.host_too_busy:
+        print(
+            "the cores here were too busy for the measured time to mean much: take a larger --time-scale, or a quiet "
+            "machine",
+            file=sys.stderr,
+        )
 
 
 def _parts_table(rehearsed: Rehearsed) -> Table:

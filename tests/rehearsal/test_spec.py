@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from manager.rehearsal.run import bandwidth_bytes_per_s, hosts_of, plan_rehearsal
+from manager.rehearsal.device import bandwidth_bytes_per_s
+from manager.rehearsal.planning import hosts_of, plan_rehearsal
 from manager.rehearsal.scales import STATE_BYTES, choose_scales
 from manager.rehearsal.spec import RehearsalSpec
 from morph.contract.emulation import Slowdown

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from manager.engine.namespaces import DIRECTORY, check_permitted, remove_stale
-from manager.rehearsal.run import Rehearsed, plan_rehearsal, rehearse, run_facts
-from manager.rehearsal.spec import RehearsalSpec
+from manager.rehearsal import RehearsalSpec, Rehearsed, plan_rehearsal, rehearse, run_facts
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.emulation import Slowdown

@@ -1,0 +1,84 @@
+"""A rehearsal checked and planned, before anything is started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from manager.engine.namespaces import check_permitted
+from manager.rehearsal.device import stretched
+from manager.rehearsal.measured import WARM_UP_STEPS
+from manager.rehearsal.scales import Scales, choose_scales
+from manager.rehearsal.spec import MAX_MINI_BATCH_S, RehearsalSpec
+from morph.contract.errors import PlanError
+from morph.contract.plan import Plan
+from morph.contract.profile import Profile
+from simulator import Simulation, simulate
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A rehearsal that was checked and planned: nothing is started yet.
+
+    ``profile`` is stretched by ``scales.time``; ``simulation`` is of it, with the commit that the profile has.
+    """
+
+    spec: RehearsalSpec
+    scales: Scales
+    profile: Profile
+    simulation: Simulation
+
+    @property
+    def plan(self) -> Plan:
+        """The plan to run."""
+        return self.simulation.plan
+
+
+def plan_rehearsal(spec: RehearsalSpec) -> Planned:
+    """Check and plan.
+
+    Raises:
+        InputError: naming what is wrong.
+    """
+    spec.check()
+    if spec.network == "namespaces":
+        check_permitted()
+    unstretched = plan_shape(spec, spec.profile).plan
+    scales = choose_scales(spec, unstretched, os.cpu_count() or 1)
+    profile = stretched(spec.profile, scales.time)
+    simulation = plan_shape(spec, profile)
+    if simulation.expected.mini_batch_s > MAX_MINI_BATCH_S:
+        raise PlanError(
+            f"a mini-batch would take {simulation.expected.mini_batch_s:.0f} s",
+            field="time_scale",
+            value=scales.time,
+            allowed=f"at most {scales.time * MAX_MINI_BATCH_S / simulation.expected.mini_batch_s:.2g} here",
+        )
+    return Planned(spec, scales, profile, simulation)
+
+
+def plan_shape(spec: RehearsalSpec, profile: Profile) -> Simulation:
+    """Simulate the rehearsal's shape on this profile."""
+    return simulate(
+        profile,
+        num_stages=spec.num_stages,
+        boundaries=spec.boundaries,
+        num_replicas=spec.num_replicas,
+        micro_batch_size=spec.micro_batch_size,
+        schedule=spec.schedule,
+        window_slope=spec.window_slope,
+        num_gpus_per_node=spec.workers_per_host if spec.workers_per_host > 1 else None,
+        share_links=spec.network == "namespaces",
+        slow={slow.stage if slow.replica is None else (slow.stage, slow.replica): slow.factor for slow in spec.slow},
+        jitter_seed=spec.jitter_seed,
+        num_draws=WARM_UP_STEPS + spec.steps,
+    )
+
+
+def hosts_of(plan: Plan) -> list[int]:
+    """Host of each worker, in the order in which the controller gives them stages: by stage, then replica."""
+    if not plan.placement:
+        return list(range(plan.num_workers))
+    return [
+        plan.placement[replica][stage] for stage in range(plan.pipeline_depth) for replica in range(plan.num_replicas)
+    ]
