@@ -7,7 +7,7 @@ replica, and is the best of a few orders of doing so:
 - a node that holds all the stages still to be placed takes them, the one with least room to spare;
 - else the roomiest node is filled, or, in the second order, the fullest pair of nodes that holds them exactly.
 
-Within a replica larger pieces come first, so that the same stages of all replicas tend to share nodes.
+Either way a replica's larger pieces come first, so that the same stages of all replicas tend to share nodes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ def _place(num_stages: int, num_replicas: int, sizes: Sequence[int], in_pairs: b
                 free[node] -= size
                 left -= size
             pieces += taken
-        pieces.sort(key=lambda piece: (-piece[1], piece[0]))
         rows.append(tuple(node for node, size in pieces for _ in range(size)))
     return Placement(tuple(sizes), tuple(rows))
 
