@@ -50,8 +50,12 @@ class Conditions:
 
     @property
     def uneven(self) -> bool:
-        """Whether windows have to be judged by the full play: cores are shared, somebody is slow, or times vary."""
-        return self.compute_slots is not None or bool(self.slow) or self.jitter_seed is not None
+        """Whether windows have to be judged by the full play.
+
+        So it is where cores or the links of several GPUs are shared, somebody is slow, or times vary.
+        """
+        crowded = self.share_links and max(self.node_sizes or (1,)) > 1
+        return crowded or self.compute_slots is not None or bool(self.slow) or self.jitter_seed is not None
 
 
 def slow_workers(slow: Slow | None) -> tuple[tuple[int, int | None, float], ...]:

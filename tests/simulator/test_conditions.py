@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from morph.contract.errors import PlanError
-from morph.contract.profile import Contention, NodeTypeProfile, Profile, SendTime, Timing
+from morph.contract.profile import Contention, NodeTypeProfile, Profile, SendTime, Timing, load_profile
 from simulator import Simulation, plan, simulate, synthetic_profile
 from simulator.contention import slowdown
 from simulator.jitter import Luck, drawn_ns, message_quantiles_ns
@@ -266,3 +268,14 @@ def test_conditions_that_cannot_be_are_refused(arguments: dict[str, object], fie
     with pytest.raises(PlanError) as caught:
         simulate(synthetic_profile(micro_batch_size=2), num_stages=3, **arguments)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+def test_windows_are_judged_with_the_links_that_the_gpus_of_a_node_share() -> None:
+    profile = load_profile(Path(__file__).parents[2] / "configs/profiles/gpt2-2.5b.json")
+
+    def rate(slope: int | None) -> float:
+        return simulate(
+            profile, num_stages=9, num_replicas=4, micro_batch_size=4, window_slope=slope, num_gpus_per_node=4
+        ).expected.examples_per_s
+
+    assert rate(None) >= 0.99 * max(rate(slope) for slope in (1, 2, 4)) > 1.05 * rate(1)
