@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from manager.controller.actions import EndWorker, ProbeWorker
-from manager.controller.changes import said, wake_by, with_node, with_worker, without_workers
+from manager.controller.changes import followed, said, wake_by, with_node, with_worker
 from manager.controller.events import WorkerProbed
 from manager.controller.flapping import hold_s
+from manager.controller.losing import lose
 from manager.controller.nodes import NodeEvent
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import ControllerState, Decision, Pace, Probation
@@ -58,8 +59,9 @@ def _probe_failed(state: ControllerState, worker: WorkerId, what: str, now_s: fl
     rules, probation = state.config.policy.rules.stutter, state.workers[worker].probation
     assert probation is not None, "nobody probed it"
     if probation.num_asked >= rules.max_probes:
-        sentence = f"{worker} {what}, after {probation.num_asked} probes: given up"
-        return said(without_workers(state, [worker]), ReasonCode.WORKER_REMOVED, sentence, EndWorker(worker=worker))
+        why = f"it {what}, after {probation.num_asked} probes"
+        given_up = said(state, ReasonCode.WORKER_REMOVED, "given up", EndWorker(worker=worker))
+        return followed(given_up, lose(state, {worker: why}, now_s))
     wait_s = min(rules.probe_every_s * float(2 ** min(probation.num_failed, 64)), rules.probe_every_max_s)
     failed = {
         "num_passed": 0,

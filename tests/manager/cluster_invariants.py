@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from simulated_cluster import Observer, SimulatedCluster
 from simulated_worker import order_key
 
@@ -16,7 +18,7 @@ from manager.controller.actions import (
     StartWorker,
 )
 from manager.controller.asking import MAX_SENT
-from manager.controller.events import Event, ManagerResumed, NodesGranted, Tick, WorkerLost
+from manager.controller.events import Event, ManagerResumed, ManifestWritten, NodesGranted, Tick, WorkerLost
 from manager.controller.nodes import NodeState
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import ControllerState, Decision, Phase
@@ -80,13 +82,18 @@ def check_phase(cluster: SimulatedCluster, before: ControllerState, event: Event
 def check_versions(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
     """A step is decided when every member prepared it, never otherwise; it is undone only when its state is lost."""
     old, new = before.version, decision.state.version
+    if isinstance(event, ManifestWritten):
+        cluster.told_written.add(event.version)
     if decision.reason.code is ReasonCode.SET_BACK:
-        target = max(cluster.checkpoints, default=0)
+        target = max(cluster.told_written, default=0)
         cluster.check(new == target, f"set to version {new}, the newest checkpoint is {target}")
         living = [cluster.workers[name] for name, entry in decision.state.workers.items() if entry.ready]
         living = [worker for worker in living if worker.alive]
         whole = all(any(worker.has(unit, old) for worker in living) for unit in before.config.units)
         cluster.check(not whole, f"set back from version {old}, which living workers hold completely")
+        ordered = {action.worker for action in decision.actions if isinstance(action, SendReshape)}
+        for name in cluster.workers.keys() - ordered:
+            cluster.workers[name].forget()  # what it has is of steps that are done anew, and nobody will ask for it
     elif new != old:
         cluster.check(new == old + 1, f"version {old} becomes {new}")
         members = [cluster.workers[slot.worker] for slot in before.slots]
@@ -176,6 +183,8 @@ def check_patience(cluster: SimulatedCluster, before: ControllerState, event: Ev
 def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
     """Nothing is asked for without end: an order once a manager, a request so often, and never for too many VMs."""
     state, stutter = decision.state, decision.state.config.policy.rules.stutter
+    if isinstance(event, NodesGranted):
+        cluster.refused_until_s = -math.inf
     for action in decision.actions:
         match action:
             case SendReshape() | SendStep() | SendCommit():
@@ -195,8 +204,6 @@ def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Eve
         cluster.asked[repeats] += 1
         times = cluster.asked[repeats]
         cluster.check(times < limit + cluster.num_managers, f"{repeats} is asked for {times} times")
-    if isinstance(event, NodesGranted):
-        cluster.refused_until_s = 0.0
     if decision.reason.code is ReasonCode.REQUEST_REFUSED:
         cluster.refused_until_s = cluster.clock_s() + state.config.policy.rules.requests.backoff_s - 1e-6
     target = state.config.target_nodes

@@ -10,6 +10,18 @@ from simulated_cluster import Faults, SimulatedCluster
 from simulated_job import make_config
 
 QUIET_AFTER_S = 16.0
+FATAL_ACTIONS = (
+    "start_worker",
+    "send_reshape",
+    "send_step",
+    "send_commit",
+    "abort",
+    "end_worker",
+    "end_worker",
+    "probe_worker",
+    "request_nodes",
+    "write_manifest",
+)
 LONGEST_S = 400.0
 
 
@@ -45,6 +57,7 @@ def random_faults(seed: int) -> tuple[Faults, int, int]:
         refused=now_and_then(0.7, 0.3, 0.8),
         unanswered=now_and_then(0.5, 0.2, 0.6),
         restarts_after_s=moments(0.3, 2),
+        dies_before=draw.choice(FATAL_ACTIONS) if draw.random() < 0.25 else "",
         fresh_starts_after_s=moments(0.05, 1),
         clock_jumps=tuple((time_s, draw.uniform(-8, 8)) for time_s in moments(0.2, 2)),
         stop_after_s=draw.uniform(0, 12) if draw.random() < 0.25 else None,
@@ -71,7 +84,6 @@ def play(seed: int, num_steps: int = 8) -> SimulatedCluster:
     return cluster
 
 
-def play_all(seeds: Iterable[int]) -> None:
-    """Play several histories."""
-    for seed in seeds:
-        play(seed)
+def play_all(seeds: Iterable[int]) -> int:
+    """Play several histories; return how many."""
+    return len([play(seed).seed for seed in seeds])

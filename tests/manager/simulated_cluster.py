@@ -5,6 +5,7 @@ What happens depends on the seed alone. Every history ends in a ``Finish`` or fa
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -70,15 +71,16 @@ class SimulatedCluster(World):
         super().__init__(seed, faults)
         self.decider, self.observers = decider, observers
         self.checkpoints: set[int] = {config.initial_version} if config.initial_checkpoint else set()
+        self.told_written = set(self.checkpoints)
         self.crew = SimulatedWorkers(self, self.emit, self.checkpoints)
         self.crew.killer = self.kill
         self.provider = SimulatedProvider(self, self.emit, self.crew)
         self.clock_ahead_s = 0.0
-        self.down = False
+        self.down = self.died_before = False
         self.told_lost: set[str] = set()
         self.forgotten: set[str] = set()
         self.asked: Counter[tuple[object, ...]] = Counter()
-        self.refused_until_s = 0.0
+        self.refused_until_s = -math.inf
         self.num_managers = 1
         self.entered: Counter[Phase] = Counter()
         self.first = self.state = initial_state(config)
@@ -153,6 +155,9 @@ class SimulatedCluster(World):
         self.state = decision.state
         for observer in self.observers:
             observer(self, before, event, decision)
+        if not self.died_before and any(action.kind == self.faults.dies_before for action in decision.actions):
+            self.died_before = True
+            self.go_down()
         if self.down:
             return  # it died before it could do any of it
         for action in decision.actions:
@@ -225,10 +230,11 @@ class SimulatedCluster(World):
         saved = Manifest(fingerprint="f", version=version, units=FILES)
         config = old.model_copy(update={"initial_version": version, "initial_checkpoint": saved})
         self.first = self.state = initial_state(config)
+        self.told_written = set(self.checkpoints)
         self.history.clear()
         self.forgotten.update(self.workers)
         self.asked.clear()
-        self.refused_until_s = 0.0
+        self.refused_until_s = -math.inf
         self.provider.answers.clear()
         self.wake_s = None
         self.note(f"the run is begun again at version {version}")
@@ -276,7 +282,7 @@ class SimulatedCluster(World):
         """A worker times some work."""
         worker = self.workers[action.worker]
         if worker.alive and not self.chance(self.faults.lost_message):
-            slowdown = SLOW if worker.slow and not self.quiet and self.random.random() < 0.5 else 1.0
+            slowdown = SLOW if worker.slow and not self.quiet and self.random.random() < 0.8 else 1.0
             answer = WorkerProbed(worker=action.worker, probe=action.probe, slowdown=slowdown)
             self.at(self.between(0.1, 1), lambda: self.emit(answer))
 

@@ -48,7 +48,7 @@ RULES = Rules(
     wait=WaitRules(vms_patience_s=500.0, setup_s=1.0),
     flaps=FlapRules(hold_s=2.0, hold_max_s=8.0, memory_s=60.0),
     requests=RequestRules(backoff_s=1.0, backoff_max_s=8.0, answer_s=3.0, boot_s=8.0, notice_grace_s=2.0),
-    stutter=StutterRules(samples=4, windows=2, probe_every_s=1.0, probe_every_max_s=4.0, max_probes=5),
+    stutter=StutterRules(samples=4, windows=2, probe_every_s=1.0, probe_every_max_s=1.5, max_probes=3),
 )
 UNITS: dict[str, tuple[int, ...]] = {f"s{section}": (section,) for section in range(6)} | {"s0+s5": (0, 5)}
 SIZES = {unit: 100 if "+" in unit else 10 for unit in UNITS}

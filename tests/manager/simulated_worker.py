@@ -47,6 +47,8 @@ class Faults:
     """requests for VMs: lost, or their grant is"""
     restarts_after_s: tuple[float, ...] = ()
     """a new manager takes over"""
+    dies_before: str = ""
+    """the kind of action that the manager writes down, and dies before it does it, the first time"""
     fresh_starts_after_s: tuple[float, ...] = ()
     """manager and workers are gone; the run is begun again from its newest checkpoint"""
     clock_jumps: tuple[tuple[float, float], ...] = ()
@@ -63,6 +65,12 @@ def order_key(action: Order) -> OrderKey:
     return action.kind, order.generation, action.order.version, 0
 
 
+def sequence_of(key: OrderKey) -> tuple[int, int, int, int]:
+    """Return what grows from one order of a worker to its next."""
+    kind, generation, version, attempt = key
+    return generation, ("send_reshape", "send_step", "send_commit").index(kind), version, attempt
+
+
 @dataclass
 class SimulatedWorker:
     """A worker's own view: its present order, the units it has with their version, and what it prepared."""
@@ -76,6 +84,7 @@ class SimulatedWorker:
     order: Order | None = None
     begun: OrderKey | None = None
     last: tuple[OrderKey, Answer] | None = None
+    newest: tuple[int, int, int, int] = (0, 0, 0, 0)
     aborted: int = 0
     units: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
@@ -95,3 +104,7 @@ class SimulatedWorker:
         assert self.prepared is not None
         self.units = {unit: held + 1 if unit in self.stage_units else held for unit, held in self.units.items()}
         self.prepared = None
+
+    def forget(self) -> None:
+        """Drop all state."""
+        self.units, self.received, self.stage_units, self.prepared = {}, {}, frozenset(), None

@@ -1,6 +1,7 @@
 """The workers' side of a history: they carry out orders as the contract says, and check each against what they have.
 
-An order that comes again is answered again, or gone on with: it is not carried out twice.
+An order that comes again is answered again, or gone on with: it is not carried out twice. One that is older than
+the newest is ignored.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from simulated_job import broken_unit, facts_of, file_of, norm_sq, scale_of
-from simulated_worker import Order, SimulatedWorker, order_key
+from simulated_worker import Order, SimulatedWorker, order_key, sequence_of
 from simulated_world import World
 
 from manager.controller.actions import SendCommit, SendReshape, SendStep
@@ -121,6 +122,9 @@ class SimulatedWorkers:
             self.send(action.worker, worker.last[1])
             self.write_later(action)
             return
+        if sequence_of(key) < worker.newest:
+            return  # it was sent twice, and overtaken
+        worker.newest = sequence_of(key)
         world.check(worker.order is None, f"{action.worker} gets an order while it has one")
         if action.order.generation <= worker.aborted:
             self.answer(action.worker, action, self.aborted(action.worker, action.order.generation, peer_lost=False))

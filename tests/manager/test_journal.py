@@ -57,6 +57,18 @@ def test_a_resumed_run_is_replayed_from_its_own_configuration(tmp_path: Path) ->
     assert set(state.workers) == {"n9"}
 
 
+def test_a_journal_of_another_controller_is_refused_where_it_differs(tmp_path: Path) -> None:
+    config = make_config()
+    event = NodeAppeared(node="n1")
+    decision = decide(initial_state(config), event, 1.0)
+    other = decision.model_copy(update={"state": decision.state.model_copy(update={"generation": 3})})
+    with Journal.open(tmp_path / FILE_NAME) as journal:
+        journal.append_config(0.0, config)
+        journal.append_decision(1.0, event, other)
+        with pytest.raises(RunDirError, match="line 3 of the journal was decided by another version"):
+            replay(journal)
+
+
 def test_lines_come_back_in_order_and_outlive_the_process_that_wrote_them(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / FILE_NAME)
     journal.append(1.0, "fact", '{"name": "first"}')

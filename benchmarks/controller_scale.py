@@ -1,0 +1,201 @@
+"""What the controller's decisions and the heartbeats cost with many nodes, and how both grow with their number.
+
+    python benchmarks/controller_scale.py
+
+No worker runs: their answers are made up here, and ``decide`` is called as the live loop calls it. Prints CPU time
+for each kind of event, and what the journal takes of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from manager.controller.config import ControllerConfig
+from manager.controller.decide import decide
+from manager.controller.events import (
+    ComputeTimesSeen,
+    Event,
+    NodeAppeared,
+    NoticeGiven,
+    Tick,
+    WorkerAnswered,
+    WorkerLost,
+    WorkerTimes,
+)
+from manager.controller.state import ControllerState, Decision, Phase, initial_state
+from manager.journal.journal import Journal
+from morph.contract.messages import Aborted, ComputeTimes, Prepared, Reshaped, WorkerReady
+from morph.contract.plan import Expectation, Plan, StagePlan
+
+NUM_SECTIONS = 48
+UNIT_BYTES = 100_000_000
+TIMES = ComputeTimes(forward_s=0.1, recompute_s=0.1, backward_s=0.2, reduce_s=0.1, wait_s=0.0, step_s=0.5)
+MICRO_BATCHES_PER_HEARTBEAT = 4
+
+
+def make_plan(depth: int, replicas: int, num_micro_batches: int) -> Plan:
+    borders = [round(stage * NUM_SECTIONS / depth) for stage in range(depth + 1)]
+    counts = {num_micro_batches // replicas, -(-num_micro_batches // replicas)}
+    speed = float(depth * replicas)
+    return Plan(
+        fingerprint="f",
+        schedule="1f1b",
+        micro_batch_size=1,
+        num_micro_batches=num_micro_batches,
+        num_replicas=replicas,
+        stages=tuple(
+            StagePlan(first_section=first, end_section=end, window=2, recompute=False)
+            for first, end in itertools.pairwise(borders)
+        ),
+        orders={count: ("F" * count + "B" * count,) * depth for count in counts if count},
+        expected=Expectation(
+            mini_batch_s=1 / speed, examples_per_s=speed, lower_bound_s=0, peak_memory_bytes=0, parts_s={}
+        ),
+    )
+
+
+def make_config(num_nodes: int) -> ControllerConfig:
+    """Every number of nodes from a replica fewer up has its plan; the pipeline is as deep as 24 stages."""
+    depth = min(24, max(2, num_nodes // 4))
+    replicas = num_nodes // depth
+    units = {f"s{section}": (section,) for section in range(NUM_SECTIONS)}
+    shapes = {(depth, replicas), (depth, replicas - 1), (depth // 2, 2 * replicas - 1)}
+    return ControllerConfig(
+        fingerprint="f",
+        plans={wide * deep: make_plan(deep, wide, 2 * replicas) for deep, wide in shapes if wide},
+        units=units,
+        unit_bytes=dict.fromkeys(units, UNIT_BYTES),
+        num_steps=10**9,
+        expected_nodes=num_nodes,
+    )
+
+
+class Run:
+    """A controller and what each kind of decision took, seconds of CPU time. Time goes on by a millisecond an event."""
+
+    def __init__(self, config: ControllerConfig, journal: Journal) -> None:
+        self.state: ControllerState = initial_state(config)
+        self.journal = journal
+        self.now_s = 0.0
+        self.took_s: dict[str, list[float]] = defaultdict(list)
+        self.written_s: list[float] = []
+        self.journalling = False
+
+    def tell(self, kind: str, event: Event) -> Decision:
+        self.now_s += 0.001
+        begin_s = time.process_time()
+        decision = decide(self.state, event, self.now_s)
+        self.took_s[kind].append(time.process_time() - begin_s)
+        if self.journalling:
+            begin_s = time.process_time()
+            self.journal.append_decision(self.now_s, event, decision)
+            self.written_s.append(time.process_time() - begin_s)
+        self.state = decision.state
+        return decision
+
+    def answers(self, kind: str, last: str, workers: Iterable[str], make: type[Prepared | Reshaped | Aborted]) -> None:
+        """Everybody answers; the last answer, on which something is decided, counts for itself."""
+        waiting = list(workers)
+        for worker in waiting:
+            event = WorkerAnswered(worker=worker, answer=self.answer(worker, make))
+            self.tell(last if worker is waiting[-1] else kind, event)
+
+    def answer(self, worker: str, make: type[Prepared | Reshaped | Aborted]) -> Prepared | Reshaped | Aborted:
+        generation = self.state.generation
+        if make is Prepared:
+            return Prepared(worker=worker, generation=generation, step=self.state.version, times=TIMES)
+        if make is Reshaped:
+            return Reshaped(worker=worker, generation=generation, groups_s=0, state_s=0, received_bytes=0)
+        return Aborted(worker=worker, generation=generation, peer_lost=False)
+
+    @property
+    def busy(self) -> list[str]:
+        return [worker for worker in self.state.workers if worker in self.state.awaited]
+
+
+def play(num_nodes: int, steps: int, journal: Journal) -> Run:
+    run = Run(make_config(num_nodes), journal)
+    names = [f"n{number}" for number in range(num_nodes)]
+    for name in names:
+        run.tell("a node appears", NodeAppeared(node=name))
+    for name in names:
+        ready = WorkerAnswered(worker=name, answer=WorkerReady(worker=name, pid=1, setup_s=0))
+        kind = "the first shape is formed" if name == names[-1] else "a worker is ready"
+        run.tell(kind, ready)
+    run.answers("a worker is reshaped", "the first step is ordered", run.busy, Reshaped)
+    for step in range(steps):
+        run.journalling = step == 0
+        run.answers("a worker prepared a step", "a step is decided, the next ordered", run.busy, Prepared)
+        run.journalling = False
+        seen = [
+            WorkerTimes(worker=name, generation=run.state.generation, compute_s=(0.1,) * MICRO_BATCHES_PER_HEARTBEAT)
+            for name in run.state.member_units
+        ]
+        run.tell("heartbeats of all, in one event", ComputeTimesSeen(times=tuple(seen)))
+        run.tell("a tick", Tick())
+    victim = run.state.slots[len(run.state.slots) // 2].worker
+    run.tell("a member is lost", WorkerLost(worker=victim, cause="killed"))
+    run.answers("a worker gives up", "the next shape is formed", run.busy, Aborted)
+    assert run.state.phase is Phase.RESHAPING
+    run.answers("a worker is reshaped", "the first step is ordered", run.busy, Reshaped)
+    run.tell("a notice", NoticeGiven(worker=run.state.slots[0].worker, lead_s=30.0))
+    last = [*run.busy]
+    run.answers("a worker prepared a step", "a step is decided, a noticed node left out", last, Prepared)
+    return run
+
+
+def heartbeat_bytes(run: Run) -> int:
+    """What one event with everybody's times takes in the journal."""
+    times = tuple(
+        WorkerTimes(worker=name, generation=1, compute_s=(0.123456,) * MICRO_BATCHES_PER_HEARTBEAT)
+        for name in run.state.workers
+    )
+    return len(ComputeTimesSeen(times=times).model_dump_json())
+
+
+def order_bytes(run: Run) -> int:
+    """What one reshape order takes as JSON, of which every member gets one."""
+    assert run.state.reshape is not None
+    return len(run.state.reshape.model_dump_json())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[10, 100, 1000, 10_000])
+    parser.add_argument("--steps", type=int, default=3)
+    arguments = parser.parse_args()
+    runs: dict[int, Run] = {}
+    for num_nodes in arguments.nodes:
+        with tempfile.TemporaryDirectory() as directory, Journal.open(Path(directory) / "journal.sqlite") as journal:
+            runs[num_nodes] = play(num_nodes, arguments.steps, journal)
+    print("CPU milliseconds of one decision, median; the exponent of its growth over the last tenfold")
+    print(f"{'':44}" + "".join(f"{num_nodes:>10}" for num_nodes in runs) + f"{'growth':>10}")
+    for kind in dict.fromkeys(kind for run in runs.values() for kind in run.took_s):
+        show(kind, [statistics.median(run.took_s[kind]) * 1e3 for run in runs.values()], list(runs))
+    written_ms = [statistics.median(run.written_s) * 1e3 for run in runs.values()]
+    show("an answer in the journal", written_ms, list(runs))
+    whole = [sum(run.took_s["a worker prepared a step"]) / (arguments.steps + 1) for run in runs.values()]
+    decided = [statistics.median(run.took_s["a step is decided, the next ordered"]) for run in runs.values()]
+    show("all answers of a step", [(part + last) * 1e3 for part, last in zip(whole, decided, strict=True)], list(runs))
+    print()
+    show("heartbeats of all in the journal, kB", [heartbeat_bytes(run) / 1e3 for run in runs.values()], list(runs))
+    show("a reshape order, kB", [order_bytes(run) / 1e3 for run in runs.values()], list(runs))
+
+
+def show(kind: str, values_ms: list[float], nodes: list[int]) -> None:
+    growth = ""
+    if len(values_ms) > 1 and values_ms[-2] > 0:
+        growth = f"{math.log(values_ms[-1] / values_ms[-2]) / math.log(nodes[-1] / nodes[-2]):10.2f}"
+    print(f"{kind:44}" + "".join(f"{value:10.3f}" for value in values_ms) + growth)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Asking a provider for VMs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from controller_script import Script
+from simulated_job import RULES
+
+from manager.controller.actions import Action, ReleaseNodes, RequestNodes
+from manager.controller.asking import MAX_SENT
+from manager.controller.events import NodeAppeared, NodesGranted, NoticeGiven, RequestRefused, Tick, WorkerLost
+from manager.controller.state import Phase
+
+REQUESTS = RULES.requests
+
+
+def asking(**fields: object) -> Script:
+    return Script(target_nodes=4, **fields)
+
+
+def requested(actions: Sequence[Action]) -> list[tuple[str, int]]:
+    return [(action.request, action.count) for action in actions if isinstance(action, RequestNodes)]
+
+
+def test_what_is_missing_is_asked_for_once() -> None:
+    script = asking()
+    assert requested(script.tell(Tick())) == [("job-1", 4)]
+    assert requested(script.tell(Tick())) == []
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    for node in ("n1", "n2", "n3", "n4"):
+        assert requested(script.tell(NodeAppeared(node=node, request="job-1"))) == []
+    assert script.state.requests == {}
+
+
+def test_a_run_that_brings_its_own_vms_asks_for_none() -> None:
+    script = Script()
+    assert requested(script.tell(Tick())) == []
+    assert requested(script.ready("n1")) == []
+
+
+def test_a_lost_vm_is_replaced_and_a_noticed_one_before_it_is_gone() -> None:
+    script = asking()
+    script.tell(Tick())
+    script.ready("n1", "n2", "n3", "n4")
+    script.state = script.state.model_copy(update={"requests": {}})
+    assert requested(script.tell(NoticeGiven(worker="n1", lead_s=30.0))) == [("job-2", 1)]
+    assert requested(script.tell(WorkerLost(worker="n1", cause="revoked"))) == []
+    assert requested(script.tell(WorkerLost(worker="n2", cause="killed"))) == [("job-3", 1)]
+
+
+def test_refusals_are_followed_by_ever_longer_waits_up_to_a_bound_and_a_grant_forgets_them() -> None:
+    script = asking()
+    script.tell(Tick())
+    waits_s = []
+    for number in range(1, 7):
+        script.tell(RequestRefused(request=f"job-{number}", cause="quota", detail="0 of 4 left"))
+        refused_s = script.now_s
+        assert requested(script.tell(Tick())) == []
+        assert requested(script.wake()) == [(f"job-{number + 1}", 4)]
+        waits_s.append(script.now_s - refused_s)
+    assert waits_s == pytest.approx([1.0, 2.0, 4.0, 8.0, 8.0, 8.0])
+    script.tell(NodesGranted(request="job-7", nodes=("n1", "n2", "n3", "n4")))
+    assert (script.state.num_refused, script.state.ask_at_s) == (0, None)
+
+
+def test_a_request_granted_in_part_is_asked_for_again_after_a_wait() -> None:
+    script = asking()
+    script.tell(Tick())
+    assert requested(script.tell(NodesGranted(request="job-1", nodes=("n1",)))) == []
+    assert requested(script.wake()) == [("job-2", 3)]
+
+
+def test_a_request_without_an_answer_comes_again_under_its_name_and_not_for_ever() -> None:
+    script = asking()
+    script.tell(Tick())
+    for _ in range(MAX_SENT - 1):
+        assert requested(script.wake()) == [("job-1", 4)]
+    assert requested(script.wake()) == [("job-2", 4)]
+    assert script.state.num_refused == 1
+
+
+def test_grants_that_come_twice_or_after_the_vm_itself_change_nothing() -> None:
+    script = asking()
+    script.tell(Tick())
+    script.tell(NodeAppeared(node="n1", request="job-1"))
+    grant = NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4"))
+    script.tell(grant)
+    assert set(script.state.requests["job-1"].granted) == {"n2", "n3", "n4"}
+    script.tell(grant)
+    assert script.code == "ignored"
+
+
+def test_a_vm_that_never_appears_is_given_back_and_replaced() -> None:
+    script = asking()
+    script.tell(Tick())
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    granted_s = script.now_s
+    for node in ("n1", "n2", "n3"):
+        script.tell(NodeAppeared(node=node, request="job-1"))
+    actions = script.tell(Tick(), at_s=granted_s + REQUESTS.boot_s)
+    assert ReleaseNodes(nodes=("n4",)) in actions
+    assert requested(actions) == [("job-2", 1)]
+
+
+def test_too_few_vms_pause_the_run_which_keeps_asking_and_goes_on_when_they_come() -> None:
+    script = Script(target_nodes=2, expected_nodes=2)
+    script.tell(Tick())
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2")))
+    script.ready("n1", "n2")
+    script.reshaped()
+    script.tell(WorkerLost(worker="n2", cause="revoked"))
+    script.aborted()
+    assert script.state.phase is Phase.WAITING
+    asked = 0
+    for number in range(2, 30):
+        script.tell(RequestRefused(request=f"job-{number}", cause="capacity"))
+        asked += len(requested(script.wake()))
+    assert asked == 28
+    script.tell(NodesGranted(request="job-30", nodes=("n3",)))
+    script.ready("n3")
+    assert script.state.phase is Phase.RESHAPING
+    assert {slot.worker for slot in script.state.slots} == {"n1", "n3"}
