@@ -12,6 +12,9 @@ from manager.controller.actions import (
     Action,
     EndWorker,
     Finish,
+    ProbeWorker,
+    ReleaseNodes,
+    RequestNodes,
     SendCommit,
     SendReshape,
     SendStep,
@@ -154,6 +157,8 @@ class Driver:
                 self._pool.end(worker)
             case WriteManifest(manifest=manifest):
                 self._write_manifest(manifest)
+            case ProbeWorker() | RequestNodes() | ReleaseNodes():  # no local VM needs them
+                self._inbox.put(Fact(name="not_carried_out", detail=action.model_dump_json()))
             case Finish():
                 self._finish = action
 
