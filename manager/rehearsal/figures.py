@@ -9,6 +9,7 @@ from manager.rehearsal.measured import WARM_UP_STEPS
 from manager.rehearsal.planning import Planned
 
 BUSY_SHARE_AT_MOST = 0.85
+OTHERS_SHARE_AT_MOST = 0.25
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Rehearsed:
         parts_s: Seconds per worker and step by kind of work.
         late_s: The most by which the host was late with a task.
         busy_share: Of this machine's cores, while the steps that count ran.
+        others_share: Likewise, with work that is not the rehearsal's.
     """
 
     planned: Planned
@@ -30,6 +32,7 @@ class Rehearsed:
     parts_s: dict[str, float]
     late_s: float
     busy_share: float
+    others_share: float
 
     @property
     def measured_s(self) -> float:
@@ -49,7 +52,7 @@ class Rehearsed:
     @property
     def host_too_busy(self) -> bool:
         """Whether this machine's cores had so little room that it is they who were measured."""
-        return self.busy_share > BUSY_SHARE_AT_MOST
+        return self.busy_share > BUSY_SHARE_AT_MOST or self.others_share > OTHERS_SHARE_AT_MOST
 
     @property
     def error(self) -> float:

@@ -44,7 +44,7 @@ def rehearse(
     Raises:
         TrainingStopped: when it cannot be run to its end.
     """
-    measured, load = Measured(), Load(WARM_UP_STEPS)
+    measured, load = Measured(), Load(WARM_UP_STEPS, WARM_UP_STEPS + planned.spec.steps)
     spec = _run_spec(planned, run_dir, temporary)
     finish = run_session(spec, run_dir, _all_of((measured, load, observe)))
     if finish.outcome == "stopped":
@@ -58,7 +58,8 @@ def rehearse(
         commit_s=max(0.0, measured.turn_s - first_stage_optimizer_s),
         parts_s=measured.parts_s(),
         late_s=measured.late_s,
-        busy_share=load.share,
+        busy_share=load.busy_share,
+        others_share=load.others_share,
     )
 
 

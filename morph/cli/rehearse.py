@@ -203,8 +203,9 @@ def _tell(rehearsed: Rehearsed) -> None:
         )
     console.print(_parts_table(rehearsed))
     console.print(
-        f"commit: {time_text(rehearsed.commit_s)}, the real manager's round trip as measured here; "
-        f"cores {rehearsed.busy_share:.0%} busy; tasks late by up to {time_text(rehearsed.late_s)}",
+        f"commit: {time_text(rehearsed.commit_s)}, the real manager's round trip as measured here; cores "
+        f"{rehearsed.busy_share:.0%} busy, {rehearsed.others_share:.0%} with other work; tasks late by up to "
+        f"{time_text(rehearsed.late_s)}",
         soft_wrap=True,
     )
     if rehearsed.host_too_busy:

@@ -69,7 +69,13 @@ def test_parts_are_means_over_workers_and_counted_steps() -> None:
 
 def test_the_measured_commit_takes_the_place_of_the_profiles() -> None:
     rehearsed = Rehearsed(
-        planned=PLANNED, mini_batches_s=(2.0, 3.0, 9.0), commit_s=0.1, parts_s={}, late_s=0.0, busy_share=0.5
+        planned=PLANNED,
+        mini_batches_s=(2.0, 3.0, 9.0),
+        commit_s=0.1,
+        parts_s={},
+        late_s=0.0,
+        busy_share=0.5,
+        others_share=0.1,
     )
     simulated_s = PLANNED.simulation.expected.mini_batch_s
     assert rehearsed.expected_s == pytest.approx(simulated_s - 0.5 + 0.1)
