@@ -233,17 +233,22 @@ def line(row: Row) -> str:
     )
 
 
+def _is_meant(case: Case, text: str) -> bool:
+    labels = {other.label for other in CASES}
+    return case.label == text if text in labels else case.label.startswith(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5, help="mini-batches that count")
     parser.add_argument("--seed", type=int, default=1, help="of the jitter")
-    parser.add_argument("--only", action="append", default=None, help="cases whose label begins so; repeatable")
+    parser.add_argument("--only", action="append", default=None, help="the case of this label, else those that begin so; repeatable")
     parser.add_argument("--forgive-ms", type=float, default=None, help="host delay that a task makes up for")
     parser.add_argument("--retries", type=int, default=2, help="of a shape while the cores are busy with other work")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for idle cores, at most")
     parser.add_argument("--out", type=Path, default=None, help="also write the rows as JSON")
     options = parser.parse_args()
-    cases = [case for case in CASES if not options.only or any(case.label.startswith(text) for text in options.only)]
+    cases = [case for case in CASES if not options.only or any(_is_meant(case, text) for text in options.only)]
     print(f"{os.cpu_count()} cores, load before {os.getloadavg()[0]:.1f}; {options.steps} mini-batches a shape")
     heads = "shape|workers|times x|measured s (range)|simulated s|error|commit ms|cores busy (others)|late ms"
     print(f"| {heads.replace('|', ' | ')} |")
