@@ -242,7 +242,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5, help="mini-batches that count")
     parser.add_argument("--seed", type=int, default=1, help="of the jitter")
-    parser.add_argument("--only", action="append", default=None, help="the case of this label, else those that begin so; repeatable")
+    parser.add_argument(
+        "--only", action="append", default=None, help="the case of this label, else those that begin so; repeatable"
+    )
     parser.add_argument("--forgive-ms", type=float, default=None, help="host delay that a task makes up for")
     parser.add_argument("--retries", type=int, default=2, help="of a shape while the cores are busy with other work")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for idle cores, at most")
