@@ -3,8 +3,12 @@
     python benchmarks/step_time/expected.py configs/jobs/gpt2_stdlib.py:job --rounds 5 --steps 4
 
 Calibrates the job, asks the simulator for each shape with two compute slots (all workers share this machine), and
-trains it with Morph's workers. All shapes take turns, in an order drawn anew in each round. The profile is measured
-in the same run: what the machine does between the two is part of the error.
+trains it with Morph's workers. All shapes take turns, in an order drawn anew in each round.
+
+A shared machine is not equally fast from one minute to the next: the same section, alone, with nothing beside it, takes
+up to a sixth longer for minutes. So one section is timed beside the calibration and again before and after each turn,
+alone: the yardstick. The table has both errors: as measured, and with what the simulator expects stretched by what the
+yardstick says of the machine at that turn.
 """
 
 from __future__ import annotations
@@ -17,11 +21,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from morph_side import MorphSide
 
 from calibrate import calibrate
+from calibrate.bench import Bench
+from calibrate.subject import load_subject
 from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile
 from morph.cutting import cut, export_job
@@ -29,6 +37,7 @@ from morph.job import load_job
 from simulator import simulate
 
 NUM_CORES = 2
+YARDSTICK_RUNS = 25
 
 
 @dataclass
@@ -38,11 +47,44 @@ class Shape:
     name: str
     plan: Plan
     step_s: list[float] = field(default_factory=list)
+    slowness: list[float] = field(default_factory=list)
 
     @property
     def error(self) -> float:
         """Expected over measured, less one."""
         return self.plan.expected.mini_batch_s / statistics.median(self.step_s) - 1
+
+    @property
+    def error_of_model(self) -> float:
+        """The same at the speed that the machine had in each turn."""
+        turns = zip(self.slowness, self.step_s, strict=True)
+        return statistics.median(self.plan.expected.mini_batch_s * slow / step_s for slow, step_s in turns) - 1
+
+
+class Yardstick:
+    """One section of the job, run alone in this process."""
+
+    def __init__(self, job_path: str) -> None:
+        subject = load_subject(job_path, torch.device("cpu"))
+        assert subject.job.micro_batch_size is not None, "the job leaves m open"
+        self._bench: Bench = subject.benches(subject.cut(subject.job.micro_batch_size))[0]
+        self.measure_s()
+
+    def measure_s(self) -> float:
+        """Wall time of a forward and backward: the median of some."""
+        samples_s = []
+        for _ in range(YARDSTICK_RUNS):
+            begin_s = time.perf_counter()
+            self._bench.both()
+            samples_s.append(time.perf_counter() - begin_s)
+        return statistics.median(samples_s)
+
+    @contextmanager
+    def beside(self, measured_s: list[float]) -> Iterator[None]:
+        """Append the mean of a measurement before and one behind."""
+        before_s = self.measure_s()
+        yield
+        measured_s.append((before_s + self.measure_s()) / 2)
 
 
 def shapes(profile: Profile) -> Iterator[Shape]:
@@ -65,14 +107,22 @@ def shapes(profile: Profile) -> Iterator[Shape]:
 
 
 def report(measured: list[Shape]) -> None:
-    print("\n| shape | measured, median | spread | expected | error |\n|---|---|---|---|---|")
+    print("\n| shape | measured, median | spread | expected | error | machine slower by | error at that speed |")
+    print("|---|---|---|---|---|---|---|")
     for shape in measured:
         median_s = statistics.median(shape.step_s)
         spread = (max(shape.step_s) - min(shape.step_s)) / median_s
         expected_ms = shape.plan.expected.mini_batch_s * 1e3
-        print(f"| {shape.name} | {median_s * 1e3:.0f} ms | {spread:.0%} | {expected_ms:.0f} ms | {shape.error:+.1%} |")
-    errors = [abs(shape.error) for shape in measured]
-    print(f"\nerror: {statistics.mean(errors):.1%} on average, {max(errors):.1%} at worst")
+        slower = statistics.median(shape.slowness) - 1
+        print(
+            f"| {shape.name} | {median_s * 1e3:.0f} ms | {spread:.0%} | {expected_ms:.0f} ms | {shape.error:+.1%} "
+            f"| {slower:+.1%} | {shape.error_of_model:+.1%} |"
+        )
+    for name, errors in (
+        ("error", [abs(shape.error) for shape in measured]),
+        ("error at the machine's speed of each turn", [abs(shape.error_of_model) for shape in measured]),
+    ):
+        print(f"\n{name}: {statistics.mean(errors):.1%} on average, {max(errors):.1%} at worst")
 
 
 def main() -> None:
@@ -83,7 +133,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
     options = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    profile = calibrate(options.job)
+    torch.set_num_threads(1)
+    yardstick = Yardstick(options.job)
+    at_calibration_s: list[float] = []
+    with yardstick.beside(at_calibration_s):
+        profile = calibrate(options.job)
     slower = ", ".join(f"{entry.num_busy} at once x{entry.factor:.2f}" for entry in profile.contention)
     print(f"calibrated; tasks beside each other: {slower or 'no slower'}; load {os.getloadavg()[0]:.1f}")
     job = load_job(options.job)
@@ -96,9 +150,12 @@ def main() -> None:
             for shape in turns.sample(measured, len(measured)):
                 side.begin_plan(shape.plan)
                 side.steps(1)
-                begin_s = time.perf_counter()
-                side.steps(options.steps)
-                shape.step_s.append((time.perf_counter() - begin_s) / options.steps)
+                at_turn_s: list[float] = []
+                with yardstick.beside(at_turn_s):
+                    begin_s = time.perf_counter()
+                    side.steps(options.steps)
+                    shape.step_s.append((time.perf_counter() - begin_s) / options.steps)
+                shape.slowness.append(at_turn_s[0] / at_calibration_s[0])
             print(f"round {round_index + 1} of {options.rounds} done", file=sys.stderr)
         side.end()
     print(f"{options.rounds} rounds of 1 + {options.steps} steps, load at the end {os.getloadavg()[0]:.1f}")
