@@ -54,7 +54,8 @@ def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
     """Lay out the groups of a reshape.
 
     Each worker forms its groups in this one global order, so forming cannot dead-lock: whoever waits,
-    waits for a group that is no later than the one its peer is forming.
+    waits for a group that is no later than the one its peer is forming. It is an order of rounds in which no
+    worker forms two groups, so that a long pipeline's groups do not wait for each other from end to end.
     """
     plan, slots, generation = order.plan, order.slots, order.generation
     groups = [GroupSpec(move_name(generation, *pair), pair) for pair in moves_of(order.sources)]
@@ -70,4 +71,22 @@ def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
         name = f"g{generation}/ring/{'+'.join(map(str, stages))}"
         rings.setdefault(name, GroupSpec(name, members))
         unit_rings[unit.id] = name
-    return Topology(groups=(*groups, *rings.values()), unit_rings=unit_rings)
+    return Topology(groups=in_rounds((*groups, *rings.values())), unit_rings=unit_rings)
+
+
+def in_rounds(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
+    """Order groups by rounds: each goes into the first one in which none of its members forms another.
+
+    Forming them as they come would let each stage wait for the one before it.
+    """
+    busy: dict[str, set[int]] = {}
+    rounds: list[list[GroupSpec]] = []
+    for group in groups:
+        taken = set().union(*(busy.setdefault(member, set()) for member in group.members))
+        number = next(index for index in range(len(taken) + 1) if index not in taken)
+        for member in group.members:
+            busy[member].add(number)
+        while len(rounds) <= number:
+            rounds.append([])
+        rounds[number].append(group)
+    return tuple(group for entry in rounds for group in entry)

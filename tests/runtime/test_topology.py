@@ -89,6 +89,17 @@ def test_forming_the_groups_in_their_order_cannot_dead_lock(
     assert forming_ends([group for group in groups if len(group.members) > 1], data.draw(st.lists(st.integers(0, 99))))
 
 
+@pytest.mark.parametrize("depth", [2, 3, 6])
+def test_a_long_pipeline_forms_its_channels_in_as_many_rounds_as_a_short_one(depth: int) -> None:
+    groups = [group for group in topology(make_order(list(range(1, depth)), 1), UNITS).groups if "/b" in group.name]
+    rounds, free_in = 0, dict.fromkeys((worker for group in groups for worker in group.members), 0)
+    for group in groups:  # each begins when the last of its members comes to it
+        number = 1 + max(free_in[worker] for worker in group.members)
+        free_in.update(dict.fromkeys(group.members, number))
+        rounds = max(rounds, number)
+    assert rounds == (2 if depth == 2 else 4)
+
+
 def test_a_worse_order_would_dead_lock() -> None:
     """The control of the test above: three groups in a circle, each worker beginning with another one."""
     groups = {pair: GroupSpec(pair, tuple(pair)) for pair in ("ab", "bc", "ca")}
