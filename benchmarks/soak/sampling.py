@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -98,7 +99,9 @@ class Sampler:
                     sample = Sample(now_s, process.memory_info().rss / MIB, process.num_fds(), process.num_threads())
                     known = self.processes.get(process.pid)
                     if known is None:
-                        known = self.processes[process.pid] = Process(process.pid, "host", _name_of(process))
+                        known = self.processes[process.pid] = Process(process.pid, "host", "")
+                    if known.role == "host":  # Ray names its processes only after they have started
+                        known.name = _name_of(process)
             except psutil.Error:  # it has just ended
                 continue
             known.samples.append(sample)
@@ -110,8 +113,9 @@ class Sampler:
 
 def _name_of(process: psutil.Process) -> str:
     arguments = process.cmdline()
-    modules = [argument for argument in arguments if argument.startswith("manager.")]
-    return modules[0] if modules else process.name()
+    told = [argument for argument in arguments if argument.startswith(("manager.", "ray::"))]
+    scripts = [Path(argument).name for argument in arguments if argument.endswith(".py")]
+    return next(iter((*told, *scripts)), process.name())
 
 
 @dataclass(frozen=True)
