@@ -22,17 +22,15 @@ from manager.controller.actions import (
     WriteManifest,
 )
 from manager.controller.decide import decide
-from manager.controller.events import MANIFEST_WRITER, CheckpointFailed, Event, ManifestWritten, StopRequested, Tick
+from manager.controller.events import Event, StopRequested, Tick
 from manager.controller.state import ControllerState, Decision
 from manager.engine.inbox import Inbox, Stamped
+from manager.engine.manifest_writer import ManifestWriter
 from manager.journal.journal import Journal
 from manager.journal.records import Fact
-from morph.checkpoint.manifest import drop_versions, write_manifest
-from morph.contract.checkpoint import Manifest
 from morph.contract.messages import CommitOrder, ReshapeOrder, StepOrder
 
 IDLE_S = 0.5
-KEEP_CHECKPOINTS = 2
 
 
 class Pool(Protocol):
@@ -98,7 +96,7 @@ class Driver:
         self._inbox = inbox
         self._pool = pool
         self._journal = journal
-        self._checkpoint_url = checkpoint_url
+        self._manifests = ManifestWriter(checkpoint_url, inbox)
         self._observers = observers
         self._finish: Finish | None = None
         self._wake_at_s: float | None = None
@@ -109,6 +107,12 @@ class Driver:
 
     def run(self) -> Finish:
         """Block until the controller finishes the run."""
+        try:
+            return self._run()
+        finally:
+            self._manifests.close()
+
+    def _run(self) -> Finish:
         while self._finish is None:
             # what is there is taken before time-outs are judged: it may have waited while this process stood still
             for _ in range(len(self._inbox)):
@@ -156,21 +160,8 @@ class Driver:
             case EndWorker(worker=worker):
                 self._pool.end(worker)
             case WriteManifest(manifest=manifest):
-                self._write_manifest(manifest)
+                self._manifests.write(manifest)
             case ProbeWorker() | RequestNodes() | ReleaseNodes():  # no local VM needs them
                 self._inbox.put(Fact(name="not_carried_out", detail=action.model_dump_json()))
             case Finish():
                 self._finish = action
-
-    def _write_manifest(self, manifest: Manifest) -> None:
-        try:
-            write_manifest(self._checkpoint_url, manifest)
-        except Exception as error:  # each kind of storage has its own; the controller keeps the previous checkpoint
-            self._inbox.put(CheckpointFailed(worker=MANIFEST_WRITER, error=f"{type(error).__name__}: {error}"))
-            return
-        self._inbox.put(ManifestWritten(version=manifest.version))
-        try:
-            drop_versions(self._checkpoint_url, KEEP_CHECKPOINTS)
-        except Exception as error:  # old files stay a while longer: the next checkpoint tries again
-            fact = Fact(name="old_checkpoints_kept", detail=f"{type(error).__name__}: {error}")
-            self._inbox.put(fact)
