@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile, load_profile
 from simulator import plan, simulate
-from simulator.published import GPU_MEMORY_BYTES, GPUS_PER_LARGE_VM, MODELS, published_profile
+from simulator.published import GPUS_PER_LARGE_VM, MODELS, published_profile
 from simulator.published.speeds import ANCHORS
 
 PROFILES = Path(__file__).resolve().parents[1] / "configs" / "profiles"
@@ -39,6 +40,9 @@ TABLE_5: dict[float, tuple[float, float]] = {1.0: (0.6, 0.55), 1.5: (0.59, 0.48)
 TABLE_5_BERT: dict[int, tuple[float, float]] = {16: (35.9, 21.1), 32: (41.8, 36.2)}
 """BERT-72 on one 4-GPU VM, 4 stages: m -> examples/s/GPU of Varuna and of GPipe, measured."""
 MUCH_SLOWER = (4.0, 8.0)
+VMS_SHAPE: Shape = (9, 8)
+VMS: dict[int, float] = {1: 1.77, 4: 1.81}
+"""GPUs of a VM -> examples/s/GPU with 72 GPUs; the model and shape are those of figure 8, nine stages as in 7.1.1."""
 SCHEDULES: tuple[Schedule, Schedule] = ("varuna", "gpipe")
 TABLE_7: dict[str, dict[Shape, float]] = {
     "gpt2-8.3b": {
@@ -65,8 +69,18 @@ NOTES = {
     "5": (
         "The answers differ: GPipe does not fall behind here. A message of 25 MB takes 20 ms at 10 Gbps and a forward",
         "of four layers 94 ms, so either schedule hides it, also on half the bandwidth, and 683 micro-batches leave",
-        "little bubble. The paper's gap opens on its normal network already, and less bandwidth alone does not open",
-        "it here; the send times that its simulator had calibrated are not printed.",
+        "little bubble. The send times that the paper's simulator had calibrated are not printed.",
+    ),
+    "5 inferred": (
+        "GPipe needs a message for every forward, Varuna one for every forward, recompute and backward. So GPipe falls",
+        "behind where a message takes longer than a forward, and Varuna does not until it takes four times that. The",
+        "paper says that switches limit the bandwidth between VMs in practice (section 7), not to what. The bandwidth",
+        "that its first row implies predicts the other two. Assumed: activations and gradients do not share a link; if",
+        "they do, Varuna falls behind too, which the paper's does not.",
+    ),
+    "7.2": (
+        "Not the same here: on 4-GPU VMs four all-reduces share a link of 10 Gbps, and gradients are sent in 32 bits.",
+        "The paper's 4-GPU VMs must reduce faster than that: their own network, or reduction inside the VM first.",
     ),
     "5 BERT": (
         "512 and 256 micro-batches in four stages leave bubbles of about 1 %, and the recompute on GPipe's last stage",
@@ -109,8 +123,18 @@ def shipped(model: str) -> Profile:
     return load_profile(PROFILES / f"{model}.json")
 
 
-def as_published(profile: Profile, shape: Shape, schedule: Schedule = "varuna") -> Plan:
-    """Stages of L / P layers where P divides L, else the best partition; m as in the anchors."""
+def as_published(
+    profile: Profile,
+    shape: Shape,
+    schedule: Schedule = "varuna",
+    *,
+    gpus_per_vm: int | None = None,
+    share_links: bool = True,
+) -> Plan:
+    """Stages of L / P layers where P divides L, else the best partition; m as in the anchors.
+
+    On VMs with several GPUs, neighbouring stages share a VM, and all that leaves a VM shares its link.
+    """
     depth, num_replicas = shape
     model = MODELS[profile.job.name]
     uniform = model.uniform_boundaries(depth) if model.num_layers % depth == 0 else None
@@ -121,33 +145,29 @@ def as_published(profile: Profile, shape: Shape, schedule: Schedule = "varuna") 
         num_replicas=num_replicas,
         micro_batch_size=MICRO_BATCH_SIZE,
         schedule=schedule,
+        num_gpus_per_node=gpus_per_vm,
+        share_links=share_links,
     ).plan
-
-
-def on_large_vms(profile: Profile) -> Profile:
-    """The same job on 4-GPU VMs: four all-reduces share a VM's link. Messages still take the link between VMs."""
-    shared = tuple(
-        entry.model_copy(update={"in_flight": 1})
-        for entry in profile.all_reduce
-        if entry.in_flight == GPUS_PER_LARGE_VM
-    )
-    return profile.model_copy(update={"all_reduce": shared})
-
-
-def in_one_vm(profile: Profile) -> Profile:
-    """The same job with all stages in one VM."""
-    return profile.model_copy(update={"inter_node": profile.intra_node})
 
 
 def per_gpu(found: Plan) -> float:
     return found.expected.examples_per_s / found.num_workers
 
 
-def table_3(profile: Profile) -> tuple[Answer, ...]:
+def table_3(profile: Profile, gpus_per_vm: int | None = None) -> tuple[Answer, ...]:
     return tuple(
         Answer(f"examples/s, {'36' if shape[0] * shape[1] == 36 else '100'} GPUs", shape, published, answered)
         for shape, published in TABLE_3.items()
-        for answered in (as_published(profile, shape).expected.examples_per_s,)
+        for answered in (as_published(profile, shape, gpus_per_vm=gpus_per_vm).expected.examples_per_s,)
+    )
+
+
+def vm_sizes(profile: Profile) -> tuple[Answer, ...]:
+    """GPT-2 2.5B on 72 GPUs in VMs of one and of four."""
+    return tuple(
+        Answer(f"72 GPUs in {size}-GPU VMs: examples/s/GPU", VMS_SHAPE, published, answered)
+        for size, published in VMS.items()
+        for answered in (per_gpu(as_published(profile, VMS_SHAPE, gpus_per_vm=None if size == 1 else size)),)
     )
 
 
@@ -157,13 +177,35 @@ def best_shape(answers: Iterable[Answer], num_gpus: int, value: str) -> Shape:
     return max(tried, key=lambda answer: float(getattr(answer, value))).shape
 
 
-def gpipe_beside_varuna(slower: float) -> tuple[float, float]:
+def gpipe_beside_varuna(slower: float, *, share_links: bool = True) -> tuple[float, float]:
     """Examples/s/GPU of Varuna and of GPipe for the 8.3B model, with the bandwidth between VMs divided."""
     profile = shipped("gpt2-8.3b") if slower == 1 else published_profile("gpt2-8.3b", slower_network=slower)
-    return (
-        per_gpu(as_published(profile, TABLE_5_SHAPE)),
-        per_gpu(as_published(profile, TABLE_5_SHAPE, "gpipe")),
+    varuna, gpipe = (
+        per_gpu(as_published(profile, TABLE_5_SHAPE, schedule, share_links=share_links)) for schedule in SCHEDULES
     )
+    return varuna, gpipe
+
+
+@lru_cache
+def inferred_slowness() -> float:
+    """By how much 10 Gbps must be divided for GPipe over Varuna to come out as published on the normal network."""
+    varuna, gpipe = TABLE_5[1.0]
+    low, high = 1.0, MUCH_SLOWER[-1]
+    for _ in range(20):
+        middle = (low + high) / 2
+        here = gpipe_beside_varuna(middle, share_links=False)
+        low, high = (middle, high) if here[1] / here[0] > gpipe / varuna else (low, middle)
+    return low
+
+
+def table_5_inferred() -> tuple[Answer, ...]:
+    """Only the ratios: one of them is what the bandwidth was inferred from, the others follow."""
+    answers = []
+    for slower, (varuna, gpipe) in TABLE_5.items():
+        here = gpipe_beside_varuna(slower * inferred_slowness(), share_links=False)
+        question = f"8.3B, network {slower:g}x slower: GPipe / Varuna"
+        answers.append(Answer(question, TABLE_5_SHAPE, gpipe / varuna, here[1] / here[0], is_anchor=slower == 1))
+    return tuple(answers)
 
 
 def compared(
@@ -186,10 +228,18 @@ def table_5() -> tuple[Answer, ...]:
 
 
 def table_5_bert() -> tuple[Answer, ...]:
-    profile, answers = in_one_vm(published_profile("bert-72")), []
+    profile, answers = published_profile("bert-72"), []
     for m, published in TABLE_5_BERT.items():
         varuna, gpipe = (
-            per_gpu(simulate(profile, num_stages=4, micro_batch_size=m, schedule=schedule).plan)
+            per_gpu(
+                simulate(
+                    profile,
+                    num_stages=4,
+                    micro_batch_size=m,
+                    schedule=schedule,
+                    num_gpus_per_node=GPUS_PER_LARGE_VM,
+                ).plan
+            )
             for schedule in SCHEDULES
         )
         answers += compared(f"BERT-72, m={m}", (4, 1), published, (varuna, gpipe))
@@ -226,11 +276,11 @@ def show_note(table: str) -> None:
         print(f"  | {line}")
 
 
-def show_best(answers: tuple[Answer, ...], profile: Profile) -> None:
+def show_best(answers: tuple[Answer, ...], profile: Profile, gpus_per_vm: int | None) -> None:
     for num_gpus in TABLE_3_GPUS:
         published, answered = (best_shape(answers, num_gpus, value) for value in ("published", "answered"))
         print(f"  fastest of the three on {num_gpus}: published {_name(published)}, here {_name(answered)}")
-        free = plan(profile, num_gpus=num_gpus, memory_bytes=GPU_MEMORY_BYTES).best
+        free = plan(profile, num_gpus=num_gpus, num_gpus_per_node=gpus_per_vm).best
         print(
             f"  any shape, m and partition on {num_gpus}: {free.shape}, m={free.micro_batch_size}, "
             f"{free.expected.examples_per_s:.4g} examples/s"
@@ -243,11 +293,13 @@ def _name(shape: Shape) -> str:
 
 def main() -> None:
     small = shipped("gpt2-2.5b")
-    for title, profile in (("1-GPU VMs", small), ("4-GPU VMs: four all-reduces share a link", on_large_vms(small))):
-        answers = table_3(profile)
-        show(f"Table 3: shallow or deep? GPT-2 2.5B, {title}", answers)
-        show_best(answers, profile)
+    for gpus_per_vm in (None, GPUS_PER_LARGE_VM):
+        answers = table_3(small, gpus_per_vm)
+        show(f"Table 3: shallow or deep? GPT-2 2.5B, {gpus_per_vm or 1}-GPU VMs", answers)
+        show_best(answers, small, gpus_per_vm)
     show_note("3")
+    show("Section 7.2: does the size of the VMs matter? GPT-2 2.5B", vm_sizes(small))
+    show_note("7.2")
     show("Table 5: GPipe against Varuna, slower networks (simulated in the paper too)", table_5())
     for slower in MUCH_SLOWER:
         varuna, gpipe = gpipe_beside_varuna(slower)
@@ -255,6 +307,12 @@ def main() -> None:
             f"  {slower:g}x slower: Varuna {varuna:.3f}, GPipe {gpipe:.3f} examples/s/GPU, ratio {gpipe / varuna:.2f}"
         )
     show_note("5")
+    slowness = inferred_slowness()
+    show(
+        f"Table 5 once more, on {10 / slowness:.2g} Gbps between stages, inferred from its first row",
+        table_5_inferred(),
+    )
+    show_note("5 inferred")
     show("Table 5: GPipe against Varuna, one 4-GPU VM (measured in the paper)", table_5_bert())
     show_note("5 BERT")
     show("Table 7: measured mini-batches", table_7())

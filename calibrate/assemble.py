@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 from calibrate.compute import Compute, MeasuredSize
@@ -23,7 +24,16 @@ from morph.cutting import CutModel, Section
 from morph.job import Job
 
 _ONE_MACHINE = "repeats intra_node: measured on one machine, over loopback"
-_STAND_IN = "stand-in: a barrier between two processes over loopback, not the manager's round through Ray"
+_STAND_IN = "stand-in: a barrier between {}, not the manager's round through Ray"
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """Within this node, and between two: names the ``nodes`` then."""
+
+    inside: NetworkMeasurement
+    between: NetworkMeasurement | None = None
+    nodes: str | None = None
 
 
 def accumulator_bytes(job: Job) -> int:
@@ -47,7 +57,7 @@ def assemble_profile(
     job: Job,
     environment: Environment,
     compute: Compute,
-    network: NetworkMeasurement,
+    network: MeasuredLinks,
     storage: StorageSpeeds,
 ) -> Profile:
     """Put a whole profile together.
@@ -56,10 +66,11 @@ def assemble_profile(
         job: The user's.
         environment: Where it was measured.
         compute: Of sections and units.
-        network: Over loopback.
+        network: Within this node, and to another one where there was one.
         storage: Of checkpoints.
     """
     model = compute.model
+    links = network.between or network.inside
     return Profile(
         job=JobFacts(
             name=job.name,
@@ -74,17 +85,28 @@ def assemble_profile(
             UnitProfile(id=unit.id, sections=unit.sections, parameter_bytes=parameter_bytes(model, unit.parameters))
             for unit in model.units
         ),
-        intra_node=network.link,
-        inter_node=network.link,
-        all_reduce=network.all_reduce,
+        intra_node=network.inside.link,
+        inter_node=links.link,
+        all_reduce=links.all_reduce,
         accumulator_bytes_per_parameter=8 if accumulator_bytes(job) == 8 else 4,
-        commit=network.barrier,
+        commit=links.barrier,
         checkpoint_write_bytes_per_s=storage.write_bytes_per_s,
         checkpoint_upload_bytes_per_s=storage.upload_bytes_per_s,
         host_copy_bytes_per_s=storage.host_copy_bytes_per_s,
         contention=compute.contention,
-        sources={"inter_node": _ONE_MACHINE, "commit": _STAND_IN},
+        sources=_sources(network),
     )
+
+
+def _sources(network: MeasuredLinks) -> dict[str, str]:
+    if network.nodes is None:
+        return {"inter_node": _ONE_MACHINE, "commit": _STAND_IN.format("two processes over loopback")}
+    measured = f"measured between {network.nodes}"
+    return {
+        "inter_node": measured,
+        "all_reduce": f"{measured}: half of each ring on either node, one crossing each way",
+        "commit": _STAND_IN.format(f"processes on {network.nodes}"),
+    }
 
 
 def assemble_node_type(name: str, environment: Environment, compute: Compute) -> NodeTypeProfile:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
 import torch
 
 from morph.contract.profile import Environment
+
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of control groups, versions 2 and 1."""
 
 
 def describe_environment(device: torch.device) -> Environment:
@@ -21,8 +27,25 @@ def describe_environment(device: torch.device) -> Environment:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         num_cores=num_cores(),
         threads_per_worker=torch.get_num_threads(),
+        device_memory_bytes=device_memory_bytes(device),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """Return a device's memory; of a CPU, a worker's share of this machine's where every core has a worker."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return machine_memory_bytes() // num_cores()
+
+
+def machine_memory_bytes(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
+    """Return the machine's memory, or what its container may have of it."""
+    least = int(psutil.virtual_memory().total)
+    for path in limits:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            least = min(least, max(1, int(path.read_text(encoding="ascii"))))
+    return least
 
 
 def num_cores() -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 
-from calibrate.assemble import accumulator_bytes, assemble_profile, parameter_bytes, state_bytes
+from calibrate.assemble import MeasuredLinks, accumulator_bytes, assemble_profile, parameter_bytes, state_bytes
 from calibrate.clocks import devices_of
 from calibrate.compute import Compute, Progress, measure_compute
 from calibrate.environment import describe_environment, num_cores
@@ -21,6 +22,7 @@ from calibrate.storage import (
     measure_upload_speed,
 )
 from calibrate.subject import load_subject
+from calibrate.two_nodes import OtherNode, PeerAddress
 from morph.contract.profile import Profile
 from morph.job import Job
 
@@ -36,6 +38,7 @@ def calibrate(
     num_samples: int = MAX_SAMPLES,
     device: str = "cpu",
     checkpoint_url: str | None = None,
+    peer: PeerAddress | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure a job on this machine; nothing depends on the number of GPUs it will get.
@@ -47,25 +50,28 @@ def calibrate(
         num_samples: Samples of each time, at most; at least 5, and fewer than this once the median is stable.
         device: ``cpu`` (one thread) or ``cuda``.
         checkpoint_url: Any fsspec URL to measure uploads to; what is written there is removed.
+        peer: Another node, where ``morph calibrate-peer`` listens, to measure the links to. None: links between
+            nodes repeat those within this one.
         progress: Called at the start of each part.
 
     Raises:
         JobError, ExportError: the job cannot be measured, or this machine has no such device.
-        ConfigError: the checkpoint URL cannot be written.
-        ClusterError, WaitTimeout: helper processes failed.
+        ConfigError: the checkpoint URL cannot be written, or the peer has another secret.
+        ClusterError, WaitTimeout: helper processes failed, or the peer.
     """
     progress = progress or silent
     progress("exporting the model", 0.0)
     devices = devices_of(device)
     if checkpoint_url is not None:
         check_upload_url(checkpoint_url)
-    with one_thread():
+    with one_thread(), nullcontext() if peer is None else OtherNode(peer) as other:
         subject = load_subject(job_path, devices[0])
         job = subject.job
         sizes, stop_early = _sizes(job, micro_batch_sizes)
         compute = measure_compute(subject, sizes, stop_early=stop_early, num_samples=num_samples, progress=progress)
         progress("sending messages and reducing gradients between processes", 0.65)
-        network = measure_network(network_spec(job, compute, [str(place) for place in devices], num_samples))
+        spec = network_spec(job, compute, [str(place) for place in devices], num_samples)
+        network = _measure_links(spec, other, progress)
         progress("writing a checkpoint", 0.95)
         size_bytes = state_bytes(compute)
         storage = StorageSpeeds(
@@ -76,6 +82,14 @@ def calibrate(
         profile = assemble_profile(job, describe_environment(subject.device), compute, network, storage)
     progress("done", 1.0)
     return profile
+
+
+def _measure_links(spec: NetworkSpec, other: OtherNode | None, progress: Progress) -> MeasuredLinks:
+    if other is None:
+        return MeasuredLinks(measure_network(spec))
+    inside = measure_network(replace(spec, reduced_sizes=()))
+    progress(f"sending and reducing between {other.between}", 0.75)
+    return MeasuredLinks(inside, other.measure(spec), other.between)
 
 
 def silent(what: str, share: float) -> None:

@@ -1,4 +1,4 @@
-"""Measure messages, all-reduces and a barrier between processes of this machine, with the workers' own channels."""
+"""Measure messages, all-reduces and a barrier between processes, with the workers' own channels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from morph.contract.profile import AllReduceTime, LinkProfile, SendTime, Timing
 from morph.runtime.store import StoreHost
 
 WAIT_S = 300.0
+PURPOSE = "measuring the network"
 _HOST = "127.0.0.1"
 _MAX_IN_FLIGHT = 8
 
 
 @dataclass(frozen=True)
 class NetworkMeasurement:
-    """Between processes of one machine, over loopback."""
+    """Between processes of one machine, over loopback, or of two (``calibrate.two_nodes``)."""
 
     link: LinkProfile
     all_reduce: tuple[AllReduceTime, ...]
@@ -67,15 +68,47 @@ def measure_network(spec: NetworkSpec) -> NetworkMeasurement:
         ClusterError: a process failed; gives the end of what it said.
         WaitTimeout: not done within ``WAIT_S``.
     """
-    size = max(2, *spec.ring_sizes) if spec.reduced_sizes else 2
     store = StoreHost(_HOST)
-    with Crew("calibrate.peer", size, "measuring the network") as crew:
-        for rank in range(size):
-            device = spec.devices[rank % len(spec.devices)]
-            place = {"rank": rank, "num_peers": size, "host": _HOST, "port": store.port(), "device": device}
-            crew.send(rank, {**place, **asdict(spec)})
-        found = crew.gather(range(size), "the processes that measure the network", WAIT_S)
-    results = [found[rank] for rank in range(size)]
+    ranks = range(num_peers(spec))
+    with Crew("calibrate.peer", len(ranks), PURPOSE) as crew:
+        place = Place(store_host=_HOST, store_port=store.port(), listen=_HOST, two_nodes=False)
+        for rank in ranks:
+            crew.send(rank, peer_message(spec, place, rank))
+        found = crew.gather(ranks, "the processes that measure the network", WAIT_S)
+    return measurement(spec, [found[rank] for rank in ranks])
+
+
+def num_peers(spec: NetworkSpec) -> int:
+    """How many processes a measurement needs."""
+    return max(2, *spec.ring_sizes) if spec.reduced_sizes else 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process meets the others, and where it listens."""
+
+    store_host: str
+    store_port: int
+    listen: str
+    two_nodes: bool
+
+
+def peer_message(spec: NetworkSpec, place: Place, rank: int) -> dict[str, Any]:
+    """What one process is told (``calibrate.peer.PeerSpec``)."""
+    return {
+        "rank": rank,
+        "num_peers": num_peers(spec),
+        "host": place.store_host,
+        "port": place.store_port,
+        "listen": place.listen,
+        "two_nodes": place.two_nodes,
+        "device": spec.devices[rank % len(spec.devices)],
+        **asdict(spec),
+    }
+
+
+def measurement(spec: NetworkSpec, results: Sequence[Mapping[str, Any]]) -> NetworkMeasurement:
+    """Put together what the processes answered, by rank, on one clock."""
     return NetworkMeasurement(
         link=_link(results, spec.message_sizes),
         all_reduce=_all_reduces(results, spec),

@@ -1,7 +1,8 @@
 """One of the processes between which messages and all-reduces are measured: ``python -m calibrate.peer``.
 
 Is told what to measure (``calibrate.network``), answers with time stamps. These are ``time.monotonic_ns``: one clock
-for all processes of a machine.
+for all processes of a machine. Between two machines, clocks are compared again and again meanwhile
+(``calibrate.two_clocks``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _WARM_UP = 2
 _TIMEOUT_S = 60.0
 _BATCH = 10
 _ELEMENTS = {"int64": torch.int64, "float32": torch.float32}
+_CLOCK_BYTES = 8
+_CLOCK_SAMPLING = Sampling(budget_s=0.25, most=20)
 
 Stamps = list[int]
 Spans = list[tuple[int, int]]
@@ -39,6 +42,8 @@ class PeerSpec:
     num_peers: int
     host: str
     port: int
+    listen: str
+    two_nodes: bool
     device: str
     message_sizes: list[int]
     reduced_sizes: list[int]
@@ -64,16 +69,25 @@ class Peer:
 
     def run(self) -> dict[str, Any]:
         """Measure everything; returns time stamps by what was done."""
-        result: dict[str, Any] = {"activation": {}, "gradient": {}, "all_reduce": {}}
+        result: dict[str, Any] = {"activation": {}, "gradient": {}, "all_reduce": {}, "clock": []}
         down, up = self._channel("activation", 0), self._channel("gradient", 1)
         pair = self._rings("barrier", 2, 1)
         rings = {size: self._rings(f"ring{size}", size, max(self._spec.in_flight)) for size in self._ring_sizes}
+
+        def compare_clocks() -> None:
+            if self._spec.two_nodes and down is not None and up is not None:
+                ping = _Messages(down, up, _CLOCK_BYTES, self._spec.rank, self._interrupt, torch.device("cpu"))
+                result["clock"].append(ping.measure(_CLOCK_SAMPLING))
+
+        compare_clocks()
         if down is not None and up is not None:
             for size in self._spec.message_sizes:
                 messages = _Messages(down, up, size, self._spec.rank, self._interrupt, self._device)
                 result["activation"][str(size)], result["gradient"][str(size)] = messages.measure(self._sampling)
+                compare_clocks()
         if pair:
             result["barrier"] = self._reductions(pair, torch.zeros(1, dtype=torch.int64))
+            compare_clocks()
         for ring_size in self._ring_sizes:
             if not (ring := rings[ring_size]):
                 continue
@@ -81,6 +95,7 @@ class Peer:
                 tensor = torch.zeros(max(1, size // self._element.itemsize), dtype=self._element)
                 for count in self._spec.in_flight:
                     result["all_reduce"][f"{ring_size}/{size}/{count}"] = self._reductions(ring[:count], tensor)
+                    compare_clocks()
         return result
 
     @property
@@ -88,10 +103,11 @@ class Peer:
         return self._spec.ring_sizes if self._spec.reduced_sizes else ()
 
     def _group(self, name: str, size: int) -> Any:
-        members = tuple(str(rank) for rank in range(size))
+        """Even ranks first: they are on one node, odd ones on the other, so a ring crosses once in each direction."""
+        members = tuple(str(rank) for rank in (*range(0, size, 2), *range(1, size, 2)))
         if self._spec.rank >= size:
             return None
-        return form_group(self._store, GroupSpec(name, members), str(self._spec.rank), self._spec.host)
+        return form_group(self._store, GroupSpec(name, members), str(self._spec.rank), self._spec.listen)
 
     def _rings(self, name: str, size: int, count: int) -> list[Ring]:
         """Several rings of the same processes, as stages that share a machine have; none for one not in them."""
@@ -143,34 +159,44 @@ class _Messages:
         """Return stamps of the messages down and up: of sending on the sender, of receipt on the receiver.
 
         Runs in batches, in which receives are posted ahead, as a stage does; who began says with the last message of
-        a batch whether there is another one.
+        a batch how many the next one has, none to end.
         """
-        batch, more = min(_BATCH, sampling.most), self._run(_WARM_UP, lambda: True)
+        begun_s = time.perf_counter()
+
+        def next_batch() -> int:
+            return self._next_batch(sampling, time.perf_counter() - begun_s)
+
+        self._run(_WARM_UP, lambda: 1)
         self._sent.clear()
         self._received.clear()
-        begun_s = time.perf_counter()
-        while more:
-            more = self._run(batch, lambda: sampling.wants_more([self._round_trips_s()], time.perf_counter() - begun_s))
+        count = 1
+        while count:
+            count = self._run(count, next_batch)
         return (self._sent, self._received) if self._begins else (self._received, self._sent)
 
-    def _round_trips_s(self) -> list[float]:
-        """Of all messages so far, the one counted in that is about to be sent."""
-        known = [(end - start) / 1e9 for start, end in zip(self._sent, self._received, strict=True)]
-        return [*known, known[-1] if known else 0.0]
+    def _next_batch(self, sampling: Sampling, spent_s: float) -> int:
+        """How many messages are still wanted and fit into the budget, going by those so far, and at most a batch."""
+        known_s = [(end - start) / 1e9 for start, end in zip(self._sent, self._received, strict=False)]
+        count = len(self._sent) + 1  # the one that is about to be sent
+        known_s = [*known_s, *([known_s[-1] if known_s else 0.0] * (count - len(known_s)))]
+        if not sampling.wants_more([known_s], spent_s):
+            return 0
+        fitting = int((sampling.budget_s - spent_s) / max(known_s[-1], 1e-6))
+        return min(_BATCH, sampling.most - count, max(1, sampling.least - count, fitting))
 
-    def _run(self, count: int, wants_more: Callable[[], bool]) -> bool:
+    def _run(self, count: int, next_count: Callable[[], int]) -> int:
         sender, receiver = Sender(self._out), Receiver(self._in, (self._spec,), count, self._device)
-        payload = torch.ones(self._spec.shape, dtype=torch.uint8, device=self._device)
+        payload = torch.zeros(self._spec.shape, dtype=torch.uint8, device=self._device)
         for number in range(1, count + 1):
             if self._begins:
-                payload[0] = number < count or wants_more()
+                payload[0] = next_count() if number == count else 0
                 self._send(sender, payload)
                 self._receive(receiver, number)
             else:
                 payload = self._receive(receiver, number)
                 self._send(sender, payload)
         sender.flush()
-        return bool(payload[0])
+        return int(payload[0])
 
     def _send(self, sender: Sender, payload: torch.Tensor) -> None:
         self._sent.append(time.monotonic_ns())

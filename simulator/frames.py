@@ -80,6 +80,8 @@ def plan_frame(
 ) -> pd.DataFrame:
     """The plan with most examples per second for every number of GPUs: :func:`simulator.plan_table` as a table.
 
+    Without ``memory_bytes`` the profile's own device memory is the limit.
+
     Columns: see ``COLUMNS``; with a price also usd_per_h and usd_per_1000_examples, for all G GPUs, idle ones too.
     """
     plans = plan_table(

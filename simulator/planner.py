@@ -99,7 +99,7 @@ def plan(
     Args:
         profile: What calibration measured.
         num_gpus: G; may be left out where ``num_gpus_per_node`` lists the nodes.
-        memory_bytes: Of one device; None: no limit.
+        memory_bytes: Of one device; None: as the profile says, no limit where it does not.
         schedule: "varuna", "gpipe" or "1f1b".
         micro_batch_size: m; None: fixed by the job, else chosen. It does not depend on G.
         compute_slots: Tasks that can run at once on all workers together, which share one machine; None: one

@@ -29,7 +29,7 @@ class Sweep:
     Args:
         profile: What calibration measured.
         schedule: "varuna", "gpipe" or "1f1b".
-        memory_bytes: Of one device; None: no limit.
+        memory_bytes: Of one device; None: as the profile says, no limit where it does not.
         micro_batch_size: m; None: fixed by the job, else chosen.
         conditions: Where and how the shapes run.
         recompute: Whether stages run the forward again.
@@ -50,6 +50,8 @@ class Sweep:
     ) -> None:
         if memory_bytes is not None and memory_bytes < 1:
             raise PlanError("is too small", field="memory_bytes", value=memory_bytes, allowed="1 or more")
+        if memory_bytes is None:
+            memory_bytes = profile.environment.device_memory_bytes
         m = choose_micro_batch_size(profile, schedule, memory_bytes, micro_batch_size, recompute=recompute)
         self.total = num_micro_batches(profile, m)
         self.memory_bytes, self.rehearsal = memory_bytes, Rehearsal(schedule, conditions)

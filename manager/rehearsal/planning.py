@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manager.engine.namespaces import check_permitted
 from manager.rehearsal.device import stretched
@@ -14,6 +14,7 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from simulator import Simulation, simulate
+from simulator.micro_batch import choose_micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def plan_rehearsal(spec: RehearsalSpec) -> Planned:
         InputError: naming what is wrong.
     """
     spec.check()
+    spec = _with_batch(spec)
     if spec.network == "namespaces":
         check_permitted()
     unstretched = plan_shape(spec, spec.profile).plan
@@ -55,6 +57,27 @@ def plan_rehearsal(spec: RehearsalSpec) -> Planned:
             allowed=f"at most {scales.time * MAX_MINI_BATCH_S / simulation.expected.mini_batch_s:.2g} here",
         )
     return Planned(spec, scales, profile, simulation)
+
+
+def _with_batch(spec: RehearsalSpec) -> RehearsalSpec:
+    """The same with the batch that is wanted in the profile; m stays as the job's own batch gives it.
+
+    Raises:
+        PlanError: the batch is no whole number of micro-batches.
+    """
+    if spec.batch_size is None:
+        return spec
+    m = choose_micro_batch_size(spec.profile, spec.schedule, None, spec.micro_batch_size)
+    if spec.batch_size % m:
+        raise PlanError(
+            "is no whole number of micro-batches",
+            field="batch_size",
+            value=spec.batch_size,
+            allowed=f"multiples of {m}",
+        )
+    job = spec.profile.job.model_copy(update={"batch_size": spec.batch_size})
+    profile = spec.profile.model_copy(update={"job": job})
+    return replace(spec, profile=profile, micro_batch_size=m, batch_size=None)
 
 
 def plan_shape(spec: RehearsalSpec, profile: Profile) -> Simulation:

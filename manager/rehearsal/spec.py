@@ -33,6 +33,7 @@ class RehearsalSpec:
         boundaries: First section of each stage; None: balanced.
         window_slope: See ``simulator.simulate``.
         micro_batch_size: m; None: as the planner chooses.
+        batch_size: M in place of the job's, samples; a multiple of the m that the job's own M gives.
         time_scale: Every time is taken so many times as long; None: as long as this machine's cores need.
         message_scale: Real size of messages over the profile's; None: as this machine can carry.
         state_scale: Real size of parameters over the profile's; None: small.
@@ -53,6 +54,7 @@ class RehearsalSpec:
     boundaries: tuple[int, ...] | None = None
     window_slope: int | None = None
     micro_batch_size: int | None = None
+    batch_size: int | None = None
     time_scale: float | None = None
     message_scale: float | None = None
     state_scale: float | None = None
@@ -78,6 +80,8 @@ class RehearsalSpec:
         Raises:
             PlanError: naming the option, its value and what is allowed.
         """
+        if self.batch_size is not None and self.batch_size < 1:
+            raise PlanError("is too small", field="batch_size", value=self.batch_size, allowed="1 or more")
         room = self.num_hosts * self.workers_per_host
         for name in ("num_replicas", "num_hosts", "workers_per_host", "steps"):
             if getattr(self, name) < 1:

@@ -11,20 +11,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from morph.cli.calibrate_peer import TOKEN_HELP
+
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from calibrate.two_nodes import PeerAddress
     from morph.contract.profile import Profile
 
 CALIBRATE_HELP = """Measure a job once on this machine, section by section, and write its profile.
 
     The profile does not depend on how many GPUs the job will get; another machine can read it. On a machine of
-    another type, --add-node-type adds to a profile what is different there.
+    another type, --add-node-type adds to a profile what is different there. With --peer, another node on which
+    `morph calibrate-peer` listens, links and all-reduces are measured between the two.
 
     \b
     Example:
       morph calibrate configs/jobs/tiny_gpt.py:job -o profile.json
       morph calibrate configs/jobs/tiny_gpt.py:job --add-node-type small --profile profile.json
+      morph calibrate configs/jobs/tiny_gpt.py:job --peer 10.0.0.2:7420 --token-file peer.token
 """
 DEFAULT_OUTPUT = Path("profile.json")
 _BUSY_SHARE = 0.5
@@ -60,6 +65,15 @@ def calibrate_command(
     commit_round: Annotated[
         bool, typer.Option("--commit-round", help="Start Ray for some seconds and measure the manager's commit round.")
     ] = False,
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            "--peer", metavar="HOST:PORT", help="A node that runs `morph calibrate-peer`: measure links to it."
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", help=f"With --peer: {TOKEN_HELP}", show_default=False)
+    ] = None,
     node_type: Annotated[
         str | None, typer.Option("--add-node-type", metavar="NAME", help="Add this machine's type to --profile.")
     ] = None,
@@ -75,8 +89,14 @@ def calibrate_command(
     from morph.cli.errors import places
     from morph.contract.profile import load_profile
 
-    others = {"--micro-batch": micro_batch, "--checkpoint-url": checkpoint_url, "--commit-round": commit_round}
+    others = {
+        "--micro-batch": micro_batch,
+        "--checkpoint-url": checkpoint_url,
+        "--commit-round": commit_round,
+        "--peer": peer,
+    }
     _check_options(node_type, profile, others)
+    other_node = _peer_address(peer, token_file)
     path = output or profile or DEFAULT_OUTPUT
     check_output(path)
     known = load_profile(profile) if profile is not None else None
@@ -95,6 +115,7 @@ def calibrate_command(
             num_samples=samples,
             device=device,
             checkpoint_url=checkpoint_url,
+            peer=other_node,
             progress=progress,
         )
         return _with_commit_round(found, samples) if commit_round else found
@@ -137,6 +158,20 @@ def _check_options(node_type: str | None, profile: Path | None, others: Mapping[
     for field, value in others.items():
         if value:
             refuse(field, "contradicts --add-node-type, which measures what the profile has", value, "one of the two")
+
+
+def _peer_address(peer: str | None, token_file: Path | None) -> PeerAddress | None:
+    from morph.contract.errors import ConfigError
+
+    if peer is None:
+        if token_file is not None:
+            raise ConfigError("means nothing without --peer", field="--token-file", value=str(token_file))
+        return None
+    from calibrate.token import TOKEN_VARIABLE, find_token
+    from calibrate.two_nodes import PeerAddress, parse_address
+
+    host, port = parse_address(peer, "--peer")
+    return PeerAddress(host, port, find_token(token_file, os.environ.get(TOKEN_VARIABLE)))
 
 
 def _with_commit_round(profile: Profile, num_samples: int) -> Profile:

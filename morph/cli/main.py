@@ -8,6 +8,7 @@ import typer
 
 from morph import __version__
 from morph.cli.calibrate import calibrate_command
+from morph.cli.calibrate_peer import calibrate_peer_command
 from morph.cli.cut import cut_command
 from morph.cli.demo import demo_command
 from morph.cli.errors import MorphGroup
@@ -59,6 +60,7 @@ def root(
 
 
 app.command("calibrate")(calibrate_command)
+app.command("calibrate-peer")(calibrate_peer_command)
 app.command("cut")(cut_command)
 app.add_typer(profile_app, name="profile")
 app.command("plan")(plan_command)

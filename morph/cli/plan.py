@@ -59,7 +59,7 @@ def plan_command(
         str | None, typer.Option("--node-type", help="Which of the node types in the profile. Default: the first.")
     ] = None,
     memory_gib: Annotated[
-        float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB. Default: no limit.")
+        float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB. Default: as in the profile.")
     ] = None,
     m: Annotated[
         int | None,

@@ -111,6 +111,9 @@ def fact_table(profile: Profile) -> Table:
         "global batch M, micro-batch m": f"{job.batch_size}, {m}",
         "accumulation": "exact" if profile.accumulator_bytes_per_parameter == 8 else "fast",
         "measured on": f"{place.device}, {place.num_cores} cores, {place.threads_per_worker} threads a worker",
+        "memory of one device": "not known"
+        if place.device_memory_bytes is None
+        else f"{place.device_memory_bytes / 2**30:.4g} GiB",
         "with": f"Python {place.python}, torch {place.torch}, {place.platform}",
         "at": place.created,
         "slower beside busy neighbours": contention_text(profile.contention),

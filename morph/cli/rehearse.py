@@ -45,6 +45,10 @@ def rehearse_command(
         int | None,
         typer.Option("--m", help="Micro-batch size. Default: the job's, else the smallest efficient one."),
     ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", help="Samples of a mini-batch, a multiple of m. Default: the job's."),
+    ] = None,
     schedule: Annotated[ScheduleName, typer.Option("--schedule", help="Order of the tasks.")] = ScheduleName.VARUNA,
     window_slope: Annotated[
         int | None,
@@ -88,6 +92,7 @@ def rehearse_command(
     \b
     Example:
       morph rehearse profile.json -P 9 -D 4 --hosts 36
+      morph rehearse configs/profiles/gpt2-8.3b.json -P 9 -D 4 --hosts 36 --batch-size 256
       morph rehearse profile.json -P 4 -D 2 --slow 2:1.3 --jitter-seed 1
     """
     from manager.rehearsal import RehearsalSpec, plan_rehearsal, rehearse, run_facts
@@ -102,6 +107,7 @@ def rehearse_command(
         "pipeline_depth": "-P",
         "num_replicas": "-D",
         "micro_batch_size": "job.micro_batch_size" if m is None else "--m",
+        "batch_size": "job.batch_size" if batch_size is None else "--batch-size",
         "time_scale": "--time-scale",
         "message_scale": "--message-scale",
         "state_scale": "--state-scale",
@@ -119,6 +125,7 @@ def rehearse_command(
                 schedule=schedule.value,
                 window_slope=window_slope,
                 micro_batch_size=m,
+                batch_size=batch_size,
                 time_scale=time_scale,
                 message_scale=message_scale,
                 state_scale=state_scale,

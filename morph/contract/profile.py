@@ -121,6 +121,10 @@ class Environment(Value):
     device: str = Field(description="cuda device name, or cpu model")
     num_cores: PositiveInt
     threads_per_worker: PositiveInt
+    device_memory_bytes: PositiveInt | None = Field(
+        default=None,
+        description="of one device; of a CPU, one core's share of the machine's memory; None: not known, no limit",
+    )
     created: str = Field(description="ISO 8601, UTC")
 
 

@@ -115,6 +115,7 @@ ENVIRONMENT = Environment(
     device="Tesla V100 16 GB, as published",
     num_cores=6,
     threads_per_worker=6,
+    device_memory_bytes=GPU_MEMORY_BYTES,
     created="1970-01-01T00:00:00Z",
 )
 """Nobody measured: the date says so too."""

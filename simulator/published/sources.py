@@ -66,6 +66,7 @@ def _environment() -> dict[str, str]:
         "environment.torch": _NOBODY,
         "environment.platform": "Varuna 7: spot VMs of type NC24_v3 (4-GPU) or NC6_v3 (1-GPU) in Azure",
         "environment.device": "Varuna 7: Nvidia Volta-100 GPU with 16GB memory",
+        "environment.device_memory_bytes": "Varuna 7: Nvidia Volta-100 GPU with 16GB memory",
         "environment.num_cores": "Varuna 7: 6 Xeon cores",
         "environment.threads_per_worker": "derived: one GPU per VM has all its cores",
         "environment.created": _NOBODY,

@@ -37,6 +37,21 @@ def test_the_best_shape_is_of_the_asked_number_of_gpus(answers: tuple[Answer, ..
     assert best_shape(answers, 36, "answered") in TABLE_3
 
 
+def test_a_message_longer_than_a_forward_sets_gpipe_back_as_published() -> None:
+    first, *predicted = published_questions.table_5_inferred()
+    assert (first.is_anchor, first.ratio) == (True, pytest.approx(1.0, abs=0.001))
+    assert 1.0 < published_questions.inferred_slowness() < published_questions.MUCH_SLOWER[-1]
+    for answer in predicted:
+        assert not answer.is_anchor
+        assert answer.ratio == pytest.approx(1.0, abs=0.03)
+
+
+def test_vms_of_four_gpus_reduce_over_shared_links() -> None:
+    one, four = published_questions.vm_sizes(shipped("gpt2-2.5b"))
+    assert (one.published, four.published) == (1.77, 1.81)
+    assert four.answered < one.answered
+
+
 def test_an_anchor_does_not_count_as_a_prediction() -> None:
     rows = [Answer("a", (1, 1), 1.0, 1.1), Answer("b", (1, 1), 1.0, 1.0, is_anchor=True), Answer("c", (1, 1), 2.0, 1.4)]
     assert mean_error(rows) == (pytest.approx(0.2), pytest.approx(0.3))
@@ -45,7 +60,7 @@ def test_an_anchor_does_not_count_as_a_prediction() -> None:
 def test_the_command_prints_every_table_beside_the_published_values(capsys: pytest.CaptureFixture[str]) -> None:
     published_questions.main()
     printed = capsys.readouterr().out
-    assert printed.count("anchor, no prediction") == 2
+    assert printed.count("anchor, no prediction") == 3
     assert printed.count("Table 3") == 2
     for value in ("164.3", "0.426", "35.9", "390"):
         assert value in printed

@@ -38,6 +38,9 @@ def spec_of(**fields: Any) -> RehearsalSpec:
         ({"num_stages": 12, "num_replicas": 16, "num_hosts": 200, "time_scale": 1e6}, ["time_scale", "mini-batch"]),
         ({"num_stages": 12, "num_replicas": 64, "num_hosts": 1000}, ["num_workers", "at most"]),
         ({"micro_batch_size": 3}, ["micro_batch_size", "got 3"]),
+        ({"batch_size": 0}, ["batch_size", "got 0", "1 or more"]),
+        ({"batch_size": 30}, ["batch_size", "no whole number of micro-batches", "got 30", "multiples of 4"]),
+        ({"batch_size": 8, "num_replicas": 3, "num_hosts": 9}, ["num_replicas", "got 3", "1 to 2"]),
         ({"time_scale": 0.0}, ["time_scale", "got 0.0", "above 0"]),
         ({"time_scale": float("nan")}, ["time_scale", "nan"]),
         ({"message_scale": 1.5}, ["message_scale", "at most 1"]),
@@ -51,6 +54,16 @@ def test_what_cannot_be_is_one_error_that_names_it(fields: dict[str, Any], parts
         plan_rehearsal(spec_of(**fields))
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_another_batch_changes_the_number_of_micro_batches_and_not_their_size() -> None:
+    full = plan_rehearsal(spec_of(micro_batch_size=None))
+    m = full.plan.micro_batch_size
+    small = plan_rehearsal(spec_of(micro_batch_size=None, batch_size=5 * m))
+    assert (small.plan.micro_batch_size, small.plan.num_micro_batches) == (m, 5)
+    assert small.profile.job.batch_size == 5 * m
+    assert full.plan.num_micro_batches * m == full.profile.job.batch_size == 64
+    assert small.simulation.expected.mini_batch_s < full.simulation.expected.mini_batch_s
 
 
 def test_a_good_spec_is_planned_and_simulated_at_its_scale() -> None:

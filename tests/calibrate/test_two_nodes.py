@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from calibrate import peer_node, two_nodes
+from calibrate.network import NetworkSpec
+from calibrate.peer_node import PeerNode
+from calibrate.session import call
+from calibrate.two_nodes import Hello, OtherNode, PeerAddress, own_hello, parse_address
+from morph.contract.errors import ClusterError, ConfigError, MorphError, WaitTimeout
+
+TOKEN = "a secret of both nodes"
+BOUND_S = 120.0
+SPEC = NetworkSpec(
+    message_sizes=(1000, 200_000),
+    reduced_sizes=(4096,),
+    ring_sizes=(2, 3),
+    in_flight=(1, 2),
+    element="int64",
+    most=7,
+)
+
+
+class Lent:
+    """A node that serves in a thread of this process."""
+
+    def __init__(self, node: PeerNode, said: list[str]) -> None:
+        self.address = PeerAddress("127.0.0.1", node.port, TOKEN)
+        self.said = said
+        self.errors: list[MorphError] = []
+
+
+@contextmanager
+def lent_node(wait_s: float = BOUND_S) -> Iterator[Lent]:
+    said: list[str] = []
+    with PeerNode("127.0.0.1", 0, TOKEN, said.append) as node:
+        lent = Lent(node, said)
+
+        def serve() -> None:
+            try:
+                node.serve(wait_s)
+            except MorphError as error:
+                lent.errors.append(error)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield lent
+        thread.join(BOUND_S)
+        assert not thread.is_alive()
+
+
+def test_links_and_rings_are_measured_with_another_node_after_strangers_were_turned_away() -> None:
+    with lent_node() as lent:
+        with socket.create_connection(("127.0.0.1", lent.address.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\n")
+        with pytest.raises(ConfigError, match="has another secret"):
+            OtherNode(replace(lent.address, token="a secret of somebody else"))
+        with OtherNode(lent.address) as other:
+            assert other.between == f"{socket.gethostname()} (127.0.0.1) and {socket.gethostname()} (127.0.0.1)"
+            found = other.measure(SPEC)
+    assert lent.errors == []
+    assert lent.said[0].endswith("is no message of `morph calibrate-peer`")
+    assert lent.said[1:] == [
+        "127.0.0.1: the caller does not know the secret",
+        "127.0.0.1 is here",
+        "measured with 127.0.0.1",
+    ]
+    for direction in (found.link.activation, found.link.gradient):
+        assert [entry.size_bytes for entry in direction] == [1000, 200_000]
+        assert all(0 < entry.time.median_s < 1 and entry.time.num_samples == 7 for entry in direction)
+    keys = {(entry.ring_size, entry.size_bytes, entry.in_flight) for entry in found.all_reduce}
+    assert keys == {(ring, 4096, count) for ring in (2, 3) for count in (1, 2)}
+    assert all(0 < entry.time.median_s < 1 and entry.time.num_samples == 7 for entry in found.all_reduce)
+    assert 0 < found.barrier.median_s < 1
+    assert psutil.Process(os.getpid()).children(recursive=True) == []
+
+
+def test_a_node_of_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = own_hello().model_copy(update={"torch": "1.0"})
+    monkeypatch.setattr(peer_node, "own_hello", lambda: old)
+    with lent_node(wait_s=1.0) as lent, pytest.raises(ClusterError, match=r"of another version: torch 1\.0 there, "):
+        OtherNode(lent.address)
+    assert "waited 1 s for another node to measure with" in str(lent.errors[0])
+
+
+def test_a_failure_on_the_other_node_is_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise ClusterError("no room for more processes")
+
+    monkeypatch.setattr(peer_node, "Crew", gone)
+    monkeypatch.setattr(two_nodes, "WAIT_S", 1.0)
+    with (
+        lent_node(wait_s=3.0) as lent,
+        OtherNode(lent.address) as other,
+        pytest.raises(ClusterError, match=r"the peer at 127\.0\.0\.1:\d+: no room for more processes"),
+    ):
+        other.measure(SPEC)
+    assert lent.said[-1] == "127.0.0.1: no room for more processes"
+    assert psutil.Process(os.getpid()).children(recursive=True) == []
+
+
+def test_what_is_out_of_bounds_is_not_measured_for_anyone() -> None:
+    with lent_node(wait_s=3.0) as lent, call("127.0.0.1", lent.address.port, TOKEN) as session:
+        session.send({"hello": own_hello().model_dump()})
+        assert Hello.model_validate(session.receive("hello", BOUND_S)["hello"]) == own_hello()
+        session.send({"measure": {"message_sizes": [1 << 40]}, "store_port": 1})
+        answer = session.receive("an answer", BOUND_S)
+    assert "message_sizes.0: Input should be less than or equal to 1073741824" in answer["failed"]
+
+
+def test_a_node_that_nobody_calls_gives_up() -> None:
+    with PeerNode("127.0.0.1", 0, TOKEN, print) as node, pytest.raises(WaitTimeout, match=r"waited 0\.05 s for"):
+        node.serve(0.05)
+
+
+def test_an_address_that_cannot_be_listened_on_is_named() -> None:
+    with (
+        PeerNode("127.0.0.1", 0, TOKEN, print) as node,
+        pytest.raises(ConfigError, match=rf"--listen: cannot be listened on: .*127\.0\.0\.1:{node.port}"),
+    ):
+        PeerNode("127.0.0.1", node.port, TOKEN, print)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("10.0.0.2:7420", ("10.0.0.2", 7420)), ("[fe80::1]:80", ("fe80::1", 80)), ("a.b:0", ("a.b", 0))],
+)
+def test_addresses_are_host_and_port(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text, "--peer") == address
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:port", "host:70000", "host:-1"])
+def test_other_addresses_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--peer: is no address .*; allowed: HOST:PORT"):
+        parse_address(text, "--peer")
