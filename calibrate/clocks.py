@@ -84,4 +84,23 @@ def devices_of(kind: str) -> tuple[torch.device, ...]:
         return (torch.device("cpu"),)
     if kind == "cuda" and torch.cuda.is_available():
         return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    raise JobError("this machine has no such device", field="device", value=kind, allowed="cpu")
+    allowed = "cpu, cuda" if torch.cuda.is_available() else "cpu"
+    raise JobError("this machine has no such device", field="device", value=kind, allowed=allowed)
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU this process's own, so that nothing that asks for no device opens a context on another one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def finish_work(device: torch.device) -> None:
+    """Block until a device has done all that was asked of it: a copy to a GPU may return before it is made."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Return what the allocator keeps for later: what was measured for one m is no use for the next."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

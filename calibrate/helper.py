@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from calibrate.bench import Bench
-from calibrate.clocks import clock_of
+from calibrate.clocks import clock_of, give_back_memory
 from calibrate.helper_end import Line, serve
 from calibrate.samples import Sampling
 from calibrate.sections import measure_benches
@@ -45,9 +45,11 @@ def _work(line: Line) -> None:
 
 def _measure(subject: Subject, message: dict[str, Any]) -> dict[str, Any]:
     model = subject.cut(message["micro_batch_size"])
-    benches = subject.benches(model, message["signatures"])
     sampling = Sampling(budget_s=message["budget_s"], most=message["most"])
+    benches = subject.benches(model, message["signatures"])
     found = measure_benches(benches, model.micro_batch_size, clock_of(subject.device), sampling)
+    del benches
+    give_back_memory(subject.device)
     return {signature: measured.model_dump(mode="json") for signature, measured in found.items()}
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from calibrate.bench import one_of_each
-from calibrate.clocks import clock_of
+from calibrate.clocks import clock_of, give_back_memory
 from calibrate.crew import Crew
 from calibrate.samples import Sampling
 from calibrate.sections import SectionMeasurement, measure_benches
@@ -62,8 +62,11 @@ class InThisProcess:
 
     def measure(self, model: CutModel, sampling: Sampling) -> Measured:
         """See ``Meter.measure``."""
-        benches = self._subject.benches(model)
-        return measure_benches(benches, model.micro_batch_size, clock_of(self._subject.device), sampling)
+        device = self._subject.device
+        try:
+            return measure_benches(self._subject.benches(model), model.micro_batch_size, clock_of(device), sampling)
+        finally:
+            give_back_memory(device)
 
 
 class SideBySide:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from calibrate.clocks import finish_work, use_device
 from calibrate.helper_end import Line, serve
 from calibrate.samples import Sampling
 from morph.cutting import BoundaryTensor
@@ -63,6 +64,7 @@ class Peer:
         self._interrupt = Interrupt(0)
         self._element = _ELEMENTS[spec.element]
         self._device = torch.device(spec.device)
+        use_device(self._device)
         self._store = connect_store(spec.host, spec.port)
         self._store.set_timeout(timedelta(seconds=_TIMEOUT_S))
         self._sampling = Sampling(budget_s=spec.budget_s, most=spec.most)
@@ -199,12 +201,14 @@ class _Messages:
         return int(payload[0])
 
     def _send(self, sender: Sender, payload: torch.Tensor) -> None:
+        finish_work(self._device)
         self._sent.append(time.monotonic_ns())
         sender.send((payload,))
 
     def _receive(self, receiver: Receiver, number: int) -> torch.Tensor:
         self._interrupt.wait_for(lambda: receiver.arrived() >= number, "a message to arrive", _TIMEOUT_S)
         (arrived,) = receiver.take()
+        finish_work(self._device)
         self._received.append(time.monotonic_ns())
         return arrived
 

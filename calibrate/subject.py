@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from calibrate.bench import Bench, make_bench, one_of_each
+from calibrate.clocks import use_device
 from morph.cutting import CutModel, ExportedJob, cut, export_job
 from morph.data import MicroBatchLoader
 from morph.job import Job, MapDataset, load_job
@@ -49,6 +50,7 @@ def load_subject(job_path: str, device: torch.device, num_sections: int | None =
     Raises:
         JobError, ExportError: the job cannot be measured.
     """
+    use_device(device)
     job = load_job(job_path)
     return Subject(
         job_path=job_path,
