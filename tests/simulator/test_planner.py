@@ -181,3 +181,16 @@ def test_windows_that_memory_forbids_are_named() -> None:
     choice = plan(profile, num_gpus=4, memory_bytes=limit, pipeline_depth=4)
     assert choice.best.stages[0].window == narrow.plan.stages[0].window
     assert "windows as steep as the links want do not fit" in choice.best_simulation.explanation
+
+
+def test_without_a_limit_the_devices_own_memory_is_the_limit() -> None:
+    profile = _profile()
+    needed = plan(profile, num_gpus=1).best.expected.peak_memory_bytes
+    environment = profile.environment.model_copy(update={"device_memory_bytes": needed - 1})
+    known = profile.model_copy(update={"environment": environment})
+    known_choice, limited = plan(known, num_gpus=6), plan(profile, num_gpus=6, memory_bytes=needed - 1)
+    assert [known_choice.best, *known_choice.runners_up] == [limited.best, *limited.runners_up]
+    assert 1 not in plan_table(known, 6)
+    assert 1 in plan_table(known, 6, memory_bytes=needed)
+    with pytest.raises(PlanError, match="at least 2 GPUs"):
+        plan(known, num_gpus=1)
