@@ -1,0 +1,117 @@
+"""One HTTP exchange over the standard library: no proxies, no redirects, and a bound on the whole of it.
+
+A cloud's metadata service must be asked without a proxy, and a redirect from it is no answer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from urllib.parse import urlsplit
+
+from morph.contract.errors import MorphError
+
+MAX_BODY_BYTES = 4 * 1024 * 1024
+CHUNK_BYTES = 65536
+
+
+class HttpFailed(MorphError):
+    """No whole answer came: refused, dropped, too slow or too long."""
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    """Status, headers with lower-case names, and the body."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        """The body as text; bytes that are no UTF-8 are replaced."""
+        return self.body.decode("utf-8", errors="replace")
+
+    @property
+    def date_s(self) -> float | None:
+        """When the server says that it answered, seconds since 1970; None when it does not."""
+        return http_date_s(self.headers.get("date", ""))
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """How long the server asks to wait; None when it does not."""
+        text = self.headers.get("retry-after", "").strip()
+        if text.isdigit():
+            return float(text)
+        at_s = http_date_s(text)
+        return None if at_s is None else max(0.0, at_s - (self.date_s or time.time()))
+
+
+def http_date_s(text: str) -> float | None:
+    """Read a date such as ``Mon, 19 Sep 2016 18:29:47 GMT``; None when it is none."""
+    try:
+        return parsedate_to_datetime(text).timestamp() if text else None
+    except ValueError:
+        return None
+
+
+def fetch(
+    url: str,
+    *,
+    timeout_s: float,
+    method: str = "GET",
+    headers: Mapping[str, str] | None = None,
+    body: bytes | None = None,
+) -> HttpAnswer:
+    """Make one request; blocks for at most about ``timeout_s``.
+
+    Raises:
+        HttpFailed: when no whole answer comes in time. Any status is an answer.
+    """
+    parts = urlsplit(url)
+    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    assert parts.hostname is not None
+    assert parts.scheme in kinds, url
+    until_s = time.monotonic() + timeout_s
+    connection = kinds[parts.scheme](parts.hostname, parts.port, timeout=timeout_s)
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    try:
+        connection.request(method, target, body=body, headers=dict(headers or {}))
+        sock = connection.sock  # the connection forgets it once the answer says that it closes
+        _bound(sock, until_s)
+        response = connection.getresponse()
+        received = bytearray()
+        while True:
+            _bound(sock, until_s)
+            chunk = response.read1(CHUNK_BYTES)
+            if not chunk:
+                break
+            received += chunk
+            if len(received) > MAX_BODY_BYTES:
+                raise HttpFailed(f"{_where(url)}: the answer is longer than {MAX_BODY_BYTES} bytes")
+        if response.length:
+            raise HttpFailed(f"{_where(url)}: the answer ends {response.length} bytes early")
+        found = {key.lower(): value for key, value in response.getheaders()}
+        return HttpAnswer(response.status, found, bytes(received))
+    except TimeoutError as error:
+        raise HttpFailed(f"{_where(url)}: no answer within {timeout_s:g} s") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise HttpFailed(f"{_where(url)}: {type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+
+
+def _bound(sock: socket.socket, until_s: float) -> None:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    if sock.fileno() >= 0:  # else the whole answer is here
+        sock.settimeout(left_s)
+
+
+def _where(url: str) -> str:
+    return url.split("?", 1)[0]

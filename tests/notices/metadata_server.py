@@ -1,0 +1,124 @@
+"""A metadata service on loopback: real HTTP, replies from a script, every request kept."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+HANG_BOUND_S = 30.0
+
+
+@dataclass
+class Reply:
+    """One reply. ``wait``: it is held back until the event is set. ``drop``: the connection is closed instead.
+
+    ``short``: the body ends before its length. ``drip``: one byte each tenth of a second, for ever.
+    """
+
+    status: int = 200
+    body: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    wait: threading.Event | None = None
+    drop: bool = False
+    short: bool = False
+    drip: bool = False
+
+
+@dataclass
+class Asked:
+    """One request that came."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+def json_reply(document: object, **fields: Any) -> Reply:
+    return Reply(body=json.dumps(document), **fields)
+
+
+class MetadataServer:
+    """Replies by (method, path without query); the last one of a script is given again and again."""
+
+    def __init__(self) -> None:
+        self.scripts: dict[tuple[str, str], list[Reply]] = {}
+        self.asked: list[Asked] = []
+        self.over = threading.Event()
+        self.date = ""  # what the Date header says, if not this machine's time
+        self.lock = threading.Lock()
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                service.serve(self)
+
+            do_PUT = do_POST = do_GET  # noqa: N815
+
+            def date_time_string(self, timestamp: float | None = None) -> str:
+                return service.date or super().date_time_string(timestamp)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def script(self, method: str, path: str, *replies: Reply) -> None:
+        with self.lock:
+            self.scripts[method, path.split("?")[0]] = list(replies)
+
+    def serve(self, handler: BaseHTTPRequestHandler) -> None:
+        body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        headers = {name.lower(): value for name, value in handler.headers.items()}
+        with self.lock:
+            self.asked.append(Asked(handler.command, handler.path, headers, body))
+            replies = self.scripts.get((handler.command, handler.path.split("?")[0]), [Reply(status=404)])
+            reply = replies.pop(0) if len(replies) > 1 else replies[0]
+        if reply.wait is not None:
+            reply.wait.wait(HANG_BOUND_S)
+        if reply.drop:
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            handler.close_connection = True
+            return
+        handler.send_response(reply.status)
+        data = reply.body.encode()
+        extra = 100 if reply.short or reply.drip else 0
+        for name, value in {"Content-Length": str(len(data) + extra), **reply.headers}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(data)
+        handler.close_connection = reply.short or reply.drip
+        while reply.drip and not self.over.wait(0.1):
+            try:
+                handler.wfile.write(b" ")
+            except OSError:
+                return
+
+
+@contextmanager
+def served() -> Iterator[MetadataServer]:
+    server = MetadataServer()
+    thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.over.set()
+        with server.lock:
+            for replies in server.scripts.values():
+                for reply in replies:
+                    if reply.wait is not None:
+                        reply.wait.set()
+        server.http.shutdown()
+        thread.join(10)
+        server.http.server_close()

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from email.utils import formatdate
+
+import pytest
+
+from manager.notices.azure import EVENTS_PATH, NAME_PATH, AzureNotices
+from manager.notices.source import NoticeUnavailable
+from manager.notices.watch import NoticeWatch
+from tests.notices.metadata_server import MetadataServer, Reply, json_reply
+from tests.notices.test_contract import preempt
+
+
+def source(server: MetadataServer, first_timeout_s: float = 10.0) -> AzureNotices:
+    server.script("GET", NAME_PATH, Reply(body="vm_3\n"))
+    return AzureNotices(server.url, first_timeout_s=first_timeout_s, timeout_s=0.3)
+
+
+def document(incarnation: int, *events: dict[str, object]) -> Reply:
+    return json_reply({"DocumentIncarnation": incarnation, "Events": list(events)})
+
+
+def test_the_first_call_may_take_long_and_later_ones_may_not(metadata: MetadataServer) -> None:
+    azure, held = source(metadata), threading.Event()
+    metadata.script("GET", EVENTS_PATH, Reply(body='{"DocumentIncarnation": 1, "Events": []}', wait=held))
+    threading.Timer(0.8, held.set).start()
+    assert azure.standing() == ()
+    metadata.script("GET", EVENTS_PATH, Reply(wait=threading.Event()))
+    begin_s = time.monotonic()
+    with pytest.raises(NoticeUnavailable, match=r"no answer within 0\.3 s"):
+        azure.standing()
+    assert time.monotonic() - begin_s < 5
+
+
+def test_every_request_carries_the_metadata_header_and_the_version(metadata: MetadataServer) -> None:
+    azure = source(metadata)
+    metadata.script("GET", EVENTS_PATH, document(1, preempt()))
+    metadata.script("POST", EVENTS_PATH, Reply())
+    azure.standing()
+    azure.acknowledge("E-1")
+    assert len(metadata.asked) == 3
+    assert all(asked.headers["metadata"] == "true" and "api-version=20" in asked.path for asked in metadata.asked)
+    assert json.loads(metadata.asked[-1].body) == {"StartRequests": [{"EventId": "E-1"}]}
+
+
+def test_events_of_other_vms_and_other_kinds_are_passed_over(metadata: MetadataServer) -> None:
+    azure = source(metadata)
+    other, reboot = preempt("E-2", Resources=["vm_4"]), preempt("E-3", EventType="Reboot")
+    metadata.script("GET", EVENTS_PATH, document(1, other, reboot, preempt("E-4", Resources=["vm_4", "vm_3"])))
+    assert [standing.notice for standing in azure.standing()] == ["E-4"]
+
+
+def test_the_lead_is_read_from_the_services_own_clock(metadata: MetadataServer) -> None:
+    azure = source(metadata)
+    far_s = time.time() - 86400  # its clock is a day behind this one
+    event = preempt(NotBefore=formatdate(far_s + 30, usegmt=True))
+    metadata.script("GET", EVENTS_PATH, document(1, event))
+    assert azure.standing()[0].lead_s == 0.0
+    metadata.date = formatdate(far_s, usegmt=True)
+    assert azure.standing()[0].lead_s == pytest.approx(30.0, abs=1.0)
+
+
+def test_an_event_that_has_started_leaves_no_time(metadata: MetadataServer) -> None:
+    azure = source(metadata)
+    metadata.script("GET", EVENTS_PATH, document(1, preempt(EventStatus="Started", NotBefore="")))
+    assert azure.standing()[0].lead_s == 0.0
+
+
+def test_an_unchanged_document_is_not_read_again(metadata: MetadataServer) -> None:
+    azure = source(metadata)
+    metadata.script("GET", EVENTS_PATH, document(5, preempt()), document(5), document(6))
+    assert [len(azure.standing()) for _ in range(3)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("events", ["none", [1], {"a": 1}])
+def test_a_document_of_another_shape_is_an_error(metadata: MetadataServer, events: object) -> None:
+    azure = source(metadata)
+    metadata.script("GET", EVENTS_PATH, json_reply({"DocumentIncarnation": 1, "Events": events}))
+    with pytest.raises(NoticeUnavailable, match="Events is no list"):
+        azure.standing()
+
+
+def test_a_refused_acknowledgement_is_tried_again(metadata: MetadataServer) -> None:
+    azure = source(metadata)
+    metadata.script("GET", EVENTS_PATH, document(1, preempt()))
+    metadata.script("POST", EVENTS_PATH, Reply(status=429), Reply(status=500), Reply())
+    watch = NoticeWatch(azure, lambda _told: None)
+    watch.poll()
+    watch.left("E-1")
+    for _ in range(5):
+        watch.poll()
+    assert sum(asked.method == "POST" for asked in metadata.asked) == 3
