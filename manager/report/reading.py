@@ -9,14 +9,16 @@ from pathlib import Path
 from manager.controller.actions import EndWorker, Finish, SendCommit, SendStep
 from manager.controller.config import ControllerConfig
 from manager.controller.events import EVENT, Event, ManifestWritten, NodeAppeared, WorkerAnswered, WorkerLost
+from manager.controller.reasons import ReasonCode
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
+from manager.report.accounting import Ledger
 from manager.report.means import EvaluationReader, mean_loss, mean_metrics
 from manager.report.morphs import MorphReader
 from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import RunDirError
-from morph.contract.messages import Committed, Prepared, Reshaped
+from morph.contract.messages import Committed, Prepared, Reshaped, WorkerReady
 
 
 def read_report(run_dir: Path) -> RunReport:
@@ -63,12 +65,15 @@ class _Reader:
     living: set[str] = field(default_factory=set)
     vms: list[VmCount] = field(default_factory=list)
     morphs: MorphReader = field(default_factory=MorphReader)
+    ledger: Ledger = field(default_factory=Ledger)
 
     def take(self, entry: Entry) -> None:
         """Read one line."""
         if not self.num_sessions:
             self.start_s = entry.time_s
         before_s, self.end_s = self.end_s, max(self.end_s, entry.time_s)
+        if entry.kind != "config":
+            self.ledger.advance(entry.time_s)
         match entry.kind:
             case "config":
                 self._close_shape(before_s)
@@ -105,6 +110,7 @@ class _Reader:
             morphs=self.morphs.all(),
             steps=tuple(self.steps),
             evaluations=self.evaluations.all(),
+            account=self.ledger.account(),
             vms=tuple(self.vms),
         )
 
@@ -114,6 +120,7 @@ class _Reader:
         self._set_back(config.initial_version)
         self.checkpoint_version = config.initial_checkpoint.version if config.initial_checkpoint else None
         self.living.clear()
+        self.ledger.begin_session(time_s)
         self.prepared.clear()
         self._count_vms(time_s)
 
@@ -127,15 +134,19 @@ class _Reader:
                 self.evaluations.take(committed.evaluation)
             case WorkerAnswered(answer=Reshaped() as reshaped):
                 self.morphs.reshaped(reshaped)
+            case WorkerAnswered(answer=WorkerReady()):
+                self.ledger.ready(event.worker)
             case NodeAppeared(node=node):
                 self.living.add(node)
+                self.ledger.appeared(node)
             case WorkerLost(worker=worker):
-                self.living.discard(worker)
+                self._gone(worker)
             case ManifestWritten(version=version):
                 self.checkpoint_version = max(version, self.checkpoint_version or 0)
+                self.ledger.saved(self.checkpoint_version)
         for action in record.actions:
             if isinstance(action, EndWorker):
-                self.living.discard(action.worker)
+                self._gone(action.worker)
             elif isinstance(action, Finish):
                 self.finish = action
         self._count_vms(time_s)
@@ -146,11 +157,20 @@ class _Reader:
         self.morphs.decided(config, event, record, self.version, time_s)
         self._set_back(record.version)
         self._orders(record, time_s)
+        overflowed = record.reason.code is ReasonCode.OVERFLOW_RETRY
+        self.ledger.follow(record.phase, record.version, overflowed=overflowed)
+        if self.finish is not None:
+            self.ledger.gone(list(self.ledger.appeared_ns))
+
+    def _gone(self, worker: str) -> None:
+        self.living.discard(worker)
+        self.ledger.gone([worker])
 
     def _orders(self, record: DecisionRecord, time_s: float) -> None:
         order = record.reshape
         if order is not None:
             self._close_shape(time_s)
+            self.ledger.formed([slot.worker for slot in order.slots])
             plan = order.plan
             self.shapes.append(
                 ShapeSpan(
@@ -174,6 +194,7 @@ class _Reader:
 
     def _step_decided(self, last: Prepared, facts: Decided | None, time_s: float) -> None:
         answers = list(self.prepared.get((last.generation, last.step, last.attempt), {}).values())
+        self.ledger.decided(last.step, answers)
         losses = [loss for answer in answers for loss in answer.losses]
         self.steps.append(
             StepRecord(

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from manager.report.accounting import Account
 from morph.contract.base import Value
 from morph.contract.messages import WorkerId
 
@@ -123,6 +124,7 @@ class RunReport(Value):
     morphs: tuple[MorphRecord, ...]
     steps: tuple[StepRecord, ...]
     evaluations: tuple[EvaluationRecord, ...] = ()
+    account: Account
     vms: tuple[VmCount, ...]
 
     @property

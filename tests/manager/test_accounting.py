@@ -1,0 +1,51 @@
+"""Every node-second of a run is accounted for, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from journalled_history import JournalledCluster
+from random_history import random_faults
+from simulated_cluster import TIMES, Faults
+
+from manager.controller.events import NodeAppeared, WorkerAnswered, WorkerLost
+from manager.report.accounting import Account, Part
+from manager.report.reading import read_report
+from morph.contract.messages import WorkerReady
+
+COMPUTE_S = TIMES.forward_s + TIMES.recompute_s + TIMES.backward_s
+
+
+def account_of(run_dir: Path, faults: Faults, num_nodes: int, seed: int = 0, **fields: object) -> Account:
+    """Play a journalled run to its end and read its account."""
+    cluster = JournalledCluster(seed, run_dir, faults, expected_nodes=num_nodes, **fields)
+    cluster.run(num_nodes)
+    cluster.journal.close()
+    return read_report(run_dir).account
+
+
+def test_an_undisturbed_run_computes_waits_within_steps_and_warms_up(tmp_path: Path) -> None:
+    account = account_of(tmp_path, Faults(), 4)
+    assert account.part_s(Part.COMPUTE) == pytest.approx(12 * 4 * COMPUTE_S)
+    assert account.parts_ns[Part.LOST] == account.parts_ns[Part.SPARE] == 0
+    assert account.parts_ns[Part.WARMING] > 0
+    assert account.parts_ns[Part.CHECKPOINT] > 0
+    assert sum(account.parts_ns.values()) == account.total_ns
+
+
+def test_a_killed_step_is_lost_and_the_change_of_shape_is_no_bubble(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    account = account_of(tmp_path, Faults(deaths_after_s=((6.0, 1),)), 6)
+    calm = account_of(tmp_path / "calm", Faults(), 6)
+    assert account.parts_ns[Part.LOST] > 0
+    assert account.parts_ns[Part.MORPH] > calm.parts_ns[Part.MORPH]
+    assert account.parts_ns[Part.SPARE] > 0, "one of five has no place in 2x2"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_parts_add_up_to_the_nodes_lives_in_any_history(tmp_path: Path, seed: int) -> None:
+    faults, num_nodes, _ = random_faults(seed)
+    account = account_of(tmp_path, faults, num_nodes, seed)
+    assert sum(account.parts_ns.values()) == account.total_ns, f"seed {seed}: {account}"
+    assert min(account.parts_ns.values()) >= 0
