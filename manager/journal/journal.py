@@ -86,8 +86,8 @@ class Journal:
         record = DecisionRecord.of(decision)
         self._write([(time_s, "event", event.model_dump_json()), (time_s, "decision", record.model_dump_json())])
 
-    def read(self) -> tuple[Entry, ...]:
-        """Return every line in the order written.
+    def read(self, after: int = 0) -> tuple[Entry, ...]:
+        """Return every line behind this sequence number, in the order written.
 
         Raises:
             RunDirError: the file cannot be read.
@@ -95,7 +95,8 @@ class Journal:
         try:
             with self._lock:
                 rows = self._connection.execute(
-                    "SELECT sequence, time_s, kind, payload_json FROM entries ORDER BY sequence"
+                    "SELECT sequence, time_s, kind, payload_json FROM entries WHERE sequence > ? ORDER BY sequence",
+                    (after,),
                 ).fetchall()
         except sqlite3.Error as error:
             raise RunDirError(f"the journal cannot be read: {error}", source=str(self._path)) from error

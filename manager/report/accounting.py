@@ -147,7 +147,7 @@ class Ledger:
         self.open_ns = 0
 
     def follow(self, phase: Phase, version: int, *, overflowed: bool) -> None:
-        """Take in where a decision leads: a step that is left undecided is lost, and so are steps from ``version`` on."""
+        """Take in where a decision leads: a step left undecided is lost, and so are steps from ``version`` on."""
         if overflowed or phase is not Phase.TRAINING:
             self._give_up_step()
         for step in [step for step in self.settled_ns if step >= version]:

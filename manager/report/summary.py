@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+from manager.report.accounting import Account, Part
 from manager.report.values import RunReport
 
 
@@ -20,6 +21,8 @@ def summarise(report: RunReport) -> str:
         first, last = min(report.losses), max(report.losses)
         lines.append(f"loss: {report.losses[first]:.4f} at step {first}, {report.losses[last]:.4f} at step {last}")
     lines += _training_lines(report)
+    if report.account.total_ns:
+        lines.append(_account_line(report.account))
     for shape in report.shapes:
         if shape.num_steps:
             expected_ms, measured_ms = shape.expected_mini_batch_s * 1e3, (shape.measured_mini_batch_s or 0) * 1e3
@@ -42,6 +45,11 @@ def summarise(report: RunReport) -> str:
             f"{pause}, {morph.steps_redone} steps redone, state: {came_from}; {morph.cause}"
         )
     return "\n".join(lines)
+
+
+def _account_line(account: Account) -> str:
+    shares = ", ".join(f"{part} {account.share(part):.1%}" for part in Part if account.share(part) >= 0.0005)
+    return f"node-time: {account.total_s:.1f} s: {shares}"
 
 
 def _training_lines(report: RunReport) -> list[str]:

@@ -12,14 +12,17 @@ from morph.cli.calibrate_peer import calibrate_peer_command
 from morph.cli.cut import cut_command
 from morph.cli.demo import demo_command
 from morph.cli.errors import MorphGroup
+from morph.cli.events import events_command
 from morph.cli.export import export_command
 from morph.cli.import_ import import_command
 from morph.cli.plan import plan_command
 from morph.cli.profile import profile_app
 from morph.cli.rehearse import rehearse_command
+from morph.cli.report import report_command
 from morph.cli.run import run_command
 from morph.cli.simulate import simulate_command
 from morph.cli.status import status_command
+from morph.cli.stop import stop_command
 from morph.cli.timeline import timeline_command
 from morph.cli.trace_deps import trace_deps_command
 
@@ -68,6 +71,9 @@ app.command("simulate")(simulate_command)
 app.command("rehearse")(rehearse_command)
 app.command("run")(run_command)
 app.command("status")(status_command)
+app.command("events")(events_command)
+app.command("report")(report_command)
+app.command("stop")(stop_command)
 app.command("timeline")(timeline_command)
 app.command("export")(export_command)
 app.command("import")(import_command)

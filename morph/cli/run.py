@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import redirect_stdout
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
     from morph.contract.plan import Schedule
     from morph.contract.profile import Profile
     from morph.contract.trace import Trace
+
+
+class LogFormat(StrEnum):
+    """How a run is told while it goes on."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 def run_command(
@@ -46,6 +55,9 @@ def run_command(
         bool, typer.Option("--no-recompute", help="Keep activations instead of running forwards again: more memory.")
     ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines even in a terminal.")] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option("--log-format", help="text, or one JSON object a line on standard output.")
+    ] = LogFormat.TEXT,
 ) -> None:
     """Train a job on VMs that come and go, re-shaping it as they do.
 
@@ -88,13 +100,15 @@ def run_command(
                 recompute=not no_recompute,
                 schedule=schedule.value,
                 timeline_step=timeline_step,
+                as_json=log_format is LogFormat.JSON,
             )
     except KeyboardInterrupt:
         print("the same command goes on from the newest checkpoint", file=sys.stderr)
         raise
-    _conclude(finish, report, directory)
-    if timeline_step is not None:
-        _write_timeline(directory, timeline_step)
+    with redirect_stdout(sys.stderr if log_format is LogFormat.JSON else sys.stdout):
+        _conclude(finish, report, directory)
+        if timeline_step is not None:
+            _write_timeline(directory, timeline_step)
     if finish.outcome == "failed":
         raise TrainingStopped(finish.sentence)
     raise typer.Exit(EXIT_INTERRUPTED if finish.outcome == "stopped" else 0)
@@ -114,6 +128,7 @@ def managed_run(
     recompute: bool = True,
     schedule: Schedule = "varuna",
     timeline_step: int | None = None,
+    as_json: bool = False,
 ) -> tuple[Finish, RunReport]:
     """Check everything, then run a job on local VMs to its end, showing it live; returns the end and the report.
 
@@ -165,7 +180,11 @@ def managed_run(
             patient_trace=stop_with_trace,
         )
         with run_view(
-            profile.job.name, None if stop_with_trace else steps, profile.job.batch_size, plain=plain
+            profile.job.name,
+            None if stop_with_trace else steps,
+            profile.job.batch_size,
+            plain=plain,
+            as_json=as_json,
         ) as observer:
             finish = run_session(spec, opened, observer)
         return finish, read_report(opened.path)

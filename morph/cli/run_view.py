@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import deque
@@ -108,9 +109,14 @@ class LiveState:
 
 
 @contextmanager
-def run_view(job: str, num_steps: int | None, batch_size: int, *, plain: bool) -> Iterator[Observer]:
+def run_view(
+    job: str, num_steps: int | None, batch_size: int, *, plain: bool, as_json: bool = False
+) -> Iterator[Observer]:
     """Show a run while the block runs; yields the driver's observer. ``num_steps``: None when open-ended."""
     state = LiveState(job, num_steps, batch_size)
+    if as_json:
+        yield _json_observer(state)
+        return
     if plain or not sys.stdout.isatty():
         yield _plain_observer(state)
         return
@@ -137,6 +143,32 @@ def _plain_observer(state: LiveState) -> Observer:
         if observed.time_s - told_s >= PLAIN_EVERY_S:
             told_s = observed.time_s
             print(f"{observed.time_s - state.start_s:7.1f} s  {state.headline}", flush=True)
+
+    return observe
+
+
+def _json_observer(state: LiveState) -> Observer:
+    """One JSON object a line: everything worth telling, and every decided step."""
+
+    def observe(observed: Observed) -> None:
+        before = state.version
+        told = state.take(observed) is not None
+        if not told and state.version == before:
+            return
+        reason = observed.decision.reason
+        line = {
+            "time_s": observed.time_s,
+            "code": reason.code.value,
+            "sentence": reason.sentence,
+            "phase": state.phase,
+            "shape": None if state.shape == "-" else state.shape,
+            "generation": observed.decision.state.generation,
+            "version": state.version,
+            "num_nodes": len(state.workers),
+            "loss": state.loss,
+            "examples_per_s": state.examples_per_s,
+        }
+        print(json.dumps(line), flush=True)
 
     return observe
 

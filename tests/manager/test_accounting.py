@@ -9,10 +9,8 @@ from journalled_history import JournalledCluster
 from random_history import random_faults
 from simulated_cluster import TIMES, Faults
 
-from manager.controller.events import NodeAppeared, WorkerAnswered, WorkerLost
 from manager.report.accounting import Account, Part
 from manager.report.reading import read_report
-from morph.contract.messages import WorkerReady
 
 COMPUTE_S = TIMES.forward_s + TIMES.recompute_s + TIMES.backward_s
 

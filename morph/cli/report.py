@@ -1,0 +1,66 @@
+"""``morph report``: one HTML page about a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from morph.cli.report_page import Prices
+
+PriceOption = Annotated[
+    float | None, typer.Option("--price", min=0, help="Dollars per VM and hour that are paid.", show_default=False)
+]
+OnDemandOption = Annotated[
+    float | None,
+    typer.Option("--on-demand-price", min=0, help="What such a VM costs on demand, to compare.", show_default=False),
+]
+
+
+def report_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Default: report.html in the run's directory.")
+    ] = None,
+    price: PriceOption = None,
+    on_demand_price: OnDemandOption = None,
+) -> None:
+    """Write one self-contained HTML page about a run: where its time and money went, its shapes, its morphs.
+
+    \b
+    Example:
+      morph report runs/tiny --price 0.9 --on-demand-price 3.06
+    """
+    from manager.report.reading import read_report
+    from manager.run_dir import read_facts
+    from morph.cli.checks import check_output
+    from morph.cli.report_page import report_page
+    from morph.contract.errors import RunDirError
+
+    prices = prices_of(price, on_demand_price)
+    read_facts(run_dir)
+    path = output or run_dir / "report.html"
+    check_output(path, RunDirError)
+    page = report_page(read_report(run_dir), prices)
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(page, encoding="utf-8")
+    temporary.replace(path)
+    print(f"report: {path}")
+
+
+def prices_of(price: float | None, on_demand_price: float | None) -> Prices | None:
+    """Return the prices given, None for none.
+
+    Raises:
+        InputError: a price to compare with, and none that is paid.
+    """
+    from morph.cli.report_page import Prices
+    from morph.contract.errors import InputError
+
+    if price is None:
+        if on_demand_price is not None:
+            raise InputError("is not given", field="--price", allowed="dollars per VM and hour, with --on-demand-price")
+        return None
+    return Prices(price, on_demand_price)

@@ -1,0 +1,130 @@
+"""``morph report`` and ``morph events`` on the journal of a run with losses."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from journalled_history import JournalledCluster
+from simulated_cluster import Faults
+from typer.testing import CliRunner
+
+from manager.journal.journal import FILE_NAME
+from manager.report.accounting import Account, Part
+from manager.report.reading import read_report
+from manager.run_dir import RunFacts
+from morph.cli.main import app
+from morph.cli.report_page import Prices, report_page
+
+FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
+
+
+class Page(HTMLParser):
+    """Collects a page's text by table cell, and every address in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.rows: list[list[str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action")]
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th") and self.rows:
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "table":
+            self.rows.append([])
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data.strip()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which a VM was killed."""
+    directory = tmp_path_factory.mktemp("run")
+    cluster = JournalledCluster(0, directory, Faults(deaths_after_s=((6.0, 1),)), expected_nodes=6)
+    assert cluster.run(6).outcome == "finished"
+    cluster.journal.close()
+    (directory / "run.json").write_text(FACTS.model_dump_json())
+    assert (directory / FILE_NAME).exists()
+    return directory
+
+
+def test_the_page_needs_nothing_from_outside_and_its_parts_add_up(run_dir: Path, tmp_path: Path) -> None:
+    output = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["report", str(run_dir), "-o", str(output), "--price", "3.6"])
+    assert done.exit_code == 0, done.output
+    text = output.read_text()
+    page = Page(text)
+    assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
+    assert not re.search(r"https?://", text)
+    assert "<script" not in text
+    rows = {row[1]: row for row in page.rows if len(row) == 6 and row[1] in [*Part, "all"]}
+    assert set(rows) == {*(part.value for part in Part), "all"}
+    seconds = [float(rows[part.value][3]) for part in Part]
+    assert sum(seconds) == pytest.approx(float(rows["all"][3]), abs=0.5)
+    assert float(rows["all"][5]) == pytest.approx(read_report(run_dir).account.total_s / 1000, rel=1e-3)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_names_from_the_job_are_text_and_never_markup(run_dir: Path) -> None:
+    report = read_report(run_dir).model_copy(update={"job": "<script>alert(1)</script>"})
+    page = report_page(report, Prices(0.9, 3.0))
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "3.33 times as much" in page
+
+
+def test_a_run_that_did_nothing_yet_has_a_page(run_dir: Path) -> None:
+    empty = Account(parts_ns=dict.fromkeys(Part, 0), total_ns=0)
+    report = read_report(run_dir).model_copy(
+        update={"account": empty, "shapes": (), "morphs": (), "steps": (), "vms": ()}
+    )
+    assert "0.0" in report_page(report, Prices(0.9))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--on-demand-price", "3"], "--price: is not given"),
+        (["--price", "nan"], "--price: Input should be"),
+        (["-o", "/nowhere/page.html"], "/nowhere"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(run_dir: Path, options: list[str], told: str) -> None:
+    done = CliRunner().invoke(app, ["report", str(run_dir), *options])
+    assert done.exit_code == 2
+    assert told in done.output
+    assert len(done.output.splitlines()) == 1
+
+
+def test_events_are_told_with_their_reasons_oldest_first(run_dir: Path) -> None:
+    done = CliRunner().invoke(app, ["events", str(run_dir), "--json"])
+    assert done.exit_code == 0, done.output
+    told = [json.loads(line) for line in done.output.splitlines()]
+    assert [entry["sequence"] for entry in told] == sorted(entry["sequence"] for entry in told)
+    codes = [entry["code"] for entry in told]
+    assert codes[0] == "session"
+    assert codes[-1] == "finished"
+    assert "vm_killed" in codes
+    assert "step_started" not in codes
+    assert codes.count("formed") >= 2
+    every = CliRunner().invoke(app, ["events", str(run_dir), "--all", "--json"]).output.splitlines()
+    assert len(every) > len(told)
+    few = CliRunner().invoke(app, ["events", str(run_dir), "--last", "3", "--json"]).output.splitlines()
+    assert few == done.output.splitlines()[-3:]
+
+
+def test_following_a_run_that_nobody_manages_ends(run_dir: Path) -> None:
+    followed = CliRunner().invoke(app, ["events", str(run_dir), "--follow"])
+    assert followed.exit_code == 0
+    assert followed.output == CliRunner().invoke(app, ["events", str(run_dir)]).output
