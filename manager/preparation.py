@@ -66,6 +66,7 @@ def controller_config(
         # raises, and says what would do
         plan(profile, num_gpus=max_nodes, recompute=recompute, memory_bytes=memory_bytes, schedule=schedule)
         raise PlanError("no plan fits", field="num_vms", value=max_nodes)
+    micro_batch_size = next(iter(plans.values())).micro_batch_size
     state_share = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
     return ControllerConfig(
         job=profile.job.name,
@@ -79,7 +80,14 @@ def controller_config(
         initial_checkpoint=checkpoint,
         expected_nodes=sum(event.event == "add" and event.time_s == 0 for event in trace.events) or 1,
         timeline_step=timeline_step,
+        section_compute_s=section_compute_s(profile, micro_batch_size),
     )
+
+
+def section_compute_s(profile: Profile, micro_batch_size: int) -> tuple[float, ...]:
+    """Forward and backward of one micro-batch (seconds) on each section, as they were measured."""
+    m = micro_batch_size
+    return tuple(section.forward[m].median_s + section.backward[m].median_s for section in profile.sections)
 
 
 def _check_fits(checkpoint: Manifest, profile: Profile) -> None:

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
-from morph.contract.messages import CommitOrder, ReshapeOrder, StepOrder, WorkerId
+from morph.contract.messages import CommitOrder, ProbeOrder, ReshapeOrder, StepOrder, Version, WorkerId
 
 RequestId = str
 
@@ -60,11 +60,22 @@ class Abort(Value):
 
 
 class ProbeWorker(Value):
-    """Have a slow worker that was left out time some work; it answers ``WorkerProbed`` with the same number."""
+    """Have a slow worker that was left out time some work; ``WorkerProbed`` with the same number follows.
+
+    The work is that of the stage on which it was found slow, ``healthy_s`` what it was held against there.
+    """
 
     kind: Literal["probe_worker"] = "probe_worker"
     worker: WorkerId
     probe: int
+    step: Version
+    first_section: int
+    end_section: int
+    healthy_s: float = Field(gt=0)
+
+    def order(self) -> ProbeOrder:
+        """What the worker is told."""
+        return ProbeOrder.model_validate(self.model_dump(exclude={"kind", "worker"}))
 
 
 class RequestNodes(Value):

@@ -36,7 +36,7 @@ class ControllerConfig(Value):
     timeline_step: int | None = Field(default=None, ge=0, description="the workers record a timeline of this step")
     target_nodes: int = Field(default=0, ge=0, description="VMs to keep asking for; 0: they come by themselves")
     section_compute_s: tuple[float, ...] = Field(
-        default=(), description="forward, recompute and backward of one micro-batch, by section; absent: not known"
+        default=(), description="forward and backward of one micro-batch, by section; absent: not known"
     )
 
     @model_validator(mode="after")

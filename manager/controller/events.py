@@ -76,7 +76,11 @@ class WorkerLost(Value):
 
 
 class WorkerTimes(Value):
-    """Seconds of compute (forward, recompute, backward) of one worker, for each micro-batch since the last news."""
+    """Seconds of compute of one worker, for each micro-batch since the last news.
+
+    Forward and backward. Recompute is left out: it is the forward's work again, and which micro-batches need it
+    depends on who waited for whom, so that replicas of a stage differ in it without being slow.
+    """
 
     worker: WorkerId
     generation: int
@@ -91,12 +95,15 @@ class ComputeTimesSeen(Value):
 
 
 class WorkerProbed(Value):
-    """A worker answers a probe: how many times longer its work took than a healthy worker takes for it."""
+    """A worker answers a probe: how many times longer its work took than a healthy worker takes for it.
+
+    None: it did not come to it, for an order came first, or it could not do the work.
+    """
 
     kind: Literal["worker_probed"] = "worker_probed"
     worker: WorkerId
     probe: int
-    slowdown: float = Field(gt=0)
+    slowdown: float | None = Field(gt=0)
 
 
 class ManagerResumed(Value):

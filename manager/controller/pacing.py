@@ -10,8 +10,8 @@ from manager.controller.events import ComputeTimesSeen
 from manager.controller.flapping import flapped
 from manager.controller.nodes import NodeEvent, NodeState
 from manager.controller.reasons import ReasonCode
-from manager.controller.state import ControllerState, Decision, Pace, WorkerState
-from manager.controller.stutter import Judgement, calibration, judge
+from manager.controller.state import ControllerState, Decision, Pace, WorkerState, Yardstick
+from manager.controller.stutter import Judgement, calibration, error_of_median, judge
 from morph.contract.messages import WorkerId
 
 
@@ -31,8 +31,15 @@ def times_seen(state: ControllerState, event: ComputeTimesSeen, now_s: float) ->
     state, full = _with_medians(noted.state)
     judged = _judged(state, full) if full else {}
     workers = dict(state.workers)
+    stage_of = {slot.worker: slot.stage for slot in state.slots}
     for worker, judgement in judged.items():
-        workers[worker] = workers[worker].model_copy(update={"pace": _counted(workers[worker], judgement)})
+        assert state.plan is not None, "nobody is judged without a shape"
+        stage = state.plan.stages[stage_of[worker]]
+        yardstick = Yardstick(
+            first_section=stage.first_section, end_section=stage.end_section, healthy_s=judgement.healthy_s
+        )
+        pace = _counted(workers[worker], judgement).model_copy(update={"yardstick": yardstick})
+        workers[worker] = workers[worker].model_copy(update={"pace": pace})
     decision = noted.model_copy(update={"state": changed(state, workers=workers)})
     for worker, judgement in judged.items():
         decision = _changed_by(decision, worker, judgement, now_s)
@@ -49,7 +56,8 @@ def _with_medians(state: ControllerState) -> tuple[ControllerState, list[int]]:
         full.append(stage)
         for worker in members:
             pace = workers[worker].pace
-            update = {"samples_s": (), "median_s": statistics.median(pace.samples_s)}
+            median_s, error_s = statistics.median(pace.samples_s), error_of_median(pace.samples_s)
+            update = {"samples_s": (), "median_s": median_s, "error_s": error_s}
             workers[worker] = workers[worker].model_copy(update={"pace": pace.model_copy(update=update)})
     return (changed(state, workers=workers) if full else state), full
 
@@ -80,7 +88,8 @@ def _judged(state: ControllerState, stages: Sequence[int]) -> dict[WorkerId, Jud
     for stage in stages:
         expected_s = profiled_s[stage]
         reference_s = expected_s * usual if expected_s is not None else None
-        judged |= judge(medians_s[stage], reference_s, state.config.policy.rules.stutter)
+        errors_s = {worker: state.workers[worker].pace.error_s for worker in medians_s[stage]}
+        judged |= judge(medians_s[stage], reference_s, state.config.policy.rules.stutter, errors_s)
     return judged
 
 

@@ -20,6 +20,12 @@ def probed(state: ControllerState, event: WorkerProbed, now_s: float) -> Decisio
     if entry is None or probation is None or probation.asked_s is None or event.probe != probation.num_asked:
         return said(state, ReasonCode.IGNORED, f"no such probe of {event.worker} is awaited")
     rules = state.config.policy.rules.stutter
+    if event.slowdown is None and probation.num_asked < rules.max_probes:
+        again = probation.model_copy(update={"asked_s": None, "due_s": now_s + rules.probe_every_s})
+        state = wake_by(with_worker(state, event.worker, probation=again), now_s + rules.probe_every_s)
+        return said(state, ReasonCode.WORKER_PROBED, f"{event.worker} did not come to its probe; another is to follow")
+    if event.slowdown is None:
+        return _probe_failed(state, event.worker, "did not come to its last probe", now_s)
     if event.slowdown >= rules.well_ratio:
         return _probe_failed(state, event.worker, f"is still {event.slowdown:.2f} times slower", now_s)
     if probation.num_passed + 1 < rules.probe_passes:
@@ -44,8 +50,22 @@ def probe_due(state: ControllerState, worker: WorkerId, now_s: float) -> Decisio
         return _probe_failed(state, worker, "did not answer a probe", now_s)
     asked = probation.model_copy(update={"num_asked": probation.num_asked + 1, "asked_s": now_s})
     state = wake_by(with_worker(state, worker, probation=asked), probe_at_s(state, asked))
-    action = ProbeWorker(worker=worker, probe=asked.num_asked)
-    return said(state, ReasonCode.WORKER_PROBED, f"{worker} is probed", action)
+    return said(state, ReasonCode.WORKER_PROBED, f"{worker} is probed", probe_of(state, worker))
+
+
+def probe_of(state: ControllerState, worker: WorkerId) -> ProbeWorker:
+    """Build the probe that this worker was asked last, on the stage on which it was found slow."""
+    entry = state.workers[worker]
+    yardstick = entry.pace.yardstick
+    assert entry.probation is not None and yardstick is not None, f"{worker} was never found slow"  # noqa: PT018
+    return ProbeWorker(
+        worker=worker,
+        probe=entry.probation.num_asked,
+        step=state.version,
+        first_section=yardstick.first_section,
+        end_section=yardstick.end_section,
+        healthy_s=yardstick.healthy_s,
+    )
 
 
 def probe_at_s(state: ControllerState, probation: Probation) -> float:

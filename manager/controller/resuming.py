@@ -6,7 +6,6 @@ from manager.controller.actions import (
     Abort,
     Action,
     EndWorker,
-    ProbeWorker,
     RequestNodes,
     SendReshape,
     StartWorker,
@@ -16,6 +15,7 @@ from manager.controller.changes import busy_workers, changed, debtors, followed,
 from manager.controller.events import ManagerResumed
 from manager.controller.losing import lose
 from manager.controller.nodes import NodeState
+from manager.controller.probing import probe_of
 from manager.controller.reasons import ReasonCode
 from manager.controller.starting import start_if_due
 from manager.controller.state import ControllerState, Decision, OutstandingOrder, Phase
@@ -88,7 +88,7 @@ def _again(state: ControllerState) -> tuple[Action, ...]:
         if not entry.ready:
             actions.append(StartWorker(worker=worker))
         if entry.probation is not None and entry.probation.asked_s is not None:
-            actions.append(ProbeWorker(worker=worker, probe=entry.probation.num_asked))
+            actions.append(probe_of(state, worker))
     if state.order is not None:
         if state.order.kind == "reshape":
             assert state.reshape is not None, "no generation was formed"

@@ -70,15 +70,26 @@ class StepReport(Value):
     non_finite: bool
 
 
+class Yardstick(Value):
+    """What a healthy worker takes (seconds) for a micro-batch's forward and backward on these sections."""
+
+    first_section: int
+    end_section: int
+    healthy_s: float
+
+
 class Pace(Value):
     """How fast a worker computes.
 
-    ``samples_s``: micro-batches of the window that is being filled; ``median_s``: of the last full one.
-    ``streak``: windows in a row in which it was slow, or, negative, well. ``slowdown``: 1 is as fast as expected.
+    ``samples_s``: micro-batches of the window that is being filled; ``median_s``: of the last full one, and
+    ``error_s`` its standard error. ``streak``: windows in a row in which it was slow, or, negative, well.
+    ``slowdown``: 1 is as fast as expected. ``yardstick``: what it was held against when it was last judged.
     """
 
     samples_s: tuple[float, ...] = ()
     median_s: float | None = None
+    error_s: float = 0.0
+    yardstick: Yardstick | None = None
     streak: int = 0
     slowdown: float = 1.0
 

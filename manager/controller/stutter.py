@@ -2,59 +2,88 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from morph.contract.messages import WorkerId
 from morph.contract.rules import StutterRules
 
 NORMAL_MAD = 1.4826  # the median absolute deviation of a normal distribution, times this, is its standard deviation
+MEDIAN_ERROR = 1.2533  # standard error of a normal sample's median over that of its mean
 CALIBRATORS = 3
 
 
 class Judgement(NamedTuple):
-    """``ratio``: how many times as long as expected. Neither slow nor well: in between, nothing is to change."""
+    """``ratio``: how many times as long as expected, which is ``healthy_s``.
+
+    Neither slow nor well: in between, nothing is to change.
+    """
 
     ratio: float
     slow: bool
     well: bool
+    healthy_s: float
+
+
+def error_of_median(samples_s: Sequence[float]) -> float:
+    """Return the standard error (seconds) of the median of these samples, as their own spread has it.
+
+    On a machine whose cores are shared a micro-batch takes now this long, now that: a window says less there.
+    """
+    median_s = statistics.median(samples_s)
+    deviation_s = NORMAL_MAD * statistics.median(abs(sample_s - median_s) for sample_s in samples_s)
+    return MEDIAN_ERROR * deviation_s / math.sqrt(len(samples_s))
 
 
 def judge(
-    medians_s: Mapping[WorkerId, float], expected_s: float | None, rules: StutterRules
+    medians_s: Mapping[WorkerId, float],
+    expected_s: float | None,
+    rules: StutterRules,
+    errors_s: Mapping[WorkerId, float] = MappingProxyType({}),
 ) -> dict[WorkerId, Judgement]:
     """Judge the workers of one stage by the median compute time (seconds) of each over a window of micro-batches.
 
     Replicas of a stage do the same work. Three or more are held against their median, and must also lie some
     robust deviations (median absolute deviation) above it. Of two the faster one is the measure, for nothing makes
-    a device faster than it is. One alone is held against ``expected_s``; without that it is not judged.
+    a device faster than it is. One alone is held against ``expected_s``; without that it is not judged. Always, the
+    excess must also be some standard errors of the two medians (``errors_s``) that are compared.
     """
     values = sorted(medians_s.values())
-    spread_s = 0.0
+    spread_s = measure_error_s = 0.0
     if len(values) >= 3:
         reference_s = statistics.median(values)
         spread_s = NORMAL_MAD * statistics.median(abs(value - reference_s) for value in values)
     elif len(values) == 2:
         reference_s = values[0]
+        measure_error_s = errors_s.get(min(medians_s, key=medians_s.__getitem__), 0.0)
     elif expected_s is not None:
         reference_s = expected_s
     else:
         return {}
     if reference_s <= 0:
         return {}
-    return {worker: _judged(value, reference_s, spread_s, rules) for worker, value in medians_s.items()}
+    return {
+        worker: _judged(
+            value, reference_s, max(spread_s, math.hypot(errors_s.get(worker, 0.0), measure_error_s)), rules
+        )
+        for worker, value in medians_s.items()
+    }
 
 
 def calibration(ratios: Sequence[float]) -> float:
-    """Return how the workers at hand compare with the profile: its median if there are enough of them, else 1.
+    """Return how the workers at hand compare with the profile: their median, of two the smaller one, of one alone 1.
 
     What slows everybody (another clock, contention that the profile did not see) is no single worker's fault.
     """
-    return statistics.median(ratios) if len(ratios) >= CALIBRATORS else 1.0
+    if len(ratios) < 2:
+        return 1.0
+    return statistics.median(ratios) if len(ratios) >= CALIBRATORS else min(ratios)
 
 
 def _judged(value_s: float, reference_s: float, spread_s: float, rules: StutterRules) -> Judgement:
     ratio = value_s / reference_s
     slow = ratio >= rules.ratio and value_s - reference_s >= rules.deviations * spread_s
-    return Judgement(ratio, slow, ratio < rules.well_ratio)
+    return Judgement(ratio, slow, ratio < rules.well_ratio, reference_s)

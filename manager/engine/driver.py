@@ -26,11 +26,13 @@ from manager.controller.events import Event, StopRequested, Tick
 from manager.controller.state import ControllerState, Decision
 from manager.engine.inbox import Inbox, Stamped
 from manager.engine.manifest_writer import ManifestWriter
+from manager.engine.silence import watch_every_s
 from manager.journal.journal import Journal
 from manager.journal.records import Fact
-from morph.contract.messages import CommitOrder, ReshapeOrder, StepOrder
+from morph.contract.messages import CommitOrder, ProbeOrder, ReshapeOrder, StepOrder
 
-IDLE_S = 0.5
+TIMES_EVERY_S = 1.0
+TIMES_PATIENCE_S = 10.0
 
 
 class Pool(Protocol):
@@ -48,6 +50,9 @@ class Pool(Protocol):
     def commit(self, worker: str, order: CommitOrder) -> None:
         """Send a commit order."""
 
+    def probe(self, worker: str, order: ProbeOrder) -> None:
+        """Have a worker time some work, until it gets another order; ``WorkerProbed`` follows."""
+
     def abort(self, worker: str, generation: int) -> None:
         """Abort a generation on a worker."""
 
@@ -55,7 +60,7 @@ class Pool(Protocol):
         """Kill a worker."""
 
     def watch(self) -> None:
-        """Look for silent workers."""
+        """Look for silent workers. To be called every ``silence.watch_every_s``."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class Driver:
         self._observers = observers
         self._finish: Finish | None = None
         self._wake_at_s: float | None = None
+        self._watch_s = watch_every_s(state.config.policy.heartbeat_timeout_s)
+        self._times_at_s = time.monotonic() + TIMES_EVERY_S
 
     def request_stop(self, reason: str) -> None:
         """Ask for an end at the next step boundary; safe in a signal handler."""
@@ -121,13 +128,25 @@ class Driver:
             now_s = time.time()
             if self._finish is None and self._wake_at_s is not None and now_s >= self._wake_at_s:
                 self._handle(now_s, Tick())
+            self._hand_on_times()
             if self._finish is None:
-                self._take_next(IDLE_S if self._wake_at_s is None else min(IDLE_S, self._wake_at_s - time.time()))
+                wait_s = self._watch_s if self._wake_at_s is None else min(self._watch_s, self._wake_at_s - time.time())
+                self._take_next(wait_s)
         return self._finish
 
     def _take_next(self, timeout_s: float) -> None:
         if self._finish is None and (stamped := self._inbox.get(timeout_s)) is not None:
             self._take(stamped)
+
+    def _hand_on_times(self) -> None:
+        """Tell the controller of everybody's compute times, now and then and when nothing else waits."""
+        overdue_s = time.monotonic() - self._times_at_s
+        if self._finish is not None or overdue_s < 0 or (len(self._inbox) and overdue_s < TIMES_PATIENCE_S):
+            return
+        self._times_at_s = time.monotonic() + TIMES_EVERY_S
+        seen = self._inbox.paces.take()
+        if seen is not None:
+            self._handle(time.time(), seen)
 
     def _take(self, stamped: Stamped) -> None:
         if isinstance(stamped.item, Fact):
@@ -161,7 +180,9 @@ class Driver:
                 self._pool.end(worker)
             case WriteManifest(manifest=manifest):
                 self._manifests.write(manifest)
-            case ProbeWorker() | RequestNodes() | ReleaseNodes():  # no local VM needs them
+            case ProbeWorker(worker=worker):
+                self._pool.probe(worker, action.order())
+            case RequestNodes() | ReleaseNodes():  # no local VM needs them
                 self._inbox.put(Fact(name="not_carried_out", detail=action.model_dump_json()))
             case Finish():
                 self._finish = action

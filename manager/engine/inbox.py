@@ -6,8 +6,10 @@ import queue
 import time
 from dataclasses import dataclass
 
-from manager.controller.events import Event
+from manager.controller.events import Event, WorkerProbed
+from manager.engine.paces import Paces
 from manager.journal.records import Fact
+from morph.contract.messages import Probed
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,18 @@ class Inbox:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Stamped] = queue.SimpleQueue()  # re-entrant; ``Queue`` is not
+        self.paces = Paces()
+        """Compute times, which wait beside the queue."""
 
     def put(self, item: Event | Fact) -> None:
         """Add an event or fact; never blocks."""
         self._queue.put(Stamped(time.time(), item))
+
+    def put_probed(self, answer: Probed) -> None:
+        """Add a probe's answer, and why it failed if it did."""
+        if answer.error is not None:
+            self.put(Fact(name="probe_failed", worker=answer.worker, detail=answer.error))
+        self.put(WorkerProbed(worker=answer.worker, probe=answer.probe, slowdown=answer.slowdown))
 
     def __len__(self) -> int:
         """About how many entries wait."""

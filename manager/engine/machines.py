@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from manager.engine.driver import Pool
 from manager.engine.inbox import Inbox
 from manager.engine.lifelines import Lifelines
-from manager.engine.namespaces import HostNetwork
+from manager.engine.namespaces import HostNetwork, connected
 from manager.engine.vm_fleet import VmHost
 from morph.contract.messages import Lifeline, WorkerSetup
 
@@ -82,12 +83,14 @@ class Processes:
         log_path: What workers write to standard error goes there.
         remove_if_killed: A directory to remove should this process be killed.
         network: Hosts with a network of their own; None: all share the loopback.
+        lanes_in_network: Orders and heartbeats go through that network too, and so are lost with a host's link.
         host_of: The host (numbered from 0) of a VM; asked only where there is a network.
     """
 
     log_path: Path
     remove_if_killed: Path | None = None
     network: HostNetwork | None = None
+    lanes_in_network: bool = False
     host_of: Callable[[str], int] = lambda _vm: 0
 
     def __call__(self, inbox: Inbox, make_setup: MakeSetup, heartbeat_timeout_s: float, ending: ExitStack) -> Machines:
@@ -103,7 +106,8 @@ class Processes:
         if network is not None:
             ending.callback(network.close)
             network.open()
-        vms = ProcessVms(self.log_path, self._namespace_of, self.remove_if_killed)
+        lanes: dict[str, Any] = {"connect": self._connect} if self.lanes_in_network else {}
+        vms = ProcessVms(self.log_path, self._namespace_of, self.remove_if_killed, **lanes)
         ending.callback(vms.close)
         vms.start()
         store_host = LOOPBACK if network is None else network.hub_address
@@ -114,6 +118,11 @@ class Processes:
 
     def _namespace_of(self, vm: str) -> str | None:
         return None if self.network is None else self.network.namespace(self.host_of(vm))
+
+    def _connect(self, vm: str) -> tuple[socket.socket, socket.socket]:
+        network = self.network
+        assert network is not None, "there is no network"
+        return connected(network.hub, network.hub_address, network.namespace(self.host_of(vm)))
 
     def _address_of(self, vm: str) -> str:
         return LOOPBACK if self.network is None else self.network.address(self.host_of(vm))

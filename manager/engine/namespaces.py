@@ -10,9 +10,11 @@ import ctypes
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -53,7 +55,7 @@ def check_permitted() -> None:
 
 
 def enter(namespace: str | None) -> None:
-    """Move this process, which must have one thread, to a network namespace; None: stay.
+    """Move this thread to a network namespace; None: stay.
 
     Raises:
         OSError: when that is not permitted.
@@ -75,6 +77,34 @@ def remove_all(owner: int) -> None:
 def remove_stale() -> None:
     """Remove the namespaces of processes that are gone."""
     _remove([name for name in _present() if (owner := _owner(name)) is not None and not psutil.pid_exists(owner)])
+
+
+def connected(listening: str, address: str, connecting: str) -> tuple[socket.socket, socket.socket]:
+    """A TCP connection from one namespace to an address in another one: the ends there and here.
+
+    The calling thread stays where it is, for one of its own goes there. Gives up after ``COMMAND_TIMEOUT_S``.
+
+    Raises:
+        ClusterError: when it cannot be made.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="morph-netns") as pool:
+        try:
+            return pool.submit(_connect, listening, address, connecting).result()
+        except OSError as error:
+            raise ClusterError(f"{connecting} cannot be connected with {address}: {error}") from error
+
+
+def _connect(listening: str, address: str, connecting: str) -> tuple[socket.socket, socket.socket]:
+    enter(listening)
+    with socket.create_server((address, 0)) as listener:
+        listener.settimeout(COMMAND_TIMEOUT_S)
+        enter(connecting)
+        theirs = socket.create_connection(listener.getsockname(), timeout=COMMAND_TIMEOUT_S)
+        ours, _ = listener.accept()
+    for end in (ours, theirs):
+        end.settimeout(None)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return ours, theirs
 
 
 class HostNetwork:
@@ -132,6 +162,14 @@ class HostNetwork:
         except ClusterError:
             self.close()
             raise
+
+    def cut(self, host: int) -> None:
+        """Take a host's link down: nothing that it sends arrives any more, and nobody is told.
+
+        Raises:
+            ClusterError: the command failed.
+        """
+        _batch([f"link set h{host} down"], namespace=self.hub)
 
     def close(self) -> None:
         """Remove everything. Safe to call twice."""

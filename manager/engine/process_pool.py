@@ -6,9 +6,12 @@ been silent for too long.
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
@@ -18,9 +21,19 @@ from manager.controller.events import CheckpointFailed, UnitsWritten, WorkerAnsw
 from manager.engine.inbox import Inbox
 from manager.engine.silence import Signs, Silence
 from morph.contract.base import Value
-from morph.contract.messages import Answer, CommitOrder, Heartbeat, ReshapeOrder, StepOrder, WorkerSetup
+from morph.contract.messages import (
+    LEAVE_PROBE,
+    Answer,
+    CommitOrder,
+    Heartbeat,
+    Probed,
+    ProbeOrder,
+    ReshapeOrder,
+    StepOrder,
+    WorkerSetup,
+)
 
-_ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+_ANSWER: TypeAdapter[Answer | Probed] = TypeAdapter(Answer | Probed)
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,8 @@ class _Handle(Signs):
     """A started worker."""
 
     lanes: Lanes
+    probe: int | None = None
+    """That is not answered yet."""
 
 
 class ProcessPool:
@@ -82,6 +97,11 @@ class ProcessPool:
         """Send a commit order."""
         self._send(worker, "commit", order)
 
+    def probe(self, worker: str, order: ProbeOrder) -> None:
+        """Have a worker time some work, until it gets another order; ``WorkerProbed`` follows."""
+        self._send(worker, "probe", order)
+        self._handles[worker].probe = order.probe
+
     def abort(self, worker: str, generation: int) -> None:
         """Abort a generation on a worker, beside its running order."""
         handle = self._handles.get(worker)
@@ -107,12 +127,17 @@ class ProcessPool:
             handle.gone = True
 
     def watch(self) -> None:
-        """Report workers whose heartbeat is overdue. Call at least once a second."""
+        """Report workers whose heartbeat is overdue, and end them: one that wakes must not go on."""
         for worker, silent_s in self._silence.overdue(self._handles):
             self._lose(worker, self._handles[worker], f"silent for {silent_s:.1f} s")
+            self._kill(worker)
+            for lane in (self._handles[worker].lanes.orders, self._handles[worker].lanes.control):
+                _hang_up(lane)
 
     def _send(self, worker: str, name: str, order: Value) -> None:
         handle = self._handles[worker]
+        if handle.probe is not None and not handle.gone:
+            self._write(worker, handle, handle.lanes.control, LEAVE_PROBE + str(handle.probe).encode())
         if not handle.gone:
             self._write(worker, handle, handle.lanes.orders, f"{name}\n{order.model_dump_json()}".encode())
 
@@ -139,7 +164,11 @@ class ProcessPool:
             lanes.orders.close()
             lanes.control.close()
 
-    def _answered(self, worker: str, handle: _Handle, answer: Answer) -> None:
+    def _answered(self, worker: str, handle: _Handle, answer: Answer | Probed) -> None:
+        if isinstance(answer, Probed):
+            handle.probe = None
+            self._inbox.put_probed(answer)
+            return
         if answer.kind == "ready":
             handle.beat_sent_s = time.monotonic()
             handle.ready = True
@@ -147,6 +176,8 @@ class ProcessPool:
 
     def _beaten(self, worker: str, handle: _Handle, beat: Heartbeat) -> None:
         handle.beat_sent_s = time.monotonic()
+        if beat.times is not None:
+            self._inbox.paces.add(worker, beat.times)
         if beat.written:
             self._inbox.put(UnitsWritten(worker=worker, written=beat.written))
         if beat.checkpoint_error:
@@ -156,3 +187,9 @@ class ProcessPool:
         if not handle.gone:
             handle.gone = True
             self._inbox.put(WorkerLost(worker=worker, cause=cause))
+
+
+def _hang_up(lane: Connection) -> None:
+    """End a connection whose other end may be unreachable, so that whoever listens to it here goes on."""
+    with suppress(OSError), socket.socket(fileno=os.dup(lane.fileno())) as ours:
+        ours.shutdown(socket.SHUT_RDWR)

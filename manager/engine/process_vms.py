@@ -37,6 +37,7 @@ class ProcessVms:
         log_path: What workers write to standard error goes there.
         namespace_of: The network namespace of a VM's host; None: this machine's own network.
         remove_if_killed: A directory to remove should this process be killed.
+        connect: Makes a connection to the worker of a VM: this process's end and the worker's.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class ProcessVms:
         log_path: Path,
         namespace_of: Callable[[str], str | None] = lambda _vm: None,
         remove_if_killed: Path | None = None,
+        connect: Callable[[str], tuple[socket.socket, socket.socket]] = lambda _vm: socket.socketpair(),
     ) -> None:
         self._log_path = log_path
         self._namespace_of = namespace_of
         self._remove_if_killed = remove_if_killed
+        self._connect = connect
         self._host: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
         self._lock = threading.Lock()
@@ -82,7 +85,7 @@ class ProcessVms:
         Raises:
             ClusterError: when it does not come up within ``STORE_TIMEOUT_S``.
         """
-        ours, theirs = _connection()
+        ours, theirs = _bounded(*socket.socketpair())
         with theirs:
             self._ask({"store": host, "namespace": namespace}, [theirs])
         self._store = ours
@@ -99,7 +102,7 @@ class ProcessVms:
         Raises:
             ClusterError: when it cannot be forked.
         """
-        (orders, their_orders), (control, their_control) = _connection(), _connection()
+        (orders, their_orders), (control, their_control) = (_bounded(*self._connect(name)) for _ in range(2))
         with their_orders, their_control:
             request = {"worker": name, "namespace": self._namespace_of(name)}
             pid = self._ask(request, [their_orders, their_control])
@@ -175,9 +178,8 @@ class ProcessVms:
         return answer
 
 
-def _connection() -> tuple[Connection, socket.socket]:
-    """This process's end of a new connection, whose sends give up after ``SEND_TIMEOUT_S``, and the other one."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+def _bounded(ours: socket.socket, theirs: socket.socket) -> tuple[Connection, socket.socket]:
+    """This process's end of a connection, whose sends give up after ``SEND_TIMEOUT_S``, and the other one."""
     seconds = int(SEND_TIMEOUT_S)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
     return Connection(ours.detach()), theirs

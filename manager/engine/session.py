@@ -17,13 +17,14 @@ from manager.engine.driver import Driver, Observed, Observer
 from manager.engine.inbox import Inbox
 from manager.engine.machines import Machines, OpenMachines, open_ray
 from manager.engine.ray_environment import prepare
+from manager.engine.silence import heartbeat_wait_s
 from manager.engine.vm_fleet import VmFleet
 from manager.engine.vm_player import VmPlayer
 from manager.journal.journal import Journal
 from manager.run_dir import RunDir
 from morph.contract.cluster import ClusterConfig
 from morph.contract.emulation import EmulatedDevice
-from morph.contract.messages import Fault, WorkerSetup
+from morph.contract.messages import Fault, SlowSpell, WorkerSetup
 from morph.contract.trace import Trace
 
 STEPS_AFTER_TRACE = 3
@@ -47,6 +48,7 @@ class RunSpec:
     num_sections: int
     micro_batch_size: int
     faults: tuple[Fault, ...] = ()
+    slow_spells: tuple[SlowSpell, ...] = ()
     stop_with_trace: bool = False
     patient_trace: bool = False
     emulation: EmulatedDevice | None = None
@@ -146,6 +148,8 @@ def _setup(spec: RunSpec, run_dir: RunDir, machines: Machines, worker: str) -> W
         lifeline=machines.lifeline,
         device=spec.cluster.vms.device,
         faults=spec.faults,
+        slow_spells=spec.slow_spells,
+        heartbeat_wait_s=heartbeat_wait_s(spec.config.policy.heartbeat_timeout_s),
         emulation=spec.emulation,
     )
 

@@ -7,9 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 HEARTBEAT_WAIT_S = 1.0
-"""The longest time between two heartbeats of a healthy worker."""
-
 OWN_STALL_S = 2.0
+WATCH_S = 0.5
+
+
+def heartbeat_wait_s(timeout_s: float) -> float:
+    """The longest time between two heartbeats of a healthy worker, where a silent one is given up after so long."""
+    return min(HEARTBEAT_WAIT_S, timeout_s / 4)
+
+
+def watch_every_s(timeout_s: float) -> float:
+    """How often to look for silent workers."""
+    return min(WATCH_S, timeout_s / 8)
 
 
 @dataclass
@@ -25,11 +34,12 @@ class Silence:
     """Watches heartbeats."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self._overdue_s = heartbeat_wait_s(timeout_s) + timeout_s
+        self._stall_s = min(OWN_STALL_S, timeout_s / 2)
         self._watched_s = time.monotonic()
 
     def overdue(self, workers: Mapping[str, Signs]) -> list[tuple[str, float]]:
-        """Workers whose heartbeat is overdue, and for how many seconds they are silent. Ask at least once a second.
+        """Workers whose heartbeat is overdue, and for how many seconds they are silent. Ask every ``watch_every_s``.
 
         While this process stood still itself (a paused machine, a stop signal) it could hear nobody: that time
         does not count.
@@ -37,11 +47,11 @@ class Silence:
         now_s = time.monotonic()
         deaf_s = now_s - self._watched_s
         self._watched_s = now_s
-        if deaf_s > OWN_STALL_S:
+        if deaf_s > self._stall_s:
             for signs in workers.values():
                 signs.beat_sent_s += deaf_s
         return [
             (worker, now_s - signs.beat_sent_s)
             for worker, signs in workers.items()
-            if signs.ready and not signs.gone and now_s - signs.beat_sent_s > HEARTBEAT_WAIT_S + self._timeout_s
+            if signs.ready and not signs.gone and now_s - signs.beat_sent_s > self._overdue_s
         ]

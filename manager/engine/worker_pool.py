@@ -19,9 +19,17 @@ from ray.exceptions import RayError
 from manager.controller.events import CheckpointFailed, UnitsWritten, WorkerAnswered, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.names import HEAD_RESOURCE, VM_RESOURCE
-from manager.engine.silence import HEARTBEAT_WAIT_S, Signs, Silence
+from manager.engine.silence import Signs, Silence, heartbeat_wait_s
 from morph.contract.errors import ClusterError
-from morph.contract.messages import CommitOrder, Heartbeat, ReshapeOrder, StepOrder, WorkerSetup
+from morph.contract.messages import (
+    CommitOrder,
+    Heartbeat,
+    Probed,
+    ProbeOrder,
+    ReshapeOrder,
+    StepOrder,
+    WorkerSetup,
+)
 from morph.runtime.store import StoreHost
 from morph.runtime.worker import Worker
 
@@ -34,6 +42,8 @@ class _Handle(Signs):
     """A started worker."""
 
     actor: Any
+    probe: int | None = None
+    """That is not answered yet."""
 
 
 class WorkerPool:
@@ -43,6 +53,7 @@ class WorkerPool:
         self._inbox = inbox
         self._make_setup = make_setup
         self._silence = Silence(heartbeat_timeout_s)
+        self._wait_s = heartbeat_wait_s(heartbeat_timeout_s)
         self._handles: dict[str, _Handle] = {}
         self._ray_lock = threading.RLock()
         self._closed = False
@@ -69,6 +80,11 @@ class WorkerPool:
         """Send a commit order."""
         self._send(worker, "commit", order)
 
+    def probe(self, worker: str, order: ProbeOrder) -> None:
+        """Have a worker time some work, until it gets another order; ``WorkerProbed`` follows."""
+        self._send(worker, "probe", order)
+        self._handles[worker].probe = order.probe
+
     def abort(self, worker: str, generation: int) -> None:
         """Abort a generation on a worker, beside its running order."""
         handle = self._handles.get(worker)
@@ -94,12 +110,15 @@ class WorkerPool:
             self._lose(worker, handle, "its process is gone: its connection closed")
 
     def watch(self) -> None:
-        """Report workers whose heartbeat is overdue. Call at least once a second."""
+        """Report workers whose heartbeat is overdue, and end them: one that wakes must not go on."""
         for worker, silent_s in self._silence.overdue(self._handles):
             self._lose(worker, self._handles[worker], f"silent for {silent_s:.1f} s")
+            ray.kill(self._handles[worker].actor, no_restart=True)
 
     def _send(self, worker: str, method: str, order: object) -> None:
         handle = self._handles[worker]
+        if handle.probe is not None and not handle.gone:
+            handle.actor.leave_probe.options(concurrency_group=CONTROL_LANE).remote(handle.probe)
         if not handle.gone:
             self._answer(worker, getattr(handle.actor, method).remote(order))
 
@@ -112,6 +131,10 @@ class WorkerPool:
                 self._lose(worker, handle, _cause(error))
                 return
             answer = future.result()
+            if isinstance(answer, Probed):
+                handle.probe = None
+                self._inbox.put_probed(answer)
+                return
             if answer.kind == "ready":
                 handle.ready = True
                 self._beat(worker, handle)
@@ -128,7 +151,7 @@ class WorkerPool:
     def _send_beat(self, worker: str, handle: _Handle) -> None:
         handle.beat_sent_s = time.monotonic()
         try:
-            reference = handle.actor.heartbeat.options(concurrency_group=CONTROL_LANE).remote(HEARTBEAT_WAIT_S)
+            reference = handle.actor.heartbeat.options(concurrency_group=CONTROL_LANE).remote(self._wait_s)
         except Exception as error:  # in Ray's thread nobody else would see it
             self._lose(worker, handle, _cause(error))
             return
@@ -139,6 +162,8 @@ class WorkerPool:
                 self._lose(worker, handle, _cause(error))
                 return
             beat: Heartbeat = future.result()
+            if beat.times is not None:
+                self._inbox.paces.add(worker, beat.times)
             if beat.written:
                 self._inbox.put(UnitsWritten(worker=worker, written=beat.written))
             if beat.checkpoint_error:

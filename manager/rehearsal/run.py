@@ -9,6 +9,7 @@ from manager.engine.driver import Observed, Observer
 from manager.engine.machines import Processes
 from manager.engine.namespaces import HostNetwork
 from manager.engine.session import RunSpec, run_session
+from manager.preparation import section_compute_s
 from manager.rehearsal.device import FORGIVEN_S, EmulationOptions, bandwidth_bytes_per_s, emulated_device, known_units
 from manager.rehearsal.figures import Rehearsed
 from manager.rehearsal.load import Load
@@ -132,6 +133,7 @@ def controller_config_of(planned: Planned) -> ControllerConfig:
             order_timeout_s=ORDER_TIMEOUT_S,
         ),
         expected_nodes=planned.plan.num_workers,
+        section_compute_s=section_compute_s(planned.profile, planned.plan.micro_batch_size),
     )
 
 

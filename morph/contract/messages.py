@@ -21,6 +21,8 @@ from morph.contract.timeline import StepTimeline
 WorkerId = str
 UnitId = str
 Version = Annotated[int, Field(ge=0)]
+LEAVE_PROBE = b"leave probe "
+"""Heads a message beside the orders of a worker without Ray; the number of the probe follows."""
 
 
 class Fault(Value):
@@ -43,6 +45,19 @@ class Fault(Value):
     ]
     step: Annotated[int, Field(ge=0)]
     nth: Annotated[int, Field(ge=0)] = 0
+
+
+class SlowSpell(Value):
+    """A scheduled fail-stutter, for tests and demonstrations: a worker's compute takes ``factor`` times as long.
+
+    It begins with step ``first_step`` and ends before step ``end_step``; None: it does not end. A probe belongs to the
+    step that was decided last when it was sent.
+    """
+
+    worker: WorkerId
+    factor: float = Field(ge=1, allow_inf_nan=False)
+    first_step: int = Field(default=0, ge=0)
+    end_step: int | None = Field(default=None, ge=0)
 
 
 class Lifeline(Value):
@@ -68,7 +83,9 @@ class WorkerSetup(Value):
     lifeline: Lifeline | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int = Field(default=1, ge=1)
+    heartbeat_wait_s: float = Field(default=1.0, gt=0, description="between two heartbeats, where it sends them itself")
     faults: tuple[Fault, ...] = ()
+    slow_spells: tuple[SlowSpell, ...] = ()
     emulation: EmulatedDevice | None = Field(default=None, description="take these times; there is no job to load")
 
 
@@ -136,6 +153,19 @@ class CommitOrder(Value):
     version: Version
     decided: Decided | None = None
     checkpoint_units: tuple[UnitId, ...] = ()
+
+
+class ProbeOrder(Value):
+    """Time a micro-batch's forward and backward on some sections, while the worker has no place in the shape.
+
+    ``healthy_s``: what a healthy worker takes for it. ``step``: that was decided last.
+    """
+
+    probe: int = Field(ge=1)
+    step: int = Field(ge=0)
+    first_section: int = Field(ge=0)
+    end_section: int = Field(ge=1)
+    healthy_s: float = Field(gt=0)
 
 
 class WorkerReady(Value):
@@ -263,10 +293,39 @@ class UnitWritten(Value):
     sha256: str
 
 
+class Probed(Value):
+    """Answer to a probe.
+
+    ``slowdown``: the median time over what healthy takes; None: an order came first, or as ``error`` says.
+    """
+
+    kind: Literal["probed"] = "probed"
+    worker: WorkerId
+    probe: int
+    slowdown: float | None = Field(default=None, gt=0)
+    error: str | None = None
+
+
+class MicroBatchTimes(Value):
+    """Wall-clock seconds that a worker's micro-batches took, in the order in which they were finished.
+
+    One entry each; ``recompute_s`` is 0 where there was none.
+    """
+
+    generation: int
+    forward_s: tuple[float, ...]
+    recompute_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+
+
 class Heartbeat(Value):
-    """Answer to a heartbeat poll: proof of life, and what the background finished since the last one."""
+    """Answer to a heartbeat poll: proof of life, and what was done since the last one.
+
+    ``times``: of the micro-batches finished since then, the newest ones if there were many.
+    """
 
     worker: WorkerId
+    times: MicroBatchTimes | None = None
     written: tuple[UnitWritten, ...] = ()
     checkpoint_error: str | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,8 +63,29 @@ class Stopwatch:
     start_s: float = field(default_factory=time.perf_counter)
     spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("F", "R", "B", "reduce", "wait"), 0.0))
     spans: list[Span] = field(default_factory=list)
+    finished: Callable[[float, float, float], None] | None = None
+    """Told (forward, recompute, backward) in seconds of each micro-batch when its backward is done."""
     late_s: float = 0.0
     """Of an emulated device: the most by which a task of the step ended late, because the host was busy."""
+
+    device_took_s: Callable[[], float] | None = None
+    """Of an emulated device: what the last task took by its own clock, which a busy host does not disturb."""
+    begun: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Seconds of forward and recompute of the micro-batches in flight."""
+
+    def spend(self, task: Task, micro_batch: int, took_s: float) -> None:
+        """Count a task's time (seconds)."""
+        self.spent_s[task.value] += took_s
+        if self.device_took_s is not None:
+            took_s = self.device_took_s()
+        if task is Task.FORWARD:
+            self.begun[micro_batch] = (took_s, 0.0)
+        elif task is Task.RECOMPUTE:
+            self.begun[micro_batch] = (self.begun[micro_batch][0], took_s)
+        else:
+            forward_s, recompute_s = self.begun.pop(micro_batch)
+            if self.finished is not None:
+                self.finished(forward_s, recompute_s, took_s)
 
     def record(self, kind: SpanKind, micro_batch: int | None, start_s: float, end_s: float) -> None:
         """Keep a span of the timeline, if one is asked for."""
@@ -134,7 +155,7 @@ class Executor:
             micro_batch = self._run_task(task, accumulators)
             self._follower.done(task)
             end_s = time.perf_counter()
-            self.stopwatch.spent_s[task.value] += end_s - start_s
+            self.stopwatch.spend(task, micro_batch, end_s - start_s)
             self.stopwatch.record(_SPAN_KINDS[task], micro_batch, start_s, end_s)
             self._count_stored()
 

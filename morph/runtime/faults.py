@@ -1,13 +1,14 @@
-"""Scheduled faults, for tests: a worker kills itself when it reaches a phase of a step."""
+"""Scheduled faults, for tests: a worker kills itself when it reaches a phase of a step, or is slow for some steps."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections import Counter
 from collections.abc import Sequence
 
-from morph.contract.messages import Fault
+from morph.contract.messages import Fault, SlowSpell
 
 
 class FaultPlan:
@@ -16,8 +17,9 @@ class FaultPlan:
     A fault is met once: the process does not survive it.
     """
 
-    def __init__(self, faults: Sequence[Fault]) -> None:
+    def __init__(self, faults: Sequence[Fault], spells: Sequence[SlowSpell] = ()) -> None:
         self._faults = tuple(faults)
+        self._spells = tuple(spells)
         self._step = 0
         self._reached: Counter[str] = Counter()
 
@@ -35,3 +37,12 @@ class FaultPlan:
         step = self._step if step is None else step
         if any(fault.phase == phase and fault.step == step and fault.nth == nth for fault in self._faults):
             os.kill(os.getpid(), signal.SIGKILL)
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long compute takes in the step under way."""
+        return math.prod(
+            spell.factor
+            for spell in self._spells
+            if spell.first_step <= self._step and (spell.end_step is None or self._step < spell.end_step)
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from morph.contract.errors import ProfileError
 from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
 from morph.cutting import cut, export_job
-from morph.cutting.section import ParameterUnit
+from morph.cutting.section import BoundaryTensor, ParameterUnit
 from morph.data import MicroBatchLoader
 from morph.job import load_job
 from morph.runtime.accumulators import Accumulator
@@ -21,9 +23,12 @@ from morph.runtime.executor import Executor, reduce_all
 from morph.runtime.faults import FaultPlan
 from morph.runtime.generation import Generation
 from morph.runtime.interrupt import Interrupt
+from morph.runtime.slowed import slowed
 from morph.runtime.stage import Stage
 from morph.runtime.unit_state import UnitState
 from morph.runtime.update_rules import update_rules
+
+_PROBE_SIZE = 0.01
 
 
 class JobWorkload:
@@ -89,7 +94,8 @@ class JobWorkload:
             precision=self._job.precision,
         )
         work = replace(current.stage_work(self._model), record_timeline=order.record_timeline)
-        return Executor(stage, work, current.neighbours(), current.interrupt, faults, self._device)
+        tasks = slowed(stage, faults.slowness)
+        return Executor(tasks, work, current.neighbours(), current.interrupt, faults, self._device)
 
     def reduce(
         self, current: Generation, accumulators: Mapping[str, Accumulator], faults: FaultPlan, executor: Executor
@@ -97,9 +103,46 @@ class JobWorkload:
         """See ``Workload.reduce``."""
         reduce_all(accumulators, {name: current.ring_of(name) for name in accumulators}, faults, executor.stopwatch)
 
+    def probe(self, sections: range, held: Mapping[str, UnitState], faults: FaultPlan) -> Callable[[], float]:
+        """See ``Workload.probe``. The gradients are summed as in a step, into sums that nobody reads."""
+        used = [unit for unit in self._model.units if set(unit.sections) & set(sections)]
+        units = [held.get(unit.id) or self.make_unit(unit.id, 1) for unit in used]
+        sums = {name: total for unit in units for total in (unit.new_accumulator(),) for name in unit.parameters}
+        inner = Stage(
+            self._model,
+            sections,
+            recompute=False,
+            parameters={name: tensor for unit in units for name, tensor in unit.parameters.items()},
+            load_batch=lambda micro_batch, keys: self._load(0, micro_batch, keys),
+            seed=self._job.seed,
+            step=0,
+            precision=self._job.precision,
+        )
+        stage = slowed(inner, faults.slowness)
+        inputs = [self._made(spec) for spec in self._model.sections[sections.start].inputs]
+        outputs = self._model.sections[sections.stop - 1].outputs
+        gradients = [self._made(spec) if spec.requires_grad else None for spec in outputs]
+
+        def run() -> float:
+            start_s = time.perf_counter()
+            stage.forward(0, inputs)
+            stage.backward(0, gradients, lambda name, gradient: sums[name].add(name, gradient))
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            return time.perf_counter() - start_s
+
+        return run
+
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:
         """See ``Workload.evaluate``."""
         return self._evaluator.run_if_due(current, version, self._model) if self._evaluator is not None else None
+
+    def _made(self, spec: BoundaryTensor) -> Tensor:
+        """Something of the kind that crosses a cut-point; small, so that no sum overflows."""
+        if not spec.dtype.is_floating_point:
+            return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+        numbers = torch.linspace(-_PROBE_SIZE, _PROBE_SIZE, max(1, math.prod(spec.shape)), device=self._device)
+        return numbers.reshape(spec.shape).to(spec.dtype)
 
     def _load(self, step: int, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
         batch = self._loader.load(step, micro_batch, keys)

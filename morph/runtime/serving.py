@@ -1,8 +1,8 @@
 """Serves one worker to a manager over two local connections, without Ray: orders on one, control on the other.
 
-An order is ``setup``, ``reshape``, ``step`` or ``commit``, a line break and the order as JSON; its answer comes back as
-JSON. On the control connection the manager sends generations to abort, and gets heartbeats. When the manager goes,
-which closes both, the process ends.
+An order is ``setup``, ``reshape``, ``step``, ``commit`` or ``probe``, a line break and the order as JSON; its answer
+comes back as JSON. On the control connection the manager sends generations to abort and probes to leave, and gets
+heartbeats. When the manager goes, which closes both, the process ends.
 """
 
 from __future__ import annotations
@@ -11,20 +11,28 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from morph.contract.base import Value
-from morph.contract.messages import CommitOrder, ReshapeOrder, StepOrder, WorkerReady, WorkerSetup
+from morph.contract.messages import (
+    LEAVE_PROBE,
+    CommitOrder,
+    ProbeOrder,
+    ReshapeOrder,
+    StepOrder,
+    WorkerReady,
+    WorkerSetup,
+)
 from morph.runtime.worker import Worker
-
-HEARTBEAT_WAIT_S = 1.0
 
 ORDERS: dict[str, type[Value]] = {
     "setup": WorkerSetup,
     "reshape": ReshapeOrder,
     "step": StepOrder,
     "commit": CommitOrder,
+    "probe": ProbeOrder,
 }
 
 
@@ -42,15 +50,15 @@ def unpack(message: bytes) -> tuple[str, Value]:
 def serve(orders: Connection, control: Connection) -> None:
     """Serve until the manager goes; then the process ends."""
     worker = Worker()
-    _in_background("morph-control", lambda: _obey_aborts(worker, control))
+    _in_background("morph-control", lambda: _obey(worker, control))
     with suppress(EOFError, OSError):
         while True:
             name, order = unpack(orders.recv_bytes())
             carry_out: Callable[[Any], Value] = getattr(worker, name)
             answer = carry_out(order)
             orders.send_bytes(answer.model_dump_json().encode())
-            if isinstance(answer, WorkerReady):
-                _in_background("morph-heartbeat", lambda: _beat(worker, control))
+            if isinstance(order, WorkerSetup) and isinstance(answer, WorkerReady):
+                _in_background("morph-heartbeat", partial(_beat, worker, control, order.heartbeat_wait_s))
     os._exit(0)
 
 
@@ -65,11 +73,15 @@ def _in_background(name: str, work: Callable[[], None]) -> None:
     threading.Thread(target=run, name=name, daemon=True).start()
 
 
-def _obey_aborts(worker: Worker, control: Connection) -> None:
+def _obey(worker: Worker, control: Connection) -> None:
     while True:
-        worker.abort(int(control.recv_bytes()))
+        message = control.recv_bytes()
+        if message.startswith(LEAVE_PROBE):
+            worker.leave_probe(int(message.removeprefix(LEAVE_PROBE)))
+        else:
+            worker.abort(int(message))
 
 
-def _beat(worker: Worker, control: Connection) -> None:
+def _beat(worker: Worker, control: Connection, wait_s: float) -> None:
     while True:
-        control.send_bytes(worker.heartbeat(HEARTBEAT_WAIT_S).model_dump_json().encode())
+        control.send_bytes(worker.heartbeat(wait_s).model_dump_json().encode())

@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -26,6 +27,8 @@ from morph.contract.messages import (
     Failed,
     Heartbeat,
     Prepared,
+    Probed,
+    ProbeOrder,
     Reshaped,
     ReshapeOrder,
     StepOrder,
@@ -41,6 +44,8 @@ from morph.runtime.generation import Generation
 from morph.runtime.graveyard import Graveyard
 from morph.runtime.interrupt import Interrupt
 from morph.runtime.lifeline import hold_lifeline
+from morph.runtime.pace import Pace
+from morph.runtime.probing import Prober
 from morph.runtime.state_moves import MoveContext, start_sending, take_units
 from morph.runtime.topology import Topology, move_name, slot_of, topology
 from morph.runtime.unit_state import UnitState
@@ -59,6 +64,8 @@ class Worker:
         self._generation: Generation | None = None
         self._held: dict[str, UnitState] = {}
         self._graveyard = Graveyard()
+        self._pace = Pace()
+        self._prober = Prober("")
 
     # ---- order lane ----
 
@@ -68,7 +75,11 @@ class Worker:
         try:
             torch.set_num_threads(setup.num_threads)
             self._setup = setup
-            self._faults = FaultPlan([fault for fault in setup.faults if fault.worker == setup.worker])
+            self._prober = Prober(setup.worker)
+            self._faults = FaultPlan(
+                [fault for fault in setup.faults if fault.worker == setup.worker],
+                [spell for spell in setup.slow_spells if spell.worker == setup.worker],
+            )
             self._workload = load_workload(setup)
             self._lifeline = hold_lifeline(setup.lifeline, setup.worker) if setup.lifeline else None
             self._writer = CheckpointWriter(setup.worker, setup.checkpoint_url, self._faults)
@@ -88,6 +99,16 @@ class Worker:
         """Apply what was decided and hand the wanted units to the checkpoint writer."""
         return self._carry_out(order.generation, lambda: self._commit(order))
 
+    def probe(self, order: ProbeOrder) -> Probed:
+        """Time some work on sections that the worker need not hold; it changes nothing that the worker holds."""
+        try:
+            self._faults.begin(order.step)
+            sections = range(order.first_section, order.end_section)
+            return self._prober.run(order, self._workload.probe(sections, self._held, self._faults))
+        except Exception as error:
+            error_text = f"{type(error).__name__}: {error}"
+            return Probed(worker=self._setup.worker, probe=order.probe, error=error_text)
+
     # ---- control lane ----
 
     def abort(self, generation: int) -> None:
@@ -96,13 +117,17 @@ class Worker:
         if self._interrupt.generation <= generation:
             self._interrupt.abort()
 
+    def leave_probe(self, probe: int) -> None:
+        """End this probe soon, for an order waits behind it."""
+        self._prober.leave(probe)
+
     def heartbeat(self, wait_s: float) -> Heartbeat:
         """Proof of life; returns early when a checkpoint unit was written. Blocks up to ``wait_s``."""
         writer: CheckpointWriter | None = getattr(self, "_writer", None)
         if writer is None:
             time.sleep(min(wait_s, 0.2))
             return Heartbeat(worker="")
-        return writer.collect(wait_s)
+        return writer.collect(wait_s).model_copy(update={"times": self._pace.collect()})
 
     # ---- inside ----
 
@@ -221,6 +246,7 @@ class Worker:
         by_parameter = {name: accumulators[unit] for unit, state in units.items() for name in state.parameters}
         executor = self._workload.executor(current, order, self._faults)
         assert all(state.loss_scale == order.loss_scale for state in units.values()), "another loss scale is ordered"
+        executor.stopwatch.finished = partial(self._pace.note, order.generation)
         executor.run(by_parameter, 1.0 if order.loss_scale is None else order.loss_scale.factor)
         self._workload.reduce(current, accumulators, self._faults, executor)
         executor.finish()

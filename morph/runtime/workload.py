@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
@@ -36,6 +36,12 @@ class Workload(Protocol):
         self, current: Generation, accumulators: Mapping[str, Accumulator], faults: FaultPlan, executor: Executor
     ) -> None:
         """Reduce the gradients of every unit that this worker holds. Raises as ``Interrupt.wait_for``."""
+
+    def probe(self, sections: range, held: Mapping[str, UnitState], faults: FaultPlan) -> Callable[[], float]:
+        """Make what a probe needs; the result runs a micro-batch's forward and backward and returns its seconds.
+
+        ``held`` units are read and never changed; what is missing is made. No peer is needed.
+        """
 
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:
         """Evaluate a version that every unit is at; None when none is due, or not on a last stage."""

@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from manager.controller.actions import ProbeWorker
 from manager.controller.config import ControllerConfig
-from manager.controller.events import MANIFEST_WRITER, NodeAppeared, UnitsWritten, WorkerAnswered, WorkerLost
+from manager.controller.events import (
+    MANIFEST_WRITER,
+    ComputeTimesSeen,
+    NodeAppeared,
+    UnitsWritten,
+    WorkerAnswered,
+    WorkerLost,
+)
 from manager.controller.state import initial_state
+from manager.engine import driver as driver_module
 from manager.engine import manifest_writer
 from manager.engine.driver import Driver, Observed
 from manager.engine.inbox import Inbox
@@ -24,7 +33,9 @@ from morph.contract.messages import (
     ComputeTimes,
     Failed,
     MicroBatchLoss,
+    MicroBatchTimes,
     Prepared,
+    ProbeOrder,
     Reshaped,
     ReshapeOrder,
     StepOrder,
@@ -47,6 +58,7 @@ class FakePool:
         self.lose: set[tuple[str, int]] = set()
         self.fail: set[tuple[str, int]] = set()
         self.gone: set[str] = set()
+        self.probes: list[tuple[str, ProbeOrder]] = []
 
     def last_decision(self) -> DecisionRecord:
         entry = self.journal.read()[-1]
@@ -104,6 +116,9 @@ class FakePool:
         )
         if written and worker not in self.gone:
             self.inbox.put(UnitsWritten(worker=worker, written=written))
+
+    def probe(self, worker: str, order: ProbeOrder) -> None:
+        self.probes.append((worker, order))
 
     def abort(self, worker: str, generation: int) -> None:
         self.written_down("abort", worker)
@@ -312,3 +327,55 @@ def test_an_observer_that_raises_ends_the_loop(make_run: Callable[..., Run]) -> 
     with pytest.raises(KeyboardInterrupt):
         run.driver.run()
     assert run.journal.read()[-1].kind == "decision"
+
+
+def seconds(generation: int) -> MicroBatchTimes:
+    return MicroBatchTimes(generation=generation, forward_s=(1.0,), recompute_s=(0.0,), backward_s=(2.0,))
+
+
+def note_times(run: Run) -> None:
+    """Heartbeats of both workers bring times whenever a step is decided."""
+
+    def react(observed: Observed) -> None:
+        if isinstance(observed.event, WorkerAnswered):
+            for worker in ("vm0", "vm1"):
+                run.inbox.paces.add(worker, seconds(observed.decision.state.generation))
+
+    run.react = react
+
+
+def test_compute_times_reach_the_controller_as_one_event_an_interval(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "TIMES_EVERY_S", 0.0)
+    monkeypatch.setattr(driver_module, "TIMES_PATIENCE_S", 0.0)
+    run = make_run()
+    note_times(run)
+    run.driver.run()
+    seen = [observed.event for observed in run.observed if isinstance(observed.event, ComputeTimesSeen)]
+    assert len(seen) > 2
+    assert all([times.worker for times in event.times] == ["vm0", "vm1"] for event in seen)
+    assert replay(run.journal) == run.driver.state
+
+
+def test_compute_times_wait_while_anything_else_does(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "TIMES_EVERY_S", 0.0)
+    run = make_run()
+    run.inbox.paces.add("vm0", seconds(1))
+    run.driver._hand_on_times()
+    assert run.observed == []
+    while run.inbox.get(0.0):
+        pass
+    run.driver._hand_on_times()
+    assert [type(observed.event) for observed in run.observed] == [ComputeTimesSeen]
+
+
+def test_a_probe_is_handed_to_the_pool_as_it_was_decided(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    action = ProbeWorker(worker="vm1", probe=2, step=5, first_section=0, end_section=1, healthy_s=0.25)
+    run.driver._act(action)
+    assert run.pool.probes == [
+        ("vm1", ProbeOrder(probe=2, step=5, first_section=0, end_section=1, healthy_s=0.25)),
+    ]

@@ -9,11 +9,28 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from manager.controller.events import UnitsWritten, WorkerAnswered, WorkerLost
+from manager.controller.events import (
+    ComputeTimesSeen,
+    UnitsWritten,
+    WorkerAnswered,
+    WorkerLost,
+    WorkerProbed,
+    WorkerTimes,
+)
 from manager.engine import silence
 from manager.engine.inbox import Inbox
 from manager.engine.process_pool import Lanes, ProcessPool
-from morph.contract.messages import Heartbeat, StepOrder, UnitWritten, WorkerReady, WorkerSetup
+from manager.journal.records import Fact
+from morph.contract.messages import (
+    Heartbeat,
+    MicroBatchTimes,
+    Probed,
+    ProbeOrder,
+    StepOrder,
+    UnitWritten,
+    WorkerReady,
+    WorkerSetup,
+)
 from morph.runtime.serving import unpack
 
 SETUP = WorkerSetup(
@@ -88,6 +105,47 @@ def test_what_a_heartbeat_brings_becomes_an_event(scene: Scene) -> None:
     assert scene.next() == UnitsWritten(worker="vm0", written=(written,))
 
 
+def test_compute_times_of_a_heartbeat_wait_beside_the_events(scene: Scene) -> None:
+    scene.be_ready()
+    times = MicroBatchTimes(generation=2, forward_s=(1.0,), recompute_s=(1.0,), backward_s=(2.0,))
+    written = UnitWritten(worker="vm0", version=1, unit="s0", file="f", size_bytes=1, sha256="0")
+    beat = Heartbeat(worker="vm0", times=times, written=(written,))
+    scene.control.send_bytes(beat.model_dump_json().encode())
+    assert scene.next() == UnitsWritten(worker="vm0", written=(written,))
+    assert scene.inbox.paces.take() == ComputeTimesSeen(
+        times=(WorkerTimes(worker="vm0", generation=2, compute_s=(3.0,)),)
+    )
+
+
+PROBE = ProbeOrder(probe=4, step=1, first_section=0, end_section=1, healthy_s=0.5)
+
+
+def test_a_probe_is_answered_with_an_event_of_its_own(scene: Scene) -> None:
+    scene.be_ready()
+    scene.pool.probe("vm0", PROBE)
+    assert unpack(scene.orders.recv_bytes()) == ("probe", PROBE)
+    scene.orders.send_bytes(Probed(worker="vm0", probe=4, slowdown=1.25).model_dump_json().encode())
+    assert scene.next() == WorkerProbed(worker="vm0", probe=4, slowdown=1.25)
+    scene.pool.step("vm0", StepOrder(generation=1, step=0))  # nothing is left that could be in its way
+    assert unpack(scene.orders.recv_bytes())[0] == "step"
+    assert not scene.control.poll(0)
+
+
+def test_an_order_ends_a_probe_that_is_under_way(scene: Scene) -> None:
+    scene.be_ready()
+    scene.pool.probe("vm0", PROBE)
+    scene.pool.step("vm0", StepOrder(generation=1, step=0))
+    assert scene.control.recv_bytes() == b"leave probe 4"
+
+
+def test_a_probe_that_failed_is_written_down_and_reported_as_not_done(scene: Scene) -> None:
+    scene.be_ready()
+    scene.pool.probe("vm0", PROBE)
+    scene.orders.send_bytes(Probed(worker="vm0", probe=4, error="no memory").model_dump_json().encode())
+    assert scene.next() == Fact(name="probe_failed", worker="vm0", detail="no memory")
+    assert scene.next() == WorkerProbed(worker="vm0", probe=4, slowdown=None)
+
+
 def test_a_worker_whose_connection_closes_is_lost_once(scene: Scene) -> None:
     scene.be_ready()
     scene.orders.close()
@@ -129,3 +187,6 @@ def test_a_silent_worker_is_lost(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
     lost = scene.next()
     assert isinstance(lost, WorkerLost)
     assert "silent for" in lost.cause
+    assert scene.killed == ["vm0"]  # one that wakes must not go on
+    with pytest.raises(EOFError):
+        scene.orders.recv_bytes()

@@ -16,8 +16,10 @@ from manager.engine.inbox import Inbox
 clock = [100.0]
 worker_pool.time.monotonic = lambda: clock[0]
 inbox = Inbox()
+killed = []
+worker_pool.ray.kill = lambda actor, no_restart: killed.append(actor)
 pool = worker_pool.WorkerPool(inbox, lambda worker: None, heartbeat_timeout_s=5.0)
-handle = pool._handles["vm0"] = worker_pool._Handle(actor=None)
+handle = pool._handles["vm0"] = worker_pool._Handle(actor="vm0's")
 handle.ready, handle.beat_sent_s = True, clock[0]
 
 def watch_for(seconds, step=0.5):
@@ -35,6 +37,7 @@ assert len(inbox) == 0
 watch_for(1.0)
 lost = inbox.get(0.0)
 assert lost is not None and isinstance(lost.item, WorkerLost) and "silent" in lost.item.cause
+assert killed == ["vm0's"], "one that wakes would go on"
 print("ok")
 """
 

@@ -282,7 +282,9 @@ class SimulatedCluster(World):
         """A worker times some work."""
         worker = self.workers[action.worker]
         if worker.alive and not self.chance(self.faults.lost_message):
-            slowdown = SLOW if worker.slow and not self.quiet and self.random.random() < 0.8 else 1.0
+            slowdown: float | None = SLOW if worker.slow and not self.quiet and self.random.random() < 0.8 else 1.0
+            if self.chance(self.faults.lost_message):
+                slowdown = None  # an order came first
             answer = WorkerProbed(worker=action.worker, probe=action.probe, slowdown=slowdown)
             self.at(self.between(0.1, 1), lambda: self.emit(answer))
 

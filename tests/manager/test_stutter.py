@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 
 import pytest
 from controller_script import Script, receivers
@@ -12,7 +13,7 @@ from manager.controller.actions import EndWorker, ProbeWorker, SendReshape, Send
 from manager.controller.events import ComputeTimesSeen, WorkerLost, WorkerProbed, WorkerTimes
 from manager.controller.nodes import NodeState
 from manager.controller.state import Phase
-from manager.controller.stutter import calibration, judge
+from manager.controller.stutter import calibration, error_of_median, judge
 from morph.contract.rules import StutterRules
 
 STUTTER = StutterRules()
@@ -49,7 +50,29 @@ def test_one_replica_is_held_against_the_profile_and_not_judged_without_it() -> 
 
 def test_what_slows_everybody_is_nobodys_fault() -> None:
     assert calibration([SLOW, SLOW, SLOW, 2 * SLOW]) == SLOW
-    assert calibration([SLOW, SLOW]) == 1.0
+    assert calibration([SLOW]) == 1.0
+
+
+def test_of_two_workers_the_one_that_compares_better_with_the_profile_is_the_measure() -> None:
+    assert calibration([1.6, 2.1]) == 1.6
+
+
+def test_a_window_that_spreads_proves_less() -> None:
+    medians_s = {"a": 1.0, "b": SLOW}
+    assert judge(medians_s, None, STUTTER, {"a": 0.04, "b": 0.04})["b"].slow
+    assert not judge(medians_s, None, STUTTER, {"a": 0.08, "b": 0.08})["b"].slow
+    assert not judge({"b": SLOW}, 1.0, STUTTER, {"b": 0.08})["b"].slow
+
+
+def test_replicas_on_shared_cores_that_differ_by_chance_are_not_slow_for_windows_in_a_row() -> None:
+    draw = random.Random(2)
+    num_slow = 0
+    for _ in range(2000):
+        windows = {worker: [draw.lognormvariate(0, 0.4) for _ in range(STUTTER.samples)] for worker in "ab"}
+        errors_s = {worker: error_of_median(samples_s) for worker, samples_s in windows.items()}
+        medians_s = {worker: statistics.median(samples_s) for worker, samples_s in windows.items()}
+        num_slow += any(judgement.slow for judgement in judge(medians_s, None, STUTTER, errors_s).values())
+    assert (num_slow / 2000) ** STUTTER.windows < 1e-5
 
 
 def test_between_well_and_slow_nothing_changes() -> None:
@@ -172,6 +195,35 @@ def test_good_probes_in_a_row_bring_a_worker_back() -> None:
         assert script.state.workers["n3"].node is NodeState.SUSPECT
         script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=1.02))
     assert (script.state.workers["n3"].node, script.code) == (NodeState.READY, "worker_well")
+
+
+def test_a_probe_is_of_the_stage_on_which_it_was_slow_against_what_its_peer_takes() -> None:
+    script = trained()
+    stage = next(slot.stage for slot in script.state.slots if slot.worker == "n3")
+    assert script.state.plan is not None
+    sections = script.state.plan.stages[stage].sections
+    script.ready("n7")
+    for _ in range(RULES.stutter.windows):
+        times(script, {"n3": SLOW})
+    script.prepared()
+    script.reshaped()
+    action = None
+    while not isinstance(action, ProbeWorker):
+        action = next(iter(script.wake()), None)
+    assert (action.first_section, action.end_section) == (sections.start, sections.stop)
+    assert action.healthy_s == 2.0
+    assert action.step == script.state.version
+
+
+def test_a_probe_that_was_not_come_to_is_repeated_and_does_not_count() -> None:
+    script = left_out()
+    script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=None))
+    probation = script.state.workers["n3"].probation
+    assert probation is not None
+    assert (probation.num_failed, probation.num_passed, probation.asked_s) == (0, 0, None)
+    for _ in range(RULES.stutter.max_probes - 1):
+        script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=None))
+    assert "n3" not in script.state.workers  # not for ever
 
 
 def test_probes_that_find_it_slow_grow_rarer_and_end() -> None:

@@ -119,7 +119,14 @@ def planned(schedule: Schedule, recompute: bool) -> Plan:
     ).best
 
 
-def run(schedule: Schedule, stage_index: int, stage: FakeStage, wires: Neighbours, act: Callable[[], None]) -> Executor:
+def run(
+    schedule: Schedule,
+    stage_index: int,
+    stage: FakeStage,
+    wires: Neighbours,
+    act: Callable[[], None],
+    begin: Callable[[Executor], None] = lambda executor: None,
+) -> Executor:
     best = planned(schedule, stage._recompute)
     work = StageWork(
         micro_batches=range(COUNT),
@@ -131,6 +138,7 @@ def run(schedule: Schedule, stage_index: int, stage: FakeStage, wires: Neighbour
     )
     accumulators: Mapping[str, object] = {}
     executor = Executor(stage, work, wires, Script(act), FaultPlan([]), torch.device("cpu"))
+    begin(executor)
     executor.run(accumulators)  # type: ignore[arg-type]
     executor.finish()
     if schedule != "varuna":
@@ -237,3 +245,18 @@ def test_the_next_activation_travels_while_this_one_is_computed() -> None:
     stage = FakeStage(watch, recompute=False)
     executor = run("1f1b", DEPTH - 1, stage, last_stage(into, back), into.complete)
     assert executor.peaks.untaken_activations == 1
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_each_micro_batch_is_told_once_with_forward_recompute_and_backward_apart(recompute: bool) -> None:
+    out, back = Wire(instant=True), Wire(instant=True)
+    stage = FakeStage(recompute=recompute)
+    told: list[tuple[float, float, float]] = []
+    clock = {"F": 1.0, "R": 2.0, "B": 4.0}
+
+    def begin(executor: Executor) -> None:
+        executor.stopwatch.finished = lambda *times: told.append(times)
+        executor.stopwatch.device_took_s = lambda: clock[stage.ran[-1]]
+
+    run("varuna", 0, stage, first_stage(out, back), lambda: None, begin)
+    assert told == [(1.0, 2.0 if recompute else 0.0, 4.0)] * COUNT

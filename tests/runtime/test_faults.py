@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from morph.contract.messages import Fault
+from morph.contract.messages import Fault, SlowSpell
 from morph.runtime.faults import FaultPlan
 
 
@@ -53,3 +53,16 @@ def test_without_faults_nothing_happens(kills: list[tuple[int, int]]) -> None:
     faults.begin(0)
     faults.reach("forward")
     assert kills == []
+
+
+def test_a_slow_spell_lasts_from_its_first_step_until_before_its_end() -> None:
+    spells = [
+        SlowSpell(worker="w", factor=1.5, first_step=2, end_step=4),
+        SlowSpell(worker="w", factor=2.0, first_step=3),
+    ]
+    faults = FaultPlan([], spells)
+    found = []
+    for step in range(6):
+        faults.begin(step)
+        found.append(faults.slowness)
+    assert found == [1.0, 1.0, 1.5, 3.0, 2.0, 2.0]

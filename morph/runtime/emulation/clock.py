@@ -35,6 +35,8 @@ class DeviceClock:
         """How many times as long everything takes on this device."""
         self.free_s = NEVER_S
         """End of the last task by this clock; the real end may be a little later."""
+        self.took_s = 0.0
+        """What the last task took by this clock, however late the worker came to it."""
         self.late_s = 0.0
         """The most by which a task really ended after its end by this clock, since ``rest``."""
 
@@ -59,7 +61,8 @@ class DeviceClock:
 
     def end(self, begun_s: float, duration_s: float) -> None:
         """Block until a task that began then has taken so long, times ``slowness``."""
-        end_s = begun_s + duration_s * self.slowness
+        self.took_s = duration_s * self.slowness
+        end_s = begun_s + self.took_s
         self.wait_until(end_s)
         self.late_s = max(self.late_s, self._now() - end_s)
         self.free_s = end_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -61,7 +61,7 @@ class EmulatedWorkload:
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """See ``Workload.executor``."""
         assert current.slot is not None
-        self._clock.slowness = slowness(self._device, current.plan, current.slot)
+        self._clock.slowness = slowness(self._device, current.plan, current.slot) * faults.slowness
         plan = current.plan.stages[current.slot.stage]
         luck = Luck(self._device.jitter_seed, order.step, len(self._device.sections), current.plan.num_micro_batches)
         inputs = (self._border(plan.first_section - 1),) if current.slot.stage else ()
@@ -79,7 +79,9 @@ class EmulatedWorkload:
             message=None if is_last else torch.zeros(outputs[0].shape, dtype=torch.float64),
             gradient=torch.zeros(inputs[0].shape, dtype=torch.float64) if inputs else None,
         )
-        return Executor(stage, work, self._neighbours(current, luck), current.interrupt, faults, _CPU)
+        executor = Executor(stage, work, self._neighbours(current, luck), current.interrupt, faults, _CPU)
+        executor.stopwatch.device_took_s = lambda: self._clock.took_s
+        return executor
 
     def reduce(
         self, current: Generation, accumulators: Mapping[str, Accumulator], faults: FaultPlan, executor: Executor
@@ -97,6 +99,29 @@ class EmulatedWorkload:
         stopwatch.record("reduce", None, start_s, end_s)
         stopwatch.late_s = max(self._clock.late_s, 0.0)
         self._clock.rest()
+
+    def probe(
+        self,
+        sections: range,
+        held: Mapping[str, UnitState],  # noqa: ARG002
+        faults: FaultPlan,
+    ) -> Callable[[], float]:
+        """See ``Workload.probe``: the sections' medians pass on the device's clock."""
+        found = [self._device.sections[section] for section in sections]
+        forward_s = sum(section.forward.median_s for section in found)
+        backward_s = sum(section.backward.median_s for section in found)
+
+        def run() -> float:
+            self._clock.rest()
+            self._clock.slowness = faults.slowness
+            took_s = 0.0
+            for task_s in (forward_s, backward_s):
+                self._clock.end(self._clock.begin(), task_s)
+                took_s += self._clock.took_s
+            self._clock.rest()
+            return took_s
+
+        return run
 
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:  # noqa: ARG002
         """See ``Workload.evaluate``."""

@@ -1,0 +1,183 @@
+"""Probes: what is timed, when they end, and that a worker's weights do not notice them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from morph.contract.messages import (
+    CommitOrder,
+    ProbeOrder,
+    ReshapeOrder,
+    Slot,
+    SlowSpell,
+    Source,
+    StepOrder,
+    WorkerReady,
+    WorkerSetup,
+)
+from morph.runtime import probing
+from morph.runtime.probing import MICRO_BATCHES, Prober
+from morph.runtime.single import single_plan
+from morph.runtime.worker import Worker
+from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job
+
+ORDER = ProbeOrder(probe=2, step=0, first_section=0, end_section=1, healthy_s=2.0)
+
+
+class Work:
+    """Takes 3 s each time by its own account, the first time longer."""
+
+    def __init__(self, before: Callable[[int], None] = lambda _: None) -> None:
+        self.num_run = 0
+        self._before = before
+
+    def __call__(self) -> float:
+        self._before(self.num_run)
+        self.num_run += 1
+        return 100.0 if self.num_run == 1 else 3.0
+
+
+def test_the_first_micro_batch_warms_up_and_does_not_count() -> None:
+    work = Work()
+    answer = Prober("w").run(ORDER, work)
+    assert (answer.worker, answer.probe, answer.slowdown) == ("w", 2, 1.5)
+    assert work.num_run == 1 + MICRO_BATCHES
+
+
+def test_a_probe_that_is_left_ends_at_the_next_micro_batch() -> None:
+    prober = Prober("w")
+    work = Work(lambda number: prober.leave(2) if number == 2 else None)
+    assert prober.run(ORDER, work).slowdown == 1.5
+    assert work.num_run == 3
+
+
+def test_a_probe_that_was_left_before_it_began_measures_nothing_and_the_next_one_does() -> None:
+    prober = Prober("w")
+    prober.leave(2)
+    work = Work()
+    assert prober.run(ORDER, work).slowdown is None
+    assert work.num_run == 0
+    assert prober.run(ORDER.model_copy(update={"probe": 3}), work).slowdown == 1.5
+
+
+def test_a_probe_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(probing.time, "monotonic", lambda: clock[0])
+
+    def pass_time(_: int) -> None:
+        clock[0] += probing.LIMIT_S
+
+    work = Work(pass_time)
+    assert Prober("w").run(ORDER, work).slowdown == 1.5
+    assert work.num_run == 2
+
+
+@pytest.fixture(scope="module")
+def tiny_job() -> TinyJob:
+    return load_tiny_job()
+
+
+class Alone:
+    """One worker in this process that trains the tiny job as 1x1."""
+
+    def __init__(self, job: TinyJob, directory: Path, spells: tuple[SlowSpell, ...] = ()) -> None:
+        self.worker = Worker()
+        self._job = job
+        setup = WorkerSetup(
+            worker="w",
+            job_path=JOB,
+            fingerprint=job.fingerprint,
+            num_sections=NUM_SECTIONS,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            checkpoint_url=str(directory),
+            store_host="127.0.0.1",
+            store_port=1,
+            listen_host="127.0.0.1",
+            slow_spells=spells,
+        )
+        assert isinstance(self.worker.setup(setup), WorkerReady)
+
+    def form(self) -> None:
+        num_micro_batches = self._job.batch_size // MICRO_BATCH_SIZE
+        plan = single_plan(self._job.fingerprint, NUM_SECTIONS, MICRO_BATCH_SIZE, num_micro_batches)
+        sources = tuple(Source(worker="w", unit=unit, kind="initial") for unit in self._job.units)
+        slots = (Slot(worker="w", stage=0, replica=0),)
+        order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=sources)
+        assert self.worker.reshape(order).kind == "reshaped"
+
+    def step(self, step: int) -> None:
+        for attempt in range(8):
+            answer = self.worker.step(StepOrder(generation=1, step=step, attempt=attempt))
+            assert answer.kind == "prepared", answer
+            if not answer.overflowed:
+                return
+        raise AssertionError("overflowed again and again")
+
+    def written(self, version: int) -> dict[str, str]:
+        units = tuple(self._job.units)
+        answer = self.worker.commit(CommitOrder(generation=1, version=version, checkpoint_units=units))
+        assert answer.kind == "committed", answer
+        found: dict[str, str] = {}
+        while len(found) < len(units):
+            beat = self.worker.heartbeat(60.0)
+            assert beat.written, "nothing was written"
+            found |= {entry.unit: entry.sha256 for entry in beat.written}
+        return found
+
+    def probe(self, probe: int, step: int, sections: tuple[int, int], healthy_s: float = 1.0) -> float:
+        order = ProbeOrder(
+            probe=probe, step=step, first_section=sections[0], end_section=sections[1], healthy_s=healthy_s
+        )
+        answer = self.worker.probe(order)
+        assert answer.slowdown is not None, answer.error
+        return answer.slowdown
+
+
+def test_probes_between_steps_of_sections_held_or_not_change_no_bit(tiny_job: TinyJob, tmp_path: Path) -> None:
+    plain, probed = Alone(tiny_job, tmp_path / "plain"), Alone(tiny_job, tmp_path / "probed")
+    assert probed.probe(1, 0, (1, 3)) > 0  # before it holds anything
+    for alone in (plain, probed):
+        alone.form()
+    number = 1
+    for step in range(2):
+        for alone in (plain, probed):
+            alone.step(step)
+        for sections in ((0, 2), (2, NUM_SECTIONS)):
+            number += 1
+            assert probed.probe(number, step, sections) > 0
+    assert probed.written(2) == plain.written(2)
+
+
+def test_a_probe_finds_a_slow_spell_and_its_end(tiny_job: TinyJob, tmp_path: Path) -> None:
+    alone = Alone(tiny_job, tmp_path, (SlowSpell(worker="w", factor=6.0, first_step=3, end_step=5),))
+    healthy_s = alone.probe(1, 2, (0, NUM_SECTIONS))
+    assert alone.probe(2, 3, (0, NUM_SECTIONS), healthy_s) > 2.5
+    assert alone.probe(3, 4, (0, NUM_SECTIONS), healthy_s) > 2.5
+    assert alone.probe(4, 5, (0, NUM_SECTIONS), healthy_s) < 2.5
+
+
+def test_heartbeats_tell_what_each_micro_batch_took(tiny_job: TinyJob, tmp_path: Path) -> None:
+    alone = Alone(tiny_job, tmp_path)
+    alone.form()
+    alone.worker.heartbeat(0.0)
+    answer = alone.worker.step(StepOrder(generation=1, step=0))
+    assert answer.kind == "prepared"
+    times = alone.worker.heartbeat(0.0).times
+    assert times is not None
+    assert len(times.forward_s) == min(16, tiny_job.batch_size // MICRO_BATCH_SIZE)
+    assert times.generation == 1
+    assert sum(times.recompute_s) == 0.0  # 1x1 keeps its activations
+    assert 0 < sum(times.forward_s) <= answer.times.forward_s + 1e-5
+    assert 0 < sum(times.backward_s) <= answer.times.backward_s + 1e-5
+    assert alone.worker.heartbeat(0.0).times is None
+
+
+def test_sections_that_cannot_be_probed_are_told_as_an_error(tiny_job: TinyJob, tmp_path: Path) -> None:
+    alone = Alone(tiny_job, tmp_path)
+    answer = alone.worker.probe(ProbeOrder(probe=1, step=0, first_section=90, end_section=91, healthy_s=1.0))
+    assert answer.slowdown is None
+    assert answer.error is not None
+    assert "IndexError" in answer.error
