@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
-from morph.contract.messages import CommitOrder, ProbeOrder, ReshapeOrder, StepOrder, Version, WorkerId
+from morph.contract.messages import AheadOrder, CommitOrder, ProbeOrder, ReshapeOrder, StepOrder, Version, WorkerId
 
 RequestId = str
 
@@ -49,6 +49,14 @@ class SendCommit(Value):
     kind: Literal["send_commit"] = "send_commit"
     worker: WorkerId
     order: CommitOrder
+
+
+class SendAhead(Value):
+    """Tell a worker, on its control lane, which units to send ahead and to expect; ``AheadReported`` may follow."""
+
+    kind: Literal["send_ahead"] = "send_ahead"
+    worker: WorkerId
+    order: AheadOrder
 
 
 class Abort(Value):
@@ -127,6 +135,7 @@ Action = (
     | SendReshape
     | SendStep
     | SendCommit
+    | SendAhead
     | Abort
     | ProbeWorker
     | RequestNodes

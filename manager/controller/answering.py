@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from manager.controller.actions import EndWorker
+from manager.controller.ahead import with_measured_speed
 from manager.controller.changes import (
     answered_by,
     changed,
@@ -84,6 +85,7 @@ def _order_answered(state: ControllerState, worker: WorkerId, answer: Answer, no
     if isinstance(answer, Reshaped):
         holds = state.workers[worker].holds | state.member_units.get(worker, frozenset())
         state = with_worker(state, worker, holds=holds)
+        state = with_measured_speed(state, answer)
         state = answered_by(state, worker, loss_scale=answer.loss_scale or state.loss_scale)
     elif isinstance(answer, Prepared):
         report = StepReport(

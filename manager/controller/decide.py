@@ -7,10 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from manager.controller.actions import StartWorker
+from manager.controller.ahead import ahead_reported
 from manager.controller.answering import answered
 from manager.controller.asking import asked, nodes_granted, request_refused, with_appeared
 from manager.controller.changes import changed, ended, followed, said, wake_by
 from manager.controller.events import (
+    AheadReported,
     CheckpointFailed,
     ComputeTimesSeen,
     Event,
@@ -135,6 +137,11 @@ def _nobody_trains(state: ControllerState, event: ComputeTimesSeen, now_s: float
     return said(state, ReasonCode.IGNORED, "nobody trains: these compute times are late")
 
 
+def _nothing_is_sent_ahead(state: ControllerState, event: AheadReported, now_s: float) -> Decision:
+    del event, now_s
+    return said(state, ReasonCode.IGNORED, "nothing is sent ahead any more")
+
+
 def _ending(state: ControllerState, event: Event, now_s: float) -> Decision:
     del now_s
     return said(state, ReasonCode.IGNORED, f"the run is ending: {event.kind} changes nothing")
@@ -177,6 +184,9 @@ _ROWS: tuple[tuple[type[Event], tuple[Phase, ...], Handler], ...] = (
     (CheckpointFailed, OVER, _ending),
     (ManifestWritten, (*RUNNING, *LAST), manifest_written),
     (ManifestWritten, OVER, _ending),
+    (AheadReported, FORMED, ahead_reported),
+    (AheadReported, (*BEFORE, *IDLE, *HELD, *LAST), _nothing_is_sent_ahead),
+    (AheadReported, OVER, _ending),
     (StopRequested, (*BEFORE, *IDLE), _stop_now),
     (StopRequested, HELD, _stop_after_holding),
     (StopRequested, FORMED, _stop_later),

@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter
 
 from manager.controller.actions import RequestId
 from morph.contract.base import Value
-from morph.contract.messages import Answer, UnitWritten, Version, WorkerId
+from morph.contract.messages import AheadReport, Answer, UnitWritten, Version, WorkerId
 
 MANIFEST_WRITER = "manager"
 """The name under which the shell reports that a manifest could not be written."""
@@ -132,6 +132,14 @@ class CheckpointFailed(Value):
     error: str
 
 
+class AheadReported(Value):
+    """A worker tells how far it has what is sent ahead to it."""
+
+    kind: Literal["ahead_reported"] = "ahead_reported"
+    worker: WorkerId
+    report: AheadReport
+
+
 class ManifestWritten(Value):
     """The manifest of this version is safely on storage: the checkpoint is complete."""
 
@@ -166,6 +174,7 @@ Event = (
     | UnitsWritten
     | CheckpointFailed
     | ManifestWritten
+    | AheadReported
     | StopRequested
     | Tick
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from manager.controller.actions import SendReshape
+from manager.controller.ahead import with_ahead, without_ahead
 from manager.controller.changes import changed, ended, ready_workers, said, wake_by, with_order
 from manager.controller.choosing import Choice, choose, cost_of_morph_s, nodes_to_come
 from manager.controller.nodes import NodeState
@@ -40,7 +41,9 @@ def form(state: ControllerState, now_s: float, *, planned: bool = False) -> Deci
     if choice is None:
         return _wait(state, now_s)
     state, set_back = _with_living_state(state)
-    order = _reshape_order(state, choice)
+    order = next_order(state, choice)
+    if planned and state.ahead is not None:
+        order = with_ahead(order, state.ahead)
     taking_part = {slot.worker for slot in order.slots} | {source.peer for source in order.sources}
     receivers = [worker for worker in ready_workers(state) if worker in taking_part]
     needed = [frozenset(units) for units in units_by_stage(order.plan, state.config.units)]
@@ -58,16 +61,19 @@ def form(state: ControllerState, now_s: float, *, planned: bool = False) -> Deci
         join_since_s=None,
         morph_began_s=now_s if planned else None,
     )
+    state, dropped = without_ahead(state, spared=receivers)
     state = _with_fresh_paces(state, now_s)
     sentence = (
         f"{set_back}generation {order.generation} is formed at version {order.version}: {order.plan.shape} on "
         f"{len(order.slots)} of {len(ready_workers(state))} ready workers"
     )
     code = ReasonCode.SET_BACK if set_back else ReasonCode.FORMED
-    return said(state, code, sentence, *(SendReshape(worker=worker, order=order) for worker in receivers))
+    reshapes = (SendReshape(worker=worker, order=order) for worker in receivers)
+    return said(state, code, sentence, *reshapes, *dropped)
 
 
-def _reshape_order(state: ControllerState, choice: Choice) -> ReshapeOrder:
+def next_order(state: ControllerState, choice: Choice) -> ReshapeOrder:
+    """Build the order that forms a choice now, every unit that is lacking from a holder or a checkpoint."""
     version, kind = _restorable(state)
     restore = kind if version == state.version else None
     held = {worker: state.workers[worker].holds for worker in ready_workers(state)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from manager.controller.actions import Abort
+from manager.controller.actions import Abort, SendAhead
+from manager.controller.ahead import without_ahead
 from manager.controller.changes import busy_workers, changed, debtors, ended, followed, said, without_workers
 from manager.controller.flapping import flapped
 from manager.controller.forming import form_or_hold
@@ -23,8 +24,11 @@ def lose(state: ControllerState, lost: Mapping[WorkerId, str], now_s: float) -> 
         if entry.ready and entry.host not in ("", worker):
             state = flapped(state, entry.host, now_s)
     state = without_workers(state, lost)
+    dropped: tuple[SendAhead, ...] = ()
+    if state.ahead is not None and not set(state.ahead.parties).isdisjoint(lost):
+        state, dropped = without_ahead(state)
     sentence = "; ".join(f"{worker} was lost: {cause}" for worker, cause in lost.items())
-    removed = said(state, ReasonCode.WORKER_REMOVED, sentence)
+    removed = said(state, ReasonCode.WORKER_REMOVED, sentence, *dropped)
     if state.phase is Phase.ABORTING:
         return followed(removed, settle(state, now_s))
     if state.phase is Phase.HOLDING:
@@ -45,9 +49,14 @@ def dissolve(state: ControllerState, now_s: float) -> Decision:
         num_fruitless=state.num_fruitless + 1,
         morph_began_s=None,
     )
+    state, dropped = without_ahead(state)
     aborts = [Abort(worker=worker, generation=state.generation) for worker in busy]
     aborted = said(
-        state, ReasonCode.ABORTING, f"generation {state.generation} is dissolved, {len(busy)} orders aborted", *aborts
+        state,
+        ReasonCode.ABORTING,
+        f"generation {state.generation} is dissolved, {len(busy)} orders aborted",
+        *aborts,
+        *dropped,
     )
     return aborted if busy else followed(aborted, settle(state, now_s))
 

@@ -28,6 +28,8 @@ class ReasonCode(StrEnum):
     WORKER_WELL = "worker_well"
     WORKER_PROBED = "worker_probed"
     MANAGER_RESUMED = "manager_resumed"
+    AHEAD_NOTED = "ahead_noted"
+    AHEAD_DROPPED = "ahead_dropped"
     AWAITING_ANSWERS = "awaiting_answers"
     STEP_STARTED = "step_started"
     STEP_DECIDED = "step_decided"

@@ -11,6 +11,7 @@ from manager.controller.actions import (
     StartWorker,
     WriteManifest,
 )
+from manager.controller.ahead import without_ahead
 from manager.controller.changes import busy_workers, changed, debtors, followed, said
 from manager.controller.events import ManagerResumed
 from manager.controller.losing import lose
@@ -28,14 +29,14 @@ def resumed(state: ControllerState, event: ManagerResumed, now_s: float) -> Deci
     Every wait begins anew: nobody could be heard meanwhile. An order that a worker has done already it answers
     again, one that it is at it goes on with.
     """
-    state = _with_fresh_waits(state, now_s)
+    state, dropped = without_ahead(_with_fresh_waits(state, now_s))
     strangers = [worker for worker in event.living if worker not in state.workers]
     gone = {
         worker: "it was gone when the new manager took over"
         for worker, entry in state.workers.items()
         if entry.ready and worker not in event.living
     }
-    again = tuple(action for action in _again(state) if getattr(action, "worker", None) not in gone)
+    again = tuple(action for action in (*_again(state), *dropped) if getattr(action, "worker", None) not in gone)
     sentence = f"a new manager took over: {len(event.living)} workers live, {len(again)} actions are repeated"
     actions = (*(EndWorker(worker=worker) for worker in strangers), *again)
     decision = said(state, ReasonCode.MANAGER_RESUMED, sentence, *actions)

@@ -14,7 +14,7 @@ from manager.controller.reasons import Reason
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
 from morph.contract.decided import Decided, LossScale
-from morph.contract.messages import ReshapeOrder, Slot, UnitId, UnitWritten, Version, WorkerId
+from morph.contract.messages import AheadMove, ReshapeOrder, Slot, UnitId, UnitWritten, Version, WorkerId
 from morph.contract.plan import Plan
 
 
@@ -37,7 +37,8 @@ class Phase(StrEnum):
     ``ENDED``: a ``Finish`` was issued; events change nothing.
 
     In every phase: a worker has at most one outstanding order, of the present generation; the decided version
-    changes only when every member prepared it, or when state is lost and it returns to a checkpoint's.
+    changes only when every member prepared it, or when state is lost and it returns to a checkpoint's; ``ahead`` is
+    of the present generation, and its parties are all known.
     """
 
     STARTING = "starting"
@@ -162,6 +163,41 @@ class PendingCheckpoint(Value):
         return len(self.written) == len(self.writers)
 
 
+class Ahead(Value):
+    """A planned change whose units are sent ahead, while the present generation goes on training.
+
+    The change is ``slots`` of ``plan``. ``moves`` are the units that a receiver lacks there, each with a member that
+    holds it and sends it; ``following``, by receiver, those that it has and keeps at the decided version.
+    ``failed``: receivers that some units will not reach. Nobody ever waits for any of it but a boundary that puts the
+    change off: ``until_s`` at the latest.
+    """
+
+    number: int
+    plan: Plan
+    slots: tuple[Slot, ...]
+    moves: tuple[AheadMove, ...]
+    following: dict[WorkerId, frozenset[UnitId]] = Field(default_factory=dict)
+    failed: frozenset[WorkerId] = frozenset()
+    until_s: float
+
+    @property
+    def parties(self) -> tuple[WorkerId, ...]:
+        """Who sends or receives, each once."""
+        return tuple(dict.fromkeys(worker for move in self.moves for worker in (move.sender, move.receiver)))
+
+    @property
+    def num_following(self) -> int:
+        """Units that have arrived, of all receivers."""
+        return sum(len(units) for units in self.following.values())
+
+    @property
+    def settled(self) -> bool:
+        """Whether every unit has arrived, or will not."""
+        return all(
+            move.receiver in self.failed or move.unit in self.following.get(move.receiver, ()) for move in self.moves
+        )
+
+
 class ControllerState(Value):
     """Everything that ``decide`` knows. ``version`` is the decided version; ``workers`` are in order of appearance."""
 
@@ -193,6 +229,9 @@ class ControllerState(Value):
     join_since_s: float | None = Field(default=None, description="since when a better shape could be formed")
     morph_began_s: float | None = None
     morph_s: float | None = Field(default=None, description="mean of planned changes")
+    ahead: Ahead | None = Field(default=None, description="sent ahead now; gone with the generation, or a party")
+    num_ahead: int = 0
+    state_bytes_per_s: float | None = Field(default=None, description="mean, of units from peers to one worker")
     setup_s: float | None = Field(default=None, description="mean of setups")
     requests: dict[RequestId, NodeRequest] = Field(default_factory=dict)
     num_requests: int = 0

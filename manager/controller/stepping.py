@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from manager.controller.actions import SendCommit, SendStep, WriteManifest
+from manager.controller.ahead import drop_if_stale
 from manager.controller.boundary import change_due, drain_due, draining_members
 from manager.controller.changes import busy_workers, changed, ended, followed, mean_of, said, with_order
 from manager.controller.forming import form
 from manager.controller.placement import share_units, units_by_stage
 from manager.controller.reasons import ReasonCode
+from manager.controller.sending import send_ahead
 from manager.controller.state import ControllerState, Decision, OutstandingOrder, PendingCheckpoint, Phase
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.decided import decided_step
@@ -53,9 +55,15 @@ def decide_step(state: ControllerState, now_s: float) -> Decision:
     if _is_last(state):
         return followed(decided, _commit(state, now_s))
     state, why = change_due(state, now_s)
-    if why is not None:
-        return followed(followed(decided, said(state, ReasonCode.FORMED, why)), form(state, now_s, planned=True))
-    return followed(decided, _step(state, now_s), ReasonCode.STEP_DECIDED)
+    if why is None:
+        state, dropped = drop_if_stale(state, now_s)
+        decided = decided.model_copy(update={"actions": dropped})
+        return followed(decided, _step(state, now_s), ReasonCode.STEP_DECIDED)
+    decided = followed(decided, said(state, ReasonCode.FORMED, why))
+    waiting = send_ahead(state, now_s)
+    if waiting is None:
+        return followed(decided, form(state, now_s, planned=True))
+    return followed(followed(decided, waiting), _step(waiting.state, now_s), ReasonCode.STEP_DECIDED)
 
 
 def seal_if_complete(state: ControllerState, now_s: float) -> Decision:

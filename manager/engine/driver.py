@@ -15,6 +15,7 @@ from manager.controller.actions import (
     ProbeWorker,
     ReleaseNodes,
     RequestNodes,
+    SendAhead,
     SendCommit,
     SendReshape,
     SendStep,
@@ -29,7 +30,7 @@ from manager.engine.manifest_writer import ManifestWriter
 from manager.engine.silence import watch_every_s
 from manager.journal.journal import Journal
 from manager.journal.records import Fact
-from morph.contract.messages import CommitOrder, ProbeOrder, ReshapeOrder, StepOrder
+from morph.contract.messages import AheadOrder, CommitOrder, ProbeOrder, ReshapeOrder, StepOrder
 
 TIMES_EVERY_S = 1.0
 TIMES_PATIENCE_S = 10.0
@@ -55,6 +56,9 @@ class Pool(Protocol):
 
     def abort(self, worker: str, generation: int) -> None:
         """Abort a generation on a worker."""
+
+    def ahead(self, worker: str, order: AheadOrder) -> None:
+        """Tell a worker what to send ahead, or to expect."""
 
     def end(self, worker: str) -> None:
         """Kill a worker."""
@@ -174,6 +178,8 @@ class Driver:
                 self._pool.commit(worker, commit)
             case Abort(worker=worker, generation=generation):
                 self._pool.abort(worker, generation)
+            case SendAhead(worker=worker, order=ahead):
+                self._pool.ahead(worker, ahead)
             case StartWorker(worker=worker):
                 self._pool.start(worker, worker)
             case EndWorker(worker=worker):

@@ -17,12 +17,13 @@ from multiprocessing.connection import Connection, wait
 
 from pydantic import TypeAdapter
 
-from manager.controller.events import CheckpointFailed, UnitsWritten, WorkerAnswered, WorkerLost
+from manager.controller.events import AheadReported, CheckpointFailed, UnitsWritten, WorkerAnswered, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.silence import Signs, Silence
 from morph.contract.base import Value
 from morph.contract.messages import (
     LEAVE_PROBE,
+    AheadOrder,
     Answer,
     CommitOrder,
     Heartbeat,
@@ -108,6 +109,12 @@ class ProcessPool:
         if handle and not handle.gone:
             self._write(worker, handle, handle.lanes.control, str(generation).encode())
 
+    def ahead(self, worker: str, order: AheadOrder) -> None:
+        """Tell a worker what to send ahead, or to expect, beside its running order."""
+        handle = self._handles.get(worker)
+        if handle and not handle.gone:
+            self._write(worker, handle, handle.lanes.control, order.model_dump_json().encode())
+
     def end(self, worker: str) -> None:
         """Kill a worker's process; no event follows."""
         handle = self._handles.get(worker)
@@ -182,6 +189,8 @@ class ProcessPool:
             self._inbox.put(UnitsWritten(worker=worker, written=beat.written))
         if beat.checkpoint_error:
             self._inbox.put(CheckpointFailed(worker=worker, error=beat.checkpoint_error))
+        if beat.ahead is not None:
+            self._inbox.put(AheadReported(worker=worker, report=beat.ahead))
 
     def _lose(self, worker: str, handle: _Handle, cause: str) -> None:
         if not handle.gone:

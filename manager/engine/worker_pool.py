@@ -16,12 +16,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from manager.controller.events import CheckpointFailed, UnitsWritten, WorkerAnswered, WorkerLost
+from manager.controller.events import AheadReported, CheckpointFailed, UnitsWritten, WorkerAnswered, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.names import HEAD_RESOURCE, VM_RESOURCE
 from manager.engine.silence import Signs, Silence, heartbeat_wait_s
 from morph.contract.errors import ClusterError
 from morph.contract.messages import (
+    AheadOrder,
     CommitOrder,
     Heartbeat,
     Probed,
@@ -90,6 +91,12 @@ class WorkerPool:
         handle = self._handles.get(worker)
         if handle and not handle.gone:
             handle.actor.abort.options(concurrency_group=CONTROL_LANE).remote(generation)
+
+    def ahead(self, worker: str, order: AheadOrder) -> None:
+        """Tell a worker what to send ahead, or to expect, beside its running order."""
+        handle = self._handles.get(worker)
+        if handle and not handle.gone:
+            handle.actor.ahead.options(concurrency_group=CONTROL_LANE).remote(order)
 
     def end(self, worker: str) -> None:
         """Kill a worker's process; no event follows."""
@@ -168,6 +175,8 @@ class WorkerPool:
                 self._inbox.put(UnitsWritten(worker=worker, written=beat.written))
             if beat.checkpoint_error:
                 self._inbox.put(CheckpointFailed(worker=worker, error=beat.checkpoint_error))
+            if beat.ahead is not None:
+                self._inbox.put(AheadReported(worker=worker, report=beat.ahead))
             if not handle.gone:
                 self._beat(worker, handle)
 

@@ -13,7 +13,7 @@ from manager.journal.records import DecisionRecord
 from manager.report.values import MorphRecord, SourceKind, SourceSum
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder
 
-KINDS: tuple[SourceKind, ...] = ("keep", "peer", "checkpoint", "initial")
+KINDS: tuple[SourceKind, ...] = ("keep", "peer", "ahead", "checkpoint", "initial")
 STANDING = (Phase.ABORTING, Phase.WAITING, Phase.HOLDING)
 GENERATION_LOST = (*STANDING, Phase.RESHAPING)
 

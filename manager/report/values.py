@@ -10,7 +10,7 @@ from manager.report.accounting import Account
 from morph.contract.base import Value
 from morph.contract.messages import WorkerId
 
-SourceKind = Literal["keep", "peer", "checkpoint", "initial"]
+SourceKind = Literal["keep", "peer", "ahead", "checkpoint", "initial"]
 
 
 class StepRecord(Value):

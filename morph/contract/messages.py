@@ -42,6 +42,8 @@ class Fault(Value):
         "reshape",
         "transfer",
         "checkpoint",
+        "send_ahead",
+        "receive_ahead",
     ]
     step: Annotated[int, Field(ge=0)]
     nth: Annotated[int, Field(ge=0)] = 0
@@ -101,12 +103,13 @@ class Source(Value):
     """Where one worker gets one parameter unit's state from in a reshape.
 
     ``keep``: the worker holds it already; ``peer``: from the living worker ``peer``;
+    ``ahead``: sent ahead by the living worker ``peer``, from which the last steps' gradients follow;
     ``checkpoint``: from the checkpoint of version ``ReshapeOrder.version``; ``initial``: made from the job's seed.
     """
 
     worker: WorkerId
     unit: UnitId
-    kind: Literal["keep", "peer", "checkpoint", "initial"]
+    kind: Literal["keep", "peer", "ahead", "checkpoint", "initial"]
     peer: WorkerId | None = None
 
 
@@ -118,6 +121,8 @@ class ReshapeOrder(Value):
     commit order of this generation comes: a reshape that fails loses nothing. A receiver without a slot is
     named as a ``peer`` in ``sources``: it serves those units, joins no group, keeps its units and answers too.
     ``decided`` is what was decided of step ``version - 1``; absent after a return to a checkpoint.
+    ``ahead``: the number of the ``AheadOrder`` to which sources of kind "ahead" belong; whatever else was sent ahead
+    is dropped.
     """
 
     generation: int = Field(ge=1)
@@ -126,6 +131,42 @@ class ReshapeOrder(Value):
     plan: Plan
     slots: tuple[Slot, ...] = Field(min_length=1)
     sources: tuple[Source, ...]
+    ahead: int | None = None
+
+
+class AheadMove(Value):
+    """A unit whose state ``sender`` sends to ``receiver`` while training goes on."""
+
+    unit: UnitId
+    sender: WorkerId
+    receiver: WorkerId
+
+
+class AheadOrder(Value):
+    """Send units ahead of a planned change, on the control lane and beside every other order; nobody waits for it.
+
+    A sender sends each unit's state once, at a version at which it begins a step, and from there on the reduced
+    gradients of every step that is decided, with what was decided of it; the receiver applies them. The next reshape
+    ends all of it. ``moves`` are those in which the worker takes part; none: drop what was sent ahead. An order with
+    a smaller number than the last one is ignored, one with the same number only has the worker report again.
+    """
+
+    number: int = Field(ge=1)
+    num_micro_batches: int = Field(ge=1)
+    moves: tuple[AheadMove, ...] = ()
+
+
+class AheadReport(Value):
+    """How far an ``AheadOrder`` is on one worker: all of it, whenever something changed.
+
+    ``following``: units that this worker has received and keeps at the decided version. ``error``: it has given
+    the order up; nothing follows any more.
+    """
+
+    number: int = Field(ge=1)
+    following: tuple[UnitId, ...] = ()
+    received_bytes: int = Field(default=0, ge=0)
+    error: str | None = None
 
 
 class StepOrder(Value):
@@ -328,6 +369,7 @@ class Heartbeat(Value):
     times: MicroBatchTimes | None = None
     written: tuple[UnitWritten, ...] = ()
     checkpoint_error: str | None = None
+    ahead: AheadReport | None = None
 
 
 Answer = Annotated[WorkerReady | Reshaped | Prepared | Committed | Aborted | Failed, Field(discriminator="kind")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -61,9 +61,24 @@ class StutterRules(Value):
         return 1 + (self.ratio - 1) / 2
 
 
+class AheadRules(Value):
+    """Sending state ahead of a planned change, while training goes on. Times in seconds.
+
+    ``if_worth``: where it is expected to shorten the change by ``min_saved_s``, the gradients of a step travel in less
+    than a step, and training in the old shape meanwhile costs less than it saves. ``always``: the stop is to be short
+    whatever the wait for it costs.
+    """
+
+    when: Literal["never", "if_worth", "always"] = "if_worth"
+    bytes_per_s: Positive = Field(default=2.5e8, description="of state to one worker, until it was measured")
+    min_saved_s: Annotated[float, Field(ge=0)] = Field(default=0.1, description="less is not worth it")
+    patience_s: Positive = Field(default=60.0, description="bound: what has not arrived by then is sent in the change")
+
+
 class Rules(Value):
     """All of them."""
 
+    ahead: AheadRules = AheadRules()
     wait: WaitRules = WaitRules()
     flaps: FlapRules = FlapRules()
     requests: RequestRules = RequestRules()

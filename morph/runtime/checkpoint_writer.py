@@ -24,16 +24,24 @@ class CheckpointWriter:
         self._condition = threading.Condition()
         self._written: list[UnitWritten] = []
         self._error: str | None = None
+        self._woken = False
         threading.Thread(target=self._run, name="morph-checkpoint", daemon=True).start()
 
     def hand_over(self, version: int, unit: str, tensors: Mapping[str, Tensor]) -> None:
         """Queue one unit's copy for writing."""
         self._queue.put((version, unit, tensors))
 
+    def wake(self) -> None:
+        """Let ``collect`` return now: there is other news."""
+        with self._condition:
+            self._woken = True
+            self._condition.notify_all()
+
     def collect(self, wait_s: float) -> Heartbeat:
         """What was written since the last call; blocks up to ``wait_s`` for something to report."""
         with self._condition:
-            self._condition.wait_for(lambda: bool(self._written or self._error), wait_s)
+            self._condition.wait_for(lambda: bool(self._written or self._error or self._woken), wait_s)
+            self._woken = False
             beat = Heartbeat(worker=self._worker, written=tuple(self._written), checkpoint_error=self._error)
             self._written.clear()
             self._error = None

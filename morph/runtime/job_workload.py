@@ -79,6 +79,17 @@ class JobWorkload:
         """See ``Workload.incoming_state``."""
         return channel
 
+    def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
+        """See ``Workload.make_shadow``."""
+        return self.make_unit(unit, num_micro_batches)
+
+    def arrive(self, num_bytes: int) -> None:
+        """See ``Workload.arrive``: what was received is there."""
+
+    def adopt(self, shadow: UnitState) -> UnitState:
+        """See ``Workload.adopt``."""
+        return shadow
+
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """See ``Workload.executor``."""
         assert current.slot is not None

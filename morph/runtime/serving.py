@@ -1,8 +1,8 @@
 """Serves one worker to a manager over two local connections, without Ray: orders on one, control on the other.
 
 An order is ``setup``, ``reshape``, ``step``, ``commit`` or ``probe``, a line break and the order as JSON; its answer
-comes back as JSON. On the control connection the manager sends generations to abort and probes to leave, and gets
-heartbeats. When the manager goes, which closes both, the process ends.
+comes back as JSON. On the control connection the manager sends generations to abort, probes to leave
+and, as JSON, what to send ahead, and gets heartbeats. When the manager goes, which closes both, the process ends.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from morph.contract.base import Value
 from morph.contract.messages import (
     LEAVE_PROBE,
+    AheadOrder,
     CommitOrder,
     ProbeOrder,
     ReshapeOrder,
@@ -78,6 +79,8 @@ def _obey(worker: Worker, control: Connection) -> None:
         message = control.recv_bytes()
         if message.startswith(LEAVE_PROBE):
             worker.leave_probe(int(message.removeprefix(LEAVE_PROBE)))
+        elif message.startswith(b"{"):
+            worker.ahead(AheadOrder.model_validate_json(message))
         else:
             worker.abort(int(message))
 

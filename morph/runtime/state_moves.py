@@ -27,6 +27,7 @@ class MoveContext:
     held: Mapping[str, UnitState]
     make_unit: MakeUnit
     channel: Callable[[str, str], Carrier]
+    adopt: Callable[[str], UnitState]
 
 
 def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Transfer]:
@@ -57,6 +58,9 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
             continue
         if source.kind == "keep":
             units[source.unit] = context.held[source.unit]
+            continue
+        if source.kind == "ahead":
+            units[source.unit] = context.adopt(source.unit)
             continue
         state = context.make_unit(source.unit)
         if source.kind == "peer":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,6 +85,12 @@ class UnitState:
     def rescale(self, reduced: Reduced) -> None:
         """Take the scales that fit an overflowed step before it is run again."""
         self.exponents = dict(reduced.exponents)
+
+    def take_over(self, reduced: Reduced, exponents: Mapping[str, int]) -> None:
+        """Hold gradients, at scales, that another worker reduced for the present version."""
+        gradients = {name: value.to(self._updated[name].device) for name, value in reduced.gradients.items()}
+        self.reduced = replace(reduced, gradients=gradients)
+        self.exponents = dict(exponents)
 
     def norm_sq(self) -> float | None:
         """Squared norm of the held gradients; None unless the job asks for it and they are finite."""

@@ -17,11 +17,13 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
 from morph.contract.errors import GenerationAborted, MorphError, PeerLost, WaitTimeout
 from morph.contract.messages import (
     Aborted,
+    AheadOrder,
     CommitOrder,
     Committed,
     Failed,
@@ -36,6 +38,7 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.contract.timeline import StepTimeline
+from morph.runtime.ahead.lane import AheadLane
 from morph.runtime.channels import Carrier, GroupSet, connect_store
 from morph.runtime.checkpoint_writer import CheckpointWriter
 from morph.runtime.executor import Executor
@@ -83,6 +86,7 @@ class Worker:
             self._workload = load_workload(setup)
             self._lifeline = hold_lifeline(setup.lifeline, setup.worker) if setup.lifeline else None
             self._writer = CheckpointWriter(setup.worker, setup.checkpoint_url, self._faults)
+            self._ahead = AheadLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
         except Exception as error:
             return self._failed(0, error)
         return WorkerReady(worker=setup.worker, pid=os.getpid(), setup_s=time.perf_counter() - start_s)
@@ -127,9 +131,19 @@ class Worker:
         if writer is None:
             time.sleep(min(wait_s, 0.2))
             return Heartbeat(worker="")
-        return writer.collect(wait_s).model_copy(update={"times": self._pace.collect()})
+        return writer.collect(wait_s).model_copy(update={"times": self._pace.collect(), "ahead": self._ahead.report()})
+
+    def ahead(self, order: AheadOrder) -> None:
+        """Begin to send or receive units ahead of a planned change; returns at once."""
+        try:
+            self._ahead.take(order)
+        except OSError as error:  # no port to listen on, no thread to be had: then nothing is sent ahead
+            log.warning("nothing is sent ahead: %s", error)
 
     # ---- inside ----
+
+    def _open_store(self) -> Store:
+        return connect_store(self._setup.store_host, self._setup.store_port)
 
     def _carry_out(self, generation: int, work: Callable[[], AnswerT]) -> AnswerT | Aborted | Failed:
         worker = self._setup.worker
@@ -157,6 +171,7 @@ class Worker:
         if self._generation is not None:
             self._graveyard.bury(self._generation.groups)
             self._generation = None
+        self._ahead.keep(order)
         self._roll_forward(self._held, order.version, order.decided)
         for state in self._held.values():
             state.reduced = None  # of a step that was not decided
@@ -171,12 +186,12 @@ class Worker:
         except Exception:
             self._graveyard.bury(groups)
             raise
+        finally:
+            self._ahead.end()
 
     def _join(self, order: ReshapeOrder, layout: Topology, groups: GroupSet, start_s: float) -> Reshaped:
         setup, interrupt = self._setup, self._interrupt
-        groups.form(
-            layout.groups, setup.worker, setup.listen_host, lambda: connect_store(setup.store_host, setup.store_port)
-        )
+        groups.form(layout.groups, setup.worker, setup.listen_host, self._open_store)
         formed_s = time.perf_counter()
         self._faults.reach("transfer")
         context = MoveContext(
@@ -186,11 +201,13 @@ class Worker:
             held=self._held,
             make_unit=lambda unit: self._workload.make_unit(unit, order.plan.num_micro_batches),
             channel=lambda sender, receiver: self._move_channel(groups, order.generation, sender, receiver),
+            adopt=lambda unit: self._ahead.adopt(unit, order.version, interrupt),
         )
         leaving = start_sending(order.sources, context)
         units, received_bytes = take_units(order.sources, context)
         for transfer in leaving:
             transfer.wait("a unit's state to leave for a peer")
+        self._ahead.flush(interrupt)
         at_version = {name: state for name, state in self._held.items() if state.version == order.version}
         self._held = {**at_version, **units}
         slot = slot_of(order.slots, setup.worker)
@@ -211,9 +228,12 @@ class Worker:
     def _roll_forward(self, units: dict[str, UnitState], version: int, decided: Decided | None) -> None:
         """Apply the held gradients of the step before ``version`` where that step was decided, and as decided."""
         assert decided is None or decided.version == version
-        for state in units.values():
-            if state.version == version - 1 and state.reduced is not None:
-                state.apply(decided)
+        due = {
+            name: state for name, state in units.items() if state.version == version - 1 and state.reduced is not None
+        }
+        self._ahead.pass_on(due, decided)
+        for state in due.values():
+            state.apply(decided)
 
     def _enter(self, generation: int, version: int, decided: Decided | None) -> Generation:
         """The current generation with every unit at ``version``; what the generation does not use is let go."""
@@ -232,6 +252,7 @@ class Worker:
         current = self._enter(order.generation, order.step, order.decided)
         self._faults.reach("applied")
         self._hand_over(current, order.checkpoint_units)
+        self._ahead.begin_step(current.units)
         for state in current.units.values():
             if state.reduced is not None and state.reduced.overflowed:
                 state.rescale(state.reduced)

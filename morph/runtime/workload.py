@@ -29,6 +29,15 @@ class Workload(Protocol):
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:
         """The channel over which this worker receives a unit's state."""
 
+    def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
+        """A unit's state at version 0 that follows another worker's; made and used beside the order lane."""
+
+    def arrive(self, num_bytes: int) -> None:
+        """Block until so many bytes that were sent ahead are there; called beside the order lane."""
+
+    def adopt(self, shadow: UnitState) -> UnitState:
+        """Make a unit that followed this worker's own."""
+
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """Everything of one step up to its reductions, ready to run on this worker's stage."""
 

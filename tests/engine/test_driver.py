@@ -123,6 +123,9 @@ class FakePool:
     def abort(self, worker: str, generation: int) -> None:
         self.written_down("abort", worker)
 
+    def ahead(self, worker: str, order: object) -> None:
+        raise AssertionError("nothing is sent ahead here")
+
     def end(self, worker: str) -> None:
         self.written_down("end_worker", worker)
         self.gone.add(worker)

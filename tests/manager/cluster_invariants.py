@@ -12,6 +12,7 @@ from manager.controller.actions import (
     EndWorker,
     ProbeWorker,
     RequestNodes,
+    SendAhead,
     SendCommit,
     SendReshape,
     SendStep,
@@ -189,6 +190,8 @@ def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Eve
         match action:
             case SendReshape() | SendStep() | SendCommit():
                 repeats, limit = (action.worker, *order_key(action)), 1
+            case SendAhead():
+                repeats, limit = ("ahead", action.worker, action.order.number), 1
             case StartWorker():
                 repeats, limit = ("start", action.worker), 1
             case ProbeWorker():
@@ -215,6 +218,39 @@ def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Eve
         cluster.check(right, f"{living} live, {coming} are to come, {target} are wanted")
 
 
+def check_ahead(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
+    """Units are sent ahead by who holds them to who lacks them, for a bounded time; only what arrived is used."""
+    state, known = decision.state, before.ahead
+    for action in decision.actions:
+        if isinstance(action, SendAhead):
+            cluster.check(action.worker not in cluster.told_lost, f"units are sent ahead with dead {action.worker}")
+        if isinstance(action, SendReshape) and not isinstance(event, ManagerResumed):
+            for source in action.order.sources:
+                if source.kind == "ahead":
+                    there = known is not None and source.unit in known.following.get(source.worker, ())
+                    cluster.check(there, f"{source.worker} is to have {source.unit} ahead, which has not arrived")
+                    right = known is not None and action.order.ahead == known.number
+                    cluster.check(right, f"the change uses what was sent ahead as {action.order.ahead}")
+    ahead = state.ahead
+    if ahead is None:
+        return
+    phases = {Phase.TRAINING, Phase.COMMITTING, Phase.SEALING, Phase.ENDED}
+    cluster.check(state.phase in phases, f"{state.phase}, and units are sent ahead")
+    cluster.check(set(ahead.parties) <= set(state.workers), "units are sent ahead with a stranger")
+    late_s = sum(max(0.0, -by_s) for _, by_s in cluster.faults.clock_jumps)
+    left_s = ahead.until_s - cluster.clock_s()
+    patience_s = state.config.policy.rules.ahead.patience_s
+    cluster.check(left_s <= patience_s + late_s + 1e-6, f"a change is put off for {left_s:.1f} s")
+    if known is not None and known.number == ahead.number and state.version > before.version:
+        going_on = any(isinstance(action, SendStep) for action in decision.actions)
+        cluster.check(not going_on or left_s > 0, "a change is put off for longer than it was to be")
+    if state.phase is Phase.TRAINING:
+        for move in ahead.moves:
+            held = move.unit in state.workers[move.sender].holds
+            lacked = move.unit not in state.workers[move.receiver].holds
+            cluster.check(held and lacked, f"{move.unit} is sent ahead from {move.sender} to {move.receiver}")
+
+
 def check_end(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
     """A finished run has all its steps, saved."""
     state = decision.state
@@ -233,5 +269,6 @@ INVARIANTS: tuple[Observer, ...] = (
     check_waits,
     check_patience,
     check_repeats,
+    check_ahead,
     check_end,
 )

@@ -9,12 +9,15 @@ from cluster_invariants import INVARIANTS
 from simulated_cluster import Faults, SimulatedCluster
 from simulated_job import make_config
 
+from morph.contract.rules import AheadRules
+
 QUIET_AFTER_S = 16.0
 FATAL_ACTIONS = (
     "start_worker",
     "send_reshape",
     "send_step",
     "send_commit",
+    "send_ahead",
     "abort",
     "end_worker",
     "end_worker",
@@ -23,6 +26,11 @@ FATAL_ACTIONS = (
     "write_manifest",
 )
 LONGEST_S = 400.0
+AHEAD = (
+    AheadRules(when="always", patience_s=6.0, bytes_per_s=20.0),
+    AheadRules(when="always", patience_s=2.0, bytes_per_s=100.0),
+    AheadRules(when="if_worth", min_saved_s=0.0, bytes_per_s=100.0),
+)
 
 
 def random_faults(seed: int) -> tuple[Faults, int, int]:
@@ -48,6 +56,7 @@ def random_faults(seed: int) -> tuple[Faults, int, int]:
         doubled=now_and_then(0.5, 0.2),
         lost_message=now_and_then(0.3, 0.01),
         late_message=now_and_then(0.4, 0.05),
+        broken_stream=now_and_then(0.4, 0.2, 0.6),
         overflow=now_and_then(0.3, 0.1),
         non_finite=now_and_then(0.3, 0.2),
         stuck=now_and_then(0.3, 0.01),
@@ -74,7 +83,9 @@ def play(seed: int, num_steps: int = 8) -> SimulatedCluster:
     """
     faults, num_nodes, target = random_faults(seed)
     config = make_config(num_steps=num_steps, target_nodes=target, section_compute_s=(1.0,) * 6)
-    policy = config.policy.model_copy(update={"max_fruitless_generations": 40})  # there are that many faults
+    rules = config.policy.rules.model_copy(update={"ahead": AHEAD[seed % len(AHEAD)]})
+    # there are that many faults
+    policy = config.policy.model_copy(update={"max_fruitless_generations": 40, "rules": rules})
     config = config.model_copy(update={"policy": policy})
     cluster = SimulatedCluster(seed, config, faults, observers=INVARIANTS)
     finish = cluster.run(num_nodes)

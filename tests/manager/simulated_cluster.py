@@ -22,6 +22,7 @@ from manager.controller.actions import (
     Finish,
     ProbeWorker,
     RequestNodes,
+    SendAhead,
     SendCommit,
     SendReshape,
     SendStep,
@@ -299,6 +300,8 @@ class SimulatedCluster(World):
                 self.crew.order(action)
             case Abort():
                 self.crew.abort(action.worker, action.generation)
+            case SendAhead():
+                self.crew.ahead.order(action)
             case ProbeWorker():
                 self.probe(action)
             case RequestNodes():

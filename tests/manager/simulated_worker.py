@@ -33,6 +33,8 @@ class Faults:
     """to or from a worker"""
     late_message: float = 0.0
     """by up to 3 s, so that messages overtake each other"""
+    broken_stream: float = 0.0
+    """what is sent ahead breaks off, or cannot keep up"""
     overflow: float = 0.0
     non_finite: float = 0.0
     """share of steps with a gradient that is not finite; which ones, and in which unit, depends on the step alone"""
@@ -86,6 +88,7 @@ class SimulatedWorker:
     last: tuple[OrderKey, Answer] | None = None
     newest: tuple[int, int, int, int] = (0, 0, 0, 0)
     aborted: int = 0
+    ahead_number: int = 0
     units: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
     stage_units: frozenset[str] = frozenset()

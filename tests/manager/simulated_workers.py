@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from simulated_ahead import SimulatedAhead
 from simulated_job import broken_unit, facts_of, file_of, norm_sq, scale_of
 from simulated_worker import Order, SimulatedWorker, order_key, sequence_of
 from simulated_world import World
@@ -39,6 +40,7 @@ class SimulatedWorkers:
         self.all: dict[str, SimulatedWorker] = {}
         self.killer: Callable[[str], None] = self.die
         self.members: dict[int, frozenset[str]] = {}
+        self.ahead = SimulatedAhead(world, tell, self.all)
 
     # --- life ------------------------------------------------------------------------------------------------
 
@@ -62,6 +64,7 @@ class SimulatedWorkers:
             return
         worker.alive = False
         worker.token += 1
+        self.ahead.end(name)
         world.note(f"{name} dies")
         lost = WorkerLost(worker=name, cause="killed")
         if not world.chance(world.faults.silent_death) or worker.order is None:
@@ -102,6 +105,8 @@ class SimulatedWorkers:
         worker = self.all[name]
         worker.order, worker.token = None, worker.token + 1
         worker.last = (order_key(order), answer)
+        if isinstance(order, SendReshape):
+            self.ahead.end(name)
         self.send(name, answer)
 
     # --- orders ----------------------------------------------------------------------------------------------
@@ -147,10 +152,13 @@ class SimulatedWorkers:
         """Apply the version that the order decides, as the contract says; the state must be there."""
         world, order = self.world, action.order
         version = order.step if isinstance(action, SendStep) else order.version
+        if isinstance(action, SendReshape):
+            self.ahead.keep(name, action.order)
         if worker.prepared is not None and worker.prepared + 1 == version:
             right = facts_of(version, world.faults.non_finite)
             if order.decided != right:
                 raise world.broken(f"{name} is to apply version {version} with {order.decided}")
+            self.ahead.apply(name, worker.prepared)
             worker.apply()
         if isinstance(action, SendStep):
             scale = scale_of(version, world.faults.non_finite)
@@ -170,6 +178,8 @@ class SimulatedWorkers:
         if not right:
             raise world.broken(f"{name} is to be at version {version} with {worker.stage_units}: {worker.units}")
         self.write_later(action)
+        if isinstance(action, SendStep):
+            self.ahead.begin_step(name, version)
 
     def complete(self, action: Order, token: int) -> None:
         """The work of an order is done, unless the worker died, gave up or hangs; or it waits for a peer."""
@@ -182,6 +192,9 @@ class SimulatedWorkers:
                 if isinstance(action, SendReshape) and self.world.random.random() < 0.5:
                     self.give_up(name, peer_lost=True)
                 return
+            if isinstance(action, SendReshape) and self.ahead.is_broken(name, action.order):
+                self.give_up(name, peer_lost=True)
+                return
             if any(peer.begun != key for peer in peers):
                 self.world.at(0.3, lambda: self.complete(action, token))
                 return
@@ -193,15 +206,18 @@ class SimulatedWorkers:
         """Take every unit from where the order says; its source must really have it."""
         for source in order.sources:
             if source.worker == name:
-                self.take(name, worker, source, order.version)
+                self.take(name, worker, source, order)
         worker.stage_units = frozenset(source.unit for source in order.sources if source.worker == name)
         scale = scale_of(order.version, self.world.faults.non_finite) if worker.stage_units else None
         durations = {"groups_s": 0.1, "state_s": 0.2, "received_bytes": 0}
         return Reshaped(worker=name, generation=order.generation, loss_scale=scale, **durations)
 
-    def take(self, name: str, worker: SimulatedWorker, source: Any, version: int) -> None:
+    def take(self, name: str, worker: SimulatedWorker, source: Any, order: ReshapeOrder) -> None:
         """Take one unit."""
-        if source.kind == "keep":
+        version = order.version
+        if source.kind == "ahead":
+            right = self.ahead.take(name, source.peer, source.unit, order)
+        elif source.kind == "keep":
             right = worker.units.get(source.unit) == version
         elif source.kind == "peer":
             right = self.all[source.peer].units.get(source.unit) == version

@@ -12,6 +12,7 @@ from manager.controller.decide import TRANSITIONS, ImpossibleEvent, decide
 from manager.controller.events import (
     EVENT_TYPES,
     MANIFEST_WRITER,
+    AheadReported,
     CheckpointFailed,
     ComputeTimesSeen,
     Event,
@@ -33,6 +34,7 @@ from manager.controller.events import (
 from manager.controller.state import Phase
 from morph.contract.messages import (
     Aborted,
+    AheadReport,
     Committed,
     Failed,
     Reshaped,
@@ -74,6 +76,9 @@ def events_of(event_type: type[Event], script: Script) -> list[Event]:
         return [CheckpointFailed(worker=worker, error="disk full") for worker in (*everybody, MANIFEST_WRITER)]
     if event_type is ManifestWritten:
         return [ManifestWritten(version=version) for version in (state.version, 99)]
+    if event_type is AheadReported:
+        reports = [AheadReport(number=1, following=("s0",)), AheadReport(number=99, error="broken")]
+        return [AheadReported(worker=worker, report=report) for worker in everybody for report in reports]
     if event_type is NodesGranted:
         return [NodesGranted(request=request, nodes=("n8",)) for request in ("job-1", "job-9")]
     if event_type is RequestRefused:

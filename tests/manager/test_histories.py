@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from cluster_invariants import INVARIANTS
-from random_history import FATAL_ACTIONS, play, play_all
+from random_history import AHEAD, FATAL_ACTIONS, play, play_all
 from simulated_cluster import BrokenHistoryError, Faults, SimulatedCluster
 from simulated_job import make_config
 
@@ -68,9 +68,13 @@ def test_a_manager_that_dies_before_it_does_what_it_wrote_down_is_taken_over_fro
             deaths_after_s=((3.5, 1),),
             stuck=0.3 if kind == "end_worker" else 0.0,
             restarts_after_s=(4.5,) if seed % 2 else (),
+            joins_after_s=(2.5,) if kind == "send_ahead" else (),
             quiet_after_s=12.0,
         )
         config = make_config(num_steps=6, target_nodes=5 if kind == "request_nodes" else 0)
+        if kind == "send_ahead":
+            rules = config.policy.rules.model_copy(update={"ahead": AHEAD[0]})
+            config = config.model_copy(update={"policy": config.policy.model_copy(update={"rules": rules})})
         cluster = SimulatedCluster(seed, config, faults, observers=INVARIANTS)
         cluster.check(cluster.run(5).outcome == "finished", "did not finish")
         died += cluster.died_before

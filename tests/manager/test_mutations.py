@@ -20,6 +20,7 @@ from manager.controller import (
     probing,
     resuming,
     saving,
+    sending,
     stepping,
     waking,
 )
@@ -139,9 +140,19 @@ def _probes_never_end(state: Any, worker: str, what: str, now_s: float) -> Any:
     return failed.model_copy(update={"state": changes.changed(failed.state, config=state.config)})
 
 
+def _everything_has_arrived(order: Any, ahead: Any) -> Any:
+    following = {worker: {move.unit for move in ahead.moves if move.receiver == worker} for worker in ahead.parties}
+    return with_ahead(order, ahead.model_copy(update={"following": following}))
+
+
+def _what_was_sent_is_kept(state: Any, spared: Any = ()) -> Any:
+    return state, ()
+
+
 answered_by, fits = answering.answered_by, answering._fits
 begin, decide_step, decided_step = stepping.begin, stepping.decide_step, stepping.decided_step
 choose_sources, choose_steady, place = forming.choose_sources, choosing._steady, forming.place
+with_ahead = forming.with_ahead
 probe_failed, resumed, send_again, settle = probing._probe_failed, resuming.resumed, resuming.send_again, losing.settle
 
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -172,6 +183,9 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "who outlives a notice is never taken back": (waking, "spare", _nobody_is_spared),
     "a new manager lets strangers live": (decide, "resumed", _strangers_live_on),
     "a new manager sends other orders": (resuming, "send_again", _orders_change_when_sent_again),
+    "what was sent ahead is used before it has arrived": (forming, "with_ahead", _everything_has_arrived),
+    "what was sent ahead outlives its generation": (losing, "without_ahead", _what_was_sent_is_kept),
+    "a change is put off for ever": (sending, "_until_s", lambda state, choice, moves, now_s: now_s + 1000),
     "probes never end": (probing, "_probe_failed", _probes_never_end),
 }
 

@@ -61,6 +61,7 @@ class Network:
     def __init__(self, tmp_path: Path) -> None:
         self.messages: defaultdict[tuple[str, str], deque[Tensor]] = defaultdict(deque)
         self.url = str(tmp_path)
+        self.ahead: dict[str, UnitState] = {}
 
     def context(self, worker: str, held: dict[str, UnitState], version: int = 2) -> MoveContext:
         def channel(sender: str, receiver: str) -> Any:
@@ -74,6 +75,7 @@ class Network:
             held=held,
             make_unit=make_unit,
             channel=channel,
+            adopt=lambda unit: self.ahead[unit],
         )
 
 

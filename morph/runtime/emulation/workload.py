@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,14 +16,14 @@ from morph.cutting.section import BoundaryTensor, ParameterUnit
 from morph.runtime.accumulators import Accumulator
 from morph.runtime.channels import Carrier, Channel
 from morph.runtime.emulation.alarm import Alarm
-from morph.runtime.emulation.clock import DeviceClock
+from morph.runtime.emulation.clock import NEVER_S, DeviceClock
 from morph.runtime.emulation.draws import Luck
 from morph.runtime.emulation.links import IncomingLink, IncomingState, OutgoingLink
 from morph.runtime.emulation.memory import DeviceMemory
 from morph.runtime.emulation.message import border
 from morph.runtime.emulation.reduction import rings_of
 from morph.runtime.emulation.stage import EmulatedStage, SectionUnits, TaskTimes
-from morph.runtime.emulation.unit import gradient_patterns, make_unit, parameter_unit, warm_up
+from morph.runtime.emulation.unit import EmulatedUnitState, gradient_patterns, make_unit, parameter_unit, warm_up
 from morph.runtime.executor import Executor, Neighbours, reduce_all
 from morph.runtime.faults import FaultPlan
 from morph.runtime.generation import Generation
@@ -44,6 +45,8 @@ class EmulatedWorkload:
         self._patterns = gradient_patterns(self._device)
         self._clock = DeviceClock(self._device.forgiven_s)
         self._alarm = Alarm()
+        self._arrivals = threading.Lock()
+        self._arrived_s = NEVER_S
 
     @property
     def units(self) -> tuple[ParameterUnit, ...]:
@@ -57,6 +60,24 @@ class EmulatedWorkload:
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:
         """See ``Workload.incoming_state``."""
         return IncomingState(channel, self._clock, self._alarm, interrupt, self._device.state_s_per_byte)
+
+    def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
+        """See ``Workload.make_shadow``: its updates take their time on a clock of its own."""
+        return make_unit(self._device, self._units[unit], DeviceClock(0.0), num_micro_batches)
+
+    def arrive(self, num_bytes: int) -> None:
+        """See ``Workload.arrive``: senders share the link, one after the other."""
+        with self._arrivals:
+            now_s = self._clock.now()
+            self._arrived_s = max(self._arrived_s, now_s) + num_bytes * self._device.state_s_per_byte
+            due_s = self._arrived_s
+        time.sleep(max(0.0, due_s - now_s))
+
+    def adopt(self, shadow: UnitState) -> UnitState:
+        """See ``Workload.adopt``."""
+        assert isinstance(shadow, EmulatedUnitState)
+        shadow.clock = self._clock
+        return shadow
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """See ``Workload.executor``."""

@@ -1,0 +1,227 @@
+"""Pause of a planned change, with units sent ahead and without: emulated devices, links of limited speed.
+
+    python benchmarks/planned_change.py --joins 3
+
+Four emulated workers train a 2x2 shape; two more join again and again (2x3) and are taken away. The newcomers' state
+takes as long as the profile's link needs for it. For each size of the state and each policy: the pause, which is the
+time from the last step decided before the change to the first one after it, less a plain step of the new shape; and
+for how long the newcomers stood by before the change, most of which is the step that was under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manager.controller.config import ControllerConfig
+from manager.controller.state import Phase
+from manager.engine.driver import Observed, Observer
+from manager.engine.machines import Processes
+from manager.engine.session import RunSpec, run_session
+from manager.engine.vm_fleet import VmFleet
+from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
+from manager.run_dir import RunDir, RunFacts
+from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.messages import ReshapeOrder
+from morph.contract.profile import Profile
+from morph.contract.rules import AheadRules, Rules
+from morph.contract.trace import Trace, TraceEvent
+from simulator import plan, synthetic_profile
+
+NUM_SECTIONS, BATCH_SIZE, M = 4, 48, 4
+LINK_BYTES_PER_S = 1.25e9
+FORWARD_S = 0.003
+SHAPES = {4: "2x2", 6: "2x3"}
+STEPS_BETWEEN = 4
+REAL_STATE_BYTES = 2_000_000
+"""Of all parameters, as they are really kept and sent."""
+
+
+def make_profile(parameter_bytes: int) -> Profile:
+    """Four equal sections with so many bytes of parameters together; Adam makes three times that of state."""
+    return synthetic_profile(
+        num_sections=NUM_SECTIONS,
+        forward_s=FORWARD_S,
+        batch_size=BATCH_SIZE,
+        micro_batch_sizes=(1, 2, M),
+        micro_batch_size=M,
+        bandwidth_bytes_per_s=LINK_BYTES_PER_S,
+        parameter_bytes=parameter_bytes // NUM_SECTIONS,
+        accumulator_bytes_per_parameter=4,
+    )
+
+
+@dataclass
+class Joiner:
+    """Asks for two VMs while four train, takes them away some steps after they joined, and notes every step."""
+
+    fleet: VmFleet
+    joins: int
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    at: int = STEPS_BETWEEN
+    asked: tuple[str, ...] = ()
+    ready_s: float | None = None
+    version: int = 0
+    generation: int = 0
+
+    def __call__(self, observed: Observed) -> None:
+        state, time_s = observed.decision.state, observed.time_s
+        if state.version > self.version:
+            self.steps.append((time_s, state.version))
+            self.version = state.version
+        ready = [worker for worker in self.asked if worker in state.workers and state.workers[worker].ready]
+        if self.asked and len(ready) == len(self.asked) and self.ready_s is None:
+            self.ready_s = time_s
+        if state.generation != self.generation:
+            self.generation = state.generation
+            if state.reshape is not None and len(state.slots) == max(SHAPES) and self.ready_s is not None:
+                self.changes.append(Change(self.ready_s, time_s, state.version, state.reshape))
+                self.at = state.version + STEPS_BETWEEN
+        if state.phase is not Phase.TRAINING or state.version < self.at:
+            return
+        if len(state.slots) == max(SHAPES):
+            self.fleet.revoke(*self.asked)
+            self.asked, self.ready_s, self.at = (), None, state.version + STEPS_BETWEEN
+        elif not self.asked:
+            if len(self.changes) == self.joins:
+                observed.request_stop("enough joins")
+                return
+            number = len(self.changes)
+            self.asked = (f"new{number}a", f"new{number}b")
+            for name in self.asked:
+                self.fleet.request(name)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One join. ``ready_s``: when both newcomers were ready; ``formed_s``: when training stopped for it."""
+
+    ready_s: float
+    formed_s: float
+    version: int
+    order: ReshapeOrder
+
+    def ahead_share(self, sizes: dict[str, int]) -> float:
+        """Of the bytes that moved, those sent ahead."""
+        moved = [source for source in self.order.sources if source.kind in ("peer", "ahead")]
+        ahead = sum(sizes[source.unit] for source in moved if source.kind == "ahead")
+        return ahead / max(1, sum(sizes[source.unit] for source in moved))
+
+
+def make_spec(profile: Profile, when: str, machines: Processes) -> RunSpec:
+    """Four VMs, and a policy that sends units ahead ``when``."""
+    units = known_units(profile)
+    ahead = AheadRules.model_validate({"when": when, "bytes_per_s": LINK_BYTES_PER_S, "min_saved_s": 0.02})
+    policy = Policy(
+        checkpoint_every_steps=10**6, heartbeat_timeout_s=30.0, order_timeout_s=300.0, rules=Rules(ahead=ahead)
+    )
+    config = ControllerConfig(
+        fingerprint=profile.job.fingerprint,
+        plans={
+            count: plan(
+                profile,
+                num_gpus=count,
+                pipeline_depth=int(shape[0]),
+                num_replicas=int(shape[2]),
+                micro_batch_size=M,
+            ).best
+            for count, shape in SHAPES.items()
+        },
+        units={unit.id: unit.sections for unit in units},
+        unit_bytes={unit.id: 3 * unit.parameter_bytes for unit in units},
+        num_steps=10**6,
+        policy=policy,
+        expected_nodes=min(SHAPES),
+    )
+    total_bytes = sum(unit.parameter_bytes for unit in units)
+    device = emulated_device(
+        profile, M, range(2, 7), EmulationOptions(state_scale=min(1.0, REAL_STATE_BYTES / total_bytes))
+    )
+    trace = Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{i}") for i in range(min(SHAPES))))
+    return RunSpec(
+        job_path="emulated",
+        config=config,
+        cluster=ClusterConfig(policy=policy),
+        trace=trace,
+        num_sections=NUM_SECTIONS,
+        micro_batch_size=M,
+        emulation=device,
+        machines=machines,
+    )
+
+
+def run(parameter_bytes: int, when: str, joins: int) -> dict[str, object]:
+    """Run some joins and return their figures."""
+    profile = make_profile(parameter_bytes)
+    facts = RunFacts(
+        job="emulated",
+        fingerprint=profile.job.fingerprint,
+        micro_batch_size=M,
+        batch_size=BATCH_SIZE,
+        num_sections=NUM_SECTIONS,
+    )
+    made: list[Joiner] = []
+
+    def attend(fleet: VmFleet) -> Observer:
+        made.append(Joiner(fleet, joins))
+        return made[-1]
+
+    with tempfile.TemporaryDirectory() as directory, RunDir(Path(directory) / "run", facts) as run_dir:
+        spec = make_spec(profile, when, Processes(Path(directory) / "workers.log"))
+        run_session(spec, run_dir, lambda _: None, attend)
+    return figures(made[0], spec.config.unit_bytes)
+
+
+def figures(joiner: Joiner, sizes: dict[str, int]) -> dict[str, object]:
+    """Medians over the joins, and each pause."""
+    at = {version: time_s for time_s, version in joiner.steps}
+    pauses_s, put_off_s, plain_s = [], [], []
+    for change in joiner.changes:
+        after = [at[version] for version in range(change.version + 1, change.version + STEPS_BETWEEN)]
+        plain_s.append(statistics.median(b - a for a, b in itertools.pairwise(after)))
+        pauses_s.append(after[0] - at[change.version] - plain_s[-1])
+        put_off_s.append(change.formed_s - change.ready_s)
+    return {
+        "pause_s": statistics.median(pauses_s),
+        "pauses_s": [round(pause_s, 3) for pause_s in pauses_s],
+        "put_off_s": statistics.median(put_off_s),
+        "step_s": statistics.median(plain_s),
+        "ahead_share": statistics.mean(change.ahead_share(sizes) for change in joiner.changes),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--joins", type=int, default=3)
+    parser.add_argument(
+        "--parameter-bytes", type=int, nargs="+", default=[50_000_000, 200_000_000, 400_000_000, 800_000_000]
+    )
+    parser.add_argument("--policies", nargs="+", default=["never", "if_worth", "always"])
+    parser.add_argument("--out", type=Path, default=None, help="also write the figures as JSON")
+    options = parser.parse_args()
+    rows = []
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before; link {LINK_BYTES_PER_S / 1e9:g} GB/s")
+    print("state of a newcomer | policy   | pause  | put off | step of 2x3 | sent ahead")
+    for parameter_bytes in options.parameter_bytes:
+        for when in options.policies:
+            row = run(parameter_bytes, when, options.joins)
+            rows.append({"parameter_bytes": parameter_bytes, "policy": when, **row})
+            state_gb = 3 * parameter_bytes / 2 / 1e9
+            print(
+                f"{state_gb:16.2f} GB | {when:8} | {row['pause_s']:4.2f} s | {row['put_off_s']:5.2f} s | "
+                f"{row['step_s']:9.2f} s | {row['ahead_share']:.0%}",
+                flush=True,
+            )
+    if options.out is not None:
+        options.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

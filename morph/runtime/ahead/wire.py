@@ -1,0 +1,81 @@
+"""What travels from a sender to a receiver: frames over one plain TCP connection, each acknowledged.
+
+A plain connection, not a group: closing it ends whoever is blocked on it, at once and on both sides, so a stream can
+be dropped at any moment without a trace in the generation's groups.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from morph.checkpoint.unit_files import from_payload, to_payload
+
+HEADER = struct.Struct("<IQ")
+ACKNOWLEDGED = b"+"
+CONNECT_TIMEOUT_S = 30.0
+SILENT_S = 600.0
+"""A peer that neither sends nor takes a byte for so long is given up; whoever waits for it has given it up before."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """``facts`` is JSON; ``tensors`` are on the CPU."""
+
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def send_frame(connection: socket.socket, frame: Frame) -> int:
+    """Send a frame and wait until it has arrived; returns its size. Raises OSError."""
+    facts = json.dumps(frame.facts).encode()
+    payload = to_payload(frame.tensors) if frame.tensors else b""
+    connection.sendall(HEADER.pack(len(facts), len(payload)) + facts)
+    connection.sendall(payload)
+    if connection.recv(1) != ACKNOWLEDGED:
+        raise ConnectionError("the receiver hung up")
+    return len(payload)
+
+
+def receive_frame(connection: socket.socket) -> tuple[Frame, int] | None:
+    """Receive a frame and its size; None when the sender has hung up between two. Raises OSError."""
+    header = _receive(connection, HEADER.size)
+    if header is None:
+        return None
+    num_facts, num_bytes = HEADER.unpack(header)
+    facts, payload = _receive(connection, num_facts), _receive(connection, num_bytes)
+    if facts is None or payload is None:
+        raise ConnectionError("the sender hung up within a frame")
+    return Frame(json.loads(facts), from_payload(bytes(payload)) if payload else {}), num_bytes
+
+
+def acknowledge(connection: socket.socket) -> None:
+    """Let the sender go on."""
+    connection.sendall(ACKNOWLEDGED)
+
+
+def close(connection: socket.socket) -> None:
+    """End a connection, and whoever is blocked on it."""
+    with suppress(OSError):  # it is closed already, or was never open
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytearray | None:
+    """So many bytes; None when the other end has hung up before the first."""
+    buffer = bytearray(num_bytes)
+    view, done = memoryview(buffer), 0
+    while done < num_bytes:
+        count = connection.recv_into(view[done:])
+        if count == 0:
+            if done:
+                raise ConnectionError("the sender hung up within a frame")
+            return None
+        done += count
+    return buffer

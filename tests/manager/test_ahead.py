@@ -1,0 +1,260 @@
+"""Units sent ahead of a planned change: when that is worth it, and what becomes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cluster_invariants import phase_problem
+from controller_script import Script, receivers, script_in
+from simulated_job import make_config
+
+from manager.controller.actions import Action, SendAhead, SendReshape, SendStep
+from manager.controller.events import (
+    AheadReported,
+    ManagerResumed,
+    NoticeGiven,
+    StopRequested,
+    WorkerAnswered,
+    WorkerLost,
+)
+from manager.controller.state import Phase
+from morph.contract.messages import AheadReport, Reshaped
+from morph.contract.rules import AheadRules
+
+SLOW = {"bytes_per_s": 20.0}
+
+
+def script_with(num_workers: int = 3, **rules: Any) -> Script:
+    """A job that trains on so many workers, and sends units ahead."""
+    config = make_config()
+    changed = config.policy.rules.model_copy(update={"ahead": AheadRules.model_validate({"when": "always", **rules})})
+    policy = config.policy.model_copy(update={"rules": changed})
+    script = Script(policy=policy, expected_nodes=num_workers, num_steps=40)
+    script.ready(*(f"n{index + 1}" for index in range(num_workers)))
+    script.reshaped()
+    assert script.state.phase is Phase.TRAINING
+    return script
+
+
+def joining(**rules: Any) -> tuple[Script, tuple[Action, ...]]:
+    """Three workers train, a fourth is ready, and the next boundary comes."""
+    script = script_with(3, **rules)
+    script.ready("n4")
+    return script, script.prepared()
+
+
+def report(script: Script, worker: str, *, share: float = 1.0, error: str | None = None) -> tuple[Action, ...]:
+    """A receiver says that some of its units have arrived, in the order of the moves."""
+    assert script.state.ahead is not None
+    units = [move.unit for move in script.state.ahead.moves if move.receiver == worker]
+    told = AheadReport(
+        number=script.state.ahead.number, following=tuple(units[: round(share * len(units))]), error=error
+    )
+    return script.tell(AheadReported(worker=worker, report=told))
+
+
+def all_receivers(script: Script) -> list[str]:
+    assert script.state.ahead is not None
+    return list(dict.fromkeys(move.receiver for move in script.state.ahead.moves))
+
+
+def reshape_in(actions: tuple[Action, ...]) -> Any:
+    return next((action.order for action in actions if isinstance(action, SendReshape)), None)
+
+
+def kinds_of(order: Any, worker: str) -> set[str]:
+    return {source.kind for source in order.sources if source.worker == worker}
+
+
+def test_a_newcomers_units_are_sent_ahead_while_the_next_step_runs() -> None:
+    script, actions = joining()
+    assert receivers(actions, SendReshape) == []
+    assert receivers(actions, SendStep) == ["n1", "n2", "n3"]
+    orders = {action.worker: action.order for action in actions if isinstance(action, SendAhead)}
+    assert "n4" in orders
+    for worker, order in orders.items():
+        assert order.moves
+        assert all(worker in (move.sender, move.receiver) for move in order.moves)
+    ahead = script.state.ahead
+    assert ahead is not None
+    for move in ahead.moves:
+        assert move.unit in script.state.workers[move.sender].holds
+        assert move.unit not in script.state.workers[move.receiver].holds
+    assert "units are sent ahead to" in script.sentence
+
+
+def test_the_change_is_formed_at_the_boundary_after_everything_has_arrived() -> None:
+    script, _ = joining()
+    number = script.state.ahead.number  # type: ignore[union-attr]
+    first, *others = all_receivers(script)
+    for worker in others:
+        report(script, worker)
+    report(script, first, share=0.5)
+    assert reshape_in(script.prepared()) is None
+    report(script, first)
+    order = reshape_in(script.prepared())
+    assert order is not None
+    assert order.ahead == number
+    assert order.version == script.state.version == 3
+    assert {source.kind for source in order.sources} == {"keep", "ahead"}
+    assert script.state.ahead is None
+    assert phase_problem(script.state) is None
+
+
+def test_what_has_not_arrived_in_time_is_sent_in_the_change() -> None:
+    script, _ = joining(patience_s=0.5)
+    first, *others = all_receivers(script)
+    report(script, first)
+    script.now_s += 0.6
+    order = reshape_in(script.prepared())
+    assert kinds_of(order, first) <= {"keep", "ahead"}
+    assert "ahead" in kinds_of(order, first)
+    for worker in others:
+        assert "ahead" not in kinds_of(order, worker)
+
+
+def test_a_receiver_that_gives_up_is_not_waited_for() -> None:
+    script, _ = joining()
+    first, *others = all_receivers(script)
+    report(script, first, share=0.0, error="cannot keep up")
+    assert script.code == "ahead_dropped"
+    for worker in others:
+        report(script, worker)
+    order = reshape_in(script.prepared())
+    assert "peer" in kinds_of(order, first)
+    assert "ahead" not in kinds_of(order, first)
+
+
+def test_late_news_of_an_older_order_changes_nothing() -> None:
+    script, _ = joining()
+    script.tell(AheadReported(worker="n4", report=AheadReport(number=99, following=("s0",))))
+    assert script.code == "ignored"
+    assert script.state.ahead is not None
+    assert script.state.ahead.following == {}
+
+
+def test_a_newcomer_that_dies_meanwhile_does_not_disturb_the_step() -> None:
+    script, _ = joining()
+    parties = set(script.state.ahead.parties)  # type: ignore[union-attr]
+    actions = script.tell(WorkerLost(worker="n4", cause="killed"))
+    assert script.state.phase is Phase.TRAINING
+    assert script.state.ahead is None
+    assert set(receivers(actions, SendAhead)) == parties - {"n4"}
+    assert all(action.order.moves == () for action in actions if isinstance(action, SendAhead))
+    assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3"]
+
+
+def test_a_member_that_dies_meanwhile_ends_it_and_the_ordinary_rules_apply() -> None:
+    script, _ = joining()
+    actions = script.tell(WorkerLost(worker="n1", cause="killed"))
+    assert script.state.phase is Phase.ABORTING
+    assert script.state.ahead is None
+    assert "n4" in receivers(actions, SendAhead)
+    order = reshape_in(script.aborted())
+    assert order.ahead is None
+    assert "ahead" not in {source.kind for source in order.sources}
+
+
+def test_a_change_that_is_given_up_is_formed_anew_from_peers() -> None:
+    script, _ = joining()
+    for worker in all_receivers(script):
+        report(script, worker)
+    assert reshape_in(script.prepared()) is not None
+    script.aborted("n4", peer_lost=True)
+    order = reshape_in(script.aborted())
+    assert {source.kind for source in order.sources} <= {"keep", "peer"}
+    assert order.version == script.state.version
+
+
+def test_another_newcomer_meanwhile_means_another_change_within_the_same_time() -> None:
+    script, _ = joining()
+    before = script.state.ahead
+    script.ready("n5", "n6")
+    script.prepared()
+    after = script.state.ahead
+    assert before is not None
+    assert after is not None
+    assert after.number > before.number
+    assert len(after.slots) == 6
+    assert after.until_s <= before.until_s
+
+
+def test_a_member_under_notice_is_drained_ahead_if_its_time_allows_and_at_once_if_not() -> None:
+    script = script_with(4, **SLOW)
+    script.tell(NoticeGiven(worker="n4", lead_s=60.0))
+    assert reshape_in(script.prepared()) is None
+    assert script.state.ahead is not None
+    assert "n4" not in {slot.worker for slot in script.state.ahead.slots}
+    hurried = script_with(4, **SLOW)
+    hurried.tell(NoticeGiven(worker="n4", lead_s=2.0))
+    assert reshape_in(hurried.prepared()) is not None
+
+
+def test_a_drain_that_is_put_off_is_carried_out_before_its_time_is_over() -> None:
+    script = script_with(4, **SLOW)
+    noticed_s = script.now_s
+    script.tell(NoticeGiven(worker="n4", lead_s=40.0))
+    for _ in range(200):
+        if reshape_in(script.prepared()) is not None:
+            break
+        script.now_s += 1.0
+    assert script.state.phase is Phase.RESHAPING
+    assert script.now_s < noticed_s + 40.0 - 1.0
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"when": "never"},
+        {"when": "if_worth"},  # a little state that travels in no time
+        {"when": "if_worth", "min_saved_s": 0.0, "bytes_per_s": 200.0},  # the gain is worth more than the pause
+        {"when": "if_worth", "min_saved_s": 0.0, "bytes_per_s": 1.0},  # the gradients alone take longer than a step
+    ],
+)
+def test_a_change_is_not_put_off_where_that_is_not_worth_it(rules: dict[str, Any]) -> None:
+    script, actions = joining(**rules)
+    assert reshape_in(actions) is not None
+    assert script.state.ahead is None
+
+
+def test_a_drain_gains_nothing_so_it_is_worth_putting_off_for_any_shorter_pause() -> None:
+    script = script_with(4, when="if_worth", min_saved_s=0.1, **SLOW)
+    script.tell(NoticeGiven(worker="n4", lead_s=60.0))
+    assert reshape_in(script.prepared()) is None
+    assert script.state.ahead is not None
+
+
+def test_how_fast_state_travels_is_measured_where_all_of_it_came_from_peers() -> None:
+    script = script_with(3, when="never")
+    script.ready("n4")
+    order = reshape_in(script.prepared())
+    sizes = script.state.config.unit_bytes
+    for worker in script.busy:
+        num_bytes = sum(sizes[entry.unit] for entry in order.sources if entry.worker == worker and entry.kind == "peer")
+        answer = Reshaped(
+            worker=worker, generation=order.generation, groups_s=0, state_s=num_bytes / 50.0, received_bytes=0
+        )
+        script.tell(WorkerAnswered(worker=worker, answer=answer))
+    assert script.state.state_bytes_per_s == pytest.approx(50.0)
+
+
+def test_a_new_manager_drops_what_its_predecessor_had_sent_ahead() -> None:
+    script, _ = joining()
+    actions = script.tell(ManagerResumed(living=tuple(script.state.workers)))
+    assert script.state.ahead is None
+    assert "n4" in receivers(actions, SendAhead)
+    script.prepared()
+    assert script.state.ahead is not None  # and sends it anew
+
+
+def test_a_run_that_is_to_stop_waits_for_nothing_that_is_sent_ahead() -> None:
+    script, _ = joining()
+    script.tell(StopRequested(reason="asked to"))
+    script.prepared()
+    assert script.state.phase is Phase.COMMITTING
+
+
+def test_without_newcomers_nothing_is_sent() -> None:
+    script = script_in(Phase.TRAINING)
+    assert receivers(script.prepared(), SendAhead) == []
