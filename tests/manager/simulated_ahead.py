@@ -23,6 +23,8 @@ class Stream:
     versions: dict[str, int] = field(default_factory=dict)
     follows: bool = False
     broken: bool = False
+    left: bool = False
+    """everything is with the receiver, and the sender is through with it"""
 
 
 class SimulatedAhead:
@@ -71,7 +73,7 @@ class SimulatedAhead:
                 if self.world.random.random() < 0.3:
                     break  # the others at a later step
             if len(stream.versions) == len(stream.units):
-                self.world.at(self.world.between(0.1, 2.5), lambda key=key: self.arrive(key))
+                self.world.at(self.world.between(0.05, 1.5), lambda key=key: self.arrive(key))
 
     def arrive(self, key: Key) -> None:
         """Everything of a stream has arrived, if its receiver expects it; or the stream breaks."""
@@ -130,10 +132,17 @@ class SimulatedAhead:
         self.num_taken += 1
         return not stream.broken and stream.follows and stream.versions.get(unit) == order.version
 
+    def change_over(self, name: str, *, went_well: bool) -> None:
+        """A worker answers its reshape: what it sent has left, unless it gave up; what it expected it took."""
+        for _, stream in self.of(name, sending=True):
+            stream.left |= went_well
+        if not went_well:
+            self.end(name)
+
     def end(self, name: str) -> None:
         """A worker drops what it sends and expects, or dies: who is at the other end sees it."""
         for key, stream in self.of(name, sending=True) + self.of(name, sending=False):
-            if not stream.broken:
+            if not (stream.broken or stream.left):
                 self.give_up(key)
 
     def give_up(self, key: Key) -> None:
@@ -145,5 +154,6 @@ class SimulatedAhead:
             self.world.at(self.world.between(0.01, 1), lambda: self.report(receiver, number))
 
     def of(self, name: str, *, sending: bool) -> list[tuple[Key, Stream]]:
-        """The streams that a worker sends, or receives."""
-        return [entry for entry in self.streams.items() if entry[0][1 if sending else 2] == name]
+        """The streams that a worker sends, or receives, and is not through with."""
+        end = 1 if sending else 2
+        return [(key, stream) for key, stream in self.streams.items() if key[end] == name and not stream.left]

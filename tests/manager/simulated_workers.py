@@ -106,7 +106,7 @@ class SimulatedWorkers:
         worker.order, worker.token = None, worker.token + 1
         worker.last = (order_key(order), answer)
         if isinstance(order, SendReshape):
-            self.ahead.end(name)
+            self.ahead.change_over(name, went_well=isinstance(answer, Reshaped))
         self.send(name, answer)
 
     # --- orders ----------------------------------------------------------------------------------------------

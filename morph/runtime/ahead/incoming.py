@@ -66,6 +66,8 @@ class Incoming:
         self._secret = secrets.token_hex(16)
         self._listener = socket.create_server((listen_host, 0))
         self._listener.settimeout(CONNECT_TIMEOUT_S)
+        host, port = self._listener.getsockname()[:2]
+        self._address = f"{host} {port} {self._secret}"
         threading.Thread(target=self._listen, name="morph-ahead-listen", daemon=True).start()
 
     # ---- order lane ----
@@ -117,9 +119,8 @@ class Incoming:
 
     def _listen(self) -> None:
         expected = set(self._senders.values())
-        host, port = self._listener.getsockname()[:2]
         try:
-            self._open_store().set(self._key, f"{host} {port} {self._secret}")
+            self._open_store().set(self._key, self._address)
             while expected:
                 connection = self._listener.accept()[0]
                 connection.settimeout(CONNECT_TIMEOUT_S)

@@ -21,7 +21,7 @@ from morph.runtime.unit_state import UnitState
 
 log = logging.getLogger(__name__)
 
-MOST_UPDATES_BEHIND = 4
+MOST_UPDATES_BEHIND = 8
 """So many updates may wait, however large they are."""
 
 
