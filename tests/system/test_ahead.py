@@ -190,7 +190,7 @@ def test_workers_join_with_units_that_were_sent_ahead_and_no_bit_changes(
     (morph,) = [morph for morph in ran.report.morphs if morph.to_shape == "2x2"]
     assert morph.planned
     assert morph.steps_redone == 0
-    assert morph.sources["ahead"].count == 5  # both newcomers: the stage's own units, and the tied one in each
+    assert morph.sources["ahead"].count == 6  # both newcomers: two units of the stage's own, and the tied one
 
 
 @pytest.mark.parametrize("worker", ["vm0", "vm1"])

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch._C._distributed_c10d import Store
@@ -98,7 +99,8 @@ class Outgoing:
         names = [name for name in states if name in self._followed]
         if not names or self.error is not None:
             return
-        facts, tensors = {}, {}
+        facts: dict[str, dict[str, Any]] = {}
+        tensors: dict[str, Tensor] = {}
         for name in names:
             facts[name], gradients = copy_of_update(states[name], decided)
             tensors |= {f"{name}/{parameter}": value for parameter, value in gradients.items()}
