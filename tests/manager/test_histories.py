@@ -68,10 +68,11 @@ def test_a_manager_that_dies_before_it_does_what_it_wrote_down_is_taken_over_fro
             deaths_after_s=((3.5, 1),),
             stuck=0.3 if kind == "end_worker" else 0.0,
             restarts_after_s=(4.5,) if seed % 2 else (),
-            joins_after_s=(2.5,) if kind == "send_ahead" else (),
+            joins_after_s=(5.0, 5.5) if kind == "send_ahead" else (),
             quiet_after_s=12.0,
         )
-        config = make_config(num_steps=6, target_nodes=5 if kind == "request_nodes" else 0)
+        num_steps = 12 if kind == "send_ahead" else 6
+        config = make_config(num_steps=num_steps, target_nodes=5 if kind == "request_nodes" else 0)
         if kind == "send_ahead":
             rules = config.policy.rules.model_copy(update={"ahead": AHEAD[0]})
             config = config.model_copy(update={"policy": config.policy.model_copy(update={"rules": rules})})
