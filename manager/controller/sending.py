@@ -84,6 +84,8 @@ def _until_s(state: ControllerState, choice: Choice, moves: tuple[AheadMove, ...
         return None
     if now_s + wait_s >= _deadline_s(state):
         return None
+    if rules.when == "always":
+        return now_s + rules.patience_s
     return now_s + min(rules.patience_s, MARGIN * wait_s)
 
 
