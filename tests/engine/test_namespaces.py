@@ -1,0 +1,41 @@
+"""A network of namespaces: what crosses it, and what does not after a link was cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from manager.engine.namespaces import HostNetwork, check_permitted, connected
+from morph.contract.errors import ConfigError
+
+ARRIVE_S, NEVER_S = 10.0, 0.5
+
+
+def _permitted() -> bool:
+    try:
+        check_permitted()
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _permitted(), reason="network namespaces need Linux, root, ip and tc")
+def test_a_connection_between_namespaces_carries_both_ways_until_its_link_is_cut() -> None:
+    network = HostNetwork(2, 1e9)
+    network.open()
+    try:
+        ours, theirs = connected(network.hub, network.hub_address, network.namespace(1))
+        with ours, theirs:
+            assert theirs.getsockname()[0] == network.address(1)
+            ours.settimeout(ARRIVE_S)
+            theirs.settimeout(ARRIVE_S)
+            ours.sendall(b"a")
+            assert theirs.recv(1) == b"a"
+            theirs.sendall(b"b")
+            assert ours.recv(1) == b"b"
+            network.cut(1)
+            theirs.sendall(b"c")  # nobody is told
+            ours.settimeout(NEVER_S)
+            with pytest.raises(TimeoutError):
+                ours.recv(1)
+    finally:
+        network.close()

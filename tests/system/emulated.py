@@ -1,0 +1,93 @@
+"""Managed runs of emulated devices as plain processes, with whatever rules, faults and observers a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manager.controller.config import ControllerConfig
+from manager.engine.driver import Observed, Observer
+from manager.engine.machines import OpenMachines, Processes
+from manager.engine.session import RunSpec, run_session
+from manager.engine.vm_fleet import VmFleet
+from manager.preparation import section_compute_s
+from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
+from manager.run_dir import RunDir, RunFacts
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.messages import SlowSpell
+from morph.contract.plan import Plan
+from morph.contract.profile import Profile
+from simulator import plan
+from tests.system.harness import constant_vms
+
+M = 2
+
+
+def shape(profile: Profile, stages: int, replicas: int) -> Plan:
+    """The best plan of this shape."""
+    gpus = stages * replicas
+    return plan(profile, num_gpus=gpus, pipeline_depth=stages, num_replicas=replicas, micro_batch_size=M).best
+
+
+@dataclass
+class Emulated:
+    """What to run; ``plans`` are for as many workers as each needs."""
+
+    profile: Profile
+    plans: Sequence[Plan]
+    num_steps: int
+    num_vms: int
+    policy: Policy = field(default_factory=lambda: Policy(checkpoint_every_steps=100_000))
+    observers: Sequence[Observer] = ()
+    attend: Callable[[VmFleet], Observer] | None = None
+    spells: tuple[SlowSpell, ...] = ()
+    jitter_seed: int | None = None
+    machines: OpenMachines | None = None
+    lines: list[str] = field(default_factory=list)
+
+    def run(self, directory: Path) -> tuple[dict[str, str], int]:
+        """Run it to its end; returns sha256 of every unit's final state, and its version."""
+        profile, units = self.profile, known_units(self.profile)
+        config = ControllerConfig(
+            fingerprint=profile.job.fingerprint,
+            plans={best.num_workers: best for best in self.plans},
+            units={unit.id: unit.sections for unit in units},
+            unit_bytes={unit.id: unit.parameter_bytes for unit in units},
+            num_steps=self.num_steps,
+            policy=self.policy,
+            expected_nodes=self.num_vms,
+            section_compute_s=section_compute_s(profile, M),
+        )
+        spec = RunSpec(
+            job_path="emulated",
+            config=config,
+            cluster=ClusterConfig(policy=self.policy),
+            trace=constant_vms(self.num_vms),
+            num_sections=profile.num_sections,
+            micro_batch_size=M,
+            emulation=emulated_device(profile, M, range(2, 9), EmulationOptions(jitter_seed=self.jitter_seed)),
+            machines=self.machines or Processes(directory.parent / f"{directory.name}.log"),
+            slow_spells=self.spells,
+        )
+        facts = RunFacts(
+            job="emulated",
+            fingerprint=profile.job.fingerprint,
+            micro_batch_size=M,
+            batch_size=profile.job.batch_size,
+            num_sections=profile.num_sections,
+        )
+        with RunDir(directory, facts) as opened:
+            finish = run_session(spec, opened, self._observe, self.attend)
+            print("\n".join(self.lines))  # shown by pytest when the test fails
+            assert finish.outcome != "failed", finish.sentence
+            manifest = read_manifest(opened.checkpoint_url, complete_versions(opened.checkpoint_url)[-1])
+        return {entry.unit: entry.sha256 for entry in manifest.units}, manifest.version
+
+    def _observe(self, observed: Observed) -> None:
+        state, reason = observed.decision.state, observed.decision.reason
+        line = f"{observed.time_s:.2f} v{state.version} {state.phase} {observed.event.kind}: {reason.sentence}"
+        self.lines.append(line)
+        for observer in self.observers:
+            observer(observed)

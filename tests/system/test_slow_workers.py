@@ -1,0 +1,163 @@
+"""A worker whose device is slow: found by its compute times, left out at a boundary, probed, taken back when well."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from manager.controller.events import ComputeTimesSeen, NoticeGiven
+from manager.controller.nodes import NodeState
+from manager.controller.reasons import ReasonCode
+from manager.controller.state import Phase
+from manager.engine import driver
+from manager.engine.driver import Observed, Observer
+from manager.engine.vm_fleet import VmFleet
+from morph.contract.cluster import Policy
+from morph.contract.messages import SlowSpell
+from morph.contract.profile import Profile, Timing
+from morph.contract.rules import Rules, StutterRules
+from simulator import synthetic_profile
+from tests.system.emulated import Emulated, M, shape
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
+
+SLOW = 1.3
+SLOW_FROM, WELL_FROM = 3, 30
+
+
+def _jittery(timing: Timing) -> Timing:
+    return timing.model_copy(
+        update={"quantiles_s": tuple(timing.median_s * factor for factor in (0.93, 0.98, 1.0, 1.02, 1.1))}
+    )
+
+
+def profile_of(forward_s: float) -> Profile:
+    profile = synthetic_profile(
+        num_sections=4, forward_s=forward_s, overhead_s=0.0, batch_size=24, micro_batch_size=M, parameter_bytes=40_000
+    )
+    sections = tuple(
+        section.model_copy(
+            update={
+                "forward": {m: _jittery(timing) for m, timing in section.forward.items()},
+                "backward": {m: _jittery(timing) for m, timing in section.backward.items()},
+            }
+        )
+        for section in profile.sections
+    )
+    return profile.model_copy(update={"sections": sections})
+
+
+PROFILE, FAST = profile_of(0.001), profile_of(0.00001)
+
+
+@dataclass
+class Told:
+    """What a run decided that has to do with slow workers."""
+
+    slow: list[str] = field(default_factory=list)
+    well: list[str] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    num_judged: int = 0
+
+    def __call__(self, observed: Observed) -> None:
+        state, reason = observed.decision.state, observed.decision.reason
+        self.versions.append(state.version)
+        if isinstance(observed.event, ComputeTimesSeen):
+            self.num_judged += any(entry.pace.streak for entry in state.workers.values())
+        if reason.code is ReasonCode.WORKER_SLOW:
+            self.slow.append(reason.sentence)
+        if reason.code is ReasonCode.WORKER_WELL:
+            self.well.append(reason.sentence)
+
+
+class Slowness:
+    """Watches the slow worker being found, left out and well again; then announces that its successor will be taken."""
+
+    def __init__(self, fleet: VmFleet, victim: str, spare: str) -> None:
+        self._fleet, self._victim, self._spare = fleet, victim, spare
+        self.slow_since_s: float | None = None
+        self.found_after_s: float | None = None
+        self.num_micro_batches = 0
+        self.left_out_at: int | None = None
+        self.noticed = False
+        self.end_at: int | None = None
+
+    def __call__(self, observed: Observed) -> None:
+        state = observed.decision.state
+        members = {slot.worker for slot in state.slots}
+        entry = state.workers.get(self._victim)
+        if state.version >= SLOW_FROM and self.slow_since_s is None:
+            self.slow_since_s = observed.time_s
+        if isinstance(observed.event, ComputeTimesSeen) and self.slow_since_s and self.found_after_s is None:
+            mine = [times for times in observed.event.times if times.worker == self._victim]
+            self.num_micro_batches += sum(len(times.compute_s) for times in mine)
+        if entry is not None and entry.node is NodeState.SUSPECT and self.found_after_s is None:
+            assert self.slow_since_s is not None
+            self.found_after_s = observed.time_s - self.slow_since_s
+        if self.found_after_s is not None and self.left_out_at is None and self._victim not in members:
+            self.left_out_at = state.version
+        well = self.left_out_at is not None and entry is not None and entry.node is NodeState.READY
+        if well and not self.noticed and state.phase is Phase.TRAINING:
+            self.noticed = True
+            self._fleet._inbox.put(NoticeGiven(worker=self._spare, lead_s=60.0))
+        if self.noticed and self._victim in members and state.phase is Phase.TRAINING:
+            self.end_at = self.end_at or state.version + 3
+        if self.end_at is not None and state.version >= self.end_at and state.stop_reason is None:
+            observed.request_stop("it trains again")
+
+
+POLICY = Policy(
+    checkpoint_every_steps=100_000, heartbeat_timeout_s=2.0, rules=Rules(stutter=StutterRules(probe_every_s=0.5))
+)
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(3, 1), (2, 2), (2, 3)])
+def test_a_worker_that_is_30_percent_slower_is_left_out_probed_and_taken_back(
+    stages: int, replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "TIMES_EVERY_S", 0.25)
+    best = shape(PROFILE, stages, replicas)
+    victim, spare = "vm1", f"vm{best.num_workers}"
+    told, watched = Told(), []
+
+    def attend(fleet: VmFleet) -> Observer:
+        watched.append(Slowness(fleet, victim, spare))
+        return watched[0]
+
+    spells = (SlowSpell(worker=victim, factor=SLOW, first_step=SLOW_FROM, end_step=WELL_FROM),)
+    weights, version = Emulated(
+        PROFILE,
+        [best],
+        100_000,
+        num_vms=best.num_workers + 1,
+        policy=POLICY,
+        observers=[told],
+        attend=attend,
+        spells=spells,
+        jitter_seed=5,
+    ).run(tmp_path / "run")
+    (slowness,) = watched
+    print(
+        f"{best.shape}: found after {slowness.num_micro_batches} micro-batches, {slowness.found_after_s:.1f} s; "
+        f"left out at version {slowness.left_out_at}, well again: {told.well}"
+    )
+    assert len(told.slow) == 1
+    assert f"{victim} takes" in told.slow[0]
+    assert slowness.left_out_at is not None
+    assert slowness.end_at is not None
+    assert "by 2 probes" in told.well[0]
+    assert all(after >= before for before, after in itertools.pairwise(told.versions))  # no step was lost
+    reference, _ = Emulated(FAST, [shape(FAST, 1, 1)], version, num_vms=1).run(tmp_path / "reference")
+    assert weights == reference
+
+
+def test_nobody_is_found_slow_where_devices_only_jitter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "TIMES_EVERY_S", 0.25)
+    told, best = Told(), shape(PROFILE, 3, 1)
+    emulated = Emulated(PROFILE, [best], 40, num_vms=best.num_workers, policy=POLICY, observers=[told], jitter_seed=6)
+    emulated.run(tmp_path / "run")
+    assert told.num_judged >= 3
+    assert told.slow == []
