@@ -8,9 +8,13 @@ from enum import StrEnum
 
 from pydantic import Field
 
+from manager.controller.actions import EndWorker, Finish
+from manager.controller.events import Event, ManifestWritten, NodeAppeared, WorkerAnswered, WorkerLost
+from manager.controller.reasons import ReasonCode
 from manager.controller.state import Phase
+from manager.journal.records import DecisionRecord
 from morph.contract.base import Value
-from morph.contract.messages import Prepared, WorkerId
+from morph.contract.messages import Prepared, WorkerId, WorkerReady
 
 NS_PER_S = 1_000_000_000
 
@@ -94,7 +98,7 @@ class Ledger:
     def begin_session(self, time_s: float) -> None:
         """A manager begins with nodes of its own; those of an earlier one were gone when its journal ended."""
         self._give_up_step()
-        self.gone(list(self.appeared_ns))
+        self._gone(list(self.appeared_ns))
         self.now_ns = max(self.now_ns, _ns(time_s))
         self.phase, self.members = Phase.STARTING, frozenset()
         self.settled_ns.clear()
@@ -113,17 +117,32 @@ class Ledger:
         elif num_members:
             self.parts_ns[_OF_MEMBERS[self.phase]] += passed_ns * num_members
 
-    def appeared(self, node: WorkerId) -> None:
-        """A node is up, and warms up."""
-        if node not in self.appeared_ns:
-            self.appeared_ns[node] = self.now_ns
-            self.warming.add(node)
+    def take(self, event: Event, record: DecisionRecord, decided: Collection[Prepared] = ()) -> None:
+        """Take in an event and what was decided; ``decided``: every member's answer, if that decided a step."""
+        match event:
+            case NodeAppeared(node=node) if node not in self.appeared_ns:
+                self.appeared_ns[node] = self.now_ns
+                self.warming.add(node)
+            case WorkerAnswered(answer=WorkerReady()):
+                self.warming.discard(event.worker)
+            case WorkerLost(worker=worker):
+                self._gone([worker])
+            case ManifestWritten(version=version):
+                for step in [step for step in self.settled_ns if step < version]:
+                    del self.settled_ns[step]  # it can be lost no more
+        self._gone([action.worker for action in record.actions if isinstance(action, EndWorker)])
+        if decided:
+            self._settle(decided)
+        if record.reshape is not None:
+            self.members = frozenset(slot.worker for slot in record.reshape.slots) & set(self.appeared_ns)
+        if record.reason.code is ReasonCode.OVERFLOW_RETRY or record.phase is not Phase.TRAINING:
+            self._give_up_step()
+        self._set_back(record.version)
+        self.phase = record.phase
+        if any(isinstance(action, Finish) for action in record.actions):
+            self._gone(list(self.appeared_ns))
 
-    def ready(self, node: WorkerId) -> None:
-        """A node's worker is set up."""
-        self.warming.discard(node)
-
-    def gone(self, nodes: Collection[WorkerId]) -> None:
+    def _gone(self, nodes: Collection[WorkerId]) -> None:
         """Nodes are gone, or were given up."""
         for node in nodes:
             appeared_ns = self.appeared_ns.pop(node, None)
@@ -132,35 +151,23 @@ class Ledger:
         self.warming.difference_update(nodes)
         self.members = self.members.difference(nodes)
 
-    def formed(self, members: Collection[WorkerId]) -> None:
-        """A generation is being formed of these."""
-        self.members = frozenset(members) & set(self.appeared_ns)
-
-    def decided(self, step: int, answers: Collection[Prepared]) -> None:
+    def _settle(self, answers: Collection[Prepared]) -> None:
         """A step is decided: its time was computing, as its members say, and bubble."""
         longest_ns = self.open_ns // max(1, len(self.members))
         compute_ns = min(self.open_ns, sum(min(longest_ns, _compute_ns(answer)) for answer in answers))
         bubble_ns = self.open_ns - compute_ns
         self.parts_ns[Part.COMPUTE] += compute_ns
         self.parts_ns[Part.BUBBLE] += bubble_ns
-        self.settled_ns[step] = (compute_ns, bubble_ns)
+        self.settled_ns[next(iter(answers)).step] = (compute_ns, bubble_ns)
         self.open_ns = 0
 
-    def follow(self, phase: Phase, version: int, *, overflowed: bool) -> None:
-        """Take in where a decision leads: a step left undecided is lost, and so are steps from ``version`` on."""
-        if overflowed or phase is not Phase.TRAINING:
-            self._give_up_step()
+    def _set_back(self, version: int) -> None:
+        """Steps from ``version`` on are lost."""
         for step in [step for step in self.settled_ns if step >= version]:
             compute_ns, bubble_ns = self.settled_ns.pop(step)
             self.parts_ns[Part.COMPUTE] -= compute_ns
             self.parts_ns[Part.BUBBLE] -= bubble_ns
             self.parts_ns[Part.LOST] += compute_ns + bubble_ns
-        self.phase = phase
-
-    def saved(self, version: int) -> None:
-        """Steps before a complete checkpoint can be lost no more."""
-        for step in [step for step in self.settled_ns if step < version]:
-            del self.settled_ns[step]
 
     def _give_up_step(self) -> None:
         self.parts_ns[Part.LOST] += self.open_ns

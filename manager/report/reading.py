@@ -9,7 +9,6 @@ from pathlib import Path
 from manager.controller.actions import EndWorker, Finish, SendCommit, SendStep
 from manager.controller.config import ControllerConfig
 from manager.controller.events import EVENT, Event, ManifestWritten, NodeAppeared, WorkerAnswered, WorkerLost
-from manager.controller.reasons import ReasonCode
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
 from manager.report.accounting import Ledger
@@ -18,7 +17,7 @@ from manager.report.morphs import MorphReader
 from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import RunDirError
-from morph.contract.messages import Committed, Prepared, Reshaped, WorkerReady
+from morph.contract.messages import Committed, Prepared, Reshaped
 
 
 def read_report(run_dir: Path) -> RunReport:
@@ -134,43 +133,34 @@ class _Reader:
                 self.evaluations.take(committed.evaluation)
             case WorkerAnswered(answer=Reshaped() as reshaped):
                 self.morphs.reshaped(reshaped)
-            case WorkerAnswered(answer=WorkerReady()):
-                self.ledger.ready(event.worker)
             case NodeAppeared(node=node):
                 self.living.add(node)
-                self.ledger.appeared(node)
             case WorkerLost(worker=worker):
-                self._gone(worker)
+                self.living.discard(worker)
             case ManifestWritten(version=version):
                 self.checkpoint_version = max(version, self.checkpoint_version or 0)
-                self.ledger.saved(self.checkpoint_version)
         for action in record.actions:
             if isinstance(action, EndWorker):
-                self._gone(action.worker)
+                self.living.discard(action.worker)
             elif isinstance(action, Finish):
                 self.finish = action
         self._count_vms(time_s)
         decided = record.version == self.version + 1 and isinstance(event, WorkerAnswered)
+        answers: tuple[Prepared, ...] = ()
         if decided and isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
-            self._step_decided(event.answer, _facts(record), time_s)
+            last = event.answer
+            answers = tuple(self.prepared.get((last.generation, last.step, last.attempt), {}).values())
+            self._step_decided(answers, last, _facts(record), time_s)
             self.morphs.resumed(time_s)
+        self.ledger.take(event, record, answers)
         self.morphs.decided(config, event, record, self.version, time_s)
         self._set_back(record.version)
         self._orders(record, time_s)
-        overflowed = record.reason.code is ReasonCode.OVERFLOW_RETRY
-        self.ledger.follow(record.phase, record.version, overflowed=overflowed)
-        if self.finish is not None:
-            self.ledger.gone(list(self.ledger.appeared_ns))
-
-    def _gone(self, worker: str) -> None:
-        self.living.discard(worker)
-        self.ledger.gone([worker])
 
     def _orders(self, record: DecisionRecord, time_s: float) -> None:
         order = record.reshape
         if order is not None:
             self._close_shape(time_s)
-            self.ledger.formed([slot.worker for slot in order.slots])
             plan = order.plan
             self.shapes.append(
                 ShapeSpan(
@@ -192,9 +182,9 @@ class _Reader:
             if step.attempt == 0:
                 self.ordered_s = time_s
 
-    def _step_decided(self, last: Prepared, facts: Decided | None, time_s: float) -> None:
-        answers = list(self.prepared.get((last.generation, last.step, last.attempt), {}).values())
-        self.ledger.decided(last.step, answers)
+    def _step_decided(
+        self, answers: tuple[Prepared, ...], last: Prepared, facts: Decided | None, time_s: float
+    ) -> None:
         losses = [loss for answer in answers for loss in answer.losses]
         self.steps.append(
             StepRecord(
