@@ -15,6 +15,7 @@ from morph.cli.errors import MorphGroup
 from morph.cli.events import events_command
 from morph.cli.export import export_command
 from morph.cli.import_ import import_command
+from morph.cli.page import page_command
 from morph.cli.plan import plan_command
 from morph.cli.profile import profile_app
 from morph.cli.rehearse import rehearse_command
@@ -73,6 +74,7 @@ app.command("run")(run_command)
 app.command("status")(status_command)
 app.command("events")(events_command)
 app.command("report")(report_command)
+app.command("page")(page_command)
 app.command("stop")(stop_command)
 app.command("timeline")(timeline_command)
 app.command("export")(export_command)

@@ -96,6 +96,7 @@ def rehearse_command(
       morph rehearse profile.json -P 4 -D 2 --slow 2:1.3 --jitter-seed 1
     """
     from manager.rehearsal import RehearsalSpec, plan_rehearsal, rehearse, run_facts
+    from manager.report.live import LiveRun
     from manager.run_dir import RunDir
     from morph.cli.run_view import run_view
     from morph.contract.profile import load_profile
@@ -138,7 +139,7 @@ def rehearse_command(
     print(_headline(planned), flush=True)
     with _directory(run_dir) as directory, RunDir(directory, run_facts(planned)) as opened:
         job = planned.profile.job
-        with run_view(job.name, steps + 1, job.batch_size, plain=plain) as observer:
+        with run_view(LiveRun(job.name, steps + 1, job.batch_size), plain=plain) as observer:
             rehearsed = rehearse(planned, opened, observer, temporary=run_dir is None)
     _tell(rehearsed)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from morph.cli.report_page import Prices
+    from manager.report.prices import Prices
 
 PriceOption = Annotated[
     float | None, typer.Option("--price", min=0, help="Dollars per VM and hour that are paid.", show_default=False)
@@ -56,11 +56,11 @@ def prices_of(price: float | None, on_demand_price: float | None) -> Prices | No
     Raises:
         InputError: a price to compare with, and none that is paid.
     """
-    from morph.cli.report_page import Prices
+    from manager.report.prices import Prices
     from morph.contract.errors import InputError
 
     if price is None:
         if on_demand_price is not None:
             raise InputError("is not given", field="--price", allowed="dollars per VM and hour, with --on-demand-price")
         return None
-    return Prices(price, on_demand_price)
+    return Prices(paid_usd_per_h=price, on_demand_usd_per_h=on_demand_price)

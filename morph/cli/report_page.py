@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from manager.report.accounting import Part
 
 if TYPE_CHECKING:
     from manager.report.accounting import Account
+    from manager.report.prices import Prices
     from manager.report.values import MorphRecord, RunReport, ShapeSpan
 
 COLOURS = {
@@ -34,14 +34,6 @@ MEANINGS = {
     Part.WARMING: "until the worker is ready",
     Part.SPARE: "ready without a place",
 }
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Dollars per node and hour: what is paid, and what the same node costs on demand (None: not known)."""
-
-    paid_usd_per_h: float
-    on_demand_usd_per_h: float | None = None
 
 
 def report_page(report: RunReport, prices: Prices | None = None) -> str:

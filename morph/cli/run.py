@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,11 @@ import typer
 
 from morph.cli.errors import EXIT_INTERRUPTED, places
 from morph.cli.plan import ScheduleName
+from morph.cli.report import OnDemandOption, PriceOption, prices_of
 
 if TYPE_CHECKING:
     from manager.controller.actions import Finish
+    from manager.report.prices import Prices
     from manager.report.values import RunReport
     from morph.contract.cluster import ClusterConfig
     from morph.contract.messages import Fault
@@ -58,6 +60,11 @@ def run_command(
     log_format: Annotated[
         LogFormat, typer.Option("--log-format", help="text, or one JSON object a line on standard output.")
     ] = LogFormat.TEXT,
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="Serve the run's page on loopback; `morph page` gives its address.")
+    ] = True,
+    price: PriceOption = None,
+    on_demand_price: OnDemandOption = None,
 ) -> None:
     """Train a job on VMs that come and go, re-shaping it as they do.
 
@@ -79,6 +86,7 @@ def run_command(
         raise ConfigError("is never run", field="--timeline-step", value=timeline_step, allowed=f"0 to {steps - 1}")
     if not math.isfinite(trace_speed):
         raise ConfigError("is not a number", field="--trace-speed", value=trace_speed, allowed="0.001 or more")
+    prices = prices_of(price, on_demand_price)
     known, described = load_profile(profile), load_cluster(cluster)
     events = from_its_first_event(load_trace(trace)).scaled(1 / trace_speed) if trace else None
     check_device(described, str(cluster))
@@ -101,6 +109,8 @@ def run_command(
                 schedule=schedule.value,
                 timeline_step=timeline_step,
                 as_json=log_format is LogFormat.JSON,
+                prices=prices,
+                page=page,
             )
     except KeyboardInterrupt:
         print("the same command goes on from the newest checkpoint", file=sys.stderr)
@@ -129,6 +139,8 @@ def managed_run(
     schedule: Schedule = "varuna",
     timeline_step: int | None = None,
     as_json: bool = False,
+    prices: Prices | None = None,
+    page: bool = False,
 ) -> tuple[Finish, RunReport]:
     """Check everything, then run a job on local VMs to its end, showing it live; returns the end and the report.
 
@@ -136,8 +148,10 @@ def managed_run(
         InputError: before anything is started or written.
         TrainingStopped: when the cluster or training fails.
     """
+    from manager.dashboard.server import serving
     from manager.engine.session import RunSpec, run_session
     from manager.preparation import constant_trace, controller_config, newest_checkpoint
+    from manager.report.live import LiveRun
     from manager.report.reading import read_report
     from manager.run_dir import RunDir, RunFacts
     from morph.cli.checks import check_job
@@ -179,13 +193,11 @@ def managed_run(
             stop_with_trace=stop_with_trace,
             patient_trace=stop_with_trace,
         )
-        with run_view(
-            profile.job.name,
-            None if stop_with_trace else steps,
-            profile.job.batch_size,
-            plain=plain,
-            as_json=as_json,
-        ) as observer:
+        live = LiveRun(profile.job.name, None if stop_with_trace else steps, profile.job.batch_size, prices)
+        with (
+            serving(live, opened.path) if page else nullcontext(),
+            run_view(live, plain=plain, as_json=as_json) as observer,
+        ):
             finish = run_session(spec, opened, observer)
         return finish, read_report(opened.path)
 

@@ -11,11 +11,12 @@ from simulated_job import make_config
 from manager.controller.events import Event
 from manager.controller.state import ControllerState, Decision
 from manager.engine.driver import Observed
+from manager.report.live import LiveRun
 from morph.cli.run_view import run_view
 
 
 def test_every_decided_step_and_every_change_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with run_view("job", 12, 8, plain=False, as_json=True) as observer:
+    with run_view(LiveRun("job", 12, 8), plain=False, as_json=True) as observer:
 
         def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
             observer(Observed(cluster.now_s, event, decision, lambda _reason: None))

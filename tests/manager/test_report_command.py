@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from manager.journal.journal import FILE_NAME
 from manager.report.accounting import Account, Part
+from manager.report.prices import Prices
 from manager.report.reading import read_report
 from manager.run_dir import RunFacts
 from morph.cli.main import app
-from morph.cli.report_page import Prices, report_page
+from morph.cli.report_page import report_page
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
 
@@ -78,7 +79,7 @@ def test_the_page_needs_nothing_from_outside_and_its_parts_add_up(run_dir: Path,
 
 def test_names_from_the_job_are_text_and_never_markup(run_dir: Path) -> None:
     report = read_report(run_dir).model_copy(update={"job": "<script>alert(1)</script>"})
-    page = report_page(report, Prices(0.9, 3.0))
+    page = report_page(report, Prices(paid_usd_per_h=0.9, on_demand_usd_per_h=3.0))
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "3.33 times as much" in page
@@ -89,7 +90,7 @@ def test_a_run_that_did_nothing_yet_has_a_page(run_dir: Path) -> None:
     report = read_report(run_dir).model_copy(
         update={"account": empty, "shapes": (), "morphs": (), "steps": (), "vms": ()}
     )
-    assert "0.0" in report_page(report, Prices(0.9))
+    assert "0.0" in report_page(report, Prices(paid_usd_per_h=0.9))
 
 
 @pytest.mark.parametrize(

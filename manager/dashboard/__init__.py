@@ -1,0 +1,1 @@
+"""The page of a run, served on loopback by its manager."""

@@ -1,0 +1,143 @@
+"use strict";
+// Shows one run. The token stands behind the # of the address and travels in a header alone.
+
+const POLL_MS = 1000;
+const COLOURS = {
+  compute: "#2f6db3", bubble: "#9cc3e6", lost: "#c8372d", morph: "#e08a1e",
+  checkpoint: "#6a4c9c", waiting: "#cfd6dd", warming: "#b2df8a", spare: "#7a828c",
+};
+const SHAPE_COLOURS = ["#a6cee3", "#b2df8a", "#fdcf8e", "#d4bfe6", "#f7b6b2", "#9fd9cf", "#e6d98f", "#cfd6dd"];
+const SVG = "http://www.w3.org/2000/svg";
+const at = (id) => document.getElementById(id);
+
+function element(name, text, className) {
+  const made = document.createElement(name);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+function drawn(name, attributes, text) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function figure(name, value) {
+  const box = element("div", undefined, "figure");
+  box.append(element("b", value), element("span", name));
+  return box;
+}
+
+const number = (value, digits) => (value === null ? "-" : value.toFixed(digits));
+
+function showFigures(run) {
+  const steps = run.num_steps === null ? `${run.version}` : `${run.version} / ${run.num_steps}`;
+  const figures = [
+    figure("phase", run.phase), figure("shape P x D", run.shape ?? "-"), figure("step", steps),
+    figure("examples/s", number(run.examples_per_s, 1)), figure("loss", number(run.loss, 4)),
+    figure("generation", `${run.generation}`),
+  ];
+  if (run.dollars !== null) figures.push(figure("dollars so far", `$${run.dollars.toFixed(4)}`));
+  if (run.dollars_on_demand !== null) figures.push(figure("the same on demand", `$${run.dollars_on_demand.toFixed(4)}`));
+  at("figures").replaceChildren(...figures);
+}
+
+function showGrid(run) {
+  const rows = run.grid.map((replica, index) => {
+    const row = element("tr");
+    row.append(element("th", `replica ${index}`));
+    for (const cell of replica) row.append(element("td", cell.node || "none", cell.state));
+    return row;
+  });
+  const head = element("tr");
+  head.append(element("th", ""));
+  (run.grid[0] ?? []).forEach((_, stage) => head.append(element("th", `stage ${stage}`)));
+  const top = element("thead");
+  top.append(head);
+  at("grid").replaceChildren(...(rows.length ? [top, ...rows] : [element("caption", "no shape is formed")]));
+  at("others").replaceChildren(
+    ...run.others.map((node) => element("span", `${node.node}: ${node.state === "ready" ? "spare" : node.state}`, `node ${node.state}`)));
+}
+
+function showShapes(run) {
+  const begin = run.start_s, width = Math.max(run.time_s - begin, 1e-3), colours = new Map();
+  const bands = run.shapes.flatMap(([start, shape], index) => {
+    const end = index + 1 < run.shapes.length ? run.shapes[index + 1][0] : run.time_s;
+    if (!colours.has(shape)) colours.set(shape, SHAPE_COLOURS[colours.size % SHAPE_COLOURS.length]);
+    const x = Math.max(0, (start - begin) / width) * 1000, wide = Math.max(0, (end - start) / width) * 1000;
+    const band = [drawn("rect", { x, y: 0, width: wide, height: 60, fill: colours.get(shape), stroke: "#fff" })];
+    if (wide > 40) band.push(drawn("text", { x: x + wide / 2, y: 38, "text-anchor": "middle", style: "font-size:22px" }, shape));
+    return band;
+  });
+  at("shapes").replaceChildren(...bands);
+}
+
+function showSeries(id, points, digits) {
+  const parts = [];
+  if (points.length > 1) {
+    const times = points.map((point) => point[0]), values = points.map((point) => point[1]);
+    const first = times[0], span = Math.max(times[times.length - 1] - first, 1e-9);
+    const low = Math.min(...values), high = Math.max(...values), range = Math.max(high - low, 1e-9);
+    const path = points.map(([time, value]) =>
+      `${(44 + (time - first) / span * 452).toFixed(1)},${(140 - (value - low) / range * 125).toFixed(1)}`).join(" ");
+    parts.push(
+      drawn("polyline", { points: path, fill: "none", stroke: "#2f6db3", "stroke-width": 1.8, "vector-effect": "non-scaling-stroke" }),
+      drawn("text", { x: 0, y: 18 }, high.toFixed(digits)), drawn("text", { x: 0, y: 142 }, low.toFixed(digits)));
+  } else {
+    parts.push(drawn("text", { x: 200, y: 75 }, "nothing yet"));
+  }
+  at(id).replaceChildren(...parts);
+}
+
+function showParts(run) {
+  const whole = Object.values(run.node_seconds).reduce((sum, part) => sum + part, 0);
+  const bars = [], legend = [];
+  for (const [part, seconds] of Object.entries(run.node_seconds)) {
+    const share = whole ? seconds / whole * 100 : 0;
+    const bar = element("div");
+    bar.style.width = `${share}%`;
+    bar.style.background = COLOURS[part];
+    bars.push(bar);
+    const entry = element("span"), mark = element("i");
+    mark.style.background = COLOURS[part];
+    entry.append(mark, `${part} ${share.toFixed(1)} %`);
+    legend.push(entry);
+  }
+  at("parts").replaceChildren(...bars);
+  at("legend").replaceChildren(...legend);
+}
+
+function showEvents(run) {
+  at("events").replaceChildren(...[...run.events].reverse().map((event) =>
+    element("li", `${(event.time_s - run.start_s).toFixed(1).padStart(8)} s  ${event.sentence}`)));
+}
+
+function show(run) {
+  document.title = `${run.job}: ${run.shape ?? run.phase}, step ${run.version}`;
+  at("job").textContent = run.job;
+  at("headline").textContent = `running for ${Math.round(run.time_s - run.start_s)} s`;
+  showFigures(run);
+  showGrid(run);
+  showShapes(run);
+  showSeries("speeds", run.speeds, 1);
+  showSeries("losses", run.losses, 3);
+  showParts(run);
+  showEvents(run);
+  document.body.dataset.version = run.version;
+}
+
+async function refresh() {
+  try {
+    const answer = await fetch("api/run", { headers: { Authorization: `Bearer ${location.hash.slice(1)}` } });
+    const told = await answer.json();
+    if (answer.ok) show(told);
+    at("problem").textContent = answer.ok ? "" : told.error;
+  } catch {
+    at("problem").textContent = "the manager does not answer: the run has ended, or is being taken over";
+  }
+  setTimeout(refresh, POLL_MS);
+}
+
+refresh();

@@ -1,0 +1,208 @@
+"""Serves a run's page on loopback, to whoever has the token.
+
+``/`` is the empty page: it holds nothing of the run, and reads the token from the address behind the ``#``, which no
+browser sends anywhere. ``/api/run`` and ``/metrics`` want it as a bearer token, and refuse other hosts and origins, so
+that no page from elsewhere can ask with the user's browser. The page only shows; nothing can be changed over it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import threading
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.resources import files
+from pathlib import Path
+
+from pydantic import Field
+from tornado.httpserver import HTTPServer
+from tornado.netutil import bind_sockets
+from tornado.web import Application, RequestHandler
+
+from manager.dashboard.metrics import metrics_text
+from manager.dashboard.snapshot import snapshot
+from manager.report.live import LiveRun
+from morph.contract.base import Value, read_json
+from morph.contract.errors import ClusterError, RunDirError
+
+LOOPBACK = "127.0.0.1"
+FILE_NAME = "page.json"
+START_TIMEOUT_S = 10.0
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; connect-src 'self'; base-uri 'none'"
+
+
+class PageAddress(Value):
+    """Where a run's page is; the file that holds it is readable by its owner alone."""
+
+    url: str
+    token: str = Field(repr=False)
+
+    @property
+    def with_token(self) -> str:
+        """The address to open."""
+        return f"{self.url}#{self.token}"
+
+
+def read_address(run_dir: Path) -> PageAddress:
+    """Return the address of the page of a run that goes on.
+
+    Raises:
+        RunDirError: the run serves no page, or does not go on.
+    """
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        raise RunDirError("serves no page: it is not running, or was started with --no-page", source=str(run_dir))
+    return read_json(path, PageAddress, RunDirError)
+
+
+@contextmanager
+def serving(run: LiveRun, run_dir: Path) -> Iterator[PageAddress]:
+    """Serve a run's page while the block runs, from a thread of its own; nothing is left of it afterwards.
+
+    Raises:
+        ClusterError: the page cannot be served within ``START_TIMEOUT_S``.
+    """
+    server = _Server(run)
+    server.start()
+    path = run_dir / FILE_NAME
+    try:
+        _write_private(path, server.address.model_dump_json())
+        yield server.address
+    finally:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        server.close()
+
+
+class _Server:
+    def __init__(self, run: LiveRun) -> None:
+        self._token = secrets.token_urlsafe(32)
+        self._run = run
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._sockets = bind_sockets(0, LOOPBACK)
+        port = self._sockets[0].getsockname()[1]
+        self.address = PageAddress(url=f"http://{LOOPBACK}:{port}/", token=self._token)
+        self._hosts = frozenset(f"{name}:{port}" for name in (LOOPBACK, "localhost"))
+        self._thread = threading.Thread(target=self._serve, name="morph-page", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        if not self._ready.wait(START_TIMEOUT_S):
+            raise ClusterError(f"waited {START_TIMEOUT_S:g} s for the run's page to be served")
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_TIMEOUT_S)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        known = {"run": self._run, "token": self._token, "hosts": self._hosts}
+        application = Application(
+            [
+                (r"/", _Page, known),
+                (r"/page.js", _Script, known),
+                (r"/api/run", _Run, known),
+                (r"/metrics", _Metrics, known),
+            ],
+            default_handler_class=_Nothing,
+            default_handler_args=known,
+            log_function=lambda _handler: None,
+        )
+        server = HTTPServer(application, max_header_size=16_384, max_body_size=0, idle_connection_timeout=60.0)
+        server.add_sockets(self._sockets)
+        self._loop.call_soon(self._ready.set)
+        try:
+            self._loop.run_forever()
+        finally:
+            server.stop()
+            self._loop.run_until_complete(server.close_all_connections())
+            self._loop.close()
+
+
+class _Guarded(RequestHandler):
+    """Refuses hosts and origins that are not this page's own."""
+
+    needs_token = True
+
+    def initialize(self, run: LiveRun, token: str, hosts: frozenset[str]) -> None:
+        self.run, self.token, self.hosts = run, token, hosts
+
+    def prepare(self) -> Awaitable[None] | None:
+        origin = self.request.headers.get("Origin")
+        if self.request.headers.get("Host") not in self.hosts:
+            self._refuse(403, "this host is not served")
+        elif origin is not None and origin.removeprefix("http://") not in self.hosts:
+            self._refuse(403, "another origin may not ask")
+        elif self.needs_token and not self._has_token():
+            self.set_header("WWW-Authenticate", "Bearer")
+            self._refuse(401, "the token is missing or wrong; `morph page RUN_DIR` gives the address with it")
+        return None
+
+    def set_default_headers(self) -> None:
+        self.clear_header("Server")
+        self.set_header("Cache-Control", "no-store")
+        self.set_header("Content-Security-Policy", POLICY)
+        self.set_header("Referrer-Policy", "no-referrer")
+        self.set_header("X-Content-Type-Options", "nosniff")
+        self.set_header("X-Frame-Options", "DENY")
+
+    def _has_token(self) -> bool:
+        kind, _, given = self.request.headers.get("Authorization", "").partition(" ")
+        return secrets.compare_digest(given.encode(), self.token.encode()) and kind == "Bearer"
+
+    def _refuse(self, status: int, why: str) -> None:
+        self.set_status(status)
+        self.set_header("Content-Type", "application/json")
+        self.finish(json.dumps({"error": why}))
+
+
+class _Page(_Guarded):
+    needs_token = False
+
+    def get(self) -> None:
+        self.set_header("Content-Type", "text/html; charset=utf-8")
+        self.finish(_asset("page.html"))
+
+
+class _Script(_Guarded):
+    needs_token = False
+
+    def get(self) -> None:
+        self.set_header("Content-Type", "text/javascript; charset=utf-8")
+        self.finish(_asset("page.js"))
+
+
+class _Run(_Guarded):
+    def get(self) -> None:
+        self.finish(snapshot(self.run))
+
+
+class _Metrics(_Guarded):
+    def get(self) -> None:
+        self.set_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.finish(metrics_text(snapshot(self.run)))
+
+
+class _Nothing(_Guarded):
+    needs_token = False
+
+    def get(self) -> None:
+        self._refuse(404, "there is no such page")
+
+
+def _asset(name: str) -> bytes:
+    return files("manager.dashboard").joinpath("assets", name).read_bytes()
+
+
+def _write_private(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.new")
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    temporary.replace(path)

@@ -1,0 +1,46 @@
+"""What the page and the metrics endpoint are told of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manager.report.accounting import Part
+from manager.report.live import LiveRun
+
+
+def snapshot(run: LiveRun) -> dict[str, Any]:
+    """Return a run as plain JSON values. Times are seconds since the epoch; ``grid``: by replica, then by stage."""
+    with run.lock:
+        account = run.ledger.account()
+        return {
+            "job": run.job,
+            "phase": run.phase,
+            "shape": run.shape,
+            "generation": run.generation,
+            "version": run.version,
+            "num_steps": run.num_steps,
+            "loss": run.loss,
+            "examples_per_s": run.examples_per_s,
+            "start_s": run.start_s,
+            "time_s": run.time_s,
+            "grid": _grid(run),
+            "others": [{"node": node, "state": state} for node, state in run.nodes.items() if node not in run.places],
+            "shapes": [list(entry) for entry in run.shapes],
+            "losses": [list(point) for point in run.losses.points],
+            "speeds": [list(point) for point in run.speeds.points],
+            "events": [{"time_s": e.time_s, "code": e.code, "sentence": e.sentence} for e in run.recent],
+            "node_seconds": {part.value: account.part_s(part) for part in Part},
+            "dollars": run.dollars,
+            "dollars_on_demand": run.dollars_on_demand,
+        }
+
+
+def _grid(run: LiveRun) -> list[list[dict[str, str]]]:
+    if not run.places:
+        return []
+    num_stages = max(stage for stage, _ in run.places.values()) + 1
+    num_replicas = max(replica for _, replica in run.places.values()) + 1
+    grid = [[{"node": "", "state": "gone"} for _ in range(num_stages)] for _ in range(num_replicas)]
+    for node, (stage, replica) in run.places.items():
+        grid[replica][stage] = {"node": node, "state": run.nodes.get(node, "gone")}
+    return grid

@@ -1,0 +1,169 @@
+"""A run as it stands now, gathered from decisions: what the terminal and the page show."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from manager.controller.actions import SendStep
+from manager.controller.events import Event, WorkerAnswered
+from manager.controller.reasons import ReasonCode
+from manager.controller.state import ControllerState, Decision
+from manager.journal.records import DecisionRecord
+from manager.report.accounting import Ledger
+from manager.report.means import mean_loss
+from manager.report.prices import Prices
+from manager.report.series import Series
+from morph.contract.messages import Prepared
+
+RECENT = 40
+SPEED_WINDOW = 10
+MOST_SHAPES = 200
+TOLD = frozenset(
+    {
+        ReasonCode.NODE_REGISTERED,
+        ReasonCode.WORKER_READY,
+        ReasonCode.NODES_REQUESTED,
+        ReasonCode.REQUEST_REFUSED,
+        ReasonCode.NODE_ABSENT,
+        ReasonCode.NOTICE_TAKEN,
+        ReasonCode.NODE_SPARED,
+        ReasonCode.WORKER_SLOW,
+        ReasonCode.WORKER_WELL,
+        ReasonCode.MANAGER_RESUMED,
+        ReasonCode.HOLDING,
+        ReasonCode.FORMED,
+        ReasonCode.SET_BACK,
+        ReasonCode.TOO_FEW_WORKERS,
+        ReasonCode.ABORTING,
+        ReasonCode.WORKER_REMOVED,
+        ReasonCode.OVERFLOW_RETRY,
+        ReasonCode.CHECKPOINT_ABANDONED,
+        ReasonCode.CHECKPOINT_COMPLETE,
+        ReasonCode.STOP_NOTED,
+        ReasonCode.FINISHED,
+        ReasonCode.STOPPED,
+        ReasonCode.FAILED,
+    }
+)
+"""Reasons worth a line while a run goes on."""
+
+
+@dataclass(frozen=True)
+class Happened:
+    """One decision worth telling."""
+
+    time_s: float
+    code: str
+    sentence: str
+
+
+@dataclass
+class LiveRun:
+    """See the module's docstring. ``num_steps``: None when open-ended. Times are seconds as the shell stamped them."""
+
+    job: str
+    num_steps: int | None
+    batch_size: int
+    prices: Prices | None = None
+    start_s: float = field(default_factory=time.time)
+    time_s: float = 0.0
+    phase: str = "starting"
+    shape: str | None = None
+    generation: int = 0
+    version: int = 0
+    loss: float | None = None
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    nodes: dict[str, str] = field(default_factory=dict)
+    decided_s: deque[float] = field(default_factory=lambda: deque(maxlen=SPEED_WINDOW + 1))
+    recent: deque[Happened] = field(default_factory=lambda: deque(maxlen=RECENT))
+    shapes: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MOST_SHAPES))
+    losses: Series = field(default_factory=Series)
+    speeds: Series = field(default_factory=Series)
+    ledger: Ledger = field(default_factory=Ledger)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    _answers: dict[str, Prepared] = field(default_factory=dict)
+
+    def take(self, time_s: float, event: Event, decision: Decision) -> Happened | None:
+        """Take in one decision; returns it if it is worth telling. Other threads read while they hold ``lock``."""
+        with self.lock:
+            return self._take(time_s, event, decision)
+
+    def _take(self, time_s: float, event: Event, decision: Decision) -> Happened | None:
+        if not self.ledger.now_ns:
+            self.ledger.begin_session(time_s)
+        state, self.time_s = decision.state, time_s
+        self.ledger.advance(time_s)
+        record = DecisionRecord.of(decision)
+        if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
+            self._answers[event.worker] = event.answer
+        if state.version > self.version:
+            self.ledger.take(event, record, tuple(self._answers.values()))
+            self._decided(time_s)
+        else:
+            self.ledger.take(event, record)
+        if any(isinstance(action, SendStep) for action in decision.actions):
+            self._answers.clear()
+        self._stand(state)
+        if decision.reason.code not in TOLD:
+            return None
+        happened = Happened(time_s, decision.reason.code.value, decision.reason.sentence)
+        self.recent.append(happened)
+        return happened
+
+    @property
+    def examples_per_s(self) -> float | None:
+        """Speed over the last decided steps."""
+        if len(self.decided_s) < 2:
+            return None
+        return (len(self.decided_s) - 1) * self.batch_size / max(1e-9, self.decided_s[-1] - self.decided_s[0])
+
+    @property
+    def dollars(self) -> float | None:
+        """Spent so far; None without a price."""
+        return None if self.prices is None else self.ledger.account().dollars(self.prices.paid_usd_per_h)
+
+    @property
+    def dollars_on_demand(self) -> float | None:
+        """What the same node-seconds cost on demand; None without that price."""
+        if self.prices is None or self.prices.on_demand_usd_per_h is None:
+            return None
+        return self.ledger.account().dollars(self.prices.on_demand_usd_per_h)
+
+    @property
+    def headline(self) -> str:
+        """One line: phase, shape, step, speed, loss, dollars."""
+        speed = f"{self.examples_per_s:.1f} examples/s" if self.examples_per_s else "-"
+        loss = f"loss {self.loss:.4f}" if self.loss is not None else "loss -"
+        step = f"step {self.version}" + (f"/{self.num_steps}" if self.num_steps else "")
+        parts = [self.phase, self.shape or "-", step, speed, loss]
+        if self.dollars is not None:
+            on_demand = self.dollars_on_demand
+            parts.append(f"${self.dollars:.4f}" + (f" (on demand ${on_demand:.4f})" if on_demand is not None else ""))
+        return "  ".join(parts)
+
+    def role(self, node: str) -> str:
+        """What a node does, in words."""
+        if node in self.places:
+            stage, replica = self.places[node]
+            return f"stage {stage}, replica {replica}"
+        return "warming up" if self.nodes[node] == "warming" else "spare"
+
+    def _decided(self, time_s: float) -> None:
+        self.decided_s.append(time_s)
+        self.loss = mean_loss([loss for answer in self._answers.values() for loss in answer.losses])
+        if self.loss is not None:
+            self.losses.add(time_s, self.loss)
+        if self.examples_per_s is not None:
+            self.speeds.add(time_s, self.examples_per_s)
+
+    def _stand(self, state: ControllerState) -> None:
+        self.version, self.phase, self.generation = state.version, state.phase.value, state.generation
+        shape = state.plan.shape if state.plan and state.slots else None
+        if shape != self.shape and shape is not None:
+            self.shapes.append((self.time_s, shape))
+        self.shape = shape
+        self.places = {slot.worker: (slot.stage, slot.replica) for slot in state.slots}
+        self.nodes = {name: worker.node.value for name, worker in state.workers.items()}

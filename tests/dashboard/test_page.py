@@ -1,0 +1,64 @@
+"""The page in a real browser, without a screen: it draws the run, and shows why when it may not."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "manager"))
+
+from live_history import played
+
+from manager.dashboard.server import serving
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER_TIMEOUT_S = 100.0
+OFFLINE = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
+    "--virtual-time-budget=4000",
+)  # fmt: skip
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH: the page cannot be looked at"),
+]
+
+
+def looked_at(url: str, profile: Path, *options: str) -> str:
+    """The page's document after its scripts ran."""
+    assert BROWSER is not None
+    done = subprocess.run(
+        [BROWSER, *OFFLINE, f"--user-data-dir={profile}", *options, url],
+        capture_output=True,
+        text=True,
+        timeout=BROWSER_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_page_draws_the_run(tmp_path: Path) -> None:
+    with serving(played(stop_at=6), tmp_path) as address:
+        document = looked_at(address.with_token, tmp_path / "profile", "--dump-dom")
+    assert 'data-version="6"' in document
+    assert len(re.findall(r'<td class="ready">n\d+</td>', document)) == 4
+    assert "stage 1" in document
+    assert "replica 1" in document
+    assert document.count("<polyline") == 2
+    assert re.search(r"<b>2x2</b>", document)
+    assert "compute " in document
+    assert '<p id="problem" role="alert"></p>' in document
+
+
+def test_without_the_token_the_page_stays_empty_and_says_why(tmp_path: Path) -> None:
+    with serving(played(stop_at=6), tmp_path) as address:
+        document = looked_at(f"{address.url}#wrong", tmp_path / "profile", "--dump-dom")
+    assert "the token is missing or wrong" in document
+    assert "data-version" not in document
+    assert "gpt2-stdlib" not in document

@@ -1,0 +1,123 @@
+"""The page of a run is served to whoever has the token, from loopback, and to nobody else."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "manager"))
+
+from live_history import played
+
+from manager.dashboard.server import FILE_NAME, PageAddress, read_address, serving
+from manager.report.accounting import Part
+from morph.contract.errors import RunDirError
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PageAddress, Path]]:
+    directory = tmp_path_factory.mktemp("run")
+    with serving(played(), directory) as address:
+        yield address, directory
+
+
+def ask(address: PageAddress, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    """One request, with the token unless another is given."""
+    place = urlsplit(address.url)
+    assert place.hostname is not None
+    connection = http.client.HTTPConnection(place.hostname, place.port or 0, timeout=TIMEOUT_S)
+    try:
+        connection.request(method, path, headers={"Authorization": f"Bearer {address.token}", **headers})
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def test_the_run_is_told_to_whoever_has_the_token(page: tuple[PageAddress, Path]) -> None:
+    status, _, body = ask(page[0], "/api/run")
+    run = json.loads(body)
+    assert status == 200
+    assert (run["version"], run["shape"], run["phase"]) == (12, "2x2", "ended")
+    assert [cells for _, cells in run["shapes"]] == ["3x2", "2x2"]
+    assert run["losses"][-1][1] == pytest.approx(1 / 12)
+    assert run["events"][-1]["code"] == "finished"
+    assert run["dollars_on_demand"] == pytest.approx(3 * run["dollars"])
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": ""}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": "Basic TOKEN"}, 401),
+        ({"Origin": "http://elsewhere.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "elsewhere.example"}, 403),
+    ],
+)
+@pytest.mark.parametrize("path", ["/api/run", "/metrics"])
+def test_strangers_and_other_origins_are_refused(
+    page: tuple[PageAddress, Path], path: str, headers: dict[str, str], status: int
+) -> None:
+    given = {name: value.replace("TOKEN", page[0].token) for name, value in headers.items()}
+    refused, _, body = ask(page[0], path, **given)
+    assert refused == status
+    assert set(json.loads(body)) == {"error"}
+    assert page[0].token.encode() not in body
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_nothing_can_be_changed(page: tuple[PageAddress, Path], method: str) -> None:
+    assert ask(page[0], "/api/run", method)[0] == 405
+
+
+def test_the_empty_page_holds_nothing_of_the_run_and_asks_nobody_else(page: tuple[PageAddress, Path]) -> None:
+    for path in ("/", "/page.js"):
+        status, headers, body = ask(page[0], path, Authorization="")
+        assert status == 200
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert b"http://www.w3.org/2000/svg" in body or b"http" not in body
+        assert page[0].token.encode() not in body
+    assert ask(page[0], "/../pyproject.toml")[0] == 404
+    assert ask(page[0], "/page.json")[0] == 404
+
+
+def test_the_metrics_are_prometheus_text_with_every_part_of_the_node_seconds(page: tuple[PageAddress, Path]) -> None:
+    status, _, body = ask(page[0], "/metrics")
+    assert status == 200
+    found = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    assert found["morph_version"].samples[0].value == 12
+    parts = {sample.labels["part"]: sample.value for sample in found["morph_node_seconds"].samples}
+    assert set(parts) == {part.value for part in Part}
+    assert parts["compute"] > 0
+
+
+def test_the_token_lies_in_a_file_of_its_owner_alone_and_is_in_no_text_of_the_address(
+    page: tuple[PageAddress, Path],
+) -> None:
+    address, directory = page
+    assert stat.S_IMODE((directory / FILE_NAME).stat().st_mode) == 0o600
+    assert read_address(directory) == address
+    assert address.token not in repr(address)
+    assert len(address.token) >= 32
+
+
+def test_nothing_is_left_of_a_page_when_the_run_is_over(tmp_path: Path) -> None:
+    with serving(played(), tmp_path) as address:
+        assert ask(address, "/")[0] == 200
+    with pytest.raises(OSError):
+        ask(address, "/")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RunDirError, match="serves no page"):
+        read_address(tmp_path)
