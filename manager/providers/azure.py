@@ -1,0 +1,303 @@
+"""Spot VMs on Azure: made by name, put into a flexible scale set, found again by their tags.
+
+Names are made from the request, so that a request that comes again, from whoever, makes no second VM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from azure.core.exceptions import ResourceNotFoundError
+
+from manager.providers.azure_errors import translating
+from manager.providers.azure_operations import Operations
+from manager.providers.azure_spec import (
+    JOB_TAG,
+    REQUEST_TAG,
+    RUN_TAG,
+    AzureSize,
+    AzureSpec,
+    scale_set_body,
+    scale_set_name,
+    vm_body,
+)
+from manager.providers.provider import (
+    Capabilities,
+    Price,
+    QuotaExceeded,
+    Refused,
+    Transient,
+    Vm,
+    vm_name,
+)
+
+Offer = tuple[AzureSize, str | None]
+ENDED = ("succeeded", "failed", "canceled")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long to wait, in seconds. ``poll_s``: between two looks at an operation, where Azure names no time."""
+
+    make_s: float = 900.0
+    delete_s: float = 600.0
+    poll_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose VMs they are: the tags."""
+
+    run: str
+    job: str
+
+
+@dataclass
+class _Making:
+    """A VM on its way: offers that are left, and the operation under way."""
+
+    name: str
+    offers: list[Offer]
+    poller: Any = None
+    error: Refused | None = None
+    offer: Offer | None = field(default=None)
+
+
+class AzureProvider:
+    """See ``Provider``.
+
+    Args:
+        client: A ``ComputeManagementClient`` that does not retry by itself; see ``azure_client``.
+        spec: Where and what.
+        identity: Whose VMs they are.
+        operations: What is under way.
+        custom_data: The encoded cloud-config for a VM of this name.
+        find_price: The price of one hour of a size whose price the user does not give; None when it is not known.
+        bounds: How long to wait.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        spec: AzureSpec,
+        identity: Identity,
+        operations: Operations,
+        custom_data: Callable[[str], str],
+        *,
+        find_price: Callable[[AzureSize], float | None] = lambda _size: None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self._machines = client.virtual_machines
+        self._sets = client.virtual_machine_scale_sets
+        self._spec = spec
+        self._identity = identity
+        self._operations = operations
+        self._custom_data = custom_data
+        self._find_price = find_price
+        self._bounds = bounds or Bounds()
+        self._has_set = False
+        self._price: Price | None = None
+
+    def request(self, request: str, count: int) -> tuple[Vm, ...]:
+        """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size."""
+        answer = self._operations.answer(request)
+        if answer is not None:
+            return tuple(vm for vm in self.list() if vm.name in answer)
+        self._make_set()
+        until_s = time.monotonic() + self._bounds.make_s
+        states = {vm.name: state for vm, state in self._found() if vm.request == request}
+        making: Sequence[_Making] = [
+            _Making(vm_name(request, index), self._spec.offers_of(index)) for index in range(count)
+        ]
+        refused: list[Refused] = []
+        while making:
+            for one in making:
+                self._begin(one, request, states.pop(one.name, None), until_s)
+            making, given_up = self._round(making, until_s)
+            refused += given_up
+        found = [(vm, state) for vm, state in self._found() if vm.request == request]
+        made = tuple(vm for vm, state in found if state == "succeeded")
+        for vm, state in found:
+            if state != "succeeded":
+                self._discard(vm.name, until_s)
+        if not made:
+            evicted = Transient(f"{request}: its VMs were made and are gone")
+            raise next((error for error in refused if isinstance(error, QuotaExceeded)), [*refused, evicted][0])
+        self._operations.answered(request, tuple(vm.name for vm in made))
+        return made
+
+    def list(self) -> tuple[Vm, ...]:
+        """See ``Provider``."""
+        return tuple(vm for vm, _ in self._found())
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See ``Provider``: blocks until Azure says that they are gone."""
+        until_s = time.monotonic() + self._bounds.delete_s
+        pollers = [(vm.name, self._begin_delete(vm.name)) for vm in self.list() if vm.name in names]
+        for name, poller in pollers:
+            self._operations.ended(name)
+            if poller is not None:
+                self._wait(poller, f"the end of {name}", until_s)
+
+    def dismantle(self) -> None:
+        """End every VM of this run, and the scale set; a set that is not there is no error."""
+        self.delete([vm.name for vm in self.list()])
+        until_s = time.monotonic() + self._bounds.delete_s
+        with translating("the end of the scale set"), contextlib.suppress(ResourceNotFoundError):
+            poller = self._sets.begin_delete(
+                self._spec.resource_group, scale_set_name(self._identity.run), polling_interval=self._bounds.poll_s
+            )
+            self._wait(poller, "the end of the scale set", until_s)
+        self._has_set = False
+
+    def price(self) -> Price | None:
+        """See ``Provider``. A size without a price makes the whole unknown."""
+        if self._price is None:
+            figures = [
+                size.usd_per_h if size.usd_per_h is not None else self._find_price(size) for size in self._spec.sizes
+            ]
+            known = [figure for figure in figures if figure is not None]
+            if len(known) < len(figures):
+                return None
+            theirs = any(size.usd_per_h is None for size in self._spec.sizes)
+            source = "Azure's retail price list" if theirs else "the cluster file"
+            self._price = Price(usd_per_h=max(known), source=source)
+        return self._price
+
+    def capabilities(self) -> Capabilities:
+        """See ``Provider``."""
+        return Capabilities(spot=self._spec.spot, zones=self._spec.zones, notices="azure")
+
+    def simulate_eviction(self, name: str) -> None:
+        """Have Azure evict a spot VM as if it needed the room: for trying things out."""
+        with translating(f"the eviction of {name}"):
+            self._machines.simulate_eviction(self._spec.resource_group, name)
+
+    def _found(self) -> Sequence[tuple[Vm, str]]:
+        """Every VM with this run's tag, and its provisioning state in small letters."""
+        with translating("the list of VMs"):
+            try:
+                machines = [*self._machines.list(self._spec.resource_group)]
+            except ResourceNotFoundError:
+                return []
+        found = []
+        for machine in machines:
+            tags = machine.tags or {}
+            if tags.get(RUN_TAG) != self._identity.run or tags.get(JOB_TAG) != self._identity.job:
+                continue
+            size = machine.hardware_profile.vm_size if machine.hardware_profile else ""
+            vm = Vm(
+                name=machine.name,
+                request=tags.get(REQUEST_TAG, ""),
+                zone=(machine.zones or ["unknown"])[0],
+                size=str(getattr(size, "value", size) or ""),  # an enumeration where the SDK knows the size
+            )
+            found.append((vm, str(machine.provisioning_state or "").lower()))
+        return found
+
+    def _make_set(self) -> None:
+        if self._has_set:
+            return
+        body = scale_set_body(self._spec, self._identity.run, self._identity.job)
+        until_s = time.monotonic() + self._bounds.make_s
+        with translating("the scale set"):
+            poller = self._sets.begin_create_or_update(
+                self._spec.resource_group,
+                scale_set_name(self._identity.run),
+                body,
+                polling_interval=self._bounds.poll_s,
+            )
+        self._wait(poller, "the scale set", until_s)
+        self._has_set = True
+
+    def _begin(self, one: _Making, request: str, state: str | None, until_s: float) -> None:
+        """Begin to make a VM, or go on with what an earlier manager began."""
+        if state == "succeeded":
+            one.poller = None
+            return
+        if state is not None and state not in ENDED:
+            one.poller = self._resumed(one, until_s)
+            return
+        if state is not None:
+            self._discard(one.name, until_s)
+        one.offer = one.offers.pop(0)
+        names = {"run": self._identity.run, "job": self._identity.job, "request": request}
+        body = vm_body(self._spec, names, one.name, one.offer, self._custom_data(one.name))
+        try:
+            with translating(f"VM {one.name}"):
+                one.poller = self._machines.begin_create_or_update(
+                    self._spec.resource_group, one.name, body, polling_interval=self._bounds.poll_s
+                )
+        except Refused as error:
+            one.error = error
+            return
+        self._operations.begun(one.name, one.poller.continuation_token())
+
+    def _resumed(self, one: _Making, until_s: float) -> Any:
+        """The operation of an earlier manager; None once the VM is there by other ways."""
+        token = self._operations.token(one.name)
+        if token is not None:
+            with contextlib.suppress(ValueError), translating(f"VM {one.name}"):  # ValueError: not such a token
+                return self._machines.begin_create_or_update(
+                    self._spec.resource_group,
+                    one.name,
+                    {},
+                    continuation_token=token,
+                    polling_interval=self._bounds.poll_s,
+                )
+        while time.monotonic() < until_s:  # it was killed before it noted the token
+            state = {vm.name: state for vm, state in self._found()}.get(one.name, "failed")
+            if state in ENDED:
+                return None
+            time.sleep(self._bounds.poll_s)
+        raise Transient(f"VM {one.name} is still being made")
+
+    def _round(self, making: Sequence[_Making], until_s: float) -> tuple[Sequence[_Making], Sequence[Refused]]:
+        """Wait for what was begun; returns those with a further offer, and the errors of those without."""
+        left, given_up = [], []
+        for one in making:
+            if one.poller is not None:
+                try:
+                    self._wait(one.poller, f"VM {one.name}", until_s)
+                except Refused as error:
+                    one.error = error
+                    self._discard(one.name, until_s)
+            self._operations.ended(one.name)
+            why, one.poller, one.error = one.error, None, None
+            if why is None:
+                continue
+            if isinstance(why, QuotaExceeded) and one.offer is not None:  # no zone has another quota
+                one.offers = [offer for offer in one.offers if offer[0] != one.offer[0]]
+            if one.offers:
+                left.append(one)
+            else:
+                given_up.append(why)
+        return left, given_up
+
+    def _discard(self, name: str, until_s: float) -> None:
+        """End a VM that failed: Azure keeps what is left of it under its name."""
+        poller = self._begin_delete(name)
+        if poller is not None:
+            self._wait(poller, f"the end of {name}", until_s)
+
+    def _begin_delete(self, name: str) -> Any:
+        with translating(f"the end of {name}"):
+            try:
+                return self._machines.begin_delete(
+                    self._spec.resource_group, name, force_deletion=True, polling_interval=self._bounds.poll_s
+                )
+            except ResourceNotFoundError:
+                return None
+
+    def _wait(self, poller: Any, what: str, until_s: float) -> None:
+        with translating(what):
+            try:
+                poller.result(max(0.0, until_s - time.monotonic()))
+            except ResourceNotFoundError:
+                return  # it was there and is gone: evicted, or deleted
+        if not poller.done():
+            raise Transient(f"{what}: not done in time")

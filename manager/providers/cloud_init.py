@@ -1,0 +1,108 @@
+"""What a cloud VM does at its first boot: join the Ray cluster, watch for notices, end itself when it is forgotten."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shlex
+from typing import Any
+
+from pydantic import Field, SecretStr
+
+from manager.engine.names import VM_RESOURCE
+from morph.contract.base import Value
+
+DIRECTORY = "/etc/morph"
+TOKEN_PATH = f"{DIRECTORY}/ray-token"
+SECRET_PATH = f"{DIRECTORY}/node-secret"
+MAX_CUSTOM_DATA_BYTES = 65535
+"""Azure takes this much once encoded."""
+
+
+class NodeStart(Value):
+    """How a node finds its cluster. The two secrets stand in files that root alone can read, and nowhere else."""
+
+    ray_address: str = Field(pattern=r"^[A-Za-z0-9._-]+:\d+$", description="host:port of the head node")
+    manager_address: str = Field(pattern=r"^[A-Za-z0-9._-]+:\d+$", description="host:port that takes notices")
+    ray_token: SecretStr
+    node_secret: SecretStr
+    setup: tuple[str, ...] = Field(default=(), description="shell lines run once, as root, before anything starts")
+    python: str = Field(default="/usr/bin/python3", description="the interpreter that has Morph and Ray")
+    num_gpus: int = Field(default=1, ge=0)
+    lonely_s: float = Field(default=900.0, gt=0, description="without the manager for this long a VM ends itself")
+
+
+def cloud_init(start: NodeStart, node: str, source: str) -> str:
+    """Write the cloud-config of one node.
+
+    Args:
+        start: How it finds its cluster.
+        node: Its name.
+        source: The notice source on this cloud.
+
+    Raises:
+        ValueError: a name that could break out of the unit file.
+    """
+    if not re.fullmatch(r"[a-z0-9-]+", node) or not re.fullmatch(r"[a-z]*", source):
+        raise ValueError(f"{node!r} and {source!r} are no names for a node and a notice source")
+    config = {
+        "write_files": [
+            _secret_file(TOKEN_PATH, start.ray_token),
+            _secret_file(SECRET_PATH, start.node_secret),
+            _unit(
+                "morph-node", _ray_command(start, node), {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": TOKEN_PATH}
+            ),
+            _unit("morph-agent", _agent_command(start, node, source), {}),
+        ],
+        "runcmd": [
+            *(["sh", "-c", line] for line in start.setup),
+            ["systemctl", "daemon-reload"],
+            ["systemctl", "start", "morph-agent.service"],
+            ["systemctl", "start", "morph-node.service"],
+        ],
+    }
+    return "#cloud-config\n" + json.dumps(config, indent=1) + "\n"  # JSON is YAML
+
+
+def custom_data(text: str) -> str:
+    """Encode a cloud-config as Azure takes it.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    encoded = base64.b64encode(text.encode()).decode()
+    if len(encoded) > MAX_CUSTOM_DATA_BYTES:
+        raise ValueError(f"the cloud-config has {len(encoded)} bytes, at most {MAX_CUSTOM_DATA_BYTES} are taken")
+    return encoded
+
+
+def _ray_command(start: NodeStart, node: str) -> list[str]:
+    resources = json.dumps({VM_RESOURCE + node: 1})
+    return [
+        start.python, "-m", "ray.scripts.scripts", "start", "--block", f"--address={start.ray_address}",
+        "--num-cpus=1", f"--num-gpus={start.num_gpus}", f"--resources={resources}", "--disable-usage-stats",
+    ]  # fmt: skip
+
+
+def _agent_command(start: NodeStart, node: str, source: str) -> list[str]:
+    return [
+        start.python, "-m", "manager.notices.agent", f"--manager={start.manager_address}", f"--node={node}",
+        f"--secret-file={SECRET_PATH}", f"--lonely-s={start.lonely_s:g}", f"--source={source}", f"--end={source}",
+    ]  # fmt: skip
+
+
+def _secret_file(path: str, secret: SecretStr) -> dict[str, Any]:
+    return {"path": path, "permissions": "0600", "owner": "root:root", "content": secret.get_secret_value()}
+
+
+def _unit(name: str, command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """A service that is started again when it ends, and that takes the VM with it when it cannot run at all."""
+    line = " ".join(shlex.quote(part).replace("%", "%%").replace("$", "$$") for part in command)
+    settings = "".join(f"Environment={key}={value}\n" for key, value in environment.items())
+    text = (
+        "[Unit]\nWants=network-online.target\nAfter=network-online.target\n"
+        "StartLimitIntervalSec=900\nStartLimitBurst=20\nStartLimitAction=poweroff-force\n"
+        f"[Service]\n{settings}ExecStart={line}\nRestart=always\nRestartSec=10\n"
+    )
+    return {"path": f"/etc/systemd/system/{name}.service", "permissions": "0644", "content": text}

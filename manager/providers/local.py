@@ -1,0 +1,71 @@
+"""VMs of this machine, behind the interface of a provider."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from manager.providers.provider import Capabilities, CapacityShort, Price, Vm, vm_name
+
+
+class Fleet(Protocol):
+    """What boots local VMs and ends them; both return at once."""
+
+    def request(self, node: str, zone: str = "unknown") -> str:
+        """Ask for a VM; returns its id."""
+
+    def revoke(self, *nodes: str) -> None:
+        """End VMs that were asked for and not revoked."""
+
+
+class LocalProvider:
+    """Asks a fleet. Nothing of it outlives the manager, so that there is never anything to find again.
+
+    Args:
+        fleet: Boots VMs.
+        max_vms: This machine takes no more at once.
+        usd_per_h: What one is taken to cost; None: nothing is known.
+    """
+
+    def __init__(self, fleet: Fleet, max_vms: int, usd_per_h: float | None = None) -> None:
+        self._fleet = fleet
+        self._max_vms = max_vms
+        self._usd_per_h = usd_per_h
+        self._asked: dict[str, tuple[Vm, ...]] = {}
+        self._living: dict[str, Vm] = {}
+        self._lock = threading.Lock()
+
+    def request(self, request: str, count: int) -> tuple[Vm, ...]:
+        """See ``Provider``."""
+        with self._lock:
+            if request in self._asked:
+                return self._asked[request]
+            room = self._max_vms - len(self._living)
+            if room <= 0:
+                raise CapacityShort(f"this machine has its {self._max_vms} VMs")
+            names = [vm_name(request, index) for index in range(min(count, room))]
+            vms = tuple(Vm(name=self._fleet.request(name), request=request) for name in names)
+            self._asked[request] = vms
+            self._living.update((vm.name, vm) for vm in vms)
+            return vms
+
+    def list(self) -> tuple[Vm, ...]:
+        """See ``Provider``."""
+        with self._lock:
+            return tuple(self._living.values())
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See ``Provider``."""
+        with self._lock:
+            ours = [name for name in names if self._living.pop(name, None) is not None]
+        if ours:
+            self._fleet.revoke(*ours)
+
+    def price(self) -> Price | None:
+        """See ``Provider``."""
+        return None if self._usd_per_h is None else Price(usd_per_h=self._usd_per_h, source="the cluster file")
+
+    def capabilities(self) -> Capabilities:
+        """See ``Provider``."""
+        return Capabilities(spot=False, max_vms=self._max_vms)

@@ -1,0 +1,119 @@
+"""The seam that every source of VMs fits, and the errors that it raises.
+
+ProviderError
+├── Refused            ask for fewer, or later
+│   ├── QuotaExceeded  the account may have no more
+│   └── CapacityShort  there are none of them now
+├── Throttled          the same call again, after ``retry_after_s``
+├── Transient          the same call again, soon
+└── Misconfigured      fix the input
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from pydantic import Field
+
+from morph.contract.base import Value
+from morph.contract.errors import MorphError
+
+NAME_CHARACTERS = 48
+
+
+class ProviderError(MorphError):
+    """A provider did not do what it was asked."""
+
+
+class Refused(ProviderError):
+    """There are no such VMs for us now."""
+
+
+class QuotaExceeded(Refused):
+    """The account may have no more."""
+
+
+class CapacityShort(Refused):
+    """The provider has none of them now."""
+
+
+class Throttled(ProviderError):
+    """Too many calls; ``retry_after_s``: how long the provider asks to wait, None when it does not say."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class Transient(ProviderError):
+    """The call may have been carried out or not; made again it changes nothing more."""
+
+
+class Misconfigured(ProviderError):
+    """Something that the user gave is wrong: an account, a name, a right."""
+
+
+class Vm(Value):
+    """One VM that exists, or is being made. ``name`` becomes the node's."""
+
+    name: str
+    request: str = Field(description="the request that it answers")
+    zone: str = "unknown"
+    size: str = ""
+
+
+class Price(Value):
+    """What one VM costs while it exists."""
+
+    usd_per_h: float = Field(ge=0)
+    source: str = Field(description="where the figure comes from")
+
+
+class Capabilities(Value):
+    """What a provider can do."""
+
+    spot: bool
+    zones: tuple[str, ...] = ()
+    max_vms: int | None = Field(default=None, ge=0, description="None: not known beforehand")
+    notices: str = Field(default="", description="name of the notice source on its VMs; empty: none")
+
+
+class Provider(Protocol):
+    """Asks for VMs and ends them. Every implementation passes ``tests/providers/test_contract.py``.
+
+    Calls block, for a bounded time; one thread at a time makes them.
+    """
+
+    def request(self, request: str, count: int) -> tuple[Vm, ...]:
+        """Get up to ``count`` VMs under a name; the same name again gets no further ones, whoever asks.
+
+        Raises:
+            Refused: there is not even one.
+            Throttled: ask again later, under the same name.
+            Transient: ask again, under the same name.
+            Misconfigured: asking again does not help.
+        """
+
+    def list(self) -> tuple[Vm, ...]:
+        """Return every VM of this run that exists or is being made, also those that another manager asked for."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """End VMs and all that belongs to them; one that is not there, or not of this run, is passed over."""
+
+    def price(self) -> Price | None:
+        """Return the price of one VM, the dearest that may come; None when it is not known."""
+
+    def capabilities(self) -> Capabilities:
+        """Return what it can do."""
+
+
+def vm_name(request: str, index: int) -> str:
+    """Name the VM with this number of a request: the same one each time, fit for a host name."""
+    clean = re.sub(r"[^a-z0-9]+", "-", request.lower()).strip("-")
+    if clean != request or len(clean) > NAME_CHARACTERS:
+        digest = hashlib.sha256(request.encode()).hexdigest()[:8]
+        clean = f"{clean[: NAME_CHARACTERS - 9].rstrip('-')}-{digest}".lstrip("-")
+    return f"{clean}-{index}"

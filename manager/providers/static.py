@@ -1,0 +1,171 @@
+"""Hosts that the user has: leased by name, started over ssh, given back."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from manager.providers.provider import Capabilities, CapacityShort, Misconfigured, Price, Transient, Vm, vm_name
+from manager.providers.ssh import SshHost, end_script, run_ssh, start_script
+from morph.contract.base import Value
+
+
+class StaticSpec(Value):
+    """Which hosts, and what is started on one."""
+
+    hosts: tuple[SshHost, ...] = Field(min_length=1)
+    command: tuple[str, ...] = Field(min_length=1, description="runs the node; {node} is replaced by its name")
+    usd_per_h: float | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> StaticSpec:
+        addresses = [(host.address, host.port) for host in self.hosts]
+        if len(set(addresses)) < len(addresses):
+            raise ValueError("hosts: one is named twice")
+        return self
+
+
+class Lease(Value):
+    """Who has a host."""
+
+    run: str
+    vm: Vm
+
+
+class Shell(Protocol):
+    """Runs a line on a host, with a secret on its standard input."""
+
+    def __call__(self, host: SshHost, remote: str, secret: str = "") -> None:
+        """See ``run_ssh``."""
+
+
+_LEASES: TypeAdapter[dict[str, Lease]] = TypeAdapter(dict[str, Lease])
+
+
+class StaticProvider:
+    """Leases hosts. The leases stand in a file that several runs can share; it is locked while it is changed.
+
+    Args:
+        spec: Hosts and command.
+        run: Of which run the leases are.
+        leases_path: The file with the leases.
+        secret: Given to a node on its standard input.
+        shell: Runs a line on a host.
+    """
+
+    def __init__(
+        self, spec: StaticSpec, run: str, leases_path: Path, secret: str = "", shell: Shell | None = None
+    ) -> None:
+        self._spec = spec
+        self._run = run
+        self._path = leases_path
+        self._secret = secret
+        self._shell: Shell = shell or run_ssh
+        self._hosts = {f"{host.address}:{host.port}": host for host in spec.hosts}
+
+    def request(self, request: str, count: int) -> tuple[Vm, ...]:
+        """See ``Provider``. A host that does not start is given back, and the next free one is tried."""
+        leased = {key: vm for key, vm in self._ours().items() if vm.request == request}
+        granted: list[Vm] = []
+        for key, vm in leased.items():  # an earlier manager's; starting again changes nothing
+            self._start(key, vm)
+            granted.append(vm)
+        trouble = ""
+        tried: set[str] = set()
+        while len(granted) < count and not leased:
+            taken = self._lease(request, {vm.name for vm in granted}, count, tried)
+            if taken is None:
+                break
+            key, vm = taken
+            tried.add(key)
+            try:
+                self._start(key, vm)
+            except Transient as error:
+                trouble = str(error)
+                self._give_back([key])
+                continue
+            except Misconfigured:
+                self._give_back([key])
+                raise
+            granted.append(vm)
+        if not granted:
+            raise CapacityShort(trouble or f"none of the {len(self._hosts)} hosts is free")
+        return tuple(granted)
+
+    def list(self) -> tuple[Vm, ...]:
+        """See ``Provider``."""
+        return tuple(self._ours().values())
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See ``Provider``: a host is given back once its node has ended; one that is not reached stays leased."""
+        failed: list[str] = []
+        for key, vm in self._ours().items():
+            if vm.name not in names:
+                continue
+            try:
+                if key in self._hosts:
+                    self._shell(self._hosts[key], end_script(vm.name))
+            except Transient as error:
+                failed.append(str(error))
+                continue
+            self._give_back([key])
+        if failed:
+            raise Transient("; ".join(failed))
+
+    def price(self) -> Price | None:
+        """See ``Provider``."""
+        usd_per_h = self._spec.usd_per_h
+        return None if usd_per_h is None else Price(usd_per_h=usd_per_h, source="the cluster file")
+
+    def capabilities(self) -> Capabilities:
+        """See ``Provider``."""
+        return Capabilities(spot=False, max_vms=len(self._hosts))
+
+    def _start(self, key: str, vm: Vm) -> None:
+        command = [part.replace("{node}", vm.name) for part in self._spec.command]
+        self._shell(self._hosts[key], start_script(vm.name, command), self._secret)
+
+    def _lease(self, request: str, granted: set[str], count: int, tried: set[str]) -> tuple[str, Vm] | None:
+        with self._leases() as (leases, write):
+            free = [key for key in self._hosts if key not in leases and key not in tried]
+            if not free:
+                return None
+            names = (vm_name(request, index) for index in range(count))
+            name = next(name for name in names if name not in granted)
+            vm = Vm(name=name, request=request)
+            write({**leases, free[0]: Lease(run=self._run, vm=vm)})
+            return free[0], vm
+
+    def _give_back(self, keys: Sequence[str]) -> None:
+        with self._leases() as (leases, write):
+            write({key: entry for key, entry in leases.items() if key not in keys})
+
+    def _ours(self) -> dict[str, Vm]:
+        with self._leases() as (leases, _):
+            return {key: entry.vm for key, entry in leases.items() if entry.run == self._run}
+
+    @contextmanager
+    def _leases(self) -> Iterator[tuple[dict[str, Lease], Callable[[dict[str, Lease]], None]]]:
+        """The leases and what replaces them, while the lock is held."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                leases = _LEASES.validate_json(self._path.read_bytes()) if self._path.exists() else {}
+            except ValidationError as error:
+                raise Misconfigured(f"{self._path} holds no leases; remove it once no run uses its hosts") from error
+            yield leases, self._write
+
+    def _write(self, leases: dict[str, Lease]) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        text = json.dumps({key: entry.model_dump() for key, entry in leases.items()}, indent=2)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
+            out.write(text + "\n")
+        temporary.replace(self._path)

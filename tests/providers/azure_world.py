@@ -1,0 +1,107 @@
+"""An Azure provider on the fake resource manager, with the real SDK."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from azure.core.credentials import AccessToken
+from azure.core.pipeline.policies import SansIOHTTPPolicy
+from pydantic import SecretStr
+
+from manager.providers.azure import AzureProvider, Bounds, Identity
+from manager.providers.azure_client import azure_client
+from manager.providers.azure_operations import Operations
+from manager.providers.azure_spec import AzureSize, AzureSpec
+from manager.providers.cloud_init import NodeStart, cloud_init, custom_data
+from tests.providers.fake_arm import FakeArm
+
+SUBSCRIPTION = "00000000-0000-0000-0000-000000000001"
+GROUP = f"/subscriptions/{SUBSCRIPTION}/resourceGroups/train"
+RAY_TOKEN, NODE_SECRET = "ray-t0ken-51c2", "n0de-secret-77aa"
+SPEC = AzureSpec(
+    subscription_id=SUBSCRIPTION,
+    resource_group="train",
+    location="westus2",
+    zones=("1", "2", "3"),
+    sizes=(
+        AzureSize(name="Standard_NC24", num_gpus=4, usd_per_h=1.4),
+        AzureSize(name="Standard_NC6", num_gpus=1, usd_per_h=0.3),
+    ),
+    image="microsoft-dsvm:ubuntu-hpc:2204:latest",
+    subnet_id=f"{GROUP}/providers/Microsoft.Network/virtualNetworks/net/subnets/nodes",
+    identity_id=f"{GROUP}/providers/Microsoft.ManagedIdentity/userAssignedIdentities/nodes",
+    ssh_public_key="ssh-ed25519 AAAAC3Nz me",
+)
+START = NodeStart(
+    ray_address="10.0.0.4:6379",
+    manager_address="10.0.0.4:7070",
+    ray_token=SecretStr(RAY_TOKEN),
+    node_secret=SecretStr(NODE_SECRET),
+    setup=("pip install morph-train",),
+)
+
+
+class Credential:
+    def get_token(self, *_scopes: str, **_options: Any) -> AccessToken:
+        return AccessToken("fake", 2_000_000_000)
+
+
+class Killed(Exception):
+    """The manager's process is gone. No BaseException, which the SDK's polling threads would keep to themselves."""
+
+
+class Line(SansIOHTTPPolicy):  # type: ignore[type-arg]
+    """Lets plain HTTP pass; kills the manager before or after a call of a number."""
+
+    def __init__(self, kill_at: int | None = None, *, after: bool = False) -> None:
+        self.kill_at, self.after, self.dead = kill_at, after, False
+        self.num_calls = self.num_answers = 0
+        self.lock = threading.Lock()
+
+    def on_request(self, request: Any) -> None:
+        request.context.options.setdefault("enforce_https", False)
+        with self.lock:
+            self.num_calls += 1
+            if self.num_calls - 1 == self.kill_at and not self.after:
+                self.dead = True
+            if self.dead:
+                raise Killed
+
+    def on_response(self, request: Any, response: Any) -> None:
+        with self.lock:
+            self.num_answers += 1
+            if self.num_answers - 1 == self.kill_at and self.after:
+                self.dead = True
+            if self.dead:
+                raise Killed
+
+
+def provider(
+    arm: FakeArm,
+    directory: Path,
+    line: Line | None = None,
+    *,
+    spec: AzureSpec = SPEC,
+    run: str = "tiny-1",
+    read_timeout_s: float = 20,
+    make_s: float = 30,
+    **options: Any,
+) -> AzureProvider:
+    client = azure_client(
+        spec.subscription_id,
+        credential=Credential(),
+        base_url=arm.url,
+        policies=[line or Line()],
+        read_timeout_s=read_timeout_s,
+    )
+    return AzureProvider(
+        client,
+        spec,
+        Identity(run=run, job="tiny"),
+        Operations(directory / f"operations-{run}.json"),
+        lambda node: custom_data(cloud_init(START, node, "azure")),
+        bounds=Bounds(make_s=make_s, delete_s=30, poll_s=0.02),
+        **options,
+    )

@@ -1,0 +1,301 @@
+"""Azure's resource manager on loopback, as far as VMs in a flexible scale set go: real HTTP, checked requests.
+
+Answers have the documented shapes: long-running operations by Azure-AsyncOperation, pages with absolute links, error
+bodies with code and message. A request without a field that Azure requires is answered with 400 and kept in ``wrong``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+PAGE = 2
+ROOT = re.compile(
+    r"^/subscriptions/(?P<sub>[^/]+)/resourceGroups/(?P<group>[^/]+)/providers/Microsoft\.Compute/"
+    r"(?P<kind>virtualMachines|virtualMachineScaleSets)(/(?P<name>[^/]+)(/(?P<verb>\w+))?)?$"
+)
+Answer = tuple[int, Any, dict[str, str]]
+
+
+@dataclass
+class Fault:
+    """What happens to the next request that fits. ``carried_out``: it is done all the same, the answer is lost."""
+
+    method: str
+    kind: str
+    status: int = 0
+    code: str = "InternalServerError"
+    headers: dict[str, str] = field(default_factory=dict)
+    drop: bool = False
+    carried_out: bool = False
+    slow_s: float = 0.0
+
+
+@dataclass
+class Operation:
+    polls_left: int
+    finish: Callable[[], dict[str, str] | None]
+    error: dict[str, str] | None = None
+    done: bool = False
+
+
+class FakeArm:
+    """State of one resource group. ``shortages``: error code by (size, zone), told when the operation ends."""
+
+    def __init__(self) -> None:
+        self.machines: dict[str, dict[str, Any]] = {}
+        self.sets: dict[str, dict[str, Any]] = {}
+        self.operations: dict[str, Operation] = {}
+        self.shortages: dict[tuple[str, str | None], str] = {}
+        self.at_once: dict[str, tuple[int, str, str]] = {}  # by size: refused before an operation begins
+        self.faults: list[Fault] = []
+        self.calls: list[str] = []
+        self.wrong: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.num_polls = 1
+        self.lock = threading.RLock()
+        arm = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                arm.serve(self)
+
+            do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def serve(self, handler: BaseHTTPRequestHandler) -> None:
+        text = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        path = urlsplit(handler.path).path
+        with self.lock:
+            self.calls.append(f"{handler.command} {path.rsplit('Microsoft.Compute/', 1)[-1]}")
+            fault = self._fault(handler.command, path)
+            if fault is None or fault.carried_out:
+                status, body, headers = self.answer(handler, text)
+            if fault is not None and fault.status:
+                status, body, headers = *error(fault.status, fault.code, "injected")[:2], fault.headers
+        if fault is not None and fault.slow_s:
+            time.sleep(fault.slow_s)
+        if fault is not None and fault.drop:
+            handler.close_connection = True
+            return
+        data = b"" if body is None else json.dumps(body).encode()
+        handler.send_response(status)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    def _fault(self, method: str, path: str) -> Fault | None:
+        for fault in self.faults:
+            if fault.method == method and fault.kind in path:
+                self.faults.remove(fault)
+                return fault
+        return None
+
+    def answer(self, handler: BaseHTTPRequestHandler, text: bytes) -> Answer:
+        path, query = urlsplit(handler.path).path, parse_qs(urlsplit(handler.path).query)
+        if not handler.headers.get("Authorization", "").startswith("Bearer "):
+            return error(401, "AuthenticationFailed", "no token")
+        if path.startswith("/operations/"):
+            return self.poll(path.rsplit("/", 1)[1])
+        found = ROOT.match(path)
+        if found is None:
+            return self.refuse(f"no such path: {path}", 404, "InvalidResourceType")
+        if not query.get("api-version"):
+            return self.refuse("no api-version", 400, "MissingApiVersionParameter")
+        store = self.machines if found["kind"] == "virtualMachines" else self.sets
+        name, verb, method = found["name"], found["verb"], handler.command
+        if name is None:
+            return self.page(path, query)
+        if verb == "simulateEviction" and method == "POST":
+            return self.evict(name)
+        if method == "GET":
+            known = store.get(name)
+            return (200, known, {}) if known else error(404, "ResourceNotFound", f"{name} is not there")
+        if method == "DELETE":
+            return self.delete(store, name)
+        if method == "PUT":
+            body = json.loads(text)
+            self.bodies.append(body)
+            put = self.put_machine if store is self.machines else self.put_set
+            return put(path, name, body)
+        return self.refuse(f"{method} {path}", 405, "MethodNotAllowed")
+
+    def refuse(self, why: str, status: int = 400, code: str = "InvalidParameter") -> Answer:
+        self.wrong.append(why)
+        return error(status, code, why)
+
+    def page(self, path: str, query: dict[str, list[str]]) -> Answer:
+        for operation in list(self.operations.values()):  # time passes, whoever asks
+            operation.polls_left -= 1
+            if operation.polls_left < 0:
+                self.settle(operation)
+        begin = int(query.get("$skiptoken", ["0"])[0])
+        names = sorted(self.machines)
+        answer: dict[str, Any] = {"value": [self.machines[name] for name in names[begin : begin + PAGE]]}
+        if begin + PAGE < len(names):
+            answer["nextLink"] = f"{self.url}{path}?api-version={query['api-version'][0]}&$skiptoken={begin + PAGE}"
+        return 200, answer, {}
+
+    def put_set(self, path: str, name: str, body: dict[str, Any]) -> Answer:
+        wanted = {"orchestrationMode": "Flexible", "platformFaultDomainCount": 1}
+        properties = body.get("properties", {})
+        if not body.get("location") or any(properties.get(key) != value for key, value in wanted.items()):
+            return self.refuse(f"scale set: {body}")
+        new = name not in self.sets
+        self.sets[name] = {**body, "id": path, "name": name}
+        self.sets[name]["properties"] = {**properties, "provisioningState": "Succeeded"}
+        return (201 if new else 200), self.sets[name], self.begin(lambda: None) if new else {}
+
+    def put_machine(self, path: str, name: str, body: dict[str, Any]) -> Answer:
+        missing = lacking(body, self.sets)
+        if missing:
+            return self.refuse(f"VM {name}: {missing}")
+        size, zone = body["properties"]["hardwareProfile"]["vmSize"], body.get("zones", [None])[0]
+        known = self.machines.get(name)
+        if known is not None:
+            if known["properties"]["provisioningState"] in ("Creating", "Deleting"):
+                return error(409, "Conflict", "another operation is under way")
+            if known["properties"]["hardwareProfile"]["vmSize"] != size or known.get("zones", [None])[0] != zone:
+                return error(409, "PropertyChangeNotAllowed", "zones and sizes do not change")
+        if size in self.at_once:
+            return error(*self.at_once[size])
+        machine = {**body, "id": path, "name": name, "type": "Microsoft.Compute/virtualMachines"}
+        machine["properties"] = {**body["properties"], "provisioningState": "Creating"}
+        machine["properties"]["osProfile"] = {**body["properties"]["osProfile"]}
+        machine["properties"]["osProfile"].pop("customData")  # never told again
+        self.machines[name] = machine
+
+        def finish() -> dict[str, str] | None:
+            code = self.shortages.get((size, zone))
+            machine["properties"]["provisioningState"] = "Failed" if code else "Succeeded"
+            return {"code": code, "message": f"no {size} in {zone}"} if code else None
+
+        return 201, machine, self.begin(finish)
+
+    def delete(self, store: dict[str, Any], name: str) -> Answer:
+        if name not in store:
+            return 204, None, {}
+        store[name]["properties"]["provisioningState"] = "Deleting"
+        if store is self.sets:
+            inside = [
+                vm for vm, body in self.machines.items() if name in body["properties"]["virtualMachineScaleSet"]["id"]
+            ]
+        else:
+            inside = []
+
+        def finish() -> None:
+            for vm in inside:
+                self.machines.pop(vm, None)
+            store.pop(name, None)
+
+        return 202, None, self.begin(finish)
+
+    def evict(self, name: str) -> Answer:
+        machine = self.machines.get(name)
+        if machine is None:
+            return error(404, "ResourceNotFound", f"{name} is not there")
+        if machine["properties"].get("priority") != "Spot":
+            return self.refuse(f"{name} is no spot VM", 409, "OperationNotAllowed")
+        del self.machines[name]
+        return 204, None, {}
+
+    def begin(self, finish: Callable[[], dict[str, str] | None]) -> dict[str, str]:
+        number = f"op{len(self.operations) + 1}"
+        self.operations[number] = Operation(self.num_polls, finish)
+        url = f"{self.url}/operations/{number}?api-version=2024-01-01"
+        return {"Azure-AsyncOperation": url, "Retry-After": "0"}
+
+    def poll(self, number: str) -> Answer:
+        operation = self.operations[number]
+        if operation.polls_left > 0:
+            operation.polls_left -= 1
+            return 200, {"status": "InProgress"}, {"Retry-After": "0"}
+        self.settle(operation)
+        if operation.error is not None:
+            return 200, {"status": "Failed", "error": operation.error}, {}
+        return 200, {"status": "Succeeded"}, {}
+
+    def settle(self, operation: Operation) -> None:
+        if not operation.done:
+            operation.done = True
+            operation.error = operation.finish()
+
+    def settle_all(self) -> None:
+        """Time passes: whatever is under way ends, though nobody asks."""
+        with self.lock:
+            for operation in list(self.operations.values()):
+                self.settle(operation)
+
+
+def error(status: int, code: str, message: str) -> Answer:
+    return status, {"error": {"code": code, "message": message}}, {}
+
+
+def lacking(body: dict[str, Any], sets: dict[str, Any]) -> str:
+    """Say which required field of a spot VM is missing or wrong; "" when none is."""
+    properties = body.get("properties", {})
+
+    def at(*keys: Any) -> Any:
+        value: Any = properties
+        for key in keys:
+            try:
+                value = value[key]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return value
+
+    interface = ("networkProfile", "networkInterfaceConfigurations", 0)
+    scale_set = sets.get(str(at("virtualMachineScaleSet", "id")).rsplit("/", 1)[-1])
+    checks = {
+        "location": bool(body.get("location")),
+        "vmSize": bool(at("hardwareProfile", "vmSize")),
+        "priority": at("priority") == "Spot",
+        "evictionPolicy": at("evictionPolicy") == "Delete",
+        "maxPrice": isinstance(at("billingProfile", "maxPrice"), int | float),
+        "virtualMachineScaleSet": scale_set is not None,
+        "zones": scale_set is not None and set(body.get("zones", [])) <= set(scale_set.get("zones", [])),
+        "imageReference": bool(at("storageProfile", "imageReference")),
+        "osDisk": at("storageProfile", "osDisk", "createOption") == "FromImage",
+        "osDisk.deleteOption": at("storageProfile", "osDisk", "deleteOption") == "Delete",
+        "networkApiVersion": bool(at("networkProfile", "networkApiVersion")),
+        "nic.name": bool(at(*interface, "name")),
+        "nic.deleteOption": at(*interface, "properties", "deleteOption") == "Delete",
+        "subnet": bool(at(*interface, "properties", "ipConfigurations", 0, "properties", "subnet", "id")),
+        "computerName": bool(at("osProfile", "computerName")),
+        "adminUsername": bool(at("osProfile", "adminUsername")),
+        "ssh": bool(at("osProfile", "linuxConfiguration", "ssh", "publicKeys", 0, "keyData")),
+        "customData": base64.b64decode(at("osProfile", "customData") or "").startswith(b"#cloud-config\n"),
+        "tags": {"morph-run", "morph-job", "morph-request"} <= set(body.get("tags", {})),
+    }
+    return ", ".join(name for name, holds in checks.items() if not holds)
+
+
+@contextmanager
+def served() -> Iterator[FakeArm]:
+    arm = FakeArm()
+    thread = threading.Thread(target=arm.http.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield arm
+    finally:
+        arm.http.shutdown()
+        thread.join(10)
+        arm.http.server_close()

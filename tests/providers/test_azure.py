@@ -1,0 +1,222 @@
+"""Spot VMs by the real SDK against a resource manager on loopback."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+from pathlib import Path
+
+import pytest
+
+from manager.providers.azure_operations import Operations
+from manager.providers.provider import CapacityShort, Misconfigured, QuotaExceeded, Throttled, Transient
+from manager.providers.reconcile import reconcile
+from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, Killed, Line, provider
+from tests.providers.fake_arm import FakeArm, Fault
+
+
+def names(vms: object) -> list[str]:
+    return [vm.name for vm in vms]  # type: ignore[attr-defined]
+
+
+def puts(arm: FakeArm) -> list[str]:
+    return [call for call in arm.calls if call.startswith("PUT virtualMachines/")]
+
+
+def test_vms_come_with_fewest_gpus_first_and_spread_over_zones(arm: FakeArm, tmp_path: Path) -> None:
+    vms = provider(arm, tmp_path).request("tiny-1", 5)
+    assert sorted(names(vms)) == [f"tiny-1-{index}" for index in range(5)]
+    assert {vm.size for vm in vms} == {"Standard_NC6"}
+    assert sorted(vm.zone for vm in vms) == ["1", "1", "2", "2", "3"]
+    assert {vm.request for vm in vms} == {"tiny-1"}
+    assert arm.sets["tiny-1"]["zones"] == ["1", "2", "3"]
+
+
+def test_a_zone_that_is_full_is_followed_by_the_next_and_then_by_the_next_size(arm: FakeArm, tmp_path: Path) -> None:
+    arm.shortages = {("Standard_NC6", zone): "ZonalAllocationFailed" for zone in ("1", "2")}
+    (vm,) = provider(arm, tmp_path).request("a", 1)
+    assert (vm.zone, vm.size) == ("3", "Standard_NC6")
+    arm.shortages["Standard_NC6", "3"] = "SkuNotAvailable"
+    (vm,) = provider(arm, tmp_path).request("b", 1)
+    assert vm.size == "Standard_NC24"
+    assert len(arm.machines) == 2
+
+
+@pytest.mark.parametrize("code", ["AllocationFailed", "OverconstrainedAllocationRequest", "SkuNotAvailable"])
+def test_no_capacity_anywhere_is_told_and_leaves_nothing(arm: FakeArm, tmp_path: Path, code: str) -> None:
+    arm.shortages = {(size.name, zone): code for size in SPEC.sizes for zone in SPEC.zones}
+    with pytest.raises(CapacityShort, match="no Standard_NC"):
+        provider(arm, tmp_path).request("a", 1)
+    assert arm.machines == {}
+
+
+def test_some_of_what_was_asked_for_is_granted(arm: FakeArm, tmp_path: Path) -> None:
+    arm.shortages = {(size.name, zone): "AllocationFailed" for size in SPEC.sizes for zone in ("1", "2", "3")}
+    del arm.shortages["Standard_NC6", "2"]
+    azure, grant = provider(arm, tmp_path, spec=SPEC.model_copy(update={"zones": ("1", "2")})), "a"
+    assert len(azure.request(grant, 1)) == 1
+    again = provider(arm, tmp_path)
+    arm.shortages["Standard_NC6", "2"] = "AllocationFailed"
+    assert names(again.request(grant, 1)) == ["a-0"]
+
+
+def test_a_quota_that_is_used_up_is_tried_in_no_other_zone(arm: FakeArm, tmp_path: Path) -> None:
+    text = "Operation could not be completed as it results in exceeding approved LowPriorityCores Quota"
+    arm.at_once = {size.name: (409, "OperationNotAllowed", text) for size in SPEC.sizes}
+    with pytest.raises(QuotaExceeded, match="LowPriorityCores"):
+        provider(arm, tmp_path).request("a", 1)
+    assert len(puts(arm)) == len(SPEC.sizes)
+
+
+def test_a_throttled_call_says_how_long_to_wait_and_is_not_repeated_behind_our_back(
+    arm: FakeArm, tmp_path: Path
+) -> None:
+    arm.faults = [Fault("PUT", "virtualMachines/", 429, "TooManyRequests", {"Retry-After": "17"})]
+    azure = provider(arm, tmp_path)
+    with pytest.raises(Throttled) as raised:
+        azure.request("a", 1)
+    assert raised.value.retry_after_s == 17
+    assert len(puts(arm)) == 1
+    assert len(azure.request("a", 1)) == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("PUT", "virtualMachines/", 500),
+        Fault("PUT", "virtualMachines/", 503),
+        Fault("PUT", "virtualMachines/", 409, "Conflict"),
+        Fault("PUT", "virtualMachines/", drop=True),
+        Fault("PUT", "virtualMachines/", drop=True, carried_out=True),
+        Fault("PUT", "virtualMachineScaleSets/", 500, carried_out=True),
+        Fault("GET", "/operations/", 500),
+        Fault("GET", "/operations/", drop=True),
+        Fault("GET", "virtualMachines", 502),
+        Fault("PUT", "virtualMachines/", slow_s=1.2, carried_out=True, status=0),
+    ],
+    ids=lambda fault: f"{fault.method} {fault.kind} {fault.status} {fault.drop} {fault.slow_s}",
+)
+def test_after_an_error_the_same_request_goes_on_and_makes_no_second_vm(
+    arm: FakeArm, tmp_path: Path, fault: Fault
+) -> None:
+    arm.faults = [fault]
+    azure = provider(arm, tmp_path, read_timeout_s=0.6 if fault.slow_s else 20)
+    with pytest.raises(Transient):
+        azure.request("a", 2)
+    assert sorted(names(azure.request("a", 2))) == ["a-0", "a-1"]
+    assert set(arm.machines) == {"a-0", "a-1"}
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 400])
+def test_what_the_user_must_mend_is_told_as_such(arm: FakeArm, tmp_path: Path, status: int) -> None:
+    arm.faults = [Fault("PUT", "virtualMachines/", status, "AuthorizationFailed")]
+    with pytest.raises(Misconfigured, match="injected"):
+        provider(arm, tmp_path).request("a", 1)
+
+
+def test_an_operation_is_picked_up_by_another_manager(arm: FakeArm, tmp_path: Path) -> None:
+    arm.num_polls = 10**6
+    first = provider(arm, tmp_path, make_s=0.5)
+    with pytest.raises(Transient, match="not done in time"):
+        first.request("a", 1)
+    for operation in arm.operations.values():
+        operation.polls_left = 0
+    arm.num_polls = 1
+    before = len(arm.calls)
+    assert names(provider(arm, tmp_path).request("a", 1)) == ["a-0"]
+    assert len(puts(arm)) == 1
+    assert any(call.startswith("GET /operations/") for call in arm.calls[before:])
+
+
+def test_the_file_with_operations_is_for_its_owner_alone_and_is_emptied(arm: FakeArm, tmp_path: Path) -> None:
+    path = tmp_path / "operations-tiny-1.json"
+    line = Line(kill_at=6)
+    with pytest.raises(Killed):
+        provider(arm, tmp_path, line).request("a", 2)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert json.loads(path.read_text())["tokens"]
+    provider(arm, tmp_path).request("a", 2)
+    assert json.loads(path.read_text())["tokens"] == {}
+    path.write_text("no")
+    with pytest.raises(Misconfigured, match="damaged"):
+        Operations(path)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_manager_killed_at_any_call_leaves_nothing_that_reconcile_does_not_end(
+    arm: FakeArm, tmp_path: Path, after: bool
+) -> None:
+    for kill_at in range(100):
+        directory = tmp_path / str(kill_at)
+        directory.mkdir()
+        line = Line(kill_at, after=after)
+        azure = provider(arm, directory, line)
+        try:
+            azure.request("a", 2)
+            azure.delete(["a-0"])
+            done = not line.dead
+        except Killed:
+            done = False
+        arm.settle_all()
+        reconcile(provider(arm, directory))
+        assert arm.machines == {}, f"killed at call {kill_at}"
+        if done:
+            break
+    assert kill_at > 10
+
+
+def test_another_manager_goes_on_wherever_the_first_was_killed(arm: FakeArm, tmp_path: Path) -> None:
+    for kill_at in range(100):
+        directory = tmp_path / str(kill_at)
+        directory.mkdir()
+        line = Line(kill_at, after=True)
+        try:
+            provider(arm, directory, line).request("a", 2)
+            done = not line.dead
+        except Killed:
+            done = False
+        second = provider(arm, directory)
+        assert sorted(names(second.request("a", 2))) == ["a-0", "a-1"]
+        assert set(arm.machines) == {"a-0", "a-1"}, f"killed at call {kill_at}"
+        second.delete(["a-0", "a-1"])
+        if done:
+            break
+    assert kill_at > 5
+
+
+def test_everything_is_gone_in_the_end_and_ending_twice_changes_nothing(arm: FakeArm, tmp_path: Path) -> None:
+    azure = provider(arm, tmp_path)
+    azure.request("a", 3)
+    other = provider(arm, tmp_path, run="tiny-2")
+    other.request("b", 1)
+    azure.dismantle()
+    assert set(arm.machines) == {"b-0"}
+    assert set(arm.sets) == {"tiny-2"}
+    azure.dismantle()
+    azure.delete(["b-0", "not-there"])
+    assert set(arm.machines) == {"b-0"}
+
+
+def test_an_evicted_vm_is_listed_no_more_and_another_can_be_asked_for(arm: FakeArm, tmp_path: Path) -> None:
+    azure = provider(arm, tmp_path)
+    azure.request("a", 2)
+    azure.simulate_eviction("a-1")
+    assert names(azure.list()) == ["a-0"]
+    assert names(azure.request("b", 1)) == ["b-0"]
+    with pytest.raises(Misconfigured, match="not there"):
+        azure.simulate_eviction("a-1")
+
+
+def test_no_secret_is_logged_or_kept(arm: FakeArm, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    azure = provider(arm, tmp_path)
+    azure.request("a", 1)
+    arm.faults = [Fault("PUT", "virtualMachines/", 400, "InvalidParameter")]
+    with pytest.raises(Misconfigured) as raised:
+        azure.request("b", 1)
+    kept = "".join(path.read_text() for path in tmp_path.iterdir())
+    for secret in (RAY_TOKEN, NODE_SECRET):
+        for text in (caplog.text, str(raised.value), kept, json.dumps(arm.machines)):
+            assert secret not in text
+    assert caplog.text

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import shlex
+
+import pytest
+import yaml
+
+from manager.providers.azure_spec import planned
+from manager.providers.cloud_init import MAX_CUSTOM_DATA_BYTES, SECRET_PATH, TOKEN_PATH, cloud_init, custom_data
+from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, START
+
+
+def written() -> dict[str, dict[str, str]]:
+    config = yaml.safe_load(cloud_init(START, "tiny-1-0", "azure"))
+    return {entry["path"]: entry for entry in config["write_files"]}
+
+
+def test_it_is_a_cloud_config_that_starts_the_agent_before_the_node() -> None:
+    text = cloud_init(START, "tiny-1-0", "azure")
+    assert text.startswith("#cloud-config\n")
+    commands = [" ".join(command) for command in yaml.safe_load(text)["runcmd"]]
+    assert commands[0] == "sh -c pip install morph-train"
+    assert commands[-2:] == ["systemctl start morph-agent.service", "systemctl start morph-node.service"]
+
+
+def test_secrets_stand_in_files_for_root_alone_and_on_no_command_line() -> None:
+    files = written()
+    for path, secret in ((TOKEN_PATH, RAY_TOKEN), (SECRET_PATH, NODE_SECRET)):
+        assert files[path]["content"] == secret
+        assert (files[path]["permissions"], files[path]["owner"]) == ("0600", "root:root")
+    for path, entry in files.items():
+        if path.endswith(".service"):
+            assert RAY_TOKEN not in entry["content"]
+            assert NODE_SECRET not in entry["content"]
+    assert RAY_TOKEN not in repr(START)
+    assert NODE_SECRET not in str(START.model_dump())
+
+
+def test_the_node_joins_with_its_token_and_its_own_resource() -> None:
+    unit = written()["/etc/systemd/system/morph-node.service"]["content"]
+    assert f"Environment=RAY_AUTH_TOKEN_PATH={TOKEN_PATH}\n" in unit
+    assert "Environment=RAY_AUTH_MODE=token\n" in unit
+    (line,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
+    command = shlex.split(line.removeprefix("ExecStart="))
+    assert "--address=10.0.0.4:6379" in command
+    assert '--resources={"morph_vm_tiny-1-0": 1}' in command
+
+
+def test_the_agent_ends_a_vm_that_is_forgotten() -> None:
+    unit = written()["/etc/systemd/system/morph-agent.service"]["content"]
+    assert "--lonely-s=900 --source=azure --end=azure" in unit
+    assert "StartLimitAction=poweroff-force" in unit
+
+
+@pytest.mark.parametrize("node", ["a b", "a\nExecStart=/bin/sh", "A", ""])
+def test_a_name_that_could_break_out_is_refused(node: str) -> None:
+    with pytest.raises(ValueError, match="no names"):
+        cloud_init(START, node, "azure")
+
+
+def test_what_azure_would_not_take_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(ValueError, match=str(MAX_CUSTOM_DATA_BYTES)):
+        custom_data("#cloud-config\n" + "x" * MAX_CUSTOM_DATA_BYTES)
+
+
+def test_what_would_be_created_can_be_looked_at_without_the_secrets() -> None:
+    calls = planned(SPEC, "tiny-1", "tiny", "tiny-1", 2)
+    assert [call["put"].rsplit("/", 2)[-2:] for call in calls] == [
+        ["virtualMachineScaleSets", "tiny-1"],
+        ["virtualMachines", "tiny-1-0"],
+        ["virtualMachines", "tiny-1-1"],
+    ]
+    assert [call["body"]["zones"] for call in calls[1:]] == [["1"], ["2"]]
+    assert RAY_TOKEN not in str(calls)

@@ -1,0 +1,157 @@
+"""What holds for every provider."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from manager.providers.local import LocalProvider
+from manager.providers.provider import Provider, Refused, vm_name
+from manager.providers.reconcile import reconcile
+from manager.providers.ssh import SshHost
+from manager.providers.static import StaticProvider, StaticSpec
+from tests.providers.azure_world import SPEC, provider
+from tests.providers.fake_arm import FakeArm
+
+ROOM = 4
+
+
+class Fleet:
+    """Local VMs that are names."""
+
+    def __init__(self) -> None:
+        self.up: list[str] = []
+        self.booted: list[str] = []
+
+    def request(self, node: str, zone: str = "unknown") -> str:
+        assert node not in self.booted
+        self.booted.append(node)
+        self.up.append(node)
+        return node
+
+    def revoke(self, *nodes: str) -> None:
+        for node in nodes:
+            self.up.remove(node)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A provider with room for ``ROOM`` VMs. ``again`` makes another manager's, where one can take over."""
+
+    provider: Provider
+    again: Callable[[], Provider] | None
+    another_run: Callable[[], Provider] | None
+
+
+def local(_arm: FakeArm, _directory: Path) -> Case:
+    return Case(LocalProvider(Fleet(), ROOM, 0.25), None, None)
+
+
+def static(_arm: FakeArm, directory: Path) -> Case:
+    hosts = tuple(SshHost(address=f"host{index}") for index in range(ROOM))
+    spec = StaticSpec(hosts=hosts, command=("run", "{node}"), usd_per_h=0.25)
+
+    def make(run: str = "tiny") -> Provider:
+        return StaticProvider(spec, run, directory / "leases.json", shell=lambda host, remote, secret="": None)
+
+    return Case(make(), make, lambda: make("another"))
+
+
+def azure(arm: FakeArm, directory: Path) -> Case:
+    offers = [(size.name, zone) for size in SPEC.sizes for zone in SPEC.zones]
+
+    class Room(dict):  # type: ignore[type-arg]
+        """Short of everything once the room is taken."""
+
+        def get(self, key: object, default: object = None) -> object:
+            made = [vm for vm in arm.machines.values() if vm["properties"]["provisioningState"] == "Succeeded"]
+            return "AllocationFailed" if key in offers and len(made) >= ROOM else default
+
+    arm.shortages = Room()
+    return Case(
+        provider(arm, directory), lambda: provider(arm, directory), lambda: provider(arm, directory, run="another")
+    )
+
+
+@pytest.fixture(params=[local, static, azure], ids=lambda make: make.__name__)
+def case(request: pytest.FixtureRequest, arm: FakeArm, tmp_path: Path) -> Case:
+    return request.param(arm, tmp_path)
+
+
+def test_a_request_gets_vms_named_after_it(case: Case) -> None:
+    vms = case.provider.request("tiny-7", 2)
+    assert [vm.name for vm in vms] == [vm_name("tiny-7", 0), vm_name("tiny-7", 1)]
+    assert {vm.request for vm in vms} == {"tiny-7"}
+    assert set(case.provider.list()) == set(vms)
+
+
+def test_the_same_request_again_gets_the_same_vms_and_no_others(case: Case) -> None:
+    first = case.provider.request("a", 2)
+    assert set(case.provider.request("a", 2)) == set(first)
+    if case.again is not None:
+        assert set(case.again().request("a", 2)) == set(first)
+    assert len(case.provider.list()) == 2
+
+
+def test_more_than_there_is_is_granted_in_part_and_then_refused(case: Case) -> None:
+    granted = case.provider.request("a", ROOM + 2)
+    assert len(granted) == ROOM
+    assert len(case.provider.request("a", ROOM + 2)) == ROOM
+    with pytest.raises(Refused):
+        case.provider.request("b", 1)
+    assert len(case.provider.list()) == ROOM
+
+
+def test_what_is_deleted_is_gone_and_makes_room(case: Case) -> None:
+    granted = case.provider.request("a", ROOM)
+    case.provider.delete([granted[0].name])
+    case.provider.delete([granted[0].name, "never-there-0"])
+    assert set(case.provider.list()) == set(granted[1:])
+    (new,) = case.provider.request("b", 1)
+    assert new.name == vm_name("b", 0)
+
+
+def test_another_manager_finds_and_ends_what_is_not_to_be_kept(case: Case) -> None:
+    granted = case.provider.request("a", 3)
+    other = case.again() if case.again is not None else case.provider
+    assert {vm.name for vm in reconcile(other, keep=[granted[1].name])} == {granted[0].name, granted[2].name}
+    assert reconcile(other, keep=[granted[1].name]) == ()
+    assert [vm.name for vm in other.list()] == [granted[1].name]
+
+
+@pytest.mark.parametrize("case", [static, azure], ids=lambda make: make.__name__, indirect=True)
+def test_another_run_neither_sees_nor_ends_them(case: Case) -> None:
+    assert case.another_run is not None
+    granted = case.provider.request("a", 2)
+    other = case.another_run()
+    assert other.list() == ()
+    other.delete([vm.name for vm in granted])
+    assert reconcile(other) == ()
+    assert set(case.provider.list()) == set(granted)
+
+
+def test_price_and_capabilities_are_told(case: Case) -> None:
+    price = case.provider.price()
+    assert price is not None
+    assert price.usd_per_h > 0
+    assert price.source
+    most = case.provider.capabilities().max_vms
+    assert most is None or most == ROOM
+
+
+@pytest.mark.parametrize("request_name", ["job-1", "My Job!-3", "x" * 200, "---", "été-2"])
+def test_names_are_fit_for_a_host_and_differ_between_requests(request_name: str) -> None:
+    name = vm_name(request_name, 12)
+    assert len(name) <= 60
+    assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+    assert not name.startswith("-")
+    assert vm_name(request_name + "x", 12) != name
+
+
+def test_the_leases_are_for_their_owner_alone(tmp_path: Path, arm: FakeArm) -> None:
+    static(arm, tmp_path).provider.request("a", 1)
+    assert stat.S_IMODE((tmp_path / "leases.json").stat().st_mode) == 0o600

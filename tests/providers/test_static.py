@@ -1,0 +1,138 @@
+"""Hosts of the user's own, started over a program that stands for ssh and runs the remote line on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from manager.providers.provider import CapacityShort, Misconfigured, Transient
+from manager.providers.ssh import SshHost, run_ssh, ssh_command
+from manager.providers.static import StaticProvider, StaticSpec
+
+SECRET = "s3cr3t-8810"
+FAKE_SSH = """#!/bin/sh
+# arguments: options, --, host, remote line
+while [ "$1" != -- ]; do shift; done
+host=$2
+echo "$*" >> "$FAKE_ROOT/calls"
+[ -e "$FAKE_ROOT/down-$host" ] && { echo "connect to host $host: refused" >&2; exit 255; }
+HOME="$FAKE_ROOT/$host"; export HOME; mkdir -p "$HOME"; cd "$HOME"
+exec sh -c "$3"
+"""
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    program = tmp_path / "ssh"
+    program.write_text(FAKE_SSH)
+    program.chmod(0o755)
+    monkeypatch.setenv("FAKE_ROOT", str(tmp_path))
+    yield tmp_path
+    for path in tmp_path.glob("*/.morph/nodes/*/pid"):
+        os.killpg(int(path.read_text()), 9)
+
+
+def provider(world: Path, *hosts: str, command: tuple[str, ...] = ("sleep", "600")) -> StaticProvider:
+    spec = StaticSpec(hosts=tuple(SshHost(address=host) for host in hosts), command=command)
+    shell = partial(run_ssh, program=[str(world / "ssh")])
+    return StaticProvider(spec, "tiny", world / "leases" / "leases.json", SECRET, shell)
+
+
+def node_pid(world: Path, host: str, node: str) -> int:
+    return int((world / host / ".morph/nodes" / node / "pid").read_text())
+
+
+def ended(pid: int) -> bool:
+    until_s = time.monotonic() + 10
+    while time.monotonic() < until_s:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_node_runs_after_the_request_and_not_after_the_deletion(world: Path) -> None:
+    static = provider(world, "h1", "h2")
+    (vm,) = static.request("a", 1)
+    pid = node_pid(world, "h1", vm.name)
+    assert psutil.Process(pid).cmdline()[-2:] == ["sleep", "600"]
+    static.delete([vm.name])
+    assert ended(pid)
+    assert not (world / "h1/.morph/nodes" / vm.name).exists()
+    assert static.list() == ()
+
+
+def test_the_secret_reaches_the_node_and_no_command_line(world: Path) -> None:
+    show = 'import os, sys; open(sys.argv[1], "w").write(open(os.environ["MORPH_SECRET_FILE"]).read())'
+    static = provider(world, "h1", command=("python3", "-c", show, "{node}.seen"))
+    (vm,) = static.request("a", 1)
+    seen = world / "h1" / f"{vm.name}.seen"
+    until_s = time.monotonic() + 20
+    while not (seen.exists() and seen.read_text()) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert seen.read_text() == SECRET
+    assert ((world / "h1/.morph/nodes" / vm.name / "secret").stat().st_mode & 0o077) == 0
+    assert SECRET not in (world / "calls").read_text()
+    assert SECRET not in (world / "leases/leases.json").read_text()
+    (world / "h1/.morph/nodes" / vm.name / "pid").unlink()  # it ended by itself
+
+
+def test_another_manager_starts_nothing_twice(world: Path) -> None:
+    (vm,) = provider(world, "h1", "h2").request("a", 1)
+    pid = node_pid(world, "h1", vm.name)
+    assert provider(world, "h1", "h2").request("a", 1) == (vm,)
+    assert node_pid(world, "h1", vm.name) == pid
+    assert not (world / "h2").exists()
+
+
+def test_a_host_that_is_not_reached_is_passed_over(world: Path) -> None:
+    (world / "down-h1").touch()
+    static = provider(world, "h1", "h2")
+    (vm,) = static.request("a", 2)
+    assert node_pid(world, "h2", vm.name)
+    assert list(json.loads((world / "leases/leases.json").read_text())) == ["h2:22"]
+    with pytest.raises(CapacityShort, match="h1 is not reached: connect to host h1: refused"):
+        static.request("b", 1)
+
+
+def test_a_host_that_is_not_reached_stays_leased_until_its_node_was_ended(world: Path) -> None:
+    static = provider(world, "h1")
+    (vm,) = static.request("a", 1)
+    (world / "down-h1").touch()
+    with pytest.raises(Transient):
+        static.delete([vm.name])
+    assert static.list() == (vm,)
+    (world / "down-h1").unlink()
+    static.delete([vm.name])
+    assert static.list() == ()
+
+
+def test_a_program_that_is_not_there_is_the_users_to_mend(world: Path) -> None:
+    with pytest.raises(Misconfigured, match="cannot be run"):
+        run_ssh(SshHost(address="h1"), "true", program=[str(world / "no-such")])
+    with pytest.raises(Misconfigured, match="failed with 3"):
+        run_ssh(SshHost(address="h1"), "exit 3", program=[str(world / "ssh")])
+
+
+def test_the_command_line_asks_nothing_and_holds_no_option_of_the_hosts() -> None:
+    host = SshHost(address="10.0.0.7", user="me", port=2222, identity_file="~/.ssh/id")
+    command = ssh_command(host, "true")
+    assert command[0] == "ssh"
+    assert command[-3:] == ["--", "me@10.0.0.7", "true"]
+    assert "BatchMode=yes" in command
+    assert command[command.index("-p") + 1] == "2222"
+    with pytest.raises(ValidationError):
+        SshHost(address="-oProxyCommand=evil")
+    with pytest.raises(ValidationError, match="named twice"):
+        StaticSpec(hosts=(SshHost(address="a"), SshHost(address="a")), command=("x",))
