@@ -382,3 +382,24 @@ def test_a_probe_is_handed_to_the_pool_as_it_was_decided(make_run: Callable[...,
     assert run.pool.probes == [
         ("vm1", ProbeOrder(probe=2, step=5, first_section=0, end_section=1, healthy_s=0.25)),
     ]
+
+
+def test_compute_times_of_many_workers_come_rarer_where_taking_them_in_is_slow(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    run = make_run()
+    while run.inbox.get(0.0):
+        pass
+    monkeypatch.setattr(driver_module.time, "monotonic", lambda: clock[0])
+    run.driver._times_at_s = clock[0]
+
+    def be_slow(_: Observed) -> None:
+        clock[0] += 0.5
+
+    run.react = be_slow
+    for wait_s, num_told in ((0.0, 1), (9.0, 1), (1.0, 2)):
+        clock[0] += wait_s
+        run.inbox.paces.add("vm0", seconds(1))
+        run.driver._hand_on_times()
+        assert len(run.observed) == num_told
