@@ -61,26 +61,42 @@ def choose_sources(
     Keep what is held; else a living holder, the load in bytes spread evenly and only over workers that hold
     the unit already (no chains); else ``restore``, "checkpoint" or "initial", which then must be given.
     """
-    load = dict.fromkeys(held, 0)
     holders_of: dict[UnitId, list[WorkerId]] = {}
     for worker, units in held.items():
         for unit in units:
             holders_of.setdefault(unit, []).append(worker)
+    wanted = [(slot.worker, unit) for slot in slots for unit in needed[slot.stage]]
+    lacked = [(worker, unit) for worker, unit in wanted if unit not in held.get(worker, ()) and unit in holders_of]
+    senders = _share_sending(lacked, holders_of, sizes)
     sources: list[Source] = []
-    for slot in slots:
-        for unit in needed[slot.stage]:
-            holders = holders_of.get(unit, [])
-            if unit in held.get(slot.worker, ()):
-                sources.append(Source(worker=slot.worker, unit=unit, kind="keep"))
-            elif holders:
-                peer = min(holders, key=lambda worker: load[worker])
-                load[peer] += sizes[unit]
-                sources.append(Source(worker=slot.worker, unit=unit, kind="peer", peer=peer))
-            else:
-                assert restore in ("checkpoint", "initial"), f"unit {unit} has no source"
-                kind = "checkpoint" if restore == "checkpoint" else "initial"
-                sources.append(Source(worker=slot.worker, unit=unit, kind=kind))
+    for worker, unit in wanted:
+        if (worker, unit) in senders:
+            sources.append(Source(worker=worker, unit=unit, kind="peer", peer=senders[worker, unit]))
+        elif unit in held.get(worker, ()):
+            sources.append(Source(worker=worker, unit=unit, kind="keep"))
+        else:
+            assert restore in ("checkpoint", "initial"), f"unit {unit} has no source"
+            kind = "checkpoint" if restore == "checkpoint" else "initial"
+            sources.append(Source(worker=worker, unit=unit, kind=kind))
     return tuple(sources)
+
+
+def _share_sending(
+    lacked: Sequence[tuple[WorkerId, UnitId]],
+    holders_of: Mapping[UnitId, Sequence[WorkerId]],
+    sizes: Mapping[UnitId, int],
+) -> dict[tuple[WorkerId, UnitId], WorkerId]:
+    """Choose a sender for each unit that a worker lacks, to the least loaded holder.
+
+    Units with the fewest holders come first, for they leave the least choice; of those the largest.
+    """
+    load: dict[WorkerId, int] = {}
+    senders: dict[tuple[WorkerId, UnitId], WorkerId] = {}
+    for worker, unit in sorted(lacked, key=lambda entry: (len(holders_of[entry[1]]), -sizes[entry[1]])):
+        sender = min(holders_of[unit], key=lambda holder: load.get(holder, 0))
+        load[sender] = load.get(sender, 0) + sizes[unit]
+        senders[worker, unit] = sender
+    return senders
 
 
 def share_units(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from morph.checkpoint.manifest import read_manifest
 from morph.checkpoint.unit_files import from_payload, read_unit, to_payload
 from morph.contract.messages import Source
-from morph.runtime.channels import Carrier, Transfer
+from morph.runtime.channels import GROUP_TIMEOUT_S, Carrier, Transfer
+from morph.runtime.interrupt import Interrupt
 from morph.runtime.unit_state import UnitState
 
 MakeUnit = Callable[[str], UnitState]
@@ -43,6 +45,32 @@ def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Trans
             pending.append(channel.transfer(torch.tensor([len(payload)], dtype=torch.int64)))
             pending.append(channel.transfer(torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
     return pending
+
+
+def send_in_background(sources: Sequence[Source], context: MoveContext, interrupt: Interrupt) -> Callable[[], None]:
+    """Make units ready for peers in a thread and send them; the result blocks until all have left.
+
+    So a worker that sends and receives does both at once. The result raises as ``Interrupt.wait_for``.
+    """
+    pending: list[Sequence[Transfer]] = []
+    failure: list[Exception] = []
+
+    def send() -> None:
+        try:
+            pending.append(start_sending(sources, context))
+        except Exception as error:  # handed to the waiting thread below
+            failure.append(error)
+        interrupt.notify()
+
+    def wait() -> None:
+        interrupt.wait_for(lambda: bool(pending or failure), "units to be made ready for peers", GROUP_TIMEOUT_S)
+        if failure:
+            raise failure[0]
+        for transfer in pending[0]:
+            transfer.wait("a unit's state to leave for a peer")
+
+    threading.Thread(target=send, name="morph-send", daemon=True).start()
+    return wait
 
 
 def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[str, UnitState], int]:

@@ -49,7 +49,7 @@ from morph.runtime.interrupt import Interrupt
 from morph.runtime.lifeline import hold_lifeline
 from morph.runtime.pace import Pace
 from morph.runtime.probing import Prober
-from morph.runtime.state_moves import MoveContext, start_sending, take_units
+from morph.runtime.state_moves import MoveContext, send_in_background, take_units
 from morph.runtime.topology import Topology, move_name, slot_of, topology
 from morph.runtime.unit_state import UnitState
 from morph.runtime.workload import load_workload
@@ -203,10 +203,9 @@ class Worker:
             channel=lambda sender, receiver: self._move_channel(groups, order.generation, sender, receiver),
             adopt=lambda unit: self._ahead.adopt(unit, order.version, interrupt),
         )
-        leaving = start_sending(order.sources, context)
+        sent = send_in_background(order.sources, context, interrupt)
         units, received_bytes = take_units(order.sources, context)
-        for transfer in leaving:
-            transfer.wait("a unit's state to leave for a peer")
+        sent()
         self._ahead.flush(interrupt)
         at_version = {name: state for name, state in self._held.items() if state.version == order.version}
         self._held = {**at_version, **units}

@@ -69,6 +69,13 @@ def test_sources_keep_what_is_held_and_spread_the_rest_over_the_holders() -> Non
     assert abs(load["a"] - load["b"]) <= max(SIZES.values())
 
 
+def test_who_alone_holds_a_unit_is_spared_the_others() -> None:
+    held = {"a": {"s0", "s1"}, "b": {"s0"}, "c": set[str](), "d": set[str]()}
+    slots = place(make_plan(1, 2), ["c", "d"], {}, (("s0", "s1"),), SIZES)
+    sources = choose_sources(slots, (("s0", "s1"),), held, SIZES, None)
+    assert Counter((source.unit, source.peer) for source in sources) == {("s1", "a"): 2, ("s0", "b"): 2}
+
+
 @pytest.mark.parametrize("kind", ["checkpoint", "initial"])
 def test_what_nobody_holds_is_restored_for_each_worker_that_needs_it(kind: str) -> None:
     plan = make_plan(2, 1)

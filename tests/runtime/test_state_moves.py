@@ -13,10 +13,11 @@ from torch import Tensor
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
-from morph.contract.errors import CheckpointError
+from morph.contract.errors import CheckpointError, GenerationAborted
 from morph.contract.messages import Source
 from morph.cutting.cut_model import ParameterUnit
-from morph.runtime.state_moves import MoveContext, start_sending, take_units
+from morph.runtime.interrupt import Interrupt
+from morph.runtime.state_moves import MoveContext, send_in_background, start_sending, take_units
 from morph.runtime.unit_state import UnitState
 
 UNITS = {f"s{index}": ParameterUnit(f"s{index}", (index,), (f"w{index}",)) for index in range(4)}
@@ -169,3 +170,22 @@ def test_other_workers_sources_are_none_of_ones_business(network: Network) -> No
 def test_a_unit_at_another_version_is_our_own_mistake(network: Network) -> None:
     with pytest.raises(AssertionError, match="unit s0 is at version 1, not 2"):
         take_units([source("a", "s0", "keep")], network.context("a", {"s0": make_unit("s0", 1.0, 1)}))
+
+
+def test_units_leave_while_others_are_received_and_a_failure_is_told_to_who_waits(network: Network) -> None:
+    held = {"a": {"s0": make_unit("s0", 3.0, 2)}, "b": {"s1": make_unit("s1", 5.0, 2)}}
+    sources = [source("b", "s0", "peer", "a"), source("a", "s1", "peer", "b")]
+    contexts = {name: network.context(name, held[name]) for name in held}
+    for wait in [send_in_background(sources, context, Interrupt(1)) for context in contexts.values()]:
+        wait()
+    taken = {name: take_units(sources, context)[0] for name, context in contexts.items()}
+    assert (value_of(taken["b"]["s0"]), value_of(taken["a"]["s1"])) == (3.0, 5.0)
+    with pytest.raises(KeyError, match="s0"):
+        send_in_background(sources, network.context("a", {}), Interrupt(1))()
+
+
+def test_an_abort_ends_the_wait_for_units_that_are_made_ready(network: Network) -> None:
+    interrupt = Interrupt(1)
+    interrupt.abort()
+    with pytest.raises(GenerationAborted):
+        send_in_background((), network.context("a", {}), interrupt)()
