@@ -20,7 +20,7 @@ from calibrate.clocks import finish_work, use_device
 from calibrate.helper_end import Line, serve
 from calibrate.samples import Sampling
 from morph.cutting import BoundaryTensor
-from morph.runtime.channels import Channel, GroupSpec, Ring, connect_store, form_group
+from morph.runtime.channels import Channel, GroupSpec, Ring, connect_store, form_group, open_device
 from morph.runtime.interrupt import Interrupt
 from morph.runtime.links import Receiver, Sender
 
@@ -109,7 +109,7 @@ class Peer:
         members = tuple(str(rank) for rank in (*range(0, size, 2), *range(1, size, 2)))
         if self._spec.rank >= size:
             return None
-        return form_group(self._store, GroupSpec(name, members), str(self._spec.rank), self._spec.listen)
+        return form_group(self._store, GroupSpec(name, members), str(self._spec.rank), open_device(self._spec.listen))
 
     def _rings(self, name: str, size: int, count: int) -> list[Ring]:
         """Several rings of the same processes, as stages that share a machine have; none for one not in them."""

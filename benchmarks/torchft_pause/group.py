@@ -35,7 +35,9 @@ class Group:
         self._dead: list[int] = []
         self._num_started = 0
         ours, theirs = Pipe()
-        self._lighthouse_pid = _fork(lambda: serve_lighthouse(setting, num_replicas // 2 + 1, theirs))
+        self._lighthouse_pid = _fork(
+            lambda: serve_lighthouse(setting, num_replicas // 2, theirs, directory / "lighthouse.log")
+        )
         theirs.close()
         self._lighthouse = ours
         if not ours.poll(START_TIMEOUT_S):
@@ -87,7 +89,12 @@ class Group:
                 try:
                     by_lane[id(lane)].commits.append(lane.recv())  # type: ignore[union-attr]
                 except EOFError:
-                    raise RuntimeError(f"a replica ended by itself: see {self._directory}") from None
+                    raise RuntimeError(f"a replica ended by itself: {self._last_words()}") from None
+
+    def _last_words(self) -> str:
+        """The end of the newest replica's log."""
+        logs = sorted(self._directory.glob("replica*.log"), key=lambda path: path.stat().st_mtime)
+        return logs[-1].read_text(errors="replace")[-600:] if logs else "nothing was logged"
 
     def close(self) -> None:
         """End every process."""

@@ -53,8 +53,9 @@ class Commit:
     num_participants: int
 
 
-def serve_lighthouse(setting: Setting, min_replicas: int, told: Connection) -> None:
+def serve_lighthouse(setting: Setting, min_replicas: int, told: Connection, log: Path) -> None:
     """Run the lighthouse until the connection closes; tells its address first."""
+    _write_errors_to(log)
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(bind=f"{LOOPBACK}:0", min_replicas=min_replicas, **setting.lighthouse())
@@ -67,8 +68,7 @@ def serve_lighthouse(setting: Setting, min_replicas: int, told: Connection) -> N
 def train(setting: Setting, name: str, lighthouse: str, step_s: float, told: Connection, log: Path) -> None:
     """Train until the connection closes: sleep for a step's compute, average 128 KiB of gradients, commit."""
     logging.basicConfig(filename=log, level=logging.WARNING, force=True)
-    errors = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(errors, 2)
+    _write_errors_to(log)
     torch.set_num_threads(1)
     from torchft import Manager, ProcessGroupGloo
 
@@ -90,7 +90,7 @@ def train(setting: Setting, name: str, lighthouse: str, step_s: float, told: Con
         init_sync=False,
         **setting.manager(),
     )
-    while not told.poll():
+    while not told.poll():  # what torchft raises ends the process, as in its own examples
         manager.start_quorum()
         time.sleep(step_s)
         gradient = torch.ones(NUM_VALUES)
@@ -99,3 +99,10 @@ def train(setting: Setting, name: str, lighthouse: str, step_s: float, told: Con
             weights -= gradient
             told.send(Commit(time.time(), manager.current_step(), manager.num_participants()))
     os._exit(0)
+
+
+def _write_errors_to(log: Path) -> None:
+    """Send standard output and error of this process, whatever writes there, to a file."""
+    opened = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(opened, 1)
+    os.dup2(opened, 2)
