@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -114,5 +115,7 @@ def _fork(body: Callable[[], None]) -> int:
         return pid
     try:
         body()
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(1)
