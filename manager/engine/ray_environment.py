@@ -24,6 +24,7 @@ _ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray's own default of 15 lets anything else on the machine stop training
     "RAY_ENABLE_AUTO_CONNECT": "0",  # a call before or after the session must fail, not find some other cluster
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_task_events_report_interval_ms": "0",  # else the head keeps a record of each of the last 100,000 orders
     # a lost node should be known to Ray within seconds, not after 14
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
