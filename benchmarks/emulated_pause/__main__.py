@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from job import Shape, make_run
-from killer import Killer
+from killer import DONE, Killer
 from pieces import PIECES, FormingWatch, Pause, pauses_of, quantiles_ms
 
 from manager.engine.driver import Observer
@@ -48,7 +48,7 @@ def run_shape(shape: Shape, kills: int, together: int, seed: int, directory: Pat
     with RunDir(directory / "run", facts) as run_dir:
         finish = run_session(spec, run_dir, watch, attend)
         report = read_report(run_dir.path)
-    if killers[0].error or finish.outcome != "stopped":
+    if killers[0].error or DONE not in finish.sentence:
         raise SystemExit(f"{shape}: {killers[0].error or finish.sentence} (journal: {directory / 'run'})")
     return pauses_of(report, watch.formed)
 

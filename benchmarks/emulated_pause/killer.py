@@ -10,6 +10,7 @@ from manager.controller.state import ControllerState, Phase
 from manager.engine.driver import Observed
 from manager.engine.vm_fleet import VmFleet
 
+DONE = "enough kills"
 STEPS_BETWEEN = (3, 8)
 SETTLE_TIMEOUT_S = 60.0
 
@@ -56,7 +57,7 @@ class Killer:
             self._settle(len(self._nodes))
         except TimeoutError as error:
             self.error = str(error)
-        self._stop("enough kills" if self.error is None else self.error)
+        self._stop(DONE if self.error is None else self.error)
 
     def _settle(self, num_workers: int) -> None:
         """Wait until a shape of these many workers has trained some steps, and then for a part of a step.
