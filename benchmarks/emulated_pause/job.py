@@ -71,20 +71,28 @@ def make_profile(shape: Shape) -> Profile:
 
 
 def make_plans(profile: Profile, shape: Shape) -> dict[int, Plan]:
-    """The wanted shape for all workers; for fewer the planner's best, which keeps P = 1 or D = 1 where it is so."""
-    depth = 1 if shape.depth == 1 else None
-    replicas = 1 if shape.replicas == 1 else None
-    plans = {
-        count: plan(profile, num_gpus=count, pipeline_depth=depth, num_replicas=replicas).best
-        for count in range(1, shape.num_workers)
-    }
-    full = plan(profile, num_gpus=shape.num_workers, pipeline_depth=shape.depth, num_replicas=shape.replicas).best
-    # with whatever share it is faster: the question is what a change costs, not when it pays
-    fastest = max((entry.expected.examples_per_s for entry in plans.values()), default=0.0)
-    if full.expected.examples_per_s < 1.1 * fastest:
-        expected = full.expected.model_copy(update={"examples_per_s": 1.1 * fastest})
-        full = full.model_copy(update={"expected": expected})
-    return {**plans, shape.num_workers: full}
+    """The wanted shape for all workers; for fewer the planner's best, or, where P = 1 or D = 1, all of them likewise.
+
+    More workers are called faster than they are: the question is what a change costs, not when it pays.
+    """
+
+    def best(count: int) -> Plan:
+        if shape.depth == 1:
+            return plan(profile, num_gpus=count, pipeline_depth=1, num_replicas=count).best
+        if shape.replicas == 1:
+            return plan(profile, num_gpus=count, pipeline_depth=count, num_replicas=1).best
+        return plan(profile, num_gpus=count).best
+
+    plans = {count: best(count) for count in range(1, shape.num_workers)}
+    plans[shape.num_workers] = plan(
+        profile, num_gpus=shape.num_workers, pipeline_depth=shape.depth, num_replicas=shape.replicas
+    ).best
+    speed = 0.0
+    for count, found in sorted(plans.items()):
+        speed = max(1.03 * speed, found.expected.examples_per_s)
+        expected = found.expected.model_copy(update={"examples_per_s": speed})
+        plans[count] = found.model_copy(update={"expected": expected})
+    return plans
 
 
 def make_run(shape: Shape, directory: Path) -> tuple[RunSpec, RunFacts]:

@@ -151,8 +151,12 @@ def soak(options: argparse.Namespace, trace: Trace, directory: Path) -> bool:
     """Play, compare, print and draw; whether every bit is the same."""
     spec, facts = make_run(options, trace, directory)
     load, start_s = os.getloadavg()[0], time.time()
-    with Sampler(options.sample_s) as sampler, RunDir(directory / "run", facts) as run_dir:
-        finish = run_session(spec, run_dir, sampler)
+    try:
+        with Sampler(options.sample_s) as sampler, RunDir(directory / "run", facts) as run_dir:
+            finish = run_session(spec, run_dir, sampler)
+    finally:  # what was measured is worth keeping whatever became of the run
+        samples = [asdict(process) for process in sampler.processes.values()]
+        (directory / "samples.json").write_text(json.dumps({"notes": sampler.notes, "processes": samples}))
     wall_s = time.time() - start_s
     journal_mib = sum(file.stat().st_size for file in (directory / "run").glob("journal.sqlite*")) / MIB
     report = read_report(directory / "run")
@@ -172,8 +176,6 @@ def soak(options: argparse.Namespace, trace: Trace, directory: Path) -> bool:
     if different:
         print(f"    units that differ: {', '.join(different)}")
     draw(sampler, directory / "soak.png", f"{facts.job}: {options.hours:g} hours of a spot trace")
-    samples = [asdict(process) for process in sampler.processes.values()]
-    (directory / "samples.json").write_text(json.dumps({"notes": sampler.notes, "processes": samples}))
     if options.out is not None:
         print(f"picture: {directory / 'soak.png'}")
     return not different

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 import ray
 
+from manager.engine.gone import wait_gone
 from morph.contract.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class RayCluster:
             for process in nodes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGKILL)
-            psutil.wait_procs(nodes, timeout=END_TIMEOUT_S)
+            wait_gone(nodes, END_TIMEOUT_S)
             host.wait(END_TIMEOUT_S)
         with self._lock:
             self._vms.clear()

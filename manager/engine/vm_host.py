@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 from ray.cluster_utils import Cluster
 
+from manager.engine.gone import wait_gone
 from manager.engine.names import HEAD_RESOURCE, LOOPBACK, VM_RESOURCE
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -56,7 +57,7 @@ def _end_children() -> None:
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.send_signal(signal.SIGKILL)
-    psutil.wait_procs(children, timeout=END_TIMEOUT_S)
+    wait_gone(children, END_TIMEOUT_S)
 
 
 def _answer(**entries: object) -> None:

@@ -1,0 +1,39 @@
+"""Killed processes are waited for, children of others and unreaped ones included."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import psutil
+
+from manager.engine.gone import wait_gone
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def test_processes_that_were_killed_are_gone_before_they_are_reaped() -> None:
+    with subprocess.Popen(SLEEP) as first, subprocess.Popen(SLEEP) as second:
+        known = [psutil.Process(first.pid), psutil.Process(second.pid)]
+        first.kill()
+        second.kill()
+        assert wait_gone(known, 20) == []
+
+
+def test_processes_that_were_reaped_are_gone() -> None:
+    with subprocess.Popen(SLEEP) as process:
+        known = psutil.Process(process.pid)
+        process.kill()
+    begin_s = time.monotonic()
+    assert wait_gone([known], 20) == []
+    assert time.monotonic() - begin_s < 10
+
+
+def test_one_that_lives_is_told_after_the_time_out() -> None:
+    with subprocess.Popen(SLEEP) as process:
+        try:
+            known = psutil.Process(process.pid)
+            assert wait_gone([known], 0.1) == [known]
+        finally:
+            process.kill()
