@@ -54,9 +54,9 @@ class Joining:
             self.asked = True
             for name in ("vm2", "vm3"):
                 self.fleet.request(name)
-        elif self.stops and state.phase is Phase.TRAINING and len(state.slots) == 4 and state.stop_reason is None:
-            if state.reshape is not None and state.version >= state.reshape.version + 2:
-                observed.request_stop("they have joined")
+        joined = state.reshape is not None and len(state.slots) == 4 and state.version >= state.reshape.version + 2
+        if self.stops and joined and state.phase is Phase.TRAINING and state.stop_reason is None:
+            observed.request_stop("they have joined")
 
 
 @dataclass(frozen=True)
