@@ -380,8 +380,9 @@ def test_a_change_that_does_not_use_what_was_sent_drops_it(parties: Callable[...
         receiver.lane.adopt("s0", version, Interrupt(2))
 
 
+@pytest.mark.parametrize("guess", ["guessed", "x" * 100_000])
 def test_a_stranger_who_does_not_know_the_secret_is_turned_away(
-    parties: Callable[..., tuple[Party, Party]],
+    parties: Callable[..., tuple[Party, Party]], guess: str
 ) -> None:
     sender, receiver = parties()
     receiver.lane.take(order_of(1, *moves("a", "b", "s0")))
@@ -392,6 +393,6 @@ def test_a_stranger_who_does_not_know_the_secret_is_turned_away(
         socket.create_connection((host, int(port)), BOUND_S) as connection,
         pytest.raises((ConnectionError, OSError)),
     ):
-        send_frame(connection, Frame({"kind": "hello", "secret": "guessed", "worker": "a"}, {}))
+        send_frame(connection, Frame({"kind": "hello", "secret": guess, "worker": "a"}, {}))
     sender.lane.take(order_of(1, *moves("a", "b", "s0")))
     train_until_all_follow(sender, receiver, "s0")

@@ -14,7 +14,16 @@ from torch._C._distributed_c10d import Store
 from morph.contract.errors import PeerLost
 from morph.runtime.ahead.outgoing import address_key
 from morph.runtime.ahead.update import apply_update
-from morph.runtime.ahead.wire import CONNECT_TIMEOUT_S, SILENT_S, Frame, acknowledge, close, receive_frame
+from morph.runtime.ahead.wire import (
+    CONNECT_TIMEOUT_S,
+    GREETING_BYTES,
+    GREETING_TIMEOUT_S,
+    SILENT_S,
+    Frame,
+    acknowledge,
+    close,
+    receive_frame,
+)
 from morph.runtime.faults import FaultPlan
 from morph.runtime.interrupt import Interrupt
 from morph.runtime.unit_state import UnitState
@@ -123,7 +132,7 @@ class Incoming:
             self._open_store().set(self._key, self._address)
             while expected:
                 connection = self._listener.accept()[0]
-                connection.settimeout(CONNECT_TIMEOUT_S)
+                connection.settimeout(GREETING_TIMEOUT_S)
                 sender = self._greeted(connection)
                 if sender not in expected:
                     close(connection)
@@ -139,7 +148,7 @@ class Incoming:
     def _greeted(self, connection: socket.socket) -> str | None:
         """Who is there; None for a stranger."""
         try:
-            received = receive_frame(connection)
+            received = receive_frame(connection, GREETING_BYTES)
             if received is None or not secrets.compare_digest(str(received[0].facts.get("secret")), self._secret):
                 return None
             acknowledge(connection)

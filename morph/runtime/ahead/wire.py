@@ -20,6 +20,8 @@ from morph.checkpoint.unit_files import from_payload, to_payload
 HEADER = struct.Struct("<IQ")
 ACKNOWLEDGED = b"+"
 CONNECT_TIMEOUT_S = 30.0
+GREETING_TIMEOUT_S = 5.0
+GREETING_BYTES = 4096
 SILENT_S = 600.0
 """A peer that neither sends nor takes a byte for so long is given up; whoever waits for it has given it up before."""
 
@@ -43,12 +45,18 @@ def send_frame(connection: socket.socket, frame: Frame) -> int:
     return len(payload)
 
 
-def receive_frame(connection: socket.socket) -> tuple[Frame, int] | None:
-    """Receive a frame and its size; None when the sender has hung up between two. Raises OSError."""
+def receive_frame(connection: socket.socket, most_bytes: int | None = None) -> tuple[Frame, int] | None:
+    """Receive a frame and its size; None when the sender has hung up between two.
+
+    Raises:
+        OSError: the connection is broken, or the frame has more than ``most_bytes``, where that is given.
+    """
     header = _receive(connection, HEADER.size)
     if header is None:
         return None
     num_facts, num_bytes = HEADER.unpack(header)
+    if most_bytes is not None and num_facts + num_bytes > most_bytes:
+        raise ConnectionError(f"a frame of {num_facts + num_bytes} bytes")
     facts, payload = _receive(connection, num_facts), _receive(connection, num_bytes)
     if facts is None or payload is None:
         raise ConnectionError("the sender hung up within a frame")
