@@ -194,17 +194,24 @@ def alone(directory: Path, version: int) -> dict[str, bytes]:
     return made.weights()
 
 
-@pytest.mark.parametrize(("before", "after"), [("2x1", "2x2"), ("1x2", "4x1"), ("3x1", "2x2")])
+@pytest.mark.parametrize(
+    ("before", "first", "after", "then"),
+    [
+        ("2x1", "ab", "2x2", "abcd"),
+        ("1x2", "ab", "4x1", "abcd"),
+        ("3x1", "abc", "2x2", "abcd"),
+        ("3x1", "abc", "2x1", "ab"),  # c is drained: it has no place, and sends what it holds
+    ],
+)
 def test_newcomers_and_members_train_on_with_what_was_sent_ahead(
-    crew: Threads, tmp_path: Path, before: str, after: str
+    crew: Threads, tmp_path: Path, before: str, first: str, after: str, then: str
 ) -> None:
-    first = ("a", "b", "c")[: plan_of(before).num_workers]
-    crew.reshape(crew.order(before, first))
+    crew.reshape(crew.order(before, tuple(first)))
     crew.step()
-    ahead = crew.send_ahead(after, ("a", "b", "c", "d"))
+    ahead = crew.send_ahead(after, tuple(then))
     crew.train_until_all_follow(ahead)
     crew.step()
-    order = crew.order(after, ("a", "b", "c", "d"), ahead)
+    order = crew.order(after, tuple(then), ahead)
     assert "ahead" in {source.kind for source in order.sources}
     answers = crew.reshape(order)
     assert all(isinstance(answer, Reshaped) for answer in answers.values()), answers
