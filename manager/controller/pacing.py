@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from manager.controller.changes import changed, followed, said, with_node
 from manager.controller.events import ComputeTimesSeen
 from manager.controller.flapping import flapped
+from manager.controller.measures import members_by_stage, usual_now
 from manager.controller.nodes import NodeEvent, NodeState
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import ControllerState, Decision, Pace, WorkerState, Yardstick
-from manager.controller.stutter import Judgement, calibration, error_of_median, judge
+from manager.controller.stutter import Judgement, Usual, error_of_median, judge
 from morph.contract.messages import WorkerId
 
 
@@ -29,14 +30,18 @@ def times_seen(state: ControllerState, event: ComputeTimesSeen, now_s: float) ->
         workers[times.worker] = entry.model_copy(update={"pace": pace})
     noted = said(changed(state, workers=workers), ReasonCode.TIMES_NOTED, f"{num_samples} micro-batches were timed")
     state, full = _with_medians(noted.state)
-    judged = _judged(state, full) if full else {}
+    usual = usual_now(state)
+    judged = _judged(state, full, usual) if full else {}
     workers = dict(state.workers)
     stage_of = {slot.worker: slot.stage for slot in state.slots}
     for worker, judgement in judged.items():
         assert state.plan is not None, "nobody is judged without a shape"
         stage = state.plan.stages[stage_of[worker]]
         yardstick = Yardstick(
-            first_section=stage.first_section, end_section=stage.end_section, healthy_s=judgement.healthy_s
+            first_section=stage.first_section,
+            end_section=stage.end_section,
+            healthy_s=judgement.healthy_s,
+            usual=usual.ratio if usual is not None else None,
         )
         pace = _counted(workers[worker], judgement).model_copy(update={"yardstick": yardstick})
         workers[worker] = workers[worker].model_copy(update={"pace": pace})
@@ -50,7 +55,7 @@ def _with_medians(state: ControllerState) -> tuple[ControllerState, list[int]]:
     """Close the windows of each stage of which every replica has a full one; say which stages these are."""
     num_samples, workers = state.config.policy.rules.stutter.samples, dict(state.workers)
     full: list[int] = []
-    for stage, members in _members_by_stage(state).items():
+    for stage, members in members_by_stage(state).items():
         if any(len(state.workers[worker].pace.samples_s) < num_samples for worker in members):
             continue
         full.append(stage)
@@ -62,34 +67,18 @@ def _with_medians(state: ControllerState) -> tuple[ControllerState, list[int]]:
     return (changed(state, workers=workers) if full else state), full
 
 
-def _members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
-    stages: dict[int, list[WorkerId]] = {}
-    for slot in state.slots:
-        if slot.worker in state.workers:
-            stages.setdefault(slot.stage, []).append(slot.worker)
-    return stages
-
-
-def _judged(state: ControllerState, stages: Sequence[int]) -> dict[WorkerId, Judgement]:
+def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) -> dict[WorkerId, Judgement]:
     """Judge every worker of these stages by its last window."""
     assert state.plan is not None, "no shape is formed"
-    profiled_s = [state.config.expected_compute_s(stage) for stage in state.plan.stages]
-    medians_s: dict[int, dict[WorkerId, float]] = {}
-    ratios = []
-    for stage, members in _members_by_stage(state).items():
-        expected_s = profiled_s[stage]
-        for worker in members:
-            median_s = state.workers[worker].pace.median_s
-            if median_s is not None:
-                medians_s.setdefault(stage, {})[worker] = median_s
-                ratios += [median_s / expected_s] if expected_s is not None else []
-    usual = calibration(ratios)
+    members = members_by_stage(state)
     judged: dict[WorkerId, Judgement] = {}
     for stage in stages:
-        expected_s = profiled_s[stage]
-        reference_s = expected_s * usual if expected_s is not None else None
-        errors_s = {worker: state.workers[worker].pace.error_s for worker in medians_s[stage]}
-        judged |= judge(medians_s[stage], reference_s, state.config.policy.rules.stutter, errors_s)
+        profiled_s = state.config.expected_compute_s(state.plan.stages[stage])
+        expected = usual.expects(profiled_s) if usual is not None and profiled_s is not None else None
+        paces = {worker: state.workers[worker].pace for worker in members[stage]}
+        medians_s = {worker: pace.median_s for worker, pace in paces.items() if pace.median_s is not None}
+        errors_s = {worker: pace.error_s for worker, pace in paces.items()}
+        judged |= judge(medians_s, expected, state.config.policy.rules.stutter, errors_s)
     return judged
 
 

@@ -7,6 +7,7 @@ from manager.controller.changes import followed, said, wake_by, with_node, with_
 from manager.controller.events import WorkerProbed
 from manager.controller.flapping import hold_s
 from manager.controller.losing import lose
+from manager.controller.measures import healthy_now_s
 from manager.controller.nodes import NodeEvent
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import ControllerState, Decision, Pace, Probation
@@ -54,7 +55,7 @@ def probe_due(state: ControllerState, worker: WorkerId, now_s: float) -> Decisio
 
 
 def probe_of(state: ControllerState, worker: WorkerId) -> ProbeWorker:
-    """Build the probe that this worker was asked last, on the stage on which it was found slow."""
+    """Build the probe that this worker was asked last: on the stage on which it was slow, against what others take."""
     entry = state.workers[worker]
     yardstick = entry.pace.yardstick
     assert entry.probation is not None and yardstick is not None, f"{worker} was never found slow"  # noqa: PT018
@@ -64,7 +65,7 @@ def probe_of(state: ControllerState, worker: WorkerId) -> ProbeWorker:
         step=state.version,
         first_section=yardstick.first_section,
         end_section=yardstick.end_section,
-        healthy_s=yardstick.healthy_s,
+        healthy_s=healthy_now_s(state, yardstick),
     )
 
 

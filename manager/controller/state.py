@@ -72,11 +72,15 @@ class StepReport(Value):
 
 
 class Yardstick(Value):
-    """What a healthy worker takes (seconds) for a micro-batch's forward and backward on these sections."""
+    """What a healthy worker took (seconds) for a micro-batch's forward and backward on these sections.
+
+    ``usual``: how all workers compared with the profile then, where that was known.
+    """
 
     first_section: int
     end_section: int
     healthy_s: float
+    usual: float | None = None
 
 
 class Pace(Value):

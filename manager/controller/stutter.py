@@ -16,6 +16,24 @@ MEDIAN_ERROR = 1.2533  # standard error of a normal sample's median over that of
 CALIBRATORS = 3
 
 
+class Usual(NamedTuple):
+    """How the workers at hand compare with the profile: the median of their ratios to it, and the robust spread."""
+
+    ratio: float
+    spread: float
+
+    def expects(self, profiled_s: float) -> Expected:
+        """Return what is expected (seconds) of a worker for work that took that long when it was profiled."""
+        return Expected(profiled_s * self.ratio, profiled_s * self.spread)
+
+
+class Expected(NamedTuple):
+    """What a micro-batch should take (seconds), and the deviation (seconds) by which healthy workers miss that."""
+
+    compute_s: float
+    spread_s: float
+
+
 class Judgement(NamedTuple):
     """``ratio``: how many times as long as expected, which is ``healthy_s``.
 
@@ -40,7 +58,7 @@ def error_of_median(samples_s: Sequence[float]) -> float:
 
 def judge(
     medians_s: Mapping[WorkerId, float],
-    expected_s: float | None,
+    expected: Expected | None,
     rules: StutterRules,
     errors_s: Mapping[WorkerId, float] = MappingProxyType({}),
 ) -> dict[WorkerId, Judgement]:
@@ -48,8 +66,9 @@ def judge(
 
     Replicas of a stage do the same work. Three or more are held against their median, and must also lie some
     robust deviations (median absolute deviation) above it. Of two the faster one is the measure, for nothing makes
-    a device faster than it is. One alone is held against ``expected_s``; without that it is not judged. Always, the
-    excess must also be some standard errors of the two medians (``errors_s``) that are compared.
+    a device faster than it is. One alone is held against ``expected``, and must also lie some of its deviations
+    above it; without that it is not judged. Always, the excess must also be some standard errors of the two medians
+    (``errors_s``) that are compared.
     """
     values = sorted(medians_s.values())
     spread_s = measure_error_s = 0.0
@@ -59,8 +78,8 @@ def judge(
     elif len(values) == 2:
         reference_s = values[0]
         measure_error_s = errors_s.get(min(medians_s, key=medians_s.__getitem__), 0.0)
-    elif expected_s is not None:
-        reference_s = expected_s
+    elif expected is not None:
+        reference_s, spread_s = expected
     else:
         return {}
     if reference_s <= 0:
@@ -73,14 +92,17 @@ def judge(
     }
 
 
-def calibration(ratios: Sequence[float]) -> float:
-    """Return how the workers at hand compare with the profile: their median, of two the smaller one, of one alone 1.
+def usual(ratios: Sequence[float]) -> Usual | None:
+    """Return how workers compare with the profile, by the ratio of each one's time to its own; None: too few to tell.
 
-    What slows everybody (another clock, contention that the profile did not see) is no single worker's fault.
+    What slows everybody (another clock, contention that the profile did not see) is no single worker's fault, and
+    where workers compare with the profile unequally it is the profile that is not to be trusted. One or two workers
+    cannot show whether a worker or the profile is wrong.
     """
-    if len(ratios) < 2:
-        return 1.0
-    return statistics.median(ratios) if len(ratios) >= CALIBRATORS else min(ratios)
+    if len(ratios) < CALIBRATORS:
+        return None
+    ratio = statistics.median(ratios)
+    return Usual(ratio, NORMAL_MAD * statistics.median(abs(each - ratio) for each in ratios))
 
 
 def _judged(value_s: float, reference_s: float, spread_s: float, rules: StutterRules) -> Judgement:

@@ -7,13 +7,13 @@ import statistics
 
 import pytest
 from controller_script import Script, receivers
-from simulated_job import PLANS, RULES
+from simulated_job import PLANS, RULES, make_plan
 
 from manager.controller.actions import EndWorker, ProbeWorker, SendReshape, SendStep
 from manager.controller.events import ComputeTimesSeen, WorkerLost, WorkerProbed, WorkerTimes
 from manager.controller.nodes import NodeState
 from manager.controller.state import Phase
-from manager.controller.stutter import calibration, error_of_median, judge
+from manager.controller.stutter import Expected, error_of_median, judge, usual
 from morph.contract.rules import StutterRules
 
 STUTTER = StutterRules()
@@ -43,25 +43,34 @@ def test_of_two_replicas_the_slower_one_is_slow() -> None:
 
 
 def test_one_replica_is_held_against_the_profile_and_not_judged_without_it() -> None:
-    assert judge({"a": SLOW}, 1.0, STUTTER)["a"].slow
-    assert not judge({"a": 1.1}, 1.0, STUTTER)["a"].slow
+    assert judge({"a": SLOW}, Expected(1.0, 0.0), STUTTER)["a"].slow
+    assert not judge({"a": 1.1}, Expected(1.0, 0.0), STUTTER)["a"].slow
     assert judge({"a": SLOW}, None, STUTTER) == {}
 
 
 def test_what_slows_everybody_is_nobodys_fault() -> None:
-    assert calibration([SLOW, SLOW, SLOW, 2 * SLOW]) == SLOW
-    assert calibration([SLOW]) == 1.0
+    measure = usual([SLOW, SLOW, SLOW, 2 * SLOW])
+    assert measure is not None
+    assert measure.expects(2.0) == Expected(2 * SLOW, 0.0)
 
 
-def test_of_two_workers_the_one_that_compares_better_with_the_profile_is_the_measure() -> None:
-    assert calibration([1.6, 2.1]) == 1.6
+def test_one_or_two_workers_cannot_show_whether_a_worker_or_the_profile_is_wrong() -> None:
+    assert usual([SLOW]) is None
+    assert usual([1.0, SLOW]) is None
+
+
+def test_where_workers_compare_with_the_profile_unequally_nobody_is_singled_out() -> None:
+    even, uneven = usual([1.0, 1.02, SLOW]), usual([1.0, 1.15, 1.15 * SLOW])
+    assert even is not None and uneven is not None  # noqa: PT018
+    assert judge({"a": SLOW}, even.expects(1.0), STUTTER)["a"].slow
+    assert not judge({"a": 1.15 * SLOW}, uneven.expects(1.0), STUTTER)["a"].slow
 
 
 def test_a_window_that_spreads_proves_less() -> None:
     medians_s = {"a": 1.0, "b": SLOW}
     assert judge(medians_s, None, STUTTER, {"a": 0.04, "b": 0.04})["b"].slow
     assert not judge(medians_s, None, STUTTER, {"a": 0.08, "b": 0.08})["b"].slow
-    assert not judge({"b": SLOW}, 1.0, STUTTER, {"b": 0.08})["b"].slow
+    assert not judge({"b": SLOW}, Expected(1.0, 0.0), STUTTER, {"b": 0.08})["b"].slow
 
 
 def test_replicas_on_shared_cores_that_differ_by_chance_are_not_slow_for_windows_in_a_row() -> None:
@@ -158,14 +167,87 @@ def test_a_spare_takes_the_place_of_a_slow_member_that_is_30_percent_slower() ->
     assert {slot.worker for slot in script.state.slots} == {"n1", "n2", "n4", "n5", "n6", "n7"}
 
 
-def test_with_one_replica_the_profile_says_who_is_slow() -> None:
-    script = Script(plans={3: PLANS[3]}, expected_nodes=3, num_steps=1000, section_compute_s=(1.0,) * 6)
-    script.ready("n1", "n2", "n3")
+def pipeline(depth: int, slow: dict[str, float], num_windows: int = 5, spare: bool = False) -> Script:
+    """One replica of that depth, held against the profile, reports times so much longer than that."""
+    script = Script(
+        plans={depth: make_plan(depth, 1)}, expected_nodes=depth, num_steps=1000, section_compute_s=(1.0,) * 6
+    )
+    script.ready(*(f"n{number}" for number in range(1, depth + 1)))
     script.reshaped()
+    if spare:
+        script.ready(f"n{depth + 1}")
+    for _ in range(num_windows):
+        against_profile(script, slow)
+    return script
+
+
+def against_profile(script: Script, slow: dict[str, float]) -> None:
+    """Every member reports a window of times, so much longer than the profile has them."""
+    assert script.state.plan is not None
+    reports = []
+    for slot in script.state.slots:
+        profiled_s = script.state.config.expected_compute_s(script.state.plan.stages[slot.stage])
+        assert profiled_s is not None
+        compute_s = (profiled_s * slow.get(slot.worker, 1.0),) * RULES.stutter.samples
+        reports.append(WorkerTimes(worker=slot.worker, generation=script.state.generation, compute_s=compute_s))
+    script.tell(ComputeTimesSeen(times=tuple(reports)))
+
+
+def suspects(script: Script) -> list[str]:
+    return [worker for worker, entry in script.state.workers.items() if entry.node is NodeState.SUSPECT]
+
+
+def test_with_one_replica_the_profile_says_who_is_slow() -> None:
+    assert suspects(pipeline(3, {"n2": SLOW})) == ["n2"]
+
+
+def test_a_machine_slower_than_its_profile_makes_nobody_slow() -> None:
+    assert suspects(pipeline(3, {"n1": SLOW, "n2": SLOW, "n3": SLOW})) == []
+    assert suspects(pipeline(3, {"n1": SLOW, "n2": SLOW * SLOW, "n3": SLOW})) == ["n2"]
+
+
+@pytest.mark.parametrize("slow", [{"n1": SLOW}, {"n1": SLOW, "n2": 2 * SLOW}])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_with_one_or_two_stages_nobody_is_singled_out_by_the_profile(depth: int, slow: dict[str, float]) -> None:
+    script = pipeline(depth, slow)
+    assert suspects(script) == []
+    assert all(entry.pace.streak == 0 for entry in script.state.workers.values())
+
+
+def test_nobody_is_held_against_the_profile_before_everybody_was_timed() -> None:
+    script = pipeline(3, {}, num_windows=0)
     for _ in range(RULES.stutter.windows):
-        times(script, {"n2": SLOW})
-    suspects = [worker for worker, entry in script.state.workers.items() if entry.node is NodeState.SUSPECT]
-    assert suspects == ["n2"]
+        late = tuple(
+            WorkerTimes(worker=worker, generation=script.state.generation, compute_s=(9.0,) * RULES.stutter.samples)
+            for worker in script.members[1:]
+        )
+        script.tell(ComputeTimesSeen(times=late))
+    assert suspects(script) == []
+
+
+def probed_against_s(now: dict[str, float]) -> float:
+    """A stage of two sections was left by a worker found slow at it; what is its probe held against, in seconds?"""
+    script = pipeline(3, {"n2": SLOW}, spare=True)
+    script.prepared()
+    script.reshaped()
+    assert "n2" not in script.members
+    against_profile(script, now)
+    for _ in range(10):
+        for action in script.wake():
+            if isinstance(action, ProbeWorker):
+                return action.healthy_s
+    raise AssertionError("it is never probed")
+
+
+def test_a_probe_is_held_against_how_all_others_compare_with_the_profile_by_then() -> None:
+    assert probed_against_s({}) == pytest.approx(2.0)
+    assert probed_against_s({"n1": SLOW, "n3": SLOW, "n4": SLOW}) == pytest.approx(2.0 * SLOW)
+    assert probed_against_s({"n1": 0.8, "n3": 0.8, "n4": 0.8}) == pytest.approx(2.0 * 0.8)
+
+
+def test_a_probe_is_held_against_whoever_took_the_stage_where_that_one_takes_longer_too() -> None:
+    assert probed_against_s({"n4": SLOW}) == pytest.approx(2.0 * SLOW)
+    assert probed_against_s({"n4": 0.8}) == pytest.approx(2.0)
 
 
 def left_out() -> Script:
