@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from manager.controller.changes import workers_that_are
 from manager.controller.nodes import NodeState
-from manager.controller.state import ControllerState, WorkerState
+from manager.controller.state import ControllerState
 from morph.contract.messages import WorkerId
 from morph.contract.plan import Plan
 
@@ -38,7 +38,7 @@ def choose(state: ControllerState, now_s: float) -> Choice | None:
         slowdown = max(1.0, state.workers[slow[count - 1]].pace.slowdown) if count else 1.0
         speed = plan.expected.examples_per_s / slowdown
         if best is None or speed > best.examples_per_s:
-            best = Choice(plan, _in_order(state, (*steady, *slow[:count])), speed)
+            best = Choice(plan, _in_order(state, (*steady, *slow[:count])) if count else steady, speed)
     return best
 
 
@@ -71,15 +71,17 @@ def cost_of_morph_s(state: ControllerState) -> float:
 
 
 def _steady(state: ControllerState, now_s: float) -> tuple[tuple[WorkerId, ...], tuple[WorkerId, ...]]:
-    """Split the ready workers into those that can be taken in, and those whose machine came and went too often."""
+    """Split the ready workers into those that can be taken in, and those whose machine came and went too often.
 
-    def steady(worker: WorkerId, entry: WorkerState) -> bool:
-        return entry.eligible_s is None or now_s >= entry.eligible_s or worker in state.member_units
-
-    ready = [(worker, entry) for worker, entry in state.workers.items() if entry.node is NodeState.READY]
-    taken = tuple(worker for worker, entry in ready if steady(worker, entry))
-    left = tuple(worker for worker, entry in ready if not steady(worker, entry))
-    return taken, left
+    Each in order of appearance.
+    """
+    taken: list[WorkerId] = []
+    left: list[WorkerId] = []
+    for worker, entry in state.workers.items():
+        if entry.node is NodeState.READY:
+            steady = entry.eligible_s is None or now_s >= entry.eligible_s or worker in state.member_units
+            (taken if steady else left).append(worker)
+    return tuple(taken), tuple(left)
 
 
 def _in_order(state: ControllerState, chosen: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manager.controller.changes import changed, ended, followed, said
+from manager.controller.changes import changed, ended, followed, ready_workers, said
 from manager.controller.choosing import choose
 from manager.controller.forming import form
 from manager.controller.reasons import ReasonCode
@@ -16,7 +16,7 @@ def start_if_due(state: ControllerState, now_s: float) -> Decision:
     since_s = now_s if state.waiting_since_s is None else state.waiting_since_s
     state = changed(state, waiting_since_s=since_s)
     choice, num_known = choose(state, now_s), len(state.workers)
-    num_ready = len(choice.workers) if choice else sum(entry.ready for entry in state.workers.values())
+    num_ready = len(choice.workers) if choice else len(ready_workers(state))
     if choice is None:
         state = changed(state, first_feasible_s=None)
         sentence = f"{num_ready} workers are ready, {state.config.fewest_workers} are needed to start"
