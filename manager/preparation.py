@@ -22,7 +22,9 @@ def newest_checkpoint(checkpoint_url: str) -> Manifest | None:
 
 
 def constant_trace(vms: LocalVms) -> Trace:
-    """A trace in which the cluster file's VMs come at the start and stay."""
+    """A trace in which the cluster file's VMs come at the start and stay; an empty one where they are asked for."""
+    if vms.keep is not None:
+        return Trace(events=())
     return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(vms.num_vms)))
 
 
@@ -34,7 +36,7 @@ def from_its_first_event(trace: Trace) -> Trace:
 
 def device_memory_bytes(vms: LocalVms) -> int:
     """Memory of one VM's device, for the planner: as the cluster file says, else this machine's share."""
-    return vms.memory_bytes or psutil.virtual_memory().total // vms.num_vms
+    return vms.memory_bytes or psutil.virtual_memory().total // (vms.keep or vms.num_vms)
 
 
 def controller_config(
@@ -59,7 +61,7 @@ def controller_config(
     """
     if checkpoint is not None:
         _check_fits(checkpoint, profile)
-    max_nodes = trace.max_nodes
+    max_nodes = max(trace.max_nodes, vms.keep or 0)
     memory_bytes = device_memory_bytes(vms)
     plans = plan_table(profile, max_nodes, recompute=recompute, memory_bytes=memory_bytes, schedule=schedule)
     if not plans:
@@ -78,7 +80,8 @@ def controller_config(
         policy=policy,
         initial_version=checkpoint.version if checkpoint else 0,
         initial_checkpoint=checkpoint,
-        expected_nodes=sum(event.event == "add" and event.time_s == 0 for event in trace.events) or 1,
+        expected_nodes=vms.keep or sum(event.event == "add" and event.time_s == 0 for event in trace.events) or 1,
+        target_nodes=vms.keep or 0,
         timeline_step=timeline_step,
         section_compute_s=section_compute_s(profile, micro_batch_size),
     )

@@ -35,11 +35,11 @@ class NodesGranted(Value):
 
 
 class RequestRefused(Value):
-    """The provider refuses a request: no quota, no capacity, or an error of its own."""
+    """A request is refused: no quota, no capacity, an error of the provider's, or a limit of the user's."""
 
     kind: Literal["request_refused"] = "request_refused"
     request: RequestId
-    cause: Literal["quota", "capacity", "error"]
+    cause: Literal["quota", "capacity", "error", "limit"]
     detail: str = ""
 
 

@@ -69,6 +69,16 @@ class Pool(Protocol):
         """Look for silent workers. To be called every ``silence.watch_every_s``."""
 
 
+class Requests(Protocol):
+    """What asks a provider for VMs; both return at once, and answers come back through the inbox."""
+
+    def request(self, action: RequestNodes) -> None:
+        """Ask for VMs."""
+
+    def release(self, action: ReleaseNodes) -> None:
+        """Give VMs back."""
+
+
 @dataclass(frozen=True)
 class Observed:
     """One turn of the loop, for whoever shows the run or wants it to end."""
@@ -92,6 +102,7 @@ class Driver:
         journal: Every event and decision is in it before its actions are carried out.
         checkpoint_url: Where manifests go.
         observers: Each called after each decision, in this thread.
+        requests: Asks for VMs; None: nobody does, and that is written down.
     """
 
     def __init__(
@@ -102,6 +113,7 @@ class Driver:
         journal: Journal,
         checkpoint_url: str,
         observers: Sequence[Observer],
+        requests: Requests | None = None,
     ) -> None:
         self.state = state
         self._inbox = inbox
@@ -109,6 +121,7 @@ class Driver:
         self._journal = journal
         self._manifests = ManifestWriter(checkpoint_url, inbox)
         self._observers = observers
+        self._requests = requests
         self._finish: Finish | None = None
         self._wake_at_s: float | None = None
         self._watch_s = watch_every_s(state.config.policy.heartbeat_timeout_s)
@@ -192,7 +205,11 @@ class Driver:
                 self._manifests.write(manifest)
             case ProbeWorker(worker=worker):
                 self._pool.probe(worker, action.order())
-            case RequestNodes() | ReleaseNodes():  # no local VM needs them
+            case RequestNodes() if self._requests is not None:
+                self._requests.request(action)
+            case ReleaseNodes() if self._requests is not None:
+                self._requests.release(action)
+            case RequestNodes() | ReleaseNodes():  # these VMs come by themselves
                 self._inbox.put(Fact(name="not_carried_out", detail=action.model_dump_json()))
             case Finish():
                 self._finish = action

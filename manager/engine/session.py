@@ -12,15 +12,19 @@ from types import FrameType
 
 from manager.controller.actions import Finish
 from manager.controller.config import ControllerConfig
+from manager.controller.events import Tick
 from manager.controller.state import ControllerState, Phase, initial_state
 from manager.engine.driver import Driver, Observed, Observer
 from manager.engine.inbox import Inbox
 from manager.engine.machines import Machines, OpenMachines, open_ray
+from manager.engine.provisioning import Provisioning
 from manager.engine.ray_environment import prepare
 from manager.engine.silence import heartbeat_wait_s
+from manager.engine.spending import Spending
 from manager.engine.vm_fleet import VmFleet
 from manager.engine.vm_player import VmPlayer
 from manager.journal.journal import Journal
+from manager.providers.local import LocalProvider
 from manager.run_dir import RunDir
 from morph.contract.cluster import ClusterConfig
 from morph.contract.emulation import EmulatedDevice
@@ -28,6 +32,7 @@ from morph.contract.messages import Fault, SlowSpell, WorkerSetup
 from morph.contract.trace import Trace
 
 STEPS_AFTER_TRACE = 3
+MAX_LOCAL_VMS = 64
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,18 @@ def run_session(
         player = VmPlayer(machines.vms, spec.trace, inbox)
         ending.callback(player.close)
         observers = [lambda observed: _run_clock(observed, player, patient=spec.patient_trace), observer]
-        driver = Driver(initial_state(spec.config), inbox, machines.pool, journal, run_dir.checkpoint_url, observers)
+        provisioning = _provisioning(spec, player.fleet, inbox, ending)
+        if provisioning is not None:
+            observers.append(provisioning.observe)
+        driver = Driver(
+            initial_state(spec.config),
+            inbox,
+            machines.pool,
+            journal,
+            run_dir.checkpoint_url,
+            observers,
+            provisioning,
+        )
         observers.append(lambda observed: _stop_when_hopeless(observed, player))
         if spec.stop_with_trace:
             observers.append(_StopWithTrace(player))
@@ -93,10 +109,23 @@ def run_session(
         journal.append_config(time.time(), spec.config)
         with _stop_on_signal(driver):
             player.start()
+            if provisioning is not None:
+                inbox.put(Tick())  # without an event nobody asks for the first VMs
             return driver.run()
     finally:
         with _deaf_to_signals():
             ending.close()
+
+
+def _provisioning(spec: RunSpec, fleet: VmFleet, inbox: Inbox, ending: ExitStack) -> Provisioning | None:
+    """What asks for VMs in a run that is to keep a number of them."""
+    if not spec.config.target_nodes:
+        return None
+    vms = spec.cluster.vms
+    provider = LocalProvider(fleet, max_vms=MAX_LOCAL_VMS, usd_per_h=vms.usd_per_h)
+    provisioning = Provisioning(provider, inbox, Spending(vms.limits))
+    ending.callback(provisioning.close)
+    return provisioning
 
 
 def _run_clock(observed: Observed, player: VmPlayer, *, patient: bool) -> None:
@@ -110,6 +139,8 @@ def _run_clock(observed: Observed, player: VmPlayer, *, patient: bool) -> None:
 def _stop_when_hopeless(observed: Observed, player: VmPlayer) -> None:
     """End a run that waits for VMs which the trace will never bring, instead of letting it wait for ever."""
     state = observed.decision.state
+    if state.config.target_nodes:
+        return  # it goes on asking, for as long as the policy lets it
     if state.phase is Phase.WAITING and player.finished and not _warming(state, player) and state.stop_reason is None:
         observed.request_stop("too few VMs are left, and the trace brings no more")
 

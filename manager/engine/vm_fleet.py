@@ -51,14 +51,25 @@ class VmFleet:
 
     def revoke(self, *nodes: str) -> None:
         """Kill the nodes' VMs, all at once; one that is still booting never appears."""
-        with self._lock:
-            vms = [self._wanted.pop(node) for node in nodes]
-            doomed = [vm for vm in vms if vm in self._up]
-            self._up.difference_update(doomed)
+        doomed = self._unwanted(nodes)
         kill = self._host.prepare_kill(doomed)
         for vm in doomed:
             self._inbox.put(Fact(name=VM_KILLED, worker=vm))
         kill()
+
+    def release(self, *nodes: str) -> None:
+        """End the nodes' VMs because nobody needs them: no revocation. One that is gone already is passed over."""
+        doomed = self._unwanted(nodes)
+        self._host.prepare_kill(doomed)()
+        for vm in doomed:
+            self._inbox.put(Fact(name="vm_released", worker=vm))
+
+    def _unwanted(self, nodes: Sequence[str]) -> list[str]:
+        with self._lock:
+            vms = [self._wanted.pop(node) for node in nodes if node in self._wanted]
+            doomed = [vm for vm in vms if vm in self._up]
+            self._up.difference_update(doomed)
+            return doomed
 
     @property
     def booting(self) -> bool:

@@ -10,13 +10,13 @@ from manager.providers.provider import Capabilities, CapacityShort, Price, Vm, v
 
 
 class Fleet(Protocol):
-    """What boots local VMs and ends them; both return at once."""
+    """What boots local VMs and ends them."""
 
     def request(self, node: str, zone: str = "unknown") -> str:
         """Ask for a VM; returns its id."""
 
-    def revoke(self, *nodes: str) -> None:
-        """End VMs that were asked for and not revoked."""
+    def release(self, *nodes: str) -> None:
+        """End VMs; one that is gone already is passed over."""
 
 
 class LocalProvider:
@@ -60,7 +60,7 @@ class LocalProvider:
         with self._lock:
             ours = [name for name in names if self._living.pop(name, None) is not None]
         if ours:
-            self._fleet.revoke(*ours)
+            self._fleet.release(*ours)
 
     def price(self) -> Price | None:
         """See ``Provider``."""

@@ -90,6 +90,14 @@ def run_command(
     known, described = load_profile(profile), load_cluster(cluster)
     events = from_its_first_event(load_trace(trace)).scaled(1 / trace_speed) if trace else None
     check_device(described, str(cluster))
+    if events is not None and described.vms.keep is not None:
+        raise ConfigError(
+            "a trace decides itself which VMs come and go",
+            source=str(cluster),
+            field="vms.keep",
+            value=described.vms.keep,
+            allowed="vms.keep or --trace, not both",
+        )
     where = {
         "memory_bytes": (str(cluster), "vms.memory_bytes"),
         "micro_batch_size": (str(profile), "job.micro_batch_size"),

@@ -12,6 +12,14 @@ from morph.contract.rules import Rules
 Positive = Annotated[float, Field(gt=0)]
 
 
+class Limits(Value):
+    """What asking for VMs stops at. The dollars are those of the VMs' price."""
+
+    max_vms: Annotated[int, Field(ge=1)] | None = Field(default=None, description="so many at once, at most")
+    usd_per_h: Positive | None = Field(default=None, description="so many dollars an hour for all VMs, at most")
+    budget_usd: Positive | None = Field(default=None, description="once so much is spent, no further VM is asked for")
+
+
 class LocalVms(Value):
     """VMs played by Ray nodes on this machine, one worker each."""
 
@@ -24,6 +32,11 @@ class LocalVms(Value):
         description="memory of one VM's device as the planner sees it; absent: this machine's memory / num_vms",
     )
     device: Literal["cpu", "cuda"] = "cpu"
+    keep: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        default=None, description="ask for so many VMs, and again for each that is lost; absent: num_vms, once"
+    )
+    usd_per_h: Annotated[float, Field(ge=0)] | None = Field(default=None, description="what one VM is taken to cost")
+    limits: Limits = Limits()
 
 
 class Policy(Value):

@@ -33,7 +33,7 @@ class Fleet:
         self.up.append(node)
         return node
 
-    def revoke(self, *nodes: str) -> None:
+    def release(self, *nodes: str) -> None:
         for node in nodes:
             self.up.remove(node)
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manager.controller.config import ControllerConfig
-from manager.engine.driver import Observed
+from manager.engine.driver import Observed, Observer
 from manager.engine.session import RunSpec, run_session
+from manager.engine.vm_fleet import VmFleet
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
-from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.messages import Fault
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace, TraceEvent
@@ -87,8 +88,11 @@ def managed(
     checkpoint_every: int = 4,
     initial: Manifest | None = None,
     observe: Callable[[Observed], None] | None = None,
+    attend: Callable[[VmFleet], Observer] | None = None,
+    vms: LocalVms | None = None,
 ) -> Outcome:
     """Run the tiny job; ``shapes[G]`` is the shape for G workers."""
+    vms = vms or LocalVms()
     policy = Policy(checkpoint_every_steps=checkpoint_every, start_patience_s=60)
     config = ControllerConfig(
         fingerprint=job.fingerprint,
@@ -99,9 +103,10 @@ def managed(
         policy=policy,
         initial_version=initial.version if initial else 0,
         initial_checkpoint=initial,
-        expected_nodes=sum(event.time_s == 0 for event in trace.events),
+        expected_nodes=vms.keep or sum(event.time_s == 0 for event in trace.events),
+        target_nodes=vms.keep or 0,
     )
-    spec = RunSpec(JOB, config, ClusterConfig(policy=policy), trace, NUM_SECTIONS, MICRO_BATCH_SIZE, faults)
+    spec = RunSpec(JOB, config, ClusterConfig(vms=vms, policy=policy), trace, NUM_SECTIONS, MICRO_BATCH_SIZE, faults)
     history: list[str] = []
     formed: list[str] = []
 
@@ -123,7 +128,7 @@ def managed(
         num_sections=NUM_SECTIONS,
     )
     with RunDir(run_dir, facts) as opened:
-        finish = run_session(spec, opened, remember)
+        finish = run_session(spec, opened, remember, attend)
         print("\n".join(history))  # shown by pytest when the test fails
         newest = complete_versions(opened.checkpoint_url)[-1]
         return Outcome(finish.outcome, read_manifest(opened.checkpoint_url, newest), tuple(history), tuple(formed))

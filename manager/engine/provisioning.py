@@ -1,0 +1,169 @@
+"""Carries out what the controller asks of a provider: one call at a time, in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from manager.controller.actions import ReleaseNodes, RequestId, RequestNodes
+from manager.controller.events import NodesGranted, RequestRefused
+from manager.engine.driver import Observed
+from manager.engine.inbox import Inbox
+from manager.engine.spending import Spending
+from manager.journal.records import Fact
+from manager.providers.provider import (
+    CapacityShort,
+    Provider,
+    ProviderError,
+    QuotaExceeded,
+    Throttled,
+    Transient,
+    Vm,
+)
+
+TRIES = 5
+WAIT_S = 2.0
+WAIT_MAX_S = 120.0
+CLOSE_TIMEOUT_S = 10.0
+
+
+class Provisioning:
+    """Asks a provider for VMs and gives them back; answers come through the inbox.
+
+    A request that comes again under its name while it is under way, or was answered, makes no further call: its
+    answer is given again. A VM whose worker the controller gave up is ended.
+
+    Args:
+        provider: Asked from this object's thread alone.
+        inbox: Where ``NodesGranted`` and ``RequestRefused`` go, and facts.
+        spending: What the user allows.
+        pause: Waits some seconds; returns True when everything is over.
+    """
+
+    def __init__(
+        self, provider: Provider, inbox: Inbox, spending: Spending, pause: Callable[[float], bool] | None = None
+    ) -> None:
+        self._provider = provider
+        self._inbox = inbox
+        self._spending = spending
+        self._over = threading.Event()
+        self._pause = pause or self._over.wait
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._answers: dict[RequestId, NodesGranted | RequestRefused] = {}
+        self._under_way: set[RequestId] = set()
+        self._nodes: frozenset[str] = frozenset()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="morph-provisioning", daemon=True)
+        self._thread.start()
+
+    def request(self, action: RequestNodes) -> None:
+        """Ask for VMs; returns at once."""
+        with self._lock:
+            answer = self._answers.get(action.request)
+            if answer is None and action.request in self._under_way:
+                return
+            self._under_way.add(action.request)
+        if answer is not None:
+            self._inbox.put(answer)
+        else:
+            self._tasks.put(lambda: self._ask(action))
+
+    def release(self, action: ReleaseNodes) -> None:
+        """Give VMs back; returns at once."""
+        self._tasks.put(lambda: self._end(action.nodes))
+
+    def observe(self, observed: Observed) -> None:
+        """End the VMs of workers that the controller knows no more."""
+        nodes = frozenset(observed.decision.state.workers)
+        gone, self._nodes = tuple(sorted(self._nodes - nodes)), nodes
+        if gone:
+            self._tasks.put(lambda: self._end(gone))
+
+    def close(self) -> None:
+        """Ask for nothing any more, and end every VM of the run; blocks while a call is under way, for a bounded time.
+
+        What cannot be ended in time is told as a fact; ``reconcile`` finds it.
+        """
+        self._over.set()
+        self._tasks.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._fact("provider_busy", f"a call to the provider did not end within {CLOSE_TIMEOUT_S:g} s")
+            return
+        with self._told("vms_left"):
+            self._provider.delete([vm.name for vm in self._provider.list()])
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if not self._over.is_set():
+                task()
+
+    def _ask(self, action: RequestNodes) -> None:
+        try:
+            answer = self._answer(action)
+        except Exception as error:  # a bug, or a provider's own error: the controller must hear of the refusal
+            detail = f"{type(error).__name__}: {error}"
+            answer = RequestRefused(request=action.request, cause="error", detail=detail)
+        if isinstance(answer, RequestRefused):
+            self._end_what_came(action.request)
+        with self._lock:
+            self._answers[action.request] = answer
+            self._under_way.discard(action.request)
+        self._inbox.put(answer)
+
+    def _answer(self, action: RequestNodes) -> NodesGranted | RequestRefused:
+        name = action.request
+        waited = ""
+        for attempt in range(TRIES):
+            try:
+                living = [vm for vm in self._provider.list() if vm.request != name]
+                price = self._provider.price()
+                allowed, why = self._spending.allowed(action.count, len(living), price)
+                if not allowed:
+                    return RequestRefused(request=name, cause="limit", detail=why)
+                if why:
+                    self._fact("request_reduced", f"{name}: {allowed} of {action.count} VMs: {why}")
+                vms = self._provider.request(name, allowed)
+                self._spending.living(len(living) + len(vms), price)
+                self._told_of(vms)
+                return NodesGranted(request=name, nodes=tuple(vm.name for vm in vms))
+            except QuotaExceeded as error:
+                return RequestRefused(request=name, cause="quota", detail=str(error))
+            except CapacityShort as error:
+                return RequestRefused(request=name, cause="capacity", detail=str(error))
+            except (Throttled, Transient) as error:
+                waited = str(error)
+                wait_s = getattr(error, "retry_after_s", None) or WAIT_S * 2.0**attempt
+            if attempt + 1 < TRIES:
+                self._fact("provider_retried", f"{name}: {waited}; again in {min(wait_s, WAIT_MAX_S):g} s")
+                if self._pause(min(wait_s, WAIT_MAX_S)):
+                    break
+        return RequestRefused(request=name, cause="error", detail=waited)
+
+    def _end_what_came(self, request: RequestId) -> None:
+        with self._told("vms_left"):
+            names = [vm.name for vm in self._provider.list() if vm.request == request]
+            if names:
+                self._provider.delete(names)
+
+    def _end(self, nodes: Sequence[str]) -> None:
+        with self._told("vms_left"):
+            self._provider.delete(nodes)
+            self._spending.living(len(self._provider.list()), self._provider.price())
+
+    def _told_of(self, vms: Sequence[Vm]) -> None:
+        for vm in vms:
+            self._inbox.put(Fact(name="vm_granted", worker=vm.name, detail=f"{vm.request} {vm.zone} {vm.size}".strip()))
+
+    def _fact(self, name: str, detail: str) -> None:
+        self._inbox.put(Fact(name=name, detail=detail))
+
+    @contextlib.contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """Tell a provider's error as a fact, and go on: what is left is found again by ``reconcile``."""
+        try:
+            yield
+        except ProviderError as error:
+            self._fact(name, str(error))

@@ -1,0 +1,200 @@
+"""The thread between the controller and a provider."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from manager.controller.actions import ReleaseNodes, RequestNodes
+from manager.controller.events import NodesGranted, RequestRefused
+from manager.engine.inbox import Inbox
+from manager.engine.provisioning import TRIES, WAIT_MAX_S, Provisioning
+from manager.engine.spending import Spending
+from manager.journal.records import Fact
+from manager.providers.provider import (
+    Capabilities,
+    CapacityShort,
+    Misconfigured,
+    Price,
+    QuotaExceeded,
+    Throttled,
+    Transient,
+    Vm,
+    vm_name,
+)
+from morph.contract.cluster import Limits
+
+BOUND_S = 20.0
+
+
+class FakeProvider:
+    """VMs that are names. ``errors`` are raised by the next requests, in order, after one VM has come."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+        self.there: list[Vm] = []
+        self.requests: list[tuple[str, int]] = []
+        self.deleted: list[str] = []
+        self.usd_per_h: float | None = 0.5
+        self.held: threading.Event | None = None
+
+    def request(self, request: str, count: int) -> tuple[Vm, ...]:
+        if self.held is not None:
+            assert self.held.wait(BOUND_S)
+        self.requests.append((request, count))
+        vms = [Vm(name=vm_name(request, index), request=request) for index in range(count)]
+        if self.errors:
+            self.there += [vm for vm in vms[:1] if vm not in self.there]
+            raise self.errors.pop(0)
+        self.there += [vm for vm in vms if vm not in self.there]
+        return tuple(vms)
+
+    def list(self) -> tuple[Vm, ...]:
+        return tuple(self.there)
+
+    def delete(self, names: Sequence[str]) -> None:
+        self.deleted += [vm.name for vm in self.there if vm.name in names]
+        self.there = [vm for vm in self.there if vm.name not in names]
+
+    def price(self) -> Price | None:
+        return None if self.usd_per_h is None else Price(usd_per_h=self.usd_per_h, source="test")
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(spot=False)
+
+
+class World:
+    def __init__(self, **limits: float) -> None:
+        self.provider, self.inbox, self.pauses_s = FakeProvider(), Inbox(), list[float]()
+        self.shell = Provisioning(self.provider, self.inbox, Spending(Limits.model_validate(limits)), self.pause)
+        self.facts: list[Fact] = []
+
+    def pause(self, wait_s: float) -> bool:
+        self.pauses_s.append(wait_s)
+        return False
+
+    def ask(self, request: str = "job-1", count: int = 2) -> NodesGranted | RequestRefused:
+        self.shell.request(RequestNodes(request=request, count=count))
+        return self.answer()
+
+    def answer(self) -> NodesGranted | RequestRefused:
+        while True:
+            stamped = self.inbox.get(BOUND_S)
+            assert stamped is not None
+            if not isinstance(stamped.item, Fact):
+                assert isinstance(stamped.item, NodesGranted | RequestRefused)
+                return stamped.item
+            self.facts.append(stamped.item)
+
+    def know(self, *workers: str) -> None:
+        state = SimpleNamespace(workers=dict.fromkeys(workers))
+        self.shell.observe(SimpleNamespace(decision=SimpleNamespace(state=state)))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.shell.close()
+
+
+def test_a_request_is_granted_by_name(world: World) -> None:
+    assert world.ask() == NodesGranted(request="job-1", nodes=("job-1-0", "job-1-1"))
+    assert [fact.worker for fact in world.facts if fact.name == "vm_granted"] == ["job-1-0", "job-1-1"]
+
+
+def test_a_request_that_comes_again_makes_no_further_call(world: World) -> None:
+    world.provider.held = threading.Event()
+    action = RequestNodes(request="job-1", count=2)
+    for _ in range(3):
+        world.shell.request(action)  # under way
+    world.provider.held.set()
+    first = world.answer()
+    assert world.ask() == first  # answered
+    assert world.provider.requests == [("job-1", 2)]
+    assert world.inbox.get(0.05) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (QuotaExceeded("0 of 4 cores left"), "quota"),
+        (CapacityShort("none in zone 1"), "capacity"),
+        (Misconfigured("no such subnet"), "error"),
+        (RuntimeError("a bug"), "error"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_a_refusal_says_why_and_what_had_come_is_ended(world: World, error: Exception, cause: str) -> None:
+    world.provider.errors = [error]
+    refused = world.ask()
+    assert isinstance(refused, RequestRefused)
+    assert refused.cause == cause
+    assert str(error) in refused.detail
+    assert world.provider.there == []
+    assert world.provider.deleted == ["job-1-0"]
+
+
+def test_a_throttled_call_waits_as_it_is_told_and_goes_on_under_its_name(world: World) -> None:
+    world.provider.errors = [Throttled("slow down", 17), Throttled("slow down", 10**6), Transient("502")]
+    assert isinstance(world.ask(), NodesGranted)
+    assert world.pauses_s == [17, WAIT_MAX_S, 8]
+    assert {request for request, _ in world.provider.requests} == {"job-1"}
+    assert len(world.provider.there) == 2
+
+
+def test_what_stays_in_vain_is_refused_after_some_tries_and_leaves_nothing(world: World) -> None:
+    world.provider.errors = [Transient("502")] * TRIES
+    refused = world.ask()
+    assert isinstance(refused, RequestRefused)
+    assert (refused.cause, refused.detail) == ("error", "502")
+    assert len(world.provider.requests) == TRIES
+    assert world.provider.there == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "granted"),
+    [({"max_vms": 3}, [2, 1, 0]), ({"usd_per_h": 1.5}, [2, 1, 0]), ({"usd_per_h": 1.0, "max_vms": 9}, [2, 0, 0])],
+    ids=str,
+)
+def test_the_users_limits_cut_requests_short_and_then_refuse_them(limits: dict[str, float], granted: list[int]) -> None:
+    world = World(**limits)
+    try:
+        for number, count in enumerate(granted):
+            answer = world.ask(f"job-{number}")
+            if count:
+                assert isinstance(answer, NodesGranted)
+                assert len(answer.nodes) == count
+            else:
+                assert isinstance(answer, RequestRefused)
+                assert answer.cause == "limit"
+                assert "vms.limits" in answer.detail
+        assert len(world.provider.there) == sum(granted)
+    finally:
+        world.shell.close()
+
+
+def test_the_vm_of_a_worker_that_is_lost_is_ended_and_room_is_made(world: World) -> None:
+    world.ask()
+    world.know("job-1-0", "job-1-1", "of another kind")
+    world.know("job-1-1")
+    world.ask("job-2", 1)  # after what was to be ended
+    assert world.provider.deleted == ["job-1-0"]
+
+
+def test_what_the_controller_gives_back_is_ended(world: World) -> None:
+    world.ask()
+    world.shell.release(ReleaseNodes(nodes=("job-1-1", "never-there")))
+    world.ask("job-2", 1)
+    assert world.provider.deleted == ["job-1-1"]
+
+
+def test_nothing_is_left_in_the_end(world: World) -> None:
+    world.ask()
+    world.shell.close()
+    assert world.provider.there == []
+    world.shell.request(RequestNodes(request="job-9", count=1))
+    assert world.provider.requests == [("job-1", 2)]
