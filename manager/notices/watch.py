@@ -27,6 +27,7 @@ class Withdrawn(Value):
     """A notice that stands no longer, and the VM is still here."""
 
     notice: str
+    certain: bool = True
 
 
 class Trouble(Value):
@@ -95,13 +96,13 @@ class NoticeWatch:
 
     def _tell_changes(self, found: dict[str, Standing], answered_s: float) -> None:
         new = [standing for name, standing in found.items() if name not in self._standing]
-        gone = [name for name in self._standing if name not in found]
+        gone = [standing for name, standing in self._standing.items() if name not in found]
         self._standing = found
-        for name in gone:
+        for standing in gone:
             with self._lock:
-                self._left.discard(name)
-                self._acknowledged.discard(name)
-            self._say(Withdrawn(notice=name))
+                self._left.discard(standing.notice)
+                self._acknowledged.discard(standing.notice)
+            self._say(Withdrawn(notice=standing.notice, certain=standing.certain))
         for standing in new:
             lead_s = standing.lead_s
             if lead_s is not None:

@@ -127,7 +127,7 @@ def test_a_notice_is_told_once_under_the_providers_name_and_a_withdrawn_one_as_s
         watch.poll()
     given, withdrawn = told
     assert isinstance(given, Given)
-    assert withdrawn == Withdrawn(notice=given.notice)
+    assert withdrawn == Withdrawn(notice=given.notice, certain=case.certain)
     assert given.certain is case.certain
     if case.knows_lead:
         assert given.lead_s is not None

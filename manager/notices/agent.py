@@ -1,0 +1,207 @@
+"""Runs on each cloud VM from boot: polls for notices, tells the manager, and ends the VM when it is forgotten.
+
+``python -m manager.notices.agent --manager HOST:PORT --node NAME --secret-file PATH --lonely-s S --source SOURCE
+--end SOURCE``
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from manager.notices.aws import AwsInterruptions, AwsMetadata, AwsRebalance
+from manager.notices.azure import AzureNotices
+from manager.notices.end import end_on_azure
+from manager.notices.gcp import GcpNotices
+from manager.notices.line import Lines, proof
+from manager.notices.source import NoticeSource
+from manager.notices.watch import Given, NoticeWatch, Told, Trouble, Withdrawn
+
+CONNECT_TIMEOUT_S = 10.0
+BEAT_S = 5.0
+RETRY_S = 2.0
+END_AGAIN_S = 60.0
+
+
+def sources_of(name: str) -> list[NoticeSource]:
+    """Return what is polled on a cloud; nothing for one without notices."""
+    metadata = AwsMetadata()
+    known: dict[str, list[NoticeSource]] = {
+        "azure": [AzureNotices()],
+        "aws": [AwsInterruptions(metadata), AwsRebalance(metadata)],
+        "gcp": [GcpNotices()],
+        "": [],
+    }
+    return known[name]
+
+
+class Agent:
+    """Tells the manager of notices; a notice that stands is told again after each new connection.
+
+    Args:
+        address: Of the manager.
+        node: This VM's name.
+        secret: Shared with the manager.
+        sources: What to poll.
+        lonely_s: Without the manager for this long, ``end`` is called, again and again.
+        end: Ends this VM.
+        every_s: Between two polls, and between two tries to connect.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        node: str,
+        secret: str,
+        sources: Sequence[NoticeSource],
+        *,
+        lonely_s: float,
+        end: Callable[[], None],
+        every_s: float = RETRY_S,
+    ) -> None:
+        self._address, self._node, self._secret = address, node, secret
+        self._lonely_s, self._end, self._every_s = lonely_s, end, every_s
+        self._standing: dict[str, tuple[Given, float]] = {}
+        self._news: queue.SimpleQueue[Told] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._watches = [NoticeWatch(source, self._take, min(every_s, 1.0)) for source in sources]
+
+    def close(self) -> None:
+        """End ``run``."""
+        self._over.set()
+
+    def run(self) -> None:
+        """Block until ``close``."""
+        for watch in self._watches:
+            watch.start()
+        heard_s = time.monotonic()
+        while not self._over.is_set():
+            try:
+                with socket.create_connection(self._address, CONNECT_TIMEOUT_S) as connection:
+                    lines = Lines(connection)
+                    nonce = str(lines.read(CONNECT_TIMEOUT_S)["nonce"])
+                    lines.write(node=self._node, proof=proof(self._secret, nonce, self._node))
+                    if lines.read(CONNECT_TIMEOUT_S).get("welcome") is True:
+                        heard_s = self._talk(lines)
+            except (OSError, KeyError):
+                pass  # not there, or no longer: tried again until the VM has been lonely for too long
+            if time.monotonic() - heard_s >= self._lonely_s and not self._over.is_set():
+                self._end()
+                heard_s = time.monotonic() - self._lonely_s + END_AGAIN_S
+            self._over.wait(self._every_s)
+        for watch in self._watches:
+            watch.close()
+
+    def _talk(self, lines: Lines) -> float:
+        """Tell the manager of everything until it is gone; returns when it was last heard, a monotonic second."""
+        heard_s = time.monotonic()
+        told: Told | None = None
+        reader = threading.Thread(target=self._listen, args=(lines,), name="morph-agent-listen", daemon=True)
+        reader.start()
+        try:
+            for given in self._still_standing():
+                lines.write(**_line(given))
+            while reader.is_alive() and not self._over.is_set():
+                told = None
+                with contextlib.suppress(queue.Empty):
+                    told = self._news.get(timeout=min(BEAT_S, self._every_s))
+                if told is None:
+                    lines.write(kind="beat")
+                elif not isinstance(told, Given) or told.notice in self._standing:
+                    lines.write(**_line(told))
+                heard_s = time.monotonic() if reader.is_alive() else heard_s
+        except OSError:
+            if told is not None:
+                self._news.put(told)  # it may not have arrived
+        finally:
+            lines.close()
+            reader.join(2 * BEAT_S)
+        return heard_s
+
+    def _listen(self, lines: Lines) -> None:
+        """Take what the manager says. It answers each beat, so that silence is heard."""
+        try:
+            while True:
+                left = lines.read(3 * BEAT_S).get("left")
+                if isinstance(left, str):
+                    for watch in self._watches:
+                        watch.left(left)
+        except OSError:
+            lines.close()
+
+    def _take(self, told: Told) -> None:
+        with self._lock:
+            if isinstance(told, Given):
+                self._standing[told.notice] = (told, time.monotonic())
+            elif isinstance(told, Withdrawn):
+                self._standing.pop(told.notice, None)
+            self._news.put(told)
+
+    def _still_standing(self) -> list[Given]:
+        """What stands, its lead counted from now. Of what waits to be told only what is true by now is left."""
+        with self._lock:
+            now_s = time.monotonic()
+            waiting = [self._news.get() for _ in range(self._news.qsize())]
+            for told in waiting:
+                if isinstance(told, Trouble) or (isinstance(told, Withdrawn) and told.notice not in self._standing):
+                    self._news.put(told)
+            return [
+                given.model_copy(
+                    update={"lead_s": None if given.lead_s is None else max(0.0, given.lead_s - (now_s - since_s))}
+                )
+                for given, since_s in self._standing.values()
+            ]
+
+
+def _line(told: Told) -> dict[str, object]:
+    kind = {Given: "given", Withdrawn: "withdrawn", Trouble: "trouble"}[type(told)]
+    return {"kind": kind, **told.model_dump()}
+
+
+def power_off() -> None:
+    """Switch this VM off; a cloud that bills for a VM that is off must be told to delete it."""
+    subprocess.run(["systemctl", "poweroff"], check=False, timeout=60)
+
+
+def _end(kind: str) -> None:
+    if kind == "azure" and end_on_azure():
+        return
+    power_off()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run until the VM ends."""
+    parser = argparse.ArgumentParser(prog="python -m manager.notices.agent")
+    parser.add_argument("--manager", required=True, metavar="HOST:PORT")
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--secret-file", required=True, type=Path)
+    parser.add_argument("--lonely-s", required=True, type=float)
+    parser.add_argument("--source", default="", choices=["azure", "aws", "gcp", ""])
+    parser.add_argument("--end", default="", choices=["azure", "aws", "gcp", ""])
+    given = parser.parse_args(arguments)
+    host, _, port = given.manager.rpartition(":")
+    if not host or not port.isdigit():
+        sys.exit("error: --manager is not HOST:PORT")
+    secret = given.secret_file.read_text(encoding="utf-8").strip()
+    agent = Agent(
+        (host, int(port)),
+        given.node,
+        secret,
+        sources_of(given.source),
+        lonely_s=given.lonely_s,
+        end=lambda: _end(given.end),
+    )
+    agent.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The agent of a node and the manager's door, over real connections."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from manager.controller.events import NoticeGiven, NoticeWithdrawn
+from manager.engine.inbox import Inbox
+from manager.engine.notice_door import NoticeDoor
+from manager.journal.records import Fact
+from manager.notices.agent import Agent
+from manager.notices.end import end_on_azure
+from manager.notices.line import Lines
+from manager.notices.source import NoticeUnavailable, Standing
+from tests.notices.metadata_server import MetadataServer, Reply, json_reply
+
+SECRET = "s3cret-of-this-run"
+BOUND_S = 20.0
+
+
+class FakeSource:
+    """A source whose standing notices are set by the test."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.now: tuple[Standing, ...] = ()
+        self.error = ""
+        self.left: list[str] = []
+        self.acknowledged = threading.Event()
+
+    def standing(self) -> tuple[Standing, ...]:
+        if self.error:
+            raise NoticeUnavailable(self.error)
+        return self.now
+
+    def acknowledge(self, notice: str) -> None:
+        self.left.append(notice)
+        self.acknowledged.set()
+
+
+class World:
+    def __init__(self) -> None:
+        self.inbox, self.source = Inbox(), FakeSource()
+        self.door = NoticeDoor(self.inbox, SECRET)
+        self.ended = threading.Event()
+        self.agents: list[tuple[Agent, threading.Thread]] = []
+
+    def agent(self, node: str = "n1", secret: str = SECRET, lonely_s: float = 600) -> None:
+        address = (self.door.host, self.door.port)
+        agent = Agent(address, node, secret, [self.source], lonely_s=lonely_s, end=self.ended.set, every_s=0.02)
+        thread = threading.Thread(target=agent.run)
+        thread.start()
+        self.agents.append((agent, thread))
+
+    def next(self) -> object:
+        stamped = self.inbox.get(BOUND_S)
+        assert stamped is not None, "nothing came"
+        return stamped.item
+
+    def close(self) -> None:
+        for agent, _ in self.agents:
+            agent.close()
+        self.door.close()
+        for _, thread in self.agents:
+            thread.join(BOUND_S)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def notice(name: str = "E-1", lead_s: float | None = 30.0, *, certain: bool = True) -> Standing:
+    return Standing(notice=name, lead_s=lead_s, certain=certain)
+
+
+def test_a_notice_becomes_an_event_of_the_node_once(world: World) -> None:
+    world.source.now = (notice(),)
+    world.agent()
+    given = world.next()
+    assert isinstance(given, NoticeGiven)
+    assert (given.worker, given.notice) == ("n1", "E-1")
+    assert 25 < given.lead_s <= 30
+    world.source.now = ()
+    told = [world.next(), world.next()]
+    assert NoticeWithdrawn(worker="n1") in told
+    assert not [item for item in told if isinstance(item, NoticeGiven)]
+
+
+def test_a_notice_is_acknowledged_once_the_manager_says_that_nothing_is_left(world: World) -> None:
+    world.source.now = (notice(),)
+    world.agent()
+    world.next()
+    assert world.source.left == []
+    assert world.door.left("n1", "E-1")
+    assert world.source.acknowledged.wait(BOUND_S)
+    assert world.source.left == ["E-1"]
+    assert not world.door.left("another", "E-1")
+
+
+def test_a_recommendation_drains_nobody(world: World) -> None:
+    world.source.now = (notice("rebalance", None, certain=False),)
+    world.agent()
+    assert world.next() == Fact(name="notice_recommended", worker="n1", detail="rebalance")
+    world.source.now = (notice(),)
+    told = [world.next(), world.next()]
+    assert Fact(name="notice_withdrawn", worker="n1", detail="rebalance") in told
+    assert any(isinstance(item, NoticeGiven) for item in told)
+
+
+def test_a_source_without_answers_is_told_as_a_fact(world: World) -> None:
+    world.source.error = "status 500"
+    world.agent()
+    assert world.next() == Fact(name="notice_trouble", worker="n1", detail="fake: status 500")
+
+
+def test_another_manager_is_told_what_stands_and_what_was_withdrawn_meanwhile(world: World) -> None:
+    world.source.now = (notice("E-1"), notice("E-2"))
+    world.agent()
+    assert {world.next().notice, world.next().notice} == {"E-1", "E-2"}  # type: ignore[attr-defined]
+    port = world.door.port
+    world.door.close()
+    world.source.now = (notice("E-2"),)
+    world.door = NoticeDoor(world.inbox, SECRET, port=port)
+    told = [world.next() for _ in range(3)]
+    assert [item.notice for item in told if isinstance(item, NoticeGiven)] == ["E-2"]
+    assert Fact(name="notice_withdrawn", worker="n1", detail="E-1") in told
+
+
+def test_a_node_without_the_secret_is_not_heard(world: World) -> None:
+    world.source.now = (notice(),)
+    world.agent("stranger", "wrong", lonely_s=0.3)
+    assert world.ended.wait(BOUND_S)  # to it, there is no manager
+    assert world.inbox.get(0.05) is None
+
+
+@pytest.mark.parametrize(
+    "hello", [b"\n", b"[1]\n", b'{"node": 3, "proof": null}\n', b'{"node": "n1", "proof": ""}\n', b"\xff" * 70000, b""]
+)
+def test_a_stranger_is_sent_away_and_others_are_served(world: World, hello: bytes) -> None:
+    with socket.create_connection((world.door.host, world.door.port), BOUND_S) as stranger:
+        assert len(Lines(stranger).read(BOUND_S)["nonce"]) == 64
+        stranger.sendall(hello)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(BOUND_S)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(100) == b""
+    world.source.now = (notice(),)
+    world.agent()
+    assert isinstance(world.next(), NoticeGiven)
+
+
+def test_the_secret_does_not_travel() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    agent = Agent(listener.getsockname(), "n1", SECRET, [], lonely_s=600, end=lambda: None, every_s=0.02)
+    thread = threading.Thread(target=agent.run)
+    thread.start()
+    connection, _ = listener.accept()
+    with listener, connection:
+        lines = Lines(connection)
+        lines.write(nonce="ab" * 32)
+        hello = lines.read(BOUND_S)
+        agent.close()
+    thread.join(BOUND_S)
+    assert SECRET not in json.dumps(hello)
+    assert hello["node"] == "n1"
+
+
+def test_a_vm_ends_itself_once_it_was_lonely_for_long_and_not_before(world: World) -> None:
+    world.agent(lonely_s=1.5)
+    assert not world.ended.wait(2.0)  # the manager is there
+    world.door.close()
+    assert world.ended.wait(BOUND_S)
+
+
+ID = "/subscriptions/s/resourceGroups/g/providers/Microsoft.Compute/virtualMachines/tiny-1-0"
+
+
+def test_a_forgotten_vm_deletes_itself_by_its_identity(metadata: MetadataServer) -> None:
+    metadata.script("GET", "/metadata/instance/compute/resourceId", Reply(body=ID))
+    metadata.script("GET", "/metadata/identity/oauth2/token", json_reply({"access_token": "t0k"}))
+    metadata.script("DELETE", ID, Reply(status=202))
+    assert end_on_azure(metadata.url, metadata.url)
+    deletion = metadata.asked[-1]
+    assert deletion.headers["authorization"] == "Bearer t0k"
+    assert "api-version=" in deletion.path
+    assert all(asked.headers.get("metadata") == "true" for asked in metadata.asked[:-1])
+    assert "resource=https%3A%2F%2Fmanagement.azure.com%2F" in metadata.asked[1].path
+
+
+@pytest.mark.parametrize("token", [Reply(status=400), Reply(body="{}"), Reply(body="no"), Reply(drop=True)])
+def test_without_an_identity_it_says_so(metadata: MetadataServer, token: Reply) -> None:
+    metadata.script("GET", "/metadata/instance/compute/resourceId", Reply(body=ID))
+    metadata.script("GET", "/metadata/identity/oauth2/token", token)
+    assert not end_on_azure(metadata.url, metadata.url)
+    assert not [asked for asked in metadata.asked if asked.method == "DELETE"]
