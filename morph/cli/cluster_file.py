@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from morph.contract.errors import ConfigError
 
 if TYPE_CHECKING:
+    from morph.contract.base import Value
     from morph.contract.cluster import ClusterConfig
+
+ValueT = TypeVar("ValueT", bound="Value")
 
 
 _BOUNDS = {
@@ -24,17 +27,26 @@ def load_cluster(path: Path) -> ClusterConfig:
     """Read a cluster file; an empty one gives every default.
 
     Raises:
+        ConfigError: see ``load_yaml``.
+    """
+    from morph.contract.cluster import ClusterConfig
+
+    return load_yaml(path, ClusterConfig)
+
+
+def load_yaml(path: Path, value_type: type[ValueT]) -> ValueT:
+    """Read a YAML file into a value of the contract.
+
+    Raises:
         ConfigError: naming file, dotted field, value and what is allowed, for a file that cannot be read or is not
             YAML, for unknown or repeated keys, and for values of a wrong type or out of range.
     """
     from pydantic import ValidationError
 
-    from morph.contract.cluster import ClusterConfig
-
     data = _read_yaml(path)
     try:
         # By way of JSON, so that strict types still take a mapping for a section.
-        return ClusterConfig.model_validate_json(json.dumps(data, default=str), strict=True)
+        return value_type.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         entry = error.errors(include_url=False)[0]
         parts = [part for part in entry["loc"] if isinstance(part, str)]
@@ -45,7 +57,7 @@ def load_cluster(path: Path) -> ClusterConfig:
             source=str(path),
             field=".".join(parts) or None,
             value=value if isinstance(value, str | int | float) else None,
-            allowed=_allowed(parts[:-1] if unknown else parts, ClusterConfig.model_json_schema()),
+            allowed=_allowed(parts[:-1] if unknown else parts, value_type.model_json_schema()),
         ) from error
 
 

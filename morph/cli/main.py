@@ -9,6 +9,7 @@ import typer
 from morph import __version__
 from morph.cli.calibrate import calibrate_command
 from morph.cli.calibrate_peer import calibrate_peer_command
+from morph.cli.cloud import cloud_app
 from morph.cli.cut import cut_command
 from morph.cli.demo import demo_command
 from morph.cli.errors import MorphGroup
@@ -67,6 +68,7 @@ app.command("calibrate")(calibrate_command)
 app.command("calibrate-peer")(calibrate_peer_command)
 app.command("cut")(cut_command)
 app.add_typer(profile_app, name="profile")
+app.add_typer(cloud_app, name="cloud")
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
 app.command("rehearse")(rehearse_command)

@@ -1,0 +1,67 @@
+"""``morph cloud``: what would be created on a cloud, and ending what was left there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+cloud_app = typer.Typer(
+    help="Look at what a cloud file would create, and end what a run left.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+CloudFile = Annotated[Path, typer.Argument(metavar="FILE", help="Cloud file (YAML).", show_default=False)]
+RunOption = Annotated[str, typer.Option("--run", help="Name of the run, as its VMs are tagged.")]
+JobOption = Annotated[str, typer.Option("--job", help="Name of the job, as its VMs are tagged.")]
+
+
+@cloud_app.command("dry-run")
+def dry_run_command(
+    file: CloudFile,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="VMs to ask for.")] = 1,
+    run: RunOption = "run",
+    job: JobOption = "job",
+) -> None:
+    """Print, as JSON, what a request for VMs would create. Nobody is asked, nothing is created.
+
+    \b
+    Example:
+      morph cloud dry-run configs/clouds/azure.yaml --count 2
+    """
+    import json
+
+    from manager.providers.azure_spec import AzureSpec, planned
+    from morph.cli.cluster_file import load_yaml
+
+    spec = load_yaml(file, AzureSpec)
+    print(json.dumps(planned(spec, run, job, f"{job}-1", count), indent=1))
+
+
+@cloud_app.command("reconcile")
+def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
+    """End every VM that a run left on a cloud, and its scale set. Calling it twice changes nothing.
+
+    \b
+    Example:
+      morph cloud reconcile configs/clouds/azure.yaml --run my-run --job my-job
+    """
+    from manager.providers.azure_spec import AzureSpec
+    from manager.providers.provider import ProviderError
+    from morph.cli.cluster_file import load_yaml
+    from morph.contract.errors import ClusterError, ConfigError
+
+    spec = load_yaml(file, AzureSpec)
+    try:
+        from manager.providers.azure_ending import end_run
+    except ImportError as error:
+        raise ConfigError("needs the extra: pip install 'morph-train[azure]'", source=str(file)) from error
+    try:
+        ended = end_run(spec, run, job)
+    except ProviderError as error:
+        raise ClusterError(f"{error}; the same command goes on") from error
+    for vm in ended:
+        print(f"ended {vm.name} ({vm.request}, {vm.size}, zone {vm.zone})")
+    print(f"{len(ended)} VMs of {run} were there; none is left")

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from manager.providers import azure_ending
+from morph.cli.main import app
+from tests.providers.azure_world import SPEC, Credential, Line, azure_client, provider
+from tests.providers.fake_arm import FakeArm, Fault, served
+
+AZURE = Path(__file__).parents[2] / "configs/clouds/azure.yaml"
+
+
+@pytest.fixture
+def arm() -> Iterator[FakeArm]:
+    with served() as fake:
+        yield fake
+
+
+def morph(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return done.exit_code, done.output
+
+
+def test_a_dry_run_prints_what_would_be_created_and_asks_nobody() -> None:
+    code, output = morph("cloud", "dry-run", AZURE, "--count", 2, "--job", "tiny")
+    assert code == 0
+    calls = json.loads(output)
+    assert [call["put"].rsplit("/", 1)[-1] for call in calls] == ["run", "tiny-1-0", "tiny-1-1"]
+    assert calls[1]["body"]["properties"]["hardwareProfile"] == {"vmSize": "Standard_NC4as_T4_v3"}
+    assert calls[1]["body"]["properties"]["evictionPolicy"] == "Delete"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("location: westus2", "location: West US", "location"),
+        ("spot: true", "spott: true", "unknown key"),
+        ("image: microsoft-dsvm:ubuntu-hpc:2204:latest", "image: ubuntu", "image"),
+        ("resource_group: train", "", "resource_group"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line_that_names_it(tmp_path: Path, old: str, new: str, told: str) -> None:
+    path = tmp_path / "azure.yaml"
+    text = AZURE.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    code, output = morph("cloud", "dry-run", path)
+    assert code == 2
+    assert str(path) in output
+    assert told in output
+    assert len(output.strip().splitlines()) == 1
+
+
+def test_reconcile_ends_what_a_run_left_and_nothing_else(
+    arm: FakeArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider(arm, tmp_path).request("a", 2)
+    provider(arm, tmp_path, run="another").request("b", 1)
+
+    def client(subscription: str) -> object:
+        return azure_client(subscription, credential=Credential(), base_url=arm.url, policies=[Line()])
+
+    monkeypatch.setattr(azure_ending, "azure_client", client)
+    path = tmp_path / "azure.yaml"
+    path.write_text(SPEC.model_dump_json(), encoding="utf-8")  # JSON is YAML
+    arm.faults = [Fault("GET", "virtualMachines", 503)]
+    code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
+    assert code == 1
+    assert "the same command goes on" in output
+    for left in ("2 VMs of tiny-1 were there", "0 VMs of tiny-1 were there"):
+        code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
+        assert (code, left in output) == (0, True)
+    assert set(arm.machines) == {"b-0"}
+    assert set(arm.sets) == {"another"}
