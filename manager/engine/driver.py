@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,7 +70,10 @@ class Pool(Protocol):
 
 
 class Requests(Protocol):
-    """What asks a provider for VMs; both return at once, and answers come back through the inbox."""
+    """What asks a provider for VMs; all return at once, and answers come back through the inbox."""
+
+    def know(self, nodes: Collection[str]) -> None:
+        """Take note of the nodes that the controller knows, before what it decided is carried out."""
 
     def request(self, action: RequestNodes) -> None:
         """Ask for VMs."""
@@ -180,6 +183,8 @@ class Driver:
         self._journal.append_decision(time_s, event, decision)
         self.state = decision.state
         self._wake_at_s = decision.wake_at_s
+        if self._requests is not None:
+            self._requests.know(decision.state.workers)
         for action in decision.actions:
             self._act(action)
         for observer in self._observers:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from manager.controller.actions import ReleaseNodes, RequestId, RequestNodes
 from manager.controller.events import NodesGranted, RequestRefused
-from manager.engine.driver import Observed
 from manager.engine.inbox import Inbox
 from manager.engine.spending import Spending
 from manager.journal.records import Fact
@@ -74,10 +73,15 @@ class Provisioning:
         """Give VMs back; returns at once."""
         self._tasks.put(lambda: self._end(action.nodes))
 
-    def observe(self, observed: Observed) -> None:
-        """End the VMs of workers that the controller knows no more."""
-        nodes = frozenset(observed.decision.state.workers)
-        gone, self._nodes = tuple(sorted(self._nodes - nodes)), nodes
+    def know(self, nodes: Collection[str]) -> None:
+        """End the VMs of nodes that the controller knows no more; returns at once.
+
+        Called before what was decided is carried out: a lost VM makes room for the one that replaces it.
+        """
+        if len(nodes) == len(self._nodes):  # no event takes one node away and brings another
+            return
+        known = frozenset(nodes)
+        gone, self._nodes = tuple(sorted(self._nodes - known)), known
         if gone:
             self._tasks.put(lambda: self._end(gone))
 

@@ -90,8 +90,6 @@ def run_session(
         ending.callback(player.close)
         observers = [lambda observed: _run_clock(observed, player, patient=spec.patient_trace), observer]
         provisioning = _provisioning(spec, player.fleet, inbox, ending)
-        if provisioning is not None:
-            observers.append(provisioning.observe)
         driver = Driver(
             initial_state(spec.config),
             inbox,

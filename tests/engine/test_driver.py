@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from manager.controller.actions import ProbeWorker
+from manager.controller.actions import ProbeWorker, RequestNodes
 from manager.controller.config import ControllerConfig
 from manager.controller.events import (
     MANIFEST_WRITER,
     ComputeTimesSeen,
     NodeAppeared,
+    Tick,
     UnitsWritten,
     WorkerAnswered,
     WorkerLost,
@@ -23,11 +24,15 @@ from manager.engine import driver as driver_module
 from manager.engine import manifest_writer
 from manager.engine.driver import Driver, Observed
 from manager.engine.inbox import Inbox
+from manager.engine.provisioning import Provisioning
+from manager.engine.spending import Spending
+from manager.engine.vm_fleet import VmFleet
 from manager.journal.journal import Journal
 from manager.journal.records import DecisionRecord, Fact
 from manager.journal.replay import replay
+from manager.providers.local import LocalProvider
 from morph.checkpoint.manifest import complete_versions, read_manifest
-from morph.contract.cluster import Policy
+from morph.contract.cluster import Limits, Policy
 from morph.contract.messages import (
     Committed,
     ComputeTimes,
@@ -134,25 +139,48 @@ class FakePool:
         pass
 
 
+class FakeHost:
+    """VMs that are names."""
+
+    def __init__(self) -> None:
+        self.up: list[str] = []
+        self.ended: list[str] = []
+
+    def add_vm(self, name: str) -> None:
+        self.up.append(name)
+
+    def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
+        return lambda: self.ended.extend(names)
+
+
 class Run:
     """A driver on a job of two sections, with its fakes."""
 
-    def __init__(self, directory: Path, num_steps: int, num_nodes: int) -> None:
+    def __init__(
+        self, directory: Path, num_steps: int, num_nodes: int, limits: Limits | None = None, fewest: int = 1
+    ) -> None:
         self.inbox = Inbox()
         self.journal = Journal.open(directory / "journal.sqlite")
         self.url = str(directory / "checkpoints")
         self.config = ControllerConfig(
             fingerprint=PROFILE.job.fingerprint,
-            plans=plan_table(PROFILE, 2),
+            plans={count: plan for count, plan in plan_table(PROFILE, 2).items() if count >= fewest},
             units={unit.id: unit.sections for unit in PROFILE.units},
             unit_bytes={unit.id: 1 for unit in PROFILE.units},
             num_steps=num_steps,
-            policy=Policy(checkpoint_every_steps=2, order_timeout_s=30),
+            policy=Policy(checkpoint_every_steps=2, order_timeout_s=30, start_patience_s=60 if limits is None else 0.5),
             expected_nodes=num_nodes,
+            target_nodes=num_nodes if limits is not None else 0,
         )
         self.pool = FakePool(self.inbox, self.journal)
         self.observed: list[Observed] = []
         self.react: Callable[[Observed], None] = lambda _observed: None
+        self.host = FakeHost()
+        self.fleet = VmFleet(self.host, self.inbox)
+        asked_for = limits is not None
+        self.provisioning = Provisioning(
+            LocalProvider(self.fleet, max_vms=8, usd_per_h=0.5), self.inbox, Spending(limits or Limits())
+        )
         self.driver = Driver(
             initial_state(self.config),
             self.inbox,
@@ -160,9 +188,12 @@ class Run:
             self.journal,
             self.url,
             [self.observed.append, lambda observed: self.react(observed)],
+            self.provisioning if asked_for else None,
         )
         self.journal.append_config(0.0, self.config)
-        for index in range(num_nodes):
+        if asked_for:
+            self.inbox.put(Tick())
+        for index in range(0 if asked_for else num_nodes):
             self.inbox.put(NodeAppeared(node=f"vm{index}"))
 
 
@@ -170,12 +201,14 @@ class Run:
 def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def make(num_steps: int = 6, num_nodes: int = 2) -> Run:
-        runs.append(Run(tmp_path, num_steps, num_nodes))
+    def make(num_steps: int = 6, num_nodes: int = 2, limits: Limits | None = None, fewest: int = 1) -> Run:
+        runs.append(Run(tmp_path, num_steps, num_nodes, limits, fewest))
         return runs[-1]
 
     yield make
     for run in runs:
+        run.provisioning.close()
+        run.fleet.close()
         run.journal.close()
 
 
@@ -200,6 +233,32 @@ def test_the_journal_gives_back_the_state_in_which_the_run_ended(make_run: Calla
     run = make_run()
     run.driver.run()
     assert replay(run.journal) == run.driver.state
+
+
+def test_a_run_that_keeps_vms_asks_for_all_of_them_and_for_another_when_one_is_lost(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(limits=Limits(max_vms=2, usd_per_h=1.0), fewest=2)
+    run.pool.lose = {("job-1-1", 3)}
+    assert run.driver.run().outcome == "finished"
+    assert {slot.worker for slot in run.driver.state.slots} == {"job-1-0", "job-2-0"}
+    asked = [action for seen in run.observed for action in seen.decision.actions if isinstance(action, RequestNodes)]
+    assert asked == [RequestNodes(request="job-1", count=2), RequestNodes(request="job-2", count=1)]
+    assert run.host.up == ["job-1-0", "job-1-1", "job-2-0"]
+    assert run.host.ended == ["job-1-1"]
+    run.provisioning.close()
+    assert set(run.host.ended) == set(run.host.up)
+
+
+def test_what_the_users_limits_forbid_is_refused_with_a_reason_in_the_journal(make_run: Callable[..., Run]) -> None:
+    run = make_run(limits=Limits(usd_per_h=0.5))
+    assert run.driver.run().outcome == "finished"
+    told = [seen.decision.reason.sentence for seen in run.observed if seen.event.kind == "nodes_granted"]
+    assert any("granted in part" in sentence or "boot" in sentence for sentence in told)
+    assert run.host.up[:1] == ["job-1-0"]
+    assert len(set(run.host.up) - set(run.host.ended)) <= 1
+    facts = [Fact.model_validate_json(entry.payload_json) for entry in run.journal.read() if entry.kind == "fact"]
+    assert any(fact.name == "request_reduced" and "vms.limits.usd_per_h is 0.5" in fact.detail for fact in facts)
 
 
 def test_every_observer_sees_every_decision(make_run: Callable[..., Run]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 
 import pytest
 
@@ -88,10 +87,6 @@ class World:
                 assert isinstance(stamped.item, NodesGranted | RequestRefused)
                 return stamped.item
             self.facts.append(stamped.item)
-
-    def know(self, *workers: str) -> None:
-        state = SimpleNamespace(workers=dict.fromkeys(workers))
-        self.shell.observe(SimpleNamespace(decision=SimpleNamespace(state=state)))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -179,8 +174,8 @@ def test_the_users_limits_cut_requests_short_and_then_refuse_them(limits: dict[s
 
 def test_the_vm_of_a_worker_that_is_lost_is_ended_and_room_is_made(world: World) -> None:
     world.ask()
-    world.know("job-1-0", "job-1-1", "of another kind")
-    world.know("job-1-1")
+    world.shell.know({"job-1-0": 1, "job-1-1": 2, "of another kind": 3})
+    world.shell.know({"job-1-1": 2})
     world.ask("job-2", 1)  # after what was to be ended
     assert world.provider.deleted == ["job-1-0"]
 
