@@ -84,7 +84,7 @@ class LiveRun:
     speeds: Series = field(default_factory=Series)
     ledger: Ledger = field(default_factory=Ledger)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    _answers: dict[str, Prepared] = field(default_factory=dict)
+    _answers: dict[tuple[int, int, int], dict[str, Prepared]] = field(default_factory=dict)
 
     def take(self, time_s: float, event: Event, decision: Decision) -> Happened | None:
         """Take in one decision; returns it if it is worth telling. Other threads read while they hold ``lock``."""
@@ -98,10 +98,13 @@ class LiveRun:
         self.ledger.advance(time_s)
         record = DecisionRecord.of(decision)
         if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
-            self._answers[event.worker] = event.answer
+            answer = event.answer
+            attempts = self._answers.setdefault((answer.generation, answer.step, answer.attempt), {})
+            attempts.setdefault(event.worker, answer)  # what an earlier attempt is late with is not this one's
         if state.version > self.version:
-            self.ledger.take(event, record, tuple(self._answers.values()))
-            self._decided(time_s)
+            answers = self._decisive(event)
+            self.ledger.take(event, record, answers)
+            self._decided(answers, time_s)
         else:
             self.ledger.take(event, record)
         if any(isinstance(action, SendStep) for action in decision.actions):
@@ -112,6 +115,13 @@ class LiveRun:
         happened = Happened(time_s, decision.reason.code.value, decision.reason.sentence)
         self.recent.append(happened)
         return happened
+
+    def _decisive(self, event: Event) -> tuple[Prepared, ...]:
+        """Everybody's answers to the order whose last answer this is."""
+        if not isinstance(event, WorkerAnswered) or not isinstance(event.answer, Prepared):
+            return ()
+        last = event.answer
+        return tuple(self._answers[last.generation, last.step, last.attempt].values())
 
     @property
     def examples_per_s(self) -> float | None:
@@ -151,9 +161,9 @@ class LiveRun:
             return f"stage {stage}, replica {replica}"
         return "warming up" if self.nodes[node] == "warming" else "spare"
 
-    def _decided(self, time_s: float) -> None:
+    def _decided(self, answers: tuple[Prepared, ...], time_s: float) -> None:
         self.decided_s.append(time_s)
-        self.loss = mean_loss([loss for answer in self._answers.values() for loss in answer.losses])
+        self.loss = mean_loss([loss for answer in answers for loss in answer.losses])
         if self.loss is not None:
             self.losses.add(time_s, self.loss)
         if self.examples_per_s is not None:
