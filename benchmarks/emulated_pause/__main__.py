@@ -100,6 +100,10 @@ def main() -> None:
             directory.mkdir(parents=True)
             found = run_shape(shape, kills, options.together, options.seed + index, directory)
             pauses += found
+            if options.out is not None:
+                options.out.write_text(
+                    json.dumps([asdict(pause) for pause in pauses], indent=1) + "\n", encoding="utf-8"
+                )
             step_ms = statistics.median(pause.plain_step_s for pause in found) * 1e3
             print(f"\n== {shape}, {shape.num_workers} workers, plain step {step_ms:.0f} ms")
             show("after kills", [pause for pause in found if not pause.planned])
@@ -115,8 +119,6 @@ def main() -> None:
     show_slowest(forced, options.slowest)
     print("slowest joins:")
     show_slowest([pause for pause in pauses if pause.planned], options.slowest)
-    if options.out is not None:
-        options.out.write_text(json.dumps([asdict(pause) for pause in pauses], indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -104,6 +105,7 @@ def main() -> None:
         sys.exit('torchft is not installed: pip install "torchft==0.2.*" (it is not a dependency of Morph)')
     importlib.import_module("torchft")  # once, for all that are forked from here
     setting = Setting("defaults") if options.defaults else TUNED
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # its processes are ended first
     load, chooser = os.getloadavg()[0], random.Random(options.seed)
     losses: list[Loss] = []
     with tempfile.TemporaryDirectory(prefix="torchft-pause-") as directory:

@@ -113,6 +113,7 @@ def _fork(body: Callable[[], None]) -> int:
     pid = os.fork()
     if pid:
         return pid
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         body()
     except BaseException:
