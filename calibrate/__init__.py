@@ -1,10 +1,31 @@
-"""Measure a job once, section by section, on a real device; the result is a profile (docs/calibration.md)."""
+"""Measure a job once, section by section, on a real device; the result is a profile (docs/calibration.md).
+
+What measures is loaded when it is first used: processes that only exchange messages need nothing of it.
+"""
 
 from __future__ import annotations
 
-from calibrate.compute import Progress
-from calibrate.measure import calibrate
-from calibrate.node_type import add_node_type
-from calibrate.output import write_profile
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from calibrate.compute import Progress
+    from calibrate.measure import calibrate
+    from calibrate.node_type import add_node_type
+    from calibrate.output import write_profile
+
+_LATER = {
+    "Progress": "calibrate.compute",
+    "add_node_type": "calibrate.node_type",
+    "calibrate": "calibrate.measure",
+    "write_profile": "calibrate.output",
+}
 
 __all__ = ["Progress", "add_node_type", "calibrate", "write_profile"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from calibrate.clocks import finish_work, use_device
 from calibrate.helper_end import Line, serve
 from calibrate.samples import Sampling
-from morph.cutting import BoundaryTensor
+from morph.cutting.section import BoundaryTensor
 from morph.runtime.channels import Channel, GroupSpec, Ring, connect_store, form_group, open_device
 from morph.runtime.interrupt import Interrupt
 from morph.runtime.links import Receiver, Sender
 
 _WARM_UP = 2
 _TIMEOUT_S = 60.0
+_MEET_TIMEOUT_S = 280.0
+"""Until the last process is there: importing torch from a cold or distant disk takes minutes."""
 _BATCH = 10
 _ELEMENTS = {"int64": torch.int64, "float32": torch.float32}
 _CLOCK_BYTES = 8
@@ -66,7 +68,7 @@ class Peer:
         self._device = torch.device(spec.device)
         use_device(self._device)
         self._store = connect_store(spec.host, spec.port)
-        self._store.set_timeout(timedelta(seconds=_TIMEOUT_S))
+        self._store.set_timeout(timedelta(seconds=_MEET_TIMEOUT_S))
         self._sampling = Sampling(budget_s=spec.budget_s, most=spec.most)
 
     def run(self) -> dict[str, Any]:

@@ -1,9 +1,32 @@
-"""Cut the user's model into sections: export it, find cheap and even cut positions, build one module per section."""
+"""Cut the user's model into sections: export it, find cheap and even cut positions, build one module per section.
+
+Exporting and cutting are loaded when they are first used: they bring ``torch.export`` and a computer algebra system,
+a second of processor time that a process which only sends or receives tensors does not need.
+"""
 
 from __future__ import annotations
 
-from morph.cutting.cut_model import BoundaryTensor, CutModel, ParameterUnit, Section, cut
-from morph.cutting.export import export_job
-from morph.cutting.exported import ExportedJob
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from morph.cutting.section import BoundaryTensor, CutModel, ParameterUnit, Section
+
+if TYPE_CHECKING:
+    from morph.cutting.cut_model import cut
+    from morph.cutting.export import export_job
+    from morph.cutting.exported import ExportedJob
+
+_LATER = {
+    "cut": "morph.cutting.cut_model",
+    "export_job": "morph.cutting.export",
+    "ExportedJob": "morph.cutting.exported",
+}
 
 __all__ = ["BoundaryTensor", "CutModel", "ExportedJob", "ParameterUnit", "Section", "cut", "export_job"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from morph.contract.messages import ComputeTimes, MicroBatchLoss
 from morph.contract.timeline import Peaks, Span, SpanKind
-from morph.cutting.cut_model import BoundaryTensor
+from morph.cutting.section import BoundaryTensor
 from morph.runtime.accumulators import Accumulator
 from morph.runtime.channels import GROUP_TIMEOUT_S, Carrier, Pending, Ring
 from morph.runtime.faults import FaultPlan

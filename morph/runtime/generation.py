@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from morph.contract.messages import ReshapeOrder, Slot
 from morph.contract.plan import Plan
-from morph.cutting.cut_model import CutModel
-from morph.cutting.section import BoundaryTensor
+from morph.cutting.section import BoundaryTensor, CutModel
 from morph.runtime.channels import Channel, GroupSet, Ring
 from morph.runtime.executor import Neighbours, StageWork
 from morph.runtime.interrupt import Interrupt

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from morph.cutting.cut_model import BoundaryTensor
+from morph.cutting.section import BoundaryTensor
 from morph.runtime.channels import Carrier, Transfer
 
 POSTED_AHEAD = 2

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from morph.cutting.cut_model import Section
+from morph.cutting.section import Section
 from morph.job import Precision
 from morph.runtime.precision import autocast
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from morph.cutting.cut_model import CutModel, Section
+from morph.cutting.section import CutModel, Section
 from morph.job import Precision
 from morph.runtime.random_streams import seed_section
 from morph.runtime.section_run import AddGradient, SectionRun, run_section, section_backward

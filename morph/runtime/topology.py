@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from morph.contract.messages import ReshapeOrder, Slot, Source
 from morph.contract.plan import Plan
-from morph.cutting.cut_model import ParameterUnit
+from morph.cutting.section import ParameterUnit
 from morph.runtime.channels import GroupSpec
 
 

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import NonFiniteGradient
-from morph.cutting.cut_model import ParameterUnit
+from morph.cutting.section import ParameterUnit
 from morph.runtime.accumulators import Accumulator, ExactAccumulator, FastAccumulator, Reduced
 from morph.runtime.fixed_point import first_exponent
 from morph.runtime.norms import squared_norm

@@ -21,6 +21,8 @@ from morph.job import load_job
 ROOT = Path(__file__).parents[2]
 JOB = f"{ROOT}/configs/jobs/tiny_gpt.py:job"
 SCHEMA = ROOT / "docs/profile.schema.json"
+pytestmark = pytest.mark.timeout(300)
+"""The profile comes from six processes, which start slowly on busy cores."""
 
 
 @pytest.fixture(scope="module")

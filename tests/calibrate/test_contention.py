@@ -10,6 +10,7 @@ from calibrate.subject import Subject, load_subject
 from morph.contract.errors import ClusterError
 from morph.contract.profile import Contention
 
+pytestmark = pytest.mark.timeout(300)
 JOB = f"{Path(__file__).parents[2]}/configs/jobs/tiny_gpt.py:job"
 
 

@@ -17,7 +17,8 @@ from calibrate import network
 from calibrate.network import NetworkSpec, growing_in_flight, growing_rings, measure_network
 from morph.contract.errors import ClusterError, WaitTimeout
 
-BOUND_S = 60.0
+BOUND_S = 120.0
+pytestmark = pytest.mark.timeout(300)
 
 
 def spec(**changes: Any) -> NetworkSpec:

@@ -17,6 +17,7 @@ from calibrate.session import call
 from calibrate.two_nodes import Hello, OtherNode, PeerAddress, own_hello, parse_address
 from morph.contract.errors import ClusterError, ConfigError, MorphError, WaitTimeout
 
+pytestmark = pytest.mark.timeout(300)
 TOKEN = "a secret of both nodes"
 BOUND_S = 120.0
 SPEC = NetworkSpec(
