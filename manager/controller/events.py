@@ -130,6 +130,7 @@ class CheckpointFailed(Value):
     kind: Literal["checkpoint_failed"] = "checkpoint_failed"
     worker: WorkerId
     error: str
+    version: Version | None = Field(default=None, description="of the manifest; None: not told")
 
 
 class AheadReported(Value):

@@ -38,9 +38,11 @@ def checkpoint_failed(state: ControllerState, event: CheckpointFailed, now_s: fl
     """
     sentence = f"{event.worker} could not write its part of a checkpoint: {event.error}"
     if event.worker == MANIFEST_WRITER and state.sealing:
-        if state.phase is Phase.SEALING:
+        if state.phase is Phase.SEALING and event.version in (None, state.version):
             return ended(state, "failed", f"the manifest of version {state.version} cannot be written: {event.error}")
-        state = changed(state, sealing=(), sealing_since_s=None, checkpoint_base=_last_try(state))
+        left = tuple(entry for entry in state.sealing if event.version not in (None, entry.version))
+        since_s = state.sealing_since_s if left else None
+        state = changed(state, sealing=left, sealing_since_s=since_s, checkpoint_base=_last_try(state))
         return said(state, ReasonCode.CHECKPOINT_ABANDONED, f"the manifest cannot be written: {event.error}")
     if state.pending is None or event.worker not in debtors(state.pending):
         return said(state, ReasonCode.IGNORED, f"{event.worker} had nothing to write: {event.error}")

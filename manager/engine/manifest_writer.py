@@ -46,7 +46,8 @@ class ManifestWriter:
         try:
             write_manifest(self._checkpoint_url, manifest)
         except Exception as error:  # each kind of storage has its own; the controller keeps the previous checkpoint
-            self._inbox.put(CheckpointFailed(worker=MANIFEST_WRITER, error=f"{type(error).__name__}: {error}"))
+            told = f"{type(error).__name__}: {error}"
+            self._inbox.put(CheckpointFailed(worker=MANIFEST_WRITER, error=told, version=manifest.version))
             return
         self._inbox.put(ManifestWritten(version=manifest.version))
         try:

@@ -411,7 +411,7 @@ def test_compute_times_reach_the_controller_as_one_event_an_interval(
 ) -> None:
     monkeypatch.setattr(driver_module, "TIMES_EVERY_S", 0.0)
     monkeypatch.setattr(driver_module, "TIMES_PATIENCE_S", 0.0)
-    run = make_run()
+    run = make_run(num_steps=100)
     note_times(run)
     run.driver.run()
     seen = [observed.event for observed in run.observed if isinstance(observed.event, ComputeTimesSeen)]
