@@ -14,8 +14,9 @@ from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
-from morph.contract.messages import Fault
+from morph.contract.messages import Fault, SlowSpell
 from morph.contract.plan import Plan
+from morph.contract.rules import Rules, StutterRules
 from morph.contract.trace import Trace, TraceEvent
 from morph.cutting import cut, export_job
 from morph.job import load_job
@@ -90,10 +91,14 @@ def managed(
     observe: Callable[[Observed], None] | None = None,
     attend: Callable[[VmFleet], Observer] | None = None,
     vms: LocalVms | None = None,
+    slow_spells: tuple[SlowSpell, ...] = (),
+    stutter: StutterRules = StutterRules(),  # noqa: B008 (frozen)
+    heartbeat_timeout_s: float = 5.0,
 ) -> Outcome:
     """Run the tiny job; ``shapes[G]`` is the shape for G workers."""
     vms = vms or LocalVms()
-    policy = Policy(checkpoint_every_steps=checkpoint_every, start_patience_s=60)
+    policy = Policy(checkpoint_every_steps=checkpoint_every, start_patience_s=60, rules=Rules(stutter=stutter))
+    policy = policy.model_copy(update={"heartbeat_timeout_s": heartbeat_timeout_s})
     config = ControllerConfig(
         fingerprint=job.fingerprint,
         plans={count: job.plan(shape) for count, shape in shapes.items()},
@@ -106,7 +111,8 @@ def managed(
         expected_nodes=vms.keep or sum(event.time_s == 0 for event in trace.events),
         target_nodes=vms.keep or 0,
     )
-    spec = RunSpec(JOB, config, ClusterConfig(vms=vms, policy=policy), trace, NUM_SECTIONS, MICRO_BATCH_SIZE, faults)
+    cluster = ClusterConfig(vms=vms, policy=policy)
+    spec = RunSpec(JOB, config, cluster, trace, NUM_SECTIONS, MICRO_BATCH_SIZE, faults, slow_spells)
     history: list[str] = []
     formed: list[str] = []
 

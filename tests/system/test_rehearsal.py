@@ -152,7 +152,7 @@ def namespaces_of(pid: int) -> list[str]:
     return [entry.name for entry in DIRECTORY.glob(f"morph-{pid}-*")] if DIRECTORY.is_dir() else []
 
 
-def _permitted() -> bool:
+def permitted() -> bool:
     try:
         check_permitted()
     except ConfigError:
@@ -160,7 +160,7 @@ def _permitted() -> bool:
     return True
 
 
-@pytest.mark.skipif(not _permitted(), reason="network namespaces need Linux, root, ip and tc")
+@pytest.mark.skipif(not permitted(), reason="network namespaces need Linux, root, ip and tc")
 def test_hosts_as_namespaces_end_with_the_same_weights_and_are_removed(profile_path: Path, tmp_path: Path) -> None:
     _, plain = rehearsed(spec_of(2, 1), tmp_path / "plain")
     _, joined = rehearsed(spec_of(2, 1, network="namespaces"), tmp_path / "joined")
@@ -174,7 +174,7 @@ def test_hosts_as_namespaces_end_with_the_same_weights_and_are_removed(profile_p
     assert namespaces_of(command.process.pid) == []
 
 
-@pytest.mark.skipif(not _permitted(), reason="network namespaces need Linux, root, ip and tc")
+@pytest.mark.skipif(not permitted(), reason="network namespaces need Linux, root, ip and tc")
 def test_namespaces_of_a_process_that_is_gone_are_removed_by_the_next_one() -> None:
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     pid = int(gone.stdout)

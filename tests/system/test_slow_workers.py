@@ -21,6 +21,7 @@ from morph.contract.profile import Profile, Timing
 from morph.contract.rules import Rules, StutterRules
 from simulator import synthetic_profile
 from tests.system.emulated import Emulated, M, shape
+from tests.system.harness import TinyJob, constant_vms, managed, uninterrupted
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
 
@@ -161,3 +162,34 @@ def test_nobody_is_found_slow_where_devices_only_jitter(tmp_path: Path, monkeypa
     emulated.run(tmp_path / "run")
     assert told.num_judged >= 3
     assert told.slow == []
+
+
+def test_a_slow_worker_with_real_compute_is_left_out_and_taken_back_and_changes_no_bit(
+    tiny_job: TinyJob, tmp_path: Path
+) -> None:
+    """Cores are shared here, so that it is made much slower, and the rules are wider."""
+    told, watched = Told(), []
+
+    def attend(fleet: VmFleet) -> Observer:
+        watched.append(Slowness(fleet, "vm1", "vm4"))
+        return watched[0]
+
+    result = managed(
+        tiny_job,
+        tmp_path / "run",
+        shapes={4: "2x2"},
+        trace=constant_vms(5),
+        num_steps=100_000,
+        checkpoint_every=50_000,
+        observe=told,
+        attend=attend,
+        slow_spells=(SlowSpell(worker="vm1", factor=5.0, first_step=SLOW_FROM, end_step=WELL_FROM),),
+        stutter=StutterRules(ratio=2.0, probe_every_s=0.5),
+    )
+    (slowness,) = watched
+    print(f"found after {slowness.num_micro_batches} micro-batches, {slowness.found_after_s:.1f} s; {told.slow}")
+    assert result.outcome == "stopped"
+    assert len(told.slow) == 1
+    assert "vm1 takes" in told.slow[0]
+    assert slowness.end_at is not None
+    assert result.digests() == uninterrupted(result.manifest.version, tmp_path / "reference")

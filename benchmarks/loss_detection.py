@@ -1,0 +1,269 @@
+"""How long a lost worker goes unnoticed, and how long until the next committed step, by the way in which it is lost.
+
+    python benchmarks/loss_detection.py
+
+Four emulated workers train (2x2, synthetic profile) under the real manager. Again and again, at a random moment
+(seeded) of a step, one of them is killed, stopped, or cut off the network; once the others train again, a new VM comes
+in its place, and then the next one. Workers are plain processes, whose orders and heartbeats go over TCP between
+network namespaces where that is permitted (Linux, root), else over local sockets and without the cut link; or, with
+``--machines ray``, actors on Ray nodes. Prints a table of medians and worst cases for each heartbeat time-out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from manager.controller.config import ControllerConfig
+from manager.controller.events import WorkerAnswered, WorkerLost
+from manager.controller.state import Phase
+from manager.engine.driver import Observed, Observer
+from manager.engine.inbox import Inbox
+from manager.engine.machines import Machines, MakeSetup, OpenMachines, Processes, open_ray
+from manager.engine.namespaces import HostNetwork, check_permitted
+from manager.engine.process_vms import ProcessVms
+from manager.engine.ray_cluster import RayCluster
+from manager.engine.ray_environment import prepare
+from manager.engine.session import RunSpec, run_session
+from manager.engine.vm_fleet import VmFleet, VmHost
+from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
+from manager.run_dir import RunDir, RunFacts
+from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.errors import ConfigError
+from morph.contract.messages import WorkerReady
+from morph.contract.trace import Trace, TraceEvent
+from simulator import plan, synthetic_profile
+
+M, NUM_VMS = 2, 4
+SHAPES = {4: (2, 2), 3: (3, 1)}
+STEPS_BETWEEN = 3
+PROFILE = synthetic_profile(
+    num_sections=6, forward_s=0.002, overhead_s=0.0, batch_size=16, micro_batch_size=M, parameter_bytes=400_000
+)
+KILLED, STOPPED, VM_STOPPED, CUT = "worker killed", "worker stopped", "VM stopped", "link cut"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One loss, in seconds from its cause."""
+
+    timeout_s: float
+    kind: str
+    cause: str
+    to_lost_s: float
+    to_step_s: float
+
+
+class Breaker:
+    """Loses one worker after the other, each in every way that is asked for; sees how the run goes on."""
+
+    def __init__(
+        self,
+        fleet: VmFleet,
+        lose: Callable[[str, str, int], None],
+        kinds: Sequence[str],
+        timeout_s: float,
+        seed: int,
+    ) -> None:
+        self._fleet, self._lose, self._left, self._timeout_s = fleet, lose, list(kinds), timeout_s
+        self._random = random.Random(seed)
+        self._pids: dict[str, int] = {}
+        self._kind = self._victim = self._cause = ""
+        self._begin_at: int | None = None
+        self._caused_s = self._lost_s = 0.0
+        self._version = 0
+        self.losses: list[Loss] = []
+
+    def __call__(self, observed: Observed) -> None:
+        event, state = observed.event, observed.decision.state
+        if isinstance(event, WorkerAnswered) and isinstance(event.answer, WorkerReady):
+            self._pids[event.worker] = event.answer.pid
+        if isinstance(event, WorkerLost) and event.worker == self._victim and not self._lost_s:
+            self._lost_s, self._cause = observed.time_s, event.cause
+        if self._lost_s:
+            if state.version > self._version and self._victim not in state.workers:
+                self._went_on(observed.time_s)
+        elif not self._kind and state.phase is Phase.TRAINING and len(state.slots) == NUM_VMS:
+            self._begin(observed)
+        if self._kind and not self._lost_s:
+            self._version = state.version
+
+    def _begin(self, observed: Observed) -> None:
+        state = observed.decision.state
+        if not self._left:
+            if state.stop_reason is None:
+                observed.request_stop("everything was lost once")
+            return
+        if self._begin_at is None:
+            self._begin_at = state.version + STEPS_BETWEEN
+        if state.version < self._begin_at:
+            return
+        self._begin_at, self._kind, self._version = None, self._left.pop(0), state.version
+        self._victim = self._random.choice([slot.worker for slot in state.slots])
+        step_s = state.plan.expected.mini_batch_s if state.plan else 0.0
+        threading.Timer(self._random.uniform(0.0, step_s), self._break).start()
+
+    def _break(self) -> None:
+        self._caused_s = time.time()
+        self._lose(self._kind, self._victim, self._pids[self._victim])
+
+    def _went_on(self, now_s: float) -> None:
+        to_lost_s, to_step_s = self._lost_s - self._caused_s, now_s - self._caused_s
+        self.losses.append(Loss(self._timeout_s, self._kind, self._cause, to_lost_s, to_step_s))
+        with suppress(ProcessLookupError):
+            os.kill(self._pids[self._victim], signal.SIGCONT)  # whoever was given up must be dead by now
+        node = self._victim.partition(".")[0]
+        self._fleet.revoke(node)
+        self._fleet.request(node)
+        self._kind = self._victim = ""
+        self._lost_s = 0.0
+
+
+@dataclass
+class Cluster:
+    """The machines of one run, and the ways in which they can be lost."""
+
+    ray: bool
+    network: HostNetwork | None
+
+    def __post_init__(self) -> None:
+        self._hosts: dict[str, int] = {}
+        self._vms: VmHost | None = None
+
+    def opening(self, log_path: Path) -> OpenMachines:
+        """What brings them up."""
+        network = self.network
+        found: OpenMachines = Processes(
+            log_path, network=network, lanes_in_network=network is not None, host_of=self._host_of
+        )
+        found = open_ray(prepare()) if self.ray else found
+
+        def machines(inbox: Inbox, make_setup: MakeSetup, silent_s: float, ending: ExitStack) -> Machines:
+            opened = found(inbox, make_setup, silent_s, ending)
+            self._vms = opened.vms
+            return opened
+
+        return machines
+
+    def _host_of(self, vm: str) -> int:
+        return self._hosts.setdefault(vm, len(self._hosts))
+
+    def lose(self, kind: str, vm: str, pid: int) -> None:
+        """Lose a VM's worker in one of the ways."""
+        if kind == CUT:
+            assert self.network is not None
+            self.network.cut(self._host_of(vm))
+        elif kind == VM_STOPPED:
+            assert isinstance(self._vms, ProcessVms | RayCluster)
+            for each in self._vms.vm_pids(vm):
+                os.kill(each, signal.SIGSTOP)
+        else:
+            os.kill(pid, signal.SIGKILL if kind == KILLED else signal.SIGSTOP)
+
+
+def make_config(timeout_s: float) -> ControllerConfig:
+    """The synthetic job on four workers, or on three."""
+    units = known_units(PROFILE)
+    return ControllerConfig(
+        fingerprint=PROFILE.job.fingerprint,
+        plans={
+            count: plan(PROFILE, num_gpus=count, pipeline_depth=deep, num_replicas=wide, micro_batch_size=M).best
+            for count, (deep, wide) in SHAPES.items()
+        },
+        units={unit.id: unit.sections for unit in units},
+        unit_bytes={unit.id: unit.parameter_bytes for unit in units},
+        num_steps=10**9,
+        policy=Policy(checkpoint_every_steps=1_000_000, heartbeat_timeout_s=timeout_s),
+        expected_nodes=NUM_VMS,
+    )
+
+
+def run(kinds: Sequence[str], timeout_s: float, seed: int, cluster: Cluster) -> list[Loss]:
+    """Lose a worker in each of these ways, one after the other, in one run."""
+    config = make_config(timeout_s)
+    facts = RunFacts(
+        job="emulated",
+        fingerprint=PROFILE.job.fingerprint,
+        micro_batch_size=M,
+        batch_size=PROFILE.job.batch_size,
+        num_sections=PROFILE.num_sections,
+    )
+    breakers: list[Breaker] = []
+
+    def attend(fleet: VmFleet) -> Observer:
+        breakers.append(Breaker(fleet, cluster.lose, kinds, timeout_s, seed))
+        return breakers[0]
+
+    with tempfile.TemporaryDirectory() as directory, RunDir(Path(directory) / "run", facts) as run_dir:
+        spec = RunSpec(
+            job_path="emulated",
+            config=config,
+            cluster=ClusterConfig(policy=config.policy),
+            trace=Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{i}") for i in range(NUM_VMS))),
+            num_sections=PROFILE.num_sections,
+            micro_batch_size=M,
+            emulation=emulated_device(PROFILE, M, range(2, NUM_VMS + 1), EmulationOptions()),
+            machines=cluster.opening(run_dir.path / "workers.log"),
+        )
+        finish = run_session(spec, run_dir, lambda _: None, attend)
+    if finish.outcome != "stopped":
+        raise SystemExit(f"the run ended before its time: {finish.sentence}")
+    return breakers[0].losses
+
+
+def show(losses: Sequence[Loss]) -> None:
+    """Print medians and worst cases."""
+    head = f"{'time-out':>9}  {'lost by':<15}{'n':>3}  {'until it is known, s':>22}{'until the next step, s':>24}"
+    print(f"{head}  found by")
+    print(f"{'':>30}  {'median':>12}{'worst':>10}{'median':>14}{'worst':>10}")
+    for timeout_s, kind in dict.fromkeys((loss.timeout_s, loss.kind) for loss in losses):
+        same = [loss for loss in losses if (loss.timeout_s, loss.kind) == (timeout_s, kind)]
+        lost_s, step_s = [loss.to_lost_s for loss in same], [loss.to_step_s for loss in same]
+        causes = ", ".join(sorted({"silence" if "silent" in loss.cause else "connection" for loss in same}))
+        print(
+            f"{timeout_s:>8g}s  {kind:<15}{len(same):>3}  {statistics.median(lost_s):>12.3f}{max(lost_s):>10.3f}"
+            f"{statistics.median(step_s):>14.3f}{max(step_s):>10.3f}  {causes}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=3, help="losses of each kind, for each time-out")
+    parser.add_argument("--timeouts", type=float, nargs="+", default=[5.0, 1.0], help="heartbeat time-outs, s")
+    parser.add_argument("--machines", choices=["processes", "ray"], default="processes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None, help="also write every loss as JSON")
+    options = parser.parse_args()
+    ray = options.machines == "ray"
+    kinds = [KILLED, STOPPED, VM_STOPPED] if ray else [KILLED, STOPPED]
+    network = None
+    if not ray:
+        try:
+            check_permitted()
+            kinds.append(CUT)
+            network = HostNetwork(NUM_VMS + len(kinds) * options.times + 1, 1e9)
+        except ConfigError as error:
+            print(f"without the cut link: {error}", file=sys.stderr)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {options.machines}", flush=True)
+    losses: list[Loss] = []
+    for timeout_s in options.timeouts:
+        losses += run(kinds * options.times, timeout_s, options.seed, Cluster(ray, network))
+    show(losses)
+    if options.out is not None:
+        options.out.write_text(json.dumps([asdict(loss) for loss in losses], indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
