@@ -153,8 +153,8 @@ def test_a_stopped_ray_worker_is_given_up_and_cannot_go_on_when_it_wakes(tiny_jo
     result = managed(
         tiny_job,
         tmp_path / "run",
-        shapes={4: "2x2", 3: "3x1"},
-        trace=constant_vms(4),
+        shapes={3: "3x1", 2: "2x1"},
+        trace=constant_vms(3),
         num_steps=STEPS,
         observe=waking,
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
@@ -170,7 +170,6 @@ def test_a_host_whose_link_is_cut_is_found_by_its_silence(expected: dict[str, st
     network = HostNetwork(4, 1e9)
     fault = Fault(lambda pid: network.cut(int(VICTIM.removeprefix("vm"))))
     policy = Policy(checkpoint_every_steps=1000, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
-
     machines = Processes(
         tmp_path / "workers.log",
         network=network,

@@ -115,7 +115,7 @@ POLICY = Policy(
 )
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(3, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("stages", "replicas"), [(3, 1), (2, 3)])
 def test_a_worker_that_is_30_percent_slower_is_left_out_probed_and_taken_back(
     stages: int, replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +158,7 @@ def test_a_worker_that_is_30_percent_slower_is_left_out_probed_and_taken_back(
 def test_nobody_is_found_slow_where_devices_only_jitter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "TIMES_EVERY_S", 0.25)
     told, best = Told(), shape(PROFILE, 3, 1)
-    emulated = Emulated(PROFILE, [best], 40, num_vms=best.num_workers, policy=POLICY, observers=[told], jitter_seed=6)
+    emulated = Emulated(PROFILE, [best], 24, num_vms=best.num_workers, policy=POLICY, observers=[told], jitter_seed=6)
     emulated.run(tmp_path / "run")
     assert told.num_judged >= 3
     assert told.slow == []
