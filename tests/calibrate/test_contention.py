@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from calibrate import contention
 from calibrate.contention import NUM_ROUNDS, busy_counts, factors, measure_contention
 from calibrate.subject import Subject, load_subject
 from morph.contract.errors import ClusterError
@@ -49,7 +50,10 @@ def heaviest(subject: Subject) -> str:
     return subject.cut(2).sections[1].signature
 
 
-def test_helpers_compute_beside_this_process_and_are_gone_afterwards(subject: Subject) -> None:
+def test_helpers_compute_beside_this_process_and_are_gone_afterwards(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contention, "_WINDOW_S", 0.05)
     (found,) = measure_contention(subject, heaviest(subject), 2, num_cores=2)
     assert found.num_busy == 2
     assert 1.0 <= found.factor < 20.0
