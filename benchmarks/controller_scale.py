@@ -170,7 +170,7 @@ def order_bytes(run: Run) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=[10, 100, 1000, 10_000])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1)
     arguments = parser.parse_args()
     runs: dict[int, Run] = {}
     for num_nodes in arguments.nodes:
