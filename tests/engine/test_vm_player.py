@@ -123,6 +123,16 @@ def test_a_revoked_vm_is_killed_and_told(played: list[Play]) -> None:
     assert one.host.killed == ["a"]
 
 
+def test_a_vm_that_nobody_needs_is_ended_and_is_no_revocation(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0,add,b")
+    one.start(clock=False)
+    one.until("up a", "up b")
+    one.player.fleet.release("a", "never there")
+    assert one.next() == "vm_released a"
+    one.player.fleet.release("a")
+    assert one.host.killed == ["a"]
+
+
 def test_a_node_that_comes_back_is_another_machine(played: list[Play]) -> None:
     one = play(played, "0,add,a", "0.01,remove,a", "0.01,add,a")
     one.start(clock=False)
