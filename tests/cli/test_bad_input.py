@@ -392,6 +392,15 @@ def test_a_wrong_cluster_file_is_refused(given: Given, text: str, problem: str) 
     assert f"{path}: {problem}" in given.run_refused()
 
 
+def test_a_number_of_vms_to_keep_and_a_trace_exclude_one_another(given: Given) -> None:
+    path = given.file("cluster.yaml", "vms: {keep: 2}")
+    told = given.run_refused("--trace", given.file("trace.csv", HEADER + "0,add,x\n"))
+    assert told == (
+        f"{path}: vms.keep: a trace decides itself which VMs come and go (got 2); "
+        "allowed: vms.keep or --trace, not both"
+    )
+
+
 def test_a_device_that_this_machine_lacks_is_refused(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     path = given.file("cluster.yaml", "vms: {device: cuda}")

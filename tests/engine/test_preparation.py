@@ -49,6 +49,15 @@ def test_a_constant_trace_brings_every_vm_at_the_start() -> None:
     assert controller_config(PROFILE, VMS, POLICY, trace, 10, None).expected_nodes == 4
 
 
+def test_a_run_that_keeps_vms_asks_for_all_of_them_and_has_a_plan_for_every_number() -> None:
+    vms = VMS.model_copy(update={"keep": 3})
+    trace = constant_trace(vms)
+    assert trace.events == ()
+    config = controller_config(PROFILE, vms, POLICY, trace, 10, None)
+    assert (config.target_nodes, config.expected_nodes, set(config.plans)) == (3, 3, {1, 2, 3})
+    assert controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, None).target_nodes == 0
+
+
 def test_a_run_goes_on_from_its_checkpoint() -> None:
     config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, make_manifest())
     assert config.initial_version == 6
