@@ -134,6 +134,12 @@ class Driver:
         """Ask for an end at the next step boundary; safe in a signal handler."""
         self._inbox.put(StopRequested(reason=reason))
 
+    def tell(self, *events: Event) -> None:
+        """Take events before any of the inbox: what a manager that takes over has seen."""
+        for event in events:
+            if self._finish is None:
+                self._handle(time.time(), event)
+
     def run(self) -> Finish:
         """Block until the controller finishes the run."""
         try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from manager.engine.attachment import Attachment, Found
 from manager.engine.driver import Pool
 from manager.engine.inbox import Inbox
 from manager.engine.lifelines import Lifelines
@@ -31,53 +32,99 @@ class SessionPool(Pool, Protocol):
         """Report nothing any more, and call nobody."""
 
 
+class KeptVms(VmHost, Protocol):
+    """VMs that outlive a manager that is killed."""
+
+    def settle(self) -> None:
+        """From now on another manager would find them."""
+
+
 @dataclass(frozen=True)
 class Machines:
     """VMs that can be asked for and revoked, the workers on them, and how these reach each other.
 
-    ``lifeline`` is None where the pool itself sees at once that a worker died.
+    ``lifeline`` is None where the pool itself sees at once that a worker died. ``attach`` goes on with the workers
+    that another manager left, given those that were set up, and returns those that answer. ``attachment`` is what a
+    successor needs.
     """
 
-    vms: VmHost
+    vms: KeptVms
     pool: SessionPool
     store_host: str
     store_port: int
     lifeline: Lifeline | None
     address_of: Callable[[str], str]
+    attachment: Attachment
+    attach: Callable[[Collection[str]], tuple[str, ...]]
 
 
-OpenMachines = Callable[[Inbox, MakeSetup, float, ExitStack], Machines]
-"""(inbox, what a worker is set up with, heartbeat time-out in s, closes what was opened): brings machines up."""
+@dataclass(frozen=True)
+class Opening:
+    """What machines are brought up with.
+
+    Args:
+        inbox: Where events go.
+        make_setup: What a worker of this name is set up with.
+        heartbeat_timeout_s: A silent worker is given up after this.
+        patience_s: How long everything outlives this process, should it be killed.
+        ending: Closes what was opened.
+        found: What another manager left; None: nothing.
+    """
+
+    inbox: Inbox
+    make_setup: MakeSetup
+    heartbeat_timeout_s: float
+    patience_s: float
+    ending: ExitStack
+    found: Found | None = None
+
+
+OpenMachines = Callable[[Opening], Machines]
+"""Brings machines up, or goes on with those that were found."""
 
 
 def open_ray(directory: Path) -> OpenMachines:
-    """VMs as local Ray nodes. ``directory`` is what ``ray_environment.prepare`` returned.
+    """VMs as local Ray nodes. ``directory`` is what ``ray_environment.prepare`` or ``adopt`` returned.
 
     The result raises ClusterError when Ray does not start.
     """
 
-    def open_machines(inbox: Inbox, make_setup: MakeSetup, heartbeat_timeout_s: float, ending: ExitStack) -> Machines:
+    def open_machines(opening: Opening) -> Machines:
         from manager.engine.ray_cluster import RayCluster
         from manager.engine.worker_pool import Store, WorkerPool
 
-        cluster = RayCluster(directory)
+        found, ending = opening.found, opening.ending
+        cluster = RayCluster(directory, opening.patience_s)
         ending.callback(cluster.close)
-        cluster.start()
-        store = Store(LOOPBACK)
-        pool = WorkerPool(inbox, make_setup, heartbeat_timeout_s)
+        if found is None:
+            cluster.start()
+            store = Store(LOOPBACK)
+            attachment = Attachment(kind="ray", door=cluster.door, store_host=store.host, store_port=store.port)
+        else:
+            cluster.take_over(found.line, found.greeting)
+            attachment = found.attachment
+        pool = WorkerPool(opening.inbox, opening.make_setup, opening.heartbeat_timeout_s, cluster.check_head)
         ending.callback(pool.close)
         lifelines = Lifelines(LOOPBACK, pool.connection_closed)
         ending.callback(lifelines.close)
         lifeline = Lifeline(host=lifelines.host, port=lifelines.port, secret=lifelines.secret)
-        ending.callback(lambda: store)  # Ray ends an actor whose last handle is gone, and the store with it
-        return Machines(cluster, pool, store.host, store.port, lifeline, lambda _worker: LOOPBACK)
+        return Machines(
+            cluster,
+            pool,
+            attachment.store_host,
+            attachment.store_port,
+            lifeline,
+            lambda _worker: LOOPBACK,
+            attachment,
+            lambda set_up: pool.attach(found.vms if found else (), set_up, lifeline),
+        )
 
     return open_machines
 
 
 @dataclass(frozen=True)
 class Processes:
-    """VMs as processes of this machine, all of them on Linux.
+    """VMs as processes of this machine, all of them on Linux. With a network of their own they end with the manager.
 
     Args:
         log_path: What workers write to standard error goes there.
@@ -93,7 +140,7 @@ class Processes:
     lanes_in_network: bool = False
     host_of: Callable[[str], int] = lambda _vm: 0
 
-    def __call__(self, inbox: Inbox, make_setup: MakeSetup, heartbeat_timeout_s: float, ending: ExitStack) -> Machines:
+    def __call__(self, opening: Opening) -> Machines:
         """Bring them up; see ``OpenMachines``.
 
         Raises:
@@ -102,19 +149,46 @@ class Processes:
         from manager.engine.process_pool import ProcessPool
         from manager.engine.process_vms import ProcessVms
 
-        network = self.network
+        network, found, ending = self.network, opening.found, opening.ending
         if network is not None:
             ending.callback(network.close)
             network.open()
+        patience_s = opening.patience_s if network is None else 0.0  # namespaces are named after this process
         lanes: dict[str, Any] = {"connect": self._connect} if self.lanes_in_network else {}
-        vms = ProcessVms(self.log_path, self._namespace_of, self.remove_if_killed, **lanes)
+        vms = ProcessVms(self.log_path, self._namespace_of, self.remove_if_killed, patience_s, **lanes)
         ending.callback(vms.close)
-        vms.start()
-        store_host = LOOPBACK if network is None else network.hub_address
-        store_port = vms.start_store(store_host, None if network is None else network.hub)
-        pool = ProcessPool(inbox, make_setup, vms.lanes, lambda vm: vms.prepare_kill([vm])(), heartbeat_timeout_s)
+        if found is None:
+            vms.start()
+            store_host = LOOPBACK if network is None else network.hub_address
+            store_port = vms.start_store(store_host, None if network is None else network.hub)
+            attachment = Attachment(kind="processes", door=vms.door, store_host=store_host, store_port=store_port)
+        else:
+            attachment = found.attachment
+            vms.take_over(found.line, attachment.door, found.greeting["vms"])
+        pool = ProcessPool(
+            opening.inbox,
+            opening.make_setup,
+            vms.lanes,
+            lambda vm: vms.prepare_kill([vm])(),
+            opening.heartbeat_timeout_s,
+        )
         ending.callback(pool.close)
-        return Machines(vms, pool, store_host, store_port, None, self._address_of)
+
+        def attach(set_up: Collection[str]) -> tuple[str, ...]:
+            rejoined = vms.rejoin_all()
+            pool.attach(rejoined, set_up)
+            return tuple(rejoined)
+
+        return Machines(
+            vms,
+            pool,
+            attachment.store_host,
+            attachment.store_port,
+            None,
+            self._address_of,
+            attachment,
+            attach,
+        )
 
     def _namespace_of(self, vm: str) -> str | None:
         return None if self.network is None else self.network.namespace(self.host_of(vm))

@@ -1,107 +1,148 @@
-"""The process from which local workers are forked: ``python -m manager.engine.process_host FD [DIRECTORY]``.
+"""The process that workers are forked from: ``python -m manager.engine.process_host FD PATIENCE_S [DIRECTORY..]``.
 
 It has imported everything that a worker needs, once, and has no thread and no device of its own: a fork of it is a
-worker in milliseconds, where a fresh process would need seconds for its imports. Requests come over the socket FD, each
-as JSON with the file descriptors that the new process is to have:
+worker in milliseconds, where a fresh process would need seconds for its imports. Managers come to it as to a ``Door``.
+Requests, each with the file descriptors that a process is to have:
 
 ``{"worker": "vm0", "namespace": null}`` with the worker's order and control connections,
-``{"store": "127.0.0.1", "namespace": null}`` with one connection, on which the store tells its port.
+``{"rejoin": "vm0"}`` with new ones, for a worker whose manager was killed,
+``{"store": "127.0.0.1", "namespace": null}`` with one connection, on which the store tells its port,
+``{"settled": true}``, which is not answered.
 
-Answers: ``{"ready": true}`` once, then ``{"pid": ..}`` or ``{"error": ".."}``. At ``{"end": true}``, or when the socket
-closes, every child is killed. When it closes without that request, the manager was killed: then DIRECTORY and the
-manager's network namespaces are removed too.
+Answers: ``{"pid": ..}`` or ``{"error": ".."}``. Every manager is greeted with ``{"host": pid, "vms": {"vm0": pid}}``.
+At ``{"end": true}``, or when no manager comes any more, every child is killed; if no manager asked for that, the
+directories and the first manager's network namespaces are removed too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import shutil
 import signal
 import socket
 import sys
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from manager.engine.door import Door, hear, tell
 from manager.engine.namespaces import enter, remove_all
 from morph.runtime.emulation.unit import warm_up
 from morph.runtime.emulation.workload import EmulatedWorkload
 from morph.runtime.serving import serve
 from morph.runtime.store import StoreHost
 
-MESSAGE_BYTES = 65536
 MAX_DESCRIPTORS = 4
 PRELOADED = (EmulatedWorkload,)
 """Imported for the children's sake."""
 
 
-def _child(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Body of a forked process; does not return."""
+@dataclass
+class _Children:
+    """Forked processes, each with a socket that tells it of this one's end, and over which a worker is rejoined."""
+
+    door: Door
+    lanes: dict[int, socket.socket] = field(default_factory=dict)
+    workers: dict[str, int] = field(default_factory=dict)
+
+    def living(self) -> dict[str, int]:
+        """Workers that run. A dead one is not waited for, so that no other process can have its number."""
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return {name: pid for name, pid in self.workers.items() if os.waitid(os.P_PID, pid, flags) is None}
+
+    def fork(self, manager: socket.socket, request: dict[str, Any], descriptors: list[int]) -> int:
+        """Start a worker or the store."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            self.door.close()
+            for foreign in (manager, ours, *self.lanes.values()):  # held open here they would hide another's end
+                foreign.close()
+            _child(request, descriptors, theirs)
+        theirs.close()
+        self.lanes[pid] = ours
+        if "worker" in request:
+            self.workers[request["worker"]] = pid
+        return pid
+
+    def rejoin(self, name: str, descriptors: list[int]) -> int:
+        """Give a worker its connections to a new manager."""
+        pid = self.workers[name]
+        socket.send_fds(self.lanes[pid], [b"rejoin"], descriptors, socket.MSG_DONTWAIT)
+        return pid
+
+    def end(self) -> None:
+        """Kill all of them."""
+        for pid in self.lanes:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self.lanes:
+            os.waitpid(pid, 0)
+
+
+def _child(request: dict[str, Any], descriptors: list[int], host: socket.socket) -> None:
+    """Body of a forked process; does not return, and ends with the one that forked it."""
     try:
         enter(request["namespace"])
         connections = [Connection(descriptor) for descriptor in descriptors]
         if "worker" in request:
-            serve(*connections)
+            orders, control = connections
+            serve(orders, control, host)
         else:
             store = StoreHost(request["store"])
             connections[0].send_bytes(str(store.port()).encode())
-            with contextlib.suppress(EOFError, OSError):
-                connections[0].recv_bytes()
+            host.recv(1)
     finally:
         sys.stderr.flush()
         os._exit(0)
 
 
-def _fork(requests: socket.socket, request: dict[str, Any], descriptors: list[int]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        requests.close()
-        _child(request, descriptors)
-    return pid
-
-
-def _serve(requests: socket.socket, children: list[int]) -> bool:
-    """Fork what is asked for until the end; returns whether the manager asked for that too."""
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, MAX_DESCRIPTORS)
-        request = json.loads(message) if message else {}
-        if not message or "end" in request:
-            return "end" in request
-        try:
-            children.append(_fork(requests, request, descriptors))
-            answer: dict[str, object] = {"pid": children[-1]}
-        except OSError as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        for descriptor in descriptors:
-            os.close(descriptor)
-        requests.send(json.dumps(answer).encode())
+def _attend(manager: socket.socket, children: _Children) -> bool:
+    """Do what one manager asks for until it goes; returns whether it asked for the end."""
+    with manager, contextlib.suppress(OSError):
+        tell(manager, host=os.getpid(), vms=children.living())
+        while True:
+            request, descriptors = hear(manager, MAX_DESCRIPTORS)
+            if request is None or "end" in request:
+                return request is not None
+            if "settled" in request:
+                children.door.settle()
+                continue
+            try:
+                if "rejoin" in request:
+                    pid = children.rejoin(request["rejoin"], descriptors)
+                else:
+                    pid = children.fork(manager, request, descriptors)
+                answer: dict[str, object] = {"pid": pid}
+            except (OSError, KeyError) as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            for descriptor in descriptors:
+                os.close(descriptor)
+            tell(manager, **answer)
+    return False
 
 
 def main() -> None:
-    """Serve requests until the socket closes."""
+    """Serve managers until one asks for the end, or none comes any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    manager = os.getppid()
-    requests = socket.socket(fileno=int(sys.argv[1]))
+    first_manager = os.getppid()
+    door = Door(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
     warm_up()
-    children: list[int] = []
+    children = _Children(door)
     asked_to_end = False
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"  # noqa: PTH208
     gc.collect()
     gc.freeze()  # what was imported is shared with the children for good
     try:
-        requests.send(json.dumps({"ready": True}).encode())
-        with contextlib.suppress(OSError):
-            asked_to_end = _serve(requests, children)
+        while not asked_to_end and (manager := door.next()) is not None:
+            asked_to_end = _attend(manager, children)
     finally:
-        for pid in children:  # not waited for before, so that no other process can have the number
-            os.kill(pid, signal.SIGKILL)
-        for pid in children:
-            os.waitpid(pid, 0)
+        door.close()
+        children.end()
         if not asked_to_end:
-            remove_all(manager)
-            for directory in sys.argv[2:]:
+            remove_all(first_manager)
+            for directory in sys.argv[3:]:
                 shutil.rmtree(directory, ignore_errors=True)
 
 

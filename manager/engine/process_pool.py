@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -81,10 +81,20 @@ class ProcessPool:
         self._handles: dict[str, _Handle] = {}
 
     def start(self, worker: str, vm: str) -> None:
-        """Set up the worker of a VM; ``WorkerReady`` follows as an answer."""
-        handle = self._handles[worker] = _Handle(lanes=self._connect(vm))
-        threading.Thread(target=self._listen, args=(worker, handle), name=f"morph-{worker}", daemon=True).start()
+        """Set up the worker of a VM; ``WorkerReady`` follows as an answer. One that was attached is set up again."""
+        if worker not in self._handles:
+            self._attend(worker, self._connect(vm))
         self._send(worker, "setup", self._make_setup(worker))
+
+    def attach(self, rejoined: Mapping[str, Lanes], set_up: Collection[str]) -> None:
+        """Go on with the workers of a manager that was killed. ``set_up``: those of which heartbeats are due."""
+        for worker, lanes in rejoined.items():
+            self._attend(worker, lanes).ready = worker in set_up
+
+    def _attend(self, worker: str, lanes: Lanes) -> _Handle:
+        handle = self._handles[worker] = _Handle(lanes=lanes)
+        threading.Thread(target=self._listen, args=(worker, handle), name=f"morph-{worker}", daemon=True).start()
+        return handle
 
     def reshape(self, worker: str, order: ReshapeOrder) -> None:
         """Send a reshape order."""

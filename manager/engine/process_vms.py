@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import struct
-import subprocess
-import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from manager.engine.host_line import HostLine
 from manager.engine.process_pool import Lanes
 from morph.contract.errors import ClusterError
 
@@ -26,7 +26,6 @@ START_TIMEOUT_S = 90.0
 FORK_TIMEOUT_S = 20.0
 SEND_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 30.0
-END_TIMEOUT_S = 15.0
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -37,6 +36,7 @@ class ProcessVms:
         log_path: What workers write to standard error goes there.
         namespace_of: The network namespace of a VM's host; None: this machine's own network.
         remove_if_killed: A directory to remove should this process be killed.
+        patience_s: How long everything outlives this process, should it be killed.
         connect: Makes a connection to the worker of a VM: this process's end and the worker's.
     """
 
@@ -45,18 +45,19 @@ class ProcessVms:
         log_path: Path,
         namespace_of: Callable[[str], str | None] = lambda _vm: None,
         remove_if_killed: Path | None = None,
+        patience_s: float = 0.0,
         connect: Callable[[str], tuple[socket.socket, socket.socket]] = lambda _vm: socket.socketpair(),
     ) -> None:
         self._log_path = log_path
         self._namespace_of = namespace_of
         self._remove_if_killed = remove_if_killed
+        self._patience_s = patience_s
         self._connect = connect
-        self._host: subprocess.Popen[bytes] | None = None
-        self._requests: socket.socket | None = None
+        self._directory: Path | None = None
+        self._line: HostLine | None = None
         self._lock = threading.Lock()
         self._pids: dict[str, int] = {}
         self._lanes: dict[str, Lanes] = {}
-        self._store: Connection | None = None
 
     def start(self) -> None:
         """Start the process that is forked from: some seconds.
@@ -64,20 +65,28 @@ class ProcessVms:
         Raises:
             ClusterError: when it does not come up within ``START_TIMEOUT_S``.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = [str(theirs.fileno())] + ([str(self._remove_if_killed)] if self._remove_if_killed else [])
-        with self._log_path.open("ab") as errors, theirs:
-            self._host = subprocess.Popen(
-                [sys.executable, "-m", "manager.engine.process_host", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **_ENVIRONMENT},
-                start_new_session=True,  # Ctrl-C in the terminal is for the manager alone
-            )
-        self._requests = ours
-        self._answer("the process that workers are forked from", START_TIMEOUT_S)
+        self._directory = Path(tempfile.mkdtemp(prefix="morph-"))  # short, and nobody else may enter
+        removed = [str(path) for path in (self._directory, self._remove_if_killed) if path is not None]
+        environment = {**os.environ, **_ENVIRONMENT}
+        self._line = HostLine.start(
+            "manager.engine.process_host", self.door, self._patience_s, self._log_path, removed, environment
+        )
+        self._line.greeting(START_TIMEOUT_S)
+
+    def take_over(self, line: HostLine, door: Path, vms: dict[str, int]) -> None:
+        """Instead of ``start``: go on with the host that another manager left."""
+        self._directory, self._line, self._pids = door.parent, line, dict(vms)
+
+    @property
+    def door(self) -> Path:
+        """Where another manager finds the host."""
+        assert self._directory is not None, "the host is not started"
+        return self._directory / "door"
+
+    def settle(self) -> None:
+        """From now on another manager would find it."""
+        assert self._line is not None
+        self._line.settle()
 
     def start_store(self, host: str, namespace: str | None = None) -> int:
         """Start the rendezvous store in a process of its own; returns its port.
@@ -88,12 +97,12 @@ class ProcessVms:
         ours, theirs = _bounded(*socket.socketpair())
         with theirs:
             self._ask({"store": host, "namespace": namespace}, [theirs])
-        self._store = ours
-        try:
-            if ours.poll(STORE_TIMEOUT_S):
-                return int(ours.recv_bytes())
-        except EOFError:
-            pass
+        with ours:
+            try:
+                if ours.poll(STORE_TIMEOUT_S):
+                    return int(ours.recv_bytes())
+            except EOFError:
+                pass
         raise ClusterError(f"the rendezvous store did not start within {STORE_TIMEOUT_S:g} s; see {self._log_path}")
 
     def add_vm(self, name: str) -> None:
@@ -108,6 +117,24 @@ class ProcessVms:
             pid = self._ask(request, [their_orders, their_control])
         with self._lock:
             self._pids[name], self._lanes[name] = pid, Lanes(orders, control)
+
+    def rejoin_all(self) -> dict[str, Lanes]:
+        """New connections to every worker that another manager left; without those that do not take them."""
+        with self._lock:
+            names = list(self._pids)
+        rejoined: dict[str, Lanes] = {}
+        for name in names:
+            (orders, their_orders), (control, their_control) = (_bounded(*self._connect(name)) for _ in range(2))
+            with their_orders, their_control:
+                try:
+                    self._ask({"rejoin": name}, [their_orders, their_control])
+                except ClusterError:
+                    orders.close()
+                    control.close()
+                    self.prepare_kill([name])()
+                else:
+                    rejoined[name] = Lanes(orders, control)
+        return rejoined
 
     def lanes(self, name: str) -> Lanes:
         """The connections to a VM's worker, which the caller closes; once."""
@@ -133,49 +160,25 @@ class ProcessVms:
 
     def close(self) -> None:
         """End every process. Safe to call twice."""
-        host, self._host = self._host, None
-        if self._requests is not None:
-            with contextlib.suppress(OSError):
-                self._requests.send(json.dumps({"end": True}).encode())
-            self._requests.close()
-        if self._store is not None:
-            self._store.close()
-        if host is None:
-            return
-        try:
-            host.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            log.warning("the process that workers were forked from did not end within %g s", END_TIMEOUT_S)
+        line, self._line = self._line, None
+        if line is not None and not line.end():
             self.prepare_kill(list(self._pids))()
-            host.kill()
-            host.wait(END_TIMEOUT_S)
+            line.kill()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
         for lanes in self._lanes.values():
             lanes.orders.close()
             lanes.control.close()
 
     def _ask(self, request: dict[str, Any], ends: Sequence[socket.socket]) -> int:
-        requests = self._requests
-        if requests is None or self._host is None:
+        line = self._line
+        if line is None:
             raise ClusterError("the cluster is closed")
         try:
-            socket.send_fds(requests, [json.dumps(request).encode()], [end.fileno() for end in ends])
-        except OSError as error:
-            raise ClusterError(f"no worker can be forked: {error}; see {self._log_path}") from error
-        return int(self._answer("a worker to be forked", FORK_TIMEOUT_S)["pid"])
-
-    def _answer(self, what: str, timeout_s: float) -> dict[str, Any]:
-        assert self._requests is not None
-        self._requests.settimeout(timeout_s)
-        try:
-            message = self._requests.recv(65536)
-        except OSError as error:
-            raise ClusterError(f"waited {timeout_s:g} s for {what}; see {self._log_path}") from error
-        if not message:
-            raise ClusterError(f"the process that workers are forked from ended; see {self._log_path}")
-        answer: dict[str, Any] = json.loads(message)
-        if "error" in answer:
-            raise ClusterError(f"no worker can be forked: {answer['error']}")
-        return answer
+            line.send(request, [end.fileno() for end in ends])
+            return int(line.receive("a worker to be forked", FORK_TIMEOUT_S)["pid"])
+        except ClusterError as error:
+            raise ClusterError(f"no worker can be forked: {error}") from error
 
 
 def _bounded(ours: socket.socket, theirs: socket.socket) -> tuple[Connection, socket.socket]:

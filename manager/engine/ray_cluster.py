@@ -8,17 +8,13 @@ nor this process.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import queue
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ import psutil
 import ray
 
 from manager.engine.gone import wait_gone
+from manager.engine.host_line import HostLine
 from morph.contract.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -33,6 +30,9 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 90.0
 ADD_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 15.0
+NAMESPACE = "morph"
+LOOK_EVERY_S = 1.0
+HEAD_PROCESSES = ("gcs_server", "raylet")
 
 
 class RayCluster:
@@ -40,14 +40,22 @@ class RayCluster:
 
     Args:
         directory: What ``ray_environment.prepare`` returned; Ray's sessions lie below it.
+        patience_s: How long everything outlives this process, should it be killed.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, patience_s: float = 0.0) -> None:
         self._directory = directory
-        self._host: subprocess.Popen[str] | None = None
-        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._patience_s = patience_s
+        self._line: HostLine | None = None
+        self._head: dict[str, int] = {}
+        self._looked_s = -LOOK_EVERY_S
         self._vms: dict[str, list[int]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def door(self) -> Path:
+        """Where another manager finds the host of the nodes."""
+        return self._directory / "door"
 
     def start(self) -> None:
         """Start the head node and connect to it.
@@ -55,26 +63,60 @@ class RayCluster:
         Raises:
             ClusterError: when Ray does not come up within ``START_TIMEOUT_S``.
         """
+        self.door.unlink(missing_ok=True)
         log_path = self._directory / "vm_host.log"
-        with log_path.open("a", encoding="utf-8") as errors:
-            self._host = subprocess.Popen(
-                [sys.executable, "-m", "manager.engine.vm_host"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,  # Ctrl-C in the terminal is for the manager alone
-            )
-        threading.Thread(target=self._read, args=(self._host,), name="morph-vm-host", daemon=True).start()
+        self._line = HostLine.start("manager.engine.vm_host", self.door, self._patience_s, log_path)
         try:
-            answer = self._wait("the head node to start", START_TIMEOUT_S)
-            if "error" in answer:
-                raise ClusterError(f"Ray did not start: {answer['error']}")
-            _silence_ray()
-            ray.init(address=answer["address"], log_to_driver=False, logging_level=logging.ERROR, namespace="morph")
-        except (ClusterError, ConnectionError) as error:
+            self._connect(self._line.greeting(START_TIMEOUT_S))
+        except ClusterError as error:
             self.close()
-            raise error if isinstance(error, ClusterError) else ClusterError(f"Ray did not start: {error}") from error
+            raise ClusterError(f"Ray did not start: {error}") from error
+
+    def take_over(self, line: HostLine, greeting: Mapping[str, Any]) -> None:
+        """Instead of ``start``: connect to the nodes that another manager left.
+
+        Raises:
+            ClusterError: when that fails; everything is ended then.
+        """
+        self._line = line
+        try:
+            self._connect(greeting)
+        except ClusterError:
+            self.close()
+            raise
+        with self._lock:
+            self._vms = dict(greeting["vms"])
+
+    def settle(self) -> None:
+        """From now on another manager would find it."""
+        assert self._line is not None
+        self._line.settle()
+
+    def _connect(self, greeting: Mapping[str, Any]) -> None:
+        self._head = {name: greeting["head"][name] for name in HEAD_PROCESSES}
+        self.check_head()
+        _silence_ray()
+        try:
+            ray.init(address=greeting["address"], log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE)
+        except ConnectionError as error:
+            raise ClusterError(str(error)) from error
+
+    def check_head(self) -> None:
+        """See that the head node lives, once in ``LOOK_EVERY_S``.
+
+        Raises:
+            ClusterError: one of its processes is gone: Ray can start nothing any more, and ends its nodes soon.
+        """
+        now_s = time.monotonic()
+        if now_s < self._looked_s + LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
+        for name, pid in self._head.items():
+            if not _runs(pid):
+                raise ClusterError(
+                    f"Ray's head node is gone (its {name} died), and every VM with it; "
+                    "the same command goes on from the newest checkpoint"
+                )
 
     def add_vm(self, name: str) -> None:
         """Bring up a VM; blocks until Ray knows it, some seconds.
@@ -82,15 +124,14 @@ class RayCluster:
         Raises:
             ClusterError: when the node does not come up within ``ADD_TIMEOUT_S``.
         """
-        host = self._host
-        if host is None or host.stdin is None:
-            raise ClusterError(f"VM {name} did not come up: the cluster is closed")
-        with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: closed meanwhile; the answer says so
-            host.stdin.write(json.dumps({"add": name}) + "\n")
-            host.stdin.flush()
-        answer = self._wait(f"VM {name} to come up", ADD_TIMEOUT_S, name)
-        if "error" in answer:
-            raise ClusterError(f"VM {name} did not come up: {answer['error']}")
+        line = self._line
+        try:
+            if line is None:
+                raise ClusterError("the cluster is closed")
+            line.send({"add": name})
+            answer = line.receive(f"VM {name} to come up", ADD_TIMEOUT_S, name)
+        except ClusterError as error:
+            raise ClusterError(f"VM {name} did not come up: {error}") from error
         with self._lock:
             self._vms[name] = answer["pids"]
 
@@ -119,50 +160,25 @@ class RayCluster:
 
     def close(self) -> None:
         """End every process of the cluster and remove its files. Safe to call twice."""
-        host = self._host
-        self._host = None
+        line, self._line = self._line, None
         if ray.is_initialized():
             ray.shutdown()
-        if host is not None:
-            nodes = _tree(host.pid)
-            if host.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    host.stdin.close()
-            try:
-                host.wait(END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                log.warning("the process with the local Ray nodes did not end within %g s", END_TIMEOUT_S)
+        if line is not None:
+            nodes = _tree(line.pid)
+            if not line.end():
+                line.kill()
             for process in nodes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGKILL)
             wait_gone(nodes, END_TIMEOUT_S)
-            host.wait(END_TIMEOUT_S)
         with self._lock:
             self._vms.clear()
+        self.door.unlink(missing_ok=True)
         for session in self._directory.glob("session_*"):
             if session.is_symlink():
                 session.unlink()
             else:
                 shutil.rmtree(session, ignore_errors=True)
-
-    def _read(self, host: subprocess.Popen[str]) -> None:
-        assert host.stdout is not None
-        with host.stdout as lines:
-            for line in lines:
-                if line.startswith("{"):
-                    self._answers.put(json.loads(line))
-        self._answers.put({"error": "the process with the local Ray nodes ended"})
-
-    def _wait(self, what: str, timeout_s: float, name: str | None = None) -> dict[str, Any]:
-        """The next answer; with ``name``, passing over late ones about VMs that were given up."""
-        until_s = time.monotonic() + timeout_s
-        try:
-            while True:
-                answer = self._answers.get(timeout=max(0.0, until_s - time.monotonic()))
-                if name is None or answer.get("name", name) == name:
-                    return answer
-        except queue.Empty:
-            raise ClusterError(f"waited {timeout_s:g} s for {what}") from None
 
 
 def _silence_ray() -> None:
@@ -171,6 +187,13 @@ def _silence_ray() -> None:
 
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda data, ignore_prefix: log.debug("%s %s", data, ignore_prefix)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _tree(pid: int) -> list[psutil.Process]:

@@ -12,7 +12,6 @@ import secrets
 import shutil
 import sys
 import tempfile
-from functools import lru_cache
 from pathlib import Path
 
 from morph.contract.errors import ClusterError
@@ -33,7 +32,9 @@ _ENVIRONMENT = {
 }
 
 
-@lru_cache(maxsize=1)
+_prepared: Path | None = None
+
+
 def prepare() -> Path:
     """Make this process's Ray directory and token (readable by the user alone), set Ray's environment; once.
 
@@ -42,13 +43,41 @@ def prepare() -> Path:
     Raises:
         ClusterError: when Ray was imported before, without the token.
     """
-    if "ray" in sys.modules:
-        raise ClusterError("Ray was imported before Morph could switch its token authentication on")
+    if _prepared is not None:
+        return _prepared
+    _check_not_imported()
     directory = Path(tempfile.mkdtemp(prefix="morph-"))  # short: Ray puts sockets below it
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    token = directory / "token"
+    token = _token(directory)
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32), encoding="utf-8")
     (directory / "ray").mkdir()
-    os.environ.update(_ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(token), RAY_TMPDIR=str(directory))
-    return directory / "ray"
+    return _use(directory)
+
+
+def adopt(ray_directory: Path) -> Path:
+    """Instead of ``prepare``: use the directory and the token of a manager that was killed, and remove them at exit.
+
+    Raises:
+        ClusterError: there are none, or Ray was imported before.
+    """
+    _check_not_imported()
+    if not _token(ray_directory.parent).is_file():
+        raise ClusterError("Ray's token is gone")
+    return _use(ray_directory.parent)
+
+
+def _check_not_imported() -> None:
+    if "ray" in sys.modules:
+        raise ClusterError("Ray was imported before Morph could switch its token authentication on")
+
+
+def _token(directory: Path) -> Path:
+    return directory / "token"
+
+
+def _use(directory: Path) -> Path:
+    global _prepared
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    os.environ.update(_ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(_token(directory)), RAY_TMPDIR=str(directory))
+    _prepared = directory / "ray"
+    return _prepared

@@ -5,22 +5,24 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 from manager.controller.actions import Finish
 from manager.controller.config import ControllerConfig
 from manager.controller.events import Tick
 from manager.controller.state import ControllerState, Phase, initial_state
+from manager.engine.attachment import Found, NothingLives, forget_attachment, write_attachment
 from manager.engine.driver import Driver, Observed, Observer
 from manager.engine.inbox import Inbox
-from manager.engine.machines import Machines, OpenMachines, open_ray
+from manager.engine.machines import Machines, Opening, OpenMachines, open_ray
 from manager.engine.provisioning import Provisioning
-from manager.engine.ray_environment import prepare
+from manager.engine.ray_environment import adopt, prepare
 from manager.engine.silence import heartbeat_wait_s
 from manager.engine.spending import Spending
+from manager.engine.take_over import take_over
 from manager.engine.vm_fleet import VmFleet
 from manager.engine.vm_player import VmPlayer
 from manager.journal.journal import Journal
@@ -28,6 +30,7 @@ from manager.providers.local import LocalProvider
 from manager.run_dir import RunDir
 from morph.contract.cluster import ClusterConfig
 from morph.contract.emulation import EmulatedDevice
+from morph.contract.errors import ClusterError
 from morph.contract.messages import Fault, SlowSpell, WorkerSetup
 from morph.contract.trace import Trace
 
@@ -43,7 +46,7 @@ class RunSpec:
     ``patient_trace``: the trace's clock stands while a VM boots or its worker warms up, so that the history does
     not depend on how fast this machine starts processes.
     ``emulation``: the workers take these times instead of training the job. ``machines``: where the workers run;
-    absent: under local Ray nodes.
+    absent: under local Ray nodes. ``command``: what the user asked for; who takes over must be asked for the same.
     """
 
     job_path: str
@@ -58,10 +61,15 @@ class RunSpec:
     patient_trace: bool = False
     emulation: EmulatedDevice | None = None
     machines: OpenMachines | None = None
+    command: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_session(
-    spec: RunSpec, run_dir: RunDir, observer: Observer, attend: Callable[[VmFleet], Observer] | None = None
+    spec: RunSpec,
+    run_dir: RunDir,
+    observer: Observer,
+    attend: Callable[[VmFleet], Observer] | None = None,
+    found: Found | None = None,
 ) -> Finish:
     """Run a job to its end on local VMs; blocks. The first SIGINT or SIGTERM asks for a clean stop.
 
@@ -70,28 +78,35 @@ def run_session(
         run_dir: Opened, and held by the caller until this returns.
         observer: Called after each decision.
         attend: Makes one more observer that may ask for VMs and revoke them: for experiments.
+        found: What a manager that was killed left: it is gone on with. Its configuration counts, not the spec's.
 
     Raises:
         ClusterError: when Ray, or what else the workers run under, does not start.
+        NothingLives: what was found cannot be gone on with after all; nothing of it is left.
         KeyboardInterrupt: on a second SIGINT; everything is ended all the same.
     """
-    open_machines = spec.machines or open_ray(prepare())
     inbox = Inbox()
     ending = ExitStack()  # closes what was opened, in reverse
     try:
+        open_machines = spec.machines or open_ray(adopt(found.attachment.door.parent) if found else prepare())
         journal = ending.enter_context(Journal.open(run_dir.journal_path))
-        machines = open_machines(
-            inbox,
-            lambda worker: _setup(spec, run_dir, machines, worker),
-            spec.config.policy.heartbeat_timeout_s,
-            ending,
+        ending.callback(forget_attachment, run_dir)
+        policy = spec.config.policy
+        opening = Opening(
+            inbox=inbox,
+            make_setup=lambda worker: _setup(spec, run_dir, machines, worker),
+            heartbeat_timeout_s=policy.heartbeat_timeout_s,
+            patience_s=policy.takeover_patience_s,
+            ending=ending,
+            found=found,
         )
-        player = VmPlayer(machines.vms, spec.trace, inbox)
+        machines = _opened(open_machines, opening)
+        player = VmPlayer(machines.vms, spec.trace, inbox, found.moment if found else None)
         ending.callback(player.close)
         observers = [lambda observed: _run_clock(observed, player, patient=spec.patient_trace), observer]
         provisioning = _provisioning(spec, player.fleet, inbox, ending)
         driver = Driver(
-            initial_state(spec.config),
+            found.state if found else initial_state(spec.config),
             inbox,
             machines.pool,
             journal,
@@ -104,8 +119,13 @@ def run_session(
             observers.append(_StopWithTrace(player))
         if attend is not None:
             observers.append(attend(player.fleet))
-        journal.append_config(time.time(), spec.config)
         with _stop_on_signal(driver):
+            if found is None:
+                journal.append_config(time.time(), spec.config)
+                write_attachment(run_dir, machines.attachment.model_copy(update={"command": dict(spec.command)}))
+            else:
+                take_over(found, machines, player, driver)
+            machines.vms.settle()
             player.start()
             if provisioning is not None:
                 inbox.put(Tick())  # without an event nobody asks for the first VMs
@@ -124,6 +144,15 @@ def _provisioning(spec: RunSpec, fleet: VmFleet, inbox: Inbox, ending: ExitStack
     provisioning = Provisioning(provider, inbox, Spending(vms.limits))
     ending.callback(provisioning.close)
     return provisioning
+
+
+def _opened(open_machines: OpenMachines, opening: Opening) -> Machines:
+    try:
+        return open_machines(opening)
+    except ClusterError as error:
+        if opening.found is None:
+            raise
+        raise NothingLives(str(error)) from error
 
 
 def _run_clock(observed: Observed, player: VmPlayer, *, patient: bool) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from manager.controller.events import NodeAppeared
 from manager.engine.inbox import Inbox
-from manager.journal.records import VM_KILLED, Fact
+from manager.journal.records import VM_KILLED, VM_UP, Fact
 from morph.contract.errors import ClusterError
+from morph.contract.trace import TraceEvent
 
 
 class VmHost(Protocol):
@@ -40,11 +41,35 @@ class VmFleet:
         self._lock = threading.Lock()
         threading.Thread(target=self._boot_loop, name="morph-vm-boot", daemon=True).start()
 
+    def adopt(self, played: Iterable[TraceEvent], up: Collection[str], appeared: Collection[str]) -> None:
+        """Go on after another manager, which asked for and revoked these.
+
+        Args:
+            played: In order.
+            up: VMs that are up now. One that was revoked already is killed.
+            appeared: VMs of which the controller was told. One of the others that is up is told of now; one that is
+                not is asked for again.
+        """
+        with self._lock:
+            for event in played:
+                if event.event == "add":
+                    self._want(event.node_id)
+                else:
+                    self._wanted.pop(event.node_id, None)
+            wanted = set(self._wanted.values())
+            self._up |= wanted & set(up)
+            self._failed |= wanted & set(appeared) - set(up)  # it died: nobody waits for it to boot
+        self._host.prepare_kill(sorted(set(up) - wanted))()
+        for vm in sorted(wanted - set(appeared)):
+            if vm in up:
+                self._appear(vm)
+            else:
+                self._boots.put(vm)
+
     def request(self, node: str, zone: str = "unknown") -> str:
         """Ask for a VM; ``NodeAppeared`` follows when it is up. Returns its id."""
         with self._lock:
-            count = self._seen[node] = self._seen.get(node, 0) + 1
-            vm = self._wanted[node] = node if count == 1 else f"{node}.{count}"
+            vm = self._want(node)
         self._inbox.put(Fact(name="vm_requested", worker=vm, detail=zone))
         self._boots.put(vm)
         return vm
@@ -83,6 +108,15 @@ class VmFleet:
             self._wanted.clear()
         self._boots.put(None)
 
+    def _want(self, node: str) -> str:
+        count = self._seen[node] = self._seen.get(node, 0) + 1
+        vm = self._wanted[node] = node if count == 1 else f"{node}.{count}"
+        return vm
+
+    def _appear(self, vm: str) -> None:
+        self._inbox.put(NodeAppeared(node=vm))
+        self._inbox.put(Fact(name=VM_UP, worker=vm))
+
     def _boot_loop(self) -> None:
         while (vm := self._boots.get()) is not None:
             if not self._is_wanted(vm):
@@ -100,7 +134,7 @@ class VmFleet:
                 if wanted:
                     self._up.add(vm)
             if wanted:
-                self._inbox.put(NodeAppeared(node=vm))
+                self._appear(vm)
             else:
                 self._host.prepare_kill([vm])()  # revoked while it booted
 

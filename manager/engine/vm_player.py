@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
 from itertools import groupby
 
 from manager.controller.events import Tick
 from manager.engine.inbox import Inbox
 from manager.engine.vm_fleet import VmFleet, VmHost
+from manager.journal.records import TRACE_PLAYED, Fact, TraceMoment
 from morph.contract.trace import Trace, TraceEvent
 
 CLOSE_TIMEOUT_S = 5.0
@@ -19,14 +21,18 @@ class VmPlayer:
     """Plays a trace on a host of VMs, from a thread of its own.
 
     The trace's clock stands at its first moment until ``start_clock``: what comes at time 0 is booted first.
-    ``stop_clock`` lets it stand again. Revocations of the same moment happen together.
+    ``stop_clock`` lets it stand again. Revocations of the same moment happen together. How far it came is noted as a
+    fact, so that another manager can go on from there (``begun``).
     """
 
-    def __init__(self, host: VmHost, trace: Trace, inbox: Inbox) -> None:
+    def __init__(self, host: VmHost, trace: Trace, inbox: Inbox, begun: TraceMoment | None = None) -> None:
         self.fleet = VmFleet(host, inbox)
-        self._events = trace.events
+        begun = begun or TraceMoment()
+        self._played = trace.events[: begun.num_played]
+        self._events = trace.events[begun.num_played :]
         self._clock_runs = threading.Event()
-        self._clock_s = 0.0
+        self._clock_s = begun.clock_s
+        self._num_played = begun.num_played
         self._over = threading.Event()
         self._finished = threading.Event()
         self._inbox = inbox
@@ -36,13 +42,21 @@ class VmPlayer:
         """Begin to boot the VMs of time 0."""
         self._thread.start()
 
+    def resume(self, up: Collection[str], appeared: Collection[str]) -> None:
+        """Before ``start``, and after another manager: take over the VMs of what it played; see ``VmFleet.adopt``."""
+        self.fleet.adopt(self._played, up, appeared)
+
     def start_clock(self) -> None:
         """Let the trace's time run. Calling it again changes nothing."""
-        self._clock_runs.set()
+        if not self._clock_runs.is_set():
+            self._clock_runs.set()
+            self._note()
 
     def stop_clock(self) -> None:
         """Let the trace's time stand, to within ``STEP_S``, until the next ``start_clock``."""
-        self._clock_runs.clear()
+        if self._clock_runs.is_set():
+            self._clock_runs.clear()
+            self._note()
 
     @property
     def finished(self) -> bool:
@@ -69,7 +83,14 @@ class VmPlayer:
             self._wait_until(time_s)
             if self._over.is_set():
                 return
-            self._play_together(list(events))
+            together = list(events)
+            self._num_played += len(together)
+            self._note()  # first, so that another manager does what this one could not do any more
+            self._play_together(together)
+
+    def _note(self) -> None:
+        moment = TraceMoment(num_played=self._num_played, clock_s=self._clock_s, runs=self._clock_runs.is_set())
+        self._inbox.put(Fact(name=TRACE_PLAYED, detail=moment.model_dump_json()))
 
     def _wait_until(self, time_s: float) -> None:
         while self._clock_s < time_s and not self._over.is_set():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from morph.contract.messages import (
     AheadOrder,
     CommitOrder,
     Heartbeat,
+    Lifeline,
     Probed,
     ProbeOrder,
     ReshapeOrder,
@@ -35,7 +36,9 @@ from morph.runtime.store import StoreHost
 from morph.runtime.worker import Worker
 
 CONTROL_LANE = "control"
+STORE_NAME = "morph-store"
 STORE_TIMEOUT_S = 60.0
+ATTACH_TIMEOUT_S = 15.0
 
 
 @dataclass(kw_only=True)
@@ -48,13 +51,23 @@ class _Handle(Signs):
 
 
 class WorkerPool:
-    """Starts, orders, watches and ends workers. Events go to ``inbox``; callbacks run in Ray's threads."""
+    """Starts, orders, watches and ends workers. Events go to ``inbox``; callbacks run in Ray's threads.
 
-    def __init__(self, inbox: Inbox, make_setup: Callable[[str], WorkerSetup], heartbeat_timeout_s: float) -> None:
+    ``check_cluster`` is called while workers are watched, and raises what ends the run.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        make_setup: Callable[[str], WorkerSetup],
+        heartbeat_timeout_s: float,
+        check_cluster: Callable[[], None] = lambda: None,
+    ) -> None:
         self._inbox = inbox
         self._make_setup = make_setup
         self._silence = Silence(heartbeat_timeout_s)
         self._wait_s = heartbeat_wait_s(heartbeat_timeout_s)
+        self._check_cluster = check_cluster
         self._handles: dict[str, _Handle] = {}
         self._ray_lock = threading.RLock()
         self._closed = False
@@ -62,12 +75,49 @@ class WorkerPool:
         self._actor_class = remote(concurrency_groups={CONTROL_LANE: 2})(Worker)
 
     def start(self, worker: str, vm: str) -> None:
-        """Start a worker on its VM and set it up; ``WorkerReady`` follows as an answer."""
-        actor = self._actor_class.options(
-            num_cpus=1, resources={VM_RESOURCE + vm: 1}, max_restarts=0, max_task_retries=0
-        ).remote()
-        self._handles[worker] = _Handle(actor=actor)
-        self._answer(worker, actor.setup.remote(self._make_setup(worker)))
+        """Start a worker on its VM and set it up; ``WorkerReady`` follows as an answer.
+
+        It is detached and named, so that it outlives this process and another manager finds it. One that was attached
+        is set up again.
+        """
+        if worker not in self._handles:
+            actor = self._actor_class.options(
+                name=worker,
+                lifetime="detached",
+                num_cpus=1,
+                resources={VM_RESOURCE + vm: 1},
+                max_restarts=0,
+                max_task_retries=0,
+            ).remote()
+            self._handles[worker] = _Handle(actor=actor)
+        self._send(worker, "setup", self._make_setup(worker))
+
+    def attach(self, workers: Sequence[str], set_up: Collection[str], lifeline: Lifeline) -> tuple[str, ...]:
+        """Go on with workers of a manager that was killed; returns those that answer within ``ATTACH_TIMEOUT_S``.
+
+        The rest is killed. ``set_up``: those whose heartbeats begin now.
+        """
+        calls: dict[str, Any] = {}
+        for worker in workers:
+            try:
+                actor = ray.get_actor(worker)
+            except ValueError:  # it was not started, or is gone
+                continue
+            self._handles[worker] = _Handle(actor=actor)
+            calls[worker] = actor.follow.options(concurrency_group=CONTROL_LANE).remote(lifeline)
+        if calls:
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=ATTACH_TIMEOUT_S)
+        for worker, call in calls.items():
+            handle = self._handles[worker]
+            try:
+                ray.get(call, timeout=0)
+            except Exception:  # RayError: silent or gone; any other: it does not reach this manager
+                self.end(worker)
+            else:
+                handle.ready = worker in set_up
+                if handle.ready:
+                    self._beat(worker, handle)
+        return tuple(worker for worker in calls if not self._handles[worker].gone)
 
     def reshape(self, worker: str, order: ReshapeOrder) -> None:
         """Send a reshape order."""
@@ -118,6 +168,7 @@ class WorkerPool:
 
     def watch(self) -> None:
         """Report workers whose heartbeat is overdue, and end them: one that wakes must not go on."""
+        self._check_cluster()
         for worker, silent_s in self._silence.overdue(self._handles):
             self._lose(worker, self._handles[worker], f"silent for {silent_s:.1f} s")
             ray.kill(self._handles[worker].actor, no_restart=True)
@@ -197,13 +248,16 @@ def _cause(error: BaseException) -> str:
 class Store:
     """The rendezvous store's process on the head node.
 
+    Detached and named, as the workers are.
+
     Raises:
         ClusterError: when it does not come up within ``STORE_TIMEOUT_S``.
     """
 
     def __init__(self, host: str) -> None:
         remote: Any = ray.remote
-        self._actor: Any = remote(StoreHost).options(num_cpus=0, resources={HEAD_RESOURCE: 0.01}).remote(host)
+        options = {"name": STORE_NAME, "lifetime": "detached", "num_cpus": 0, "resources": {HEAD_RESOURCE: 0.01}}
+        self._actor: Any = remote(StoreHost).options(**options).remote(host)
         self.host = host
         try:
             port: Any = ray.get(self._actor.port.remote(), timeout=STORE_TIMEOUT_S)

@@ -6,7 +6,7 @@ import sqlite3
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from manager.controller.config import ControllerConfig
 from manager.controller.events import Event
@@ -25,6 +25,15 @@ CREATE TABLE IF NOT EXISTS entries (
     payload_json TEXT NOT NULL
 )
 """
+_TABLES = (
+    _SCHEMA,
+    "CREATE INDEX IF NOT EXISTS configs ON entries (sequence) WHERE kind = 'config'",
+    "CREATE INDEX IF NOT EXISTS facts ON entries (sequence) WHERE kind = 'fact'",
+    "CREATE TABLE IF NOT EXISTS snapshots (sequence INTEGER PRIMARY KEY, state_json TEXT NOT NULL)",
+)
+SNAPSHOT_EVERY = 1000
+"""Decisions from one snapshot of the state to the next."""
+_COLUMNS = "SELECT sequence, time_s, kind, payload_json FROM entries"
 _INSERT = "INSERT INTO entries (time_s, kind, payload_json) VALUES (?, ?, ?)"
 
 
@@ -32,11 +41,13 @@ class Journal:
     """An open journal. Threads may share it. One process writes; others may read meanwhile.
 
     A line is safe from a crash of the process when the call returns; from a loss of power, up to the last
-    checkpoint of the write-ahead log. Waits for another writer are bounded by ``BUSY_S``.
+    checkpoint of the write-ahead log. Waits for another writer are bounded by ``BUSY_S``. Beside the lines it keeps the
+    state after one of the last decisions, so that a new manager replays few of them, however long the run is.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection, self._path = connection, path
+        self._num_unsaved = SNAPSHOT_EVERY  # since the last snapshot: this process's first decision makes one
         self._lock = threading.Lock()
 
     @classmethod
@@ -55,11 +66,12 @@ class Journal:
             raise RunDirError(f"the journal cannot be opened: {error}", source=str(path)) from error
         try:
             if read_only:
-                connection.execute("SELECT sequence, time_s, kind, payload_json FROM entries LIMIT 1")
+                connection.execute(f"{_COLUMNS} LIMIT 1")
             else:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = NORMAL")
-                connection.execute(_SCHEMA)
+                for table in _TABLES:
+                    connection.execute(table)
         except sqlite3.Error as error:
             connection.close()
             raise RunDirError(f"is not a journal, or is in use: {error}", source=str(path)) from error
@@ -84,7 +96,14 @@ class Journal:
     def append_decision(self, time_s: float, event: Event, decision: Decision) -> None:
         """Append an event and what was decided, both or neither; to be called before the actions are carried out."""
         record = DecisionRecord.of(decision)
-        self._write([(time_s, "event", event.model_dump_json()), (time_s, "decision", record.model_dump_json())])
+        self._num_unsaved += 1
+        state_json = None
+        if self._num_unsaved >= SNAPSHOT_EVERY:
+            self._num_unsaved = 0
+            state_json = decision.state.model_dump_json(exclude={"config"})
+        rows: list[tuple[float, EntryKind, str]]
+        rows = [(time_s, "event", event.model_dump_json()), (time_s, "decision", record.model_dump_json())]
+        self._write(rows, state_json)
 
     def read(self, after: int = 0) -> tuple[Entry, ...]:
         """Return every line behind this sequence number, in the order written.
@@ -92,18 +111,39 @@ class Journal:
         Raises:
             RunDirError: the file cannot be read.
         """
-        try:
-            with self._lock:
-                rows = self._connection.execute(
-                    "SELECT sequence, time_s, kind, payload_json FROM entries WHERE sequence > ? ORDER BY sequence",
-                    (after,),
-                ).fetchall()
-        except sqlite3.Error as error:
-            raise RunDirError(f"the journal cannot be read: {error}", source=str(self._path)) from error
+        return self._entries(f"{_COLUMNS} WHERE sequence > ? ORDER BY sequence", after)
+
+    def last_config(self) -> Entry | None:
+        """The line with which the last session began."""
+        found = self._entries(f"{_COLUMNS} WHERE kind = 'config' ORDER BY sequence DESC LIMIT 1")
+        return found[0] if found else None
+
+    def facts(self, after: int) -> tuple[Entry, ...]:
+        """The facts behind a line."""
+        return self._entries(f"{_COLUMNS} WHERE kind = 'fact' AND sequence > ? ORDER BY sequence", after)
+
+    def last_line(self) -> Entry | None:
+        """The newest line."""
+        found = self._entries(f"{_COLUMNS} ORDER BY sequence DESC LIMIT 1")
+        return found[0] if found else None
+
+    def snapshot(self) -> tuple[int, str] | None:
+        """The newest snapshot of the state, without its configuration: behind which line, and as JSON."""
+        rows = self._select("SELECT sequence, state_json FROM snapshots ORDER BY sequence DESC LIMIT 1")
+        return (int(rows[0][0]), str(rows[0][1])) if rows else None
+
+    def _entries(self, query: str, *values: int) -> tuple[Entry, ...]:
         return tuple(
             Entry(sequence=sequence, time_s=time_s, kind=kind, payload_json=payload)
-            for sequence, time_s, kind, payload in rows
+            for sequence, time_s, kind, payload in self._select(query, *values)
         )
+
+    def _select(self, query: str, *values: int) -> list[Any]:
+        try:
+            with self._lock:
+                return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise RunDirError(f"the journal cannot be read: {error}", source=str(self._path)) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -118,12 +158,17 @@ class Journal:
     ) -> None:
         self.close()
 
-    def _write(self, rows: list[tuple[float, EntryKind, str]]) -> None:
+    def _write(self, rows: list[tuple[float, EntryKind, str]], state_json: str | None = None) -> None:
         with self._lock:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 try:
                     self._connection.executemany(_INSERT, rows)
+                    if state_json is not None:
+                        self._connection.execute("DELETE FROM snapshots")
+                        self._connection.execute(
+                            "INSERT INTO snapshots SELECT MAX(sequence), ? FROM entries", (state_json,)
+                        )
                 except BaseException:
                     self._connection.execute("ROLLBACK")
                     raise

@@ -14,6 +14,8 @@ from morph.contract.messages import ReshapeOrder, WorkerId
 
 EntryKind = Literal["config", "event", "decision", "fact"]
 VM_KILLED = "vm_killed"
+VM_UP = "vm_up"
+TRACE_PLAYED = "trace_played"
 
 
 class Entry(Value):
@@ -31,6 +33,17 @@ class Fact(Value):
     name: str
     worker: WorkerId | None = None
     detail: str = ""
+
+
+class TraceMoment(Value):
+    """How far a trace was played: the detail of a fact ``TRACE_PLAYED``.
+
+    ``num_played``: events. ``clock_s``: the trace's time then; since then it went on if ``runs``.
+    """
+
+    num_played: int = 0
+    clock_s: float = 0.0
+    runs: bool = False
 
 
 class DecisionRecord(Value):

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
+
+from pydantic import ValidationError
+
 from manager.controller.config import ControllerConfig
 from manager.controller.decide import decide
 from manager.controller.events import EVENT
 from manager.controller.state import ControllerState, initial_state
 from manager.journal.journal import Journal
-from manager.journal.records import DecisionRecord, Entry
+from manager.journal.records import TRACE_PLAYED, VM_UP, DecisionRecord, Entry, Fact, TraceMoment
 from morph.contract.errors import RunDirError
 
 
 def replay(journal: Journal) -> ControllerState:
-    """Run ``decide`` again over the events since the last configuration, and return the state.
+    """Run ``decide`` again over the events since the last snapshot or configuration, and return the state.
 
     Raises:
         RunDirError: the journal holds no configuration, or what was decided then is not what is decided now: it was
             written by another version of the controller. The run can be resumed from its newest checkpoint.
     """
-    state: ControllerState | None = None
-    for entry in journal.read():
+    state, after = _snapshot(journal)
+    for entry in journal.read(after):
         if entry.kind == "config":
             state = initial_state(ControllerConfig.model_validate_json(entry.payload_json))
         elif entry.kind == "event":
@@ -31,6 +35,47 @@ def replay(journal: Journal) -> ControllerState:
     if state is None:
         raise RunDirError("the journal holds no configuration")
     return state
+
+
+def trace_moment(journal: Journal) -> TraceMoment:
+    """How far the trace of the last session was played when its manager wrote its last line."""
+    noted_s, moment = 0.0, TraceMoment()
+    for time_s, fact in _facts(journal):
+        if fact.name == TRACE_PLAYED:
+            noted_s, moment = time_s, TraceMoment.model_validate_json(fact.detail)
+    last = journal.last_line()
+    if not moment.runs or last is None:
+        return moment
+    return moment.model_copy(update={"clock_s": moment.clock_s + max(0.0, last.time_s - noted_s)})
+
+
+def nodes_up(journal: Journal) -> frozenset[str]:
+    """The VMs that came up in the last session, those that are gone again too."""
+    return frozenset(fact.worker for _, fact in _facts(journal) if fact.name == VM_UP and fact.worker is not None)
+
+
+def _facts(journal: Journal) -> list[tuple[float, Fact]]:
+    config = journal.last_config()
+    entries = journal.facts(config.sequence) if config else ()
+    return [(entry.time_s, Fact.model_validate_json(entry.payload_json)) for entry in entries]
+
+
+def _snapshot(journal: Journal) -> tuple[ControllerState | None, int]:
+    """Where to begin: a state, and the line behind which it was."""
+    config, snapshot = journal.last_config(), journal.snapshot()
+    if config is None:
+        return None, 0
+    if snapshot is None or snapshot[0] < config.sequence:
+        return None, config.sequence - 1
+    sequence, state_json = snapshot
+    state = json.loads(state_json) | {"config": json.loads(config.payload_json)}
+    try:
+        return ControllerState.model_validate_json(json.dumps(state)), sequence
+    except ValidationError as error:
+        raise RunDirError(
+            f"the journal's snapshot behind line {sequence} was written by another version of the controller; "
+            "resume from the newest checkpoint instead"
+        ) from error
 
 
 def _check_same(state: ControllerState, entry: Entry) -> None:

@@ -131,6 +131,7 @@ def controller_config_of(planned: Planned) -> ControllerConfig:
             checkpoint_every_steps=NEVER_STEPS,
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             order_timeout_s=ORDER_TIMEOUT_S,
+            takeover_patience_s=0,  # nobody goes on with a rehearsal
         ),
         expected_nodes=planned.plan.num_workers,
         section_compute_s=section_compute_s(planned.profile, planned.plan.micro_batch_size),

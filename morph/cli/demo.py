@@ -12,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from manager.report.values import RunReport
     from morph.contract.checkpoint import Manifest
+    from morph.contract.cluster import ClusterConfig
     from morph.contract.plan import Plan
     from morph.contract.profile import Profile
     from morph.contract.trace import Trace
@@ -60,7 +61,7 @@ def demo_command(
     from morph.contract.trace import write_trace
     from simulator import generate_trace
 
-    known_cluster = load_cluster(cluster)
+    known_cluster = _ending_at_once(load_cluster(cluster))
     memory_bytes = device_memory_bytes(known_cluster.vms)
     _clear(out)
     started_s = time.time()
@@ -115,6 +116,11 @@ def demo_command(
     print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")
     print(f"whole demo: {time.time() - started_s:.0f} s")
     raise typer.Exit(0 if ok else 1)
+
+
+def _ending_at_once(cluster: ClusterConfig) -> ClusterConfig:
+    """The same cluster, which ends with a demo that is killed: nobody goes on with one."""
+    return cluster.model_copy(update={"policy": cluster.policy.model_copy(update={"takeover_patience_s": 0.0})})
 
 
 def _plans(profile: Profile, trace: Trace, memory_bytes: int) -> dict[int, Plan]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,13 +21,20 @@ from morph.cli.report import OnDemandOption, PriceOption, prices_of
 
 if TYPE_CHECKING:
     from manager.controller.actions import Finish
+    from manager.controller.config import ControllerConfig
+    from manager.engine.driver import Observer
+    from manager.engine.session import RunSpec
     from manager.report.prices import Prices
     from manager.report.values import RunReport
+    from manager.run_dir import RunDir
+    from morph.contract.base import Value
     from morph.contract.cluster import ClusterConfig
     from morph.contract.messages import Fault
     from morph.contract.plan import Schedule
     from morph.contract.profile import Profile
     from morph.contract.trace import Trace
+
+    View = Callable[[], AbstractContextManager[Observer]]
 
 
 class LogFormat(StrEnum):
@@ -68,7 +78,8 @@ def run_command(
 ) -> None:
     """Train a job on VMs that come and go, re-shaping it as they do.
 
-    A first Ctrl-C stops at the next step and saves; the same command then goes on from there.
+    A first Ctrl-C stops at the next step and saves; the same command then goes on from there. It also takes over from a
+    run whose process was killed, while its VMs live (takeover_patience_s in the cluster file).
 
     \b
     Example:
@@ -186,28 +197,71 @@ def managed_run(
         batch_size=profile.job.batch_size,
         num_sections=profile.num_sections,
     )
-    with RunDir(run_dir, facts) as opened:
-        checkpoint = newest_checkpoint(opened.checkpoint_url)
-        _check_steps(steps, checkpoint.version if checkpoint else 0, run_dir)
-        config = configure(checkpoint)
-        spec = RunSpec(
-            job_path=str(_absolute(job_path)),
-            config=config,
-            cluster=cluster,
-            trace=events,
-            num_sections=profile.num_sections,
-            micro_batch_size=facts.micro_batch_size,
-            faults=faults,
-            stop_with_trace=stop_with_trace,
-            patient_trace=stop_with_trace,
-        )
+    spec = RunSpec(
+        job_path=str(_absolute(job_path)),
+        config=draft,
+        cluster=cluster,
+        trace=events,
+        num_sections=profile.num_sections,
+        micro_batch_size=facts.micro_batch_size,
+        faults=faults,
+        stop_with_trace=stop_with_trace,
+        patient_trace=stop_with_trace,
+        command=_asked_for(job_path, draft, cluster, events),
+    )
+
+    @contextmanager
+    def view() -> Iterator[Observer]:
         live = LiveRun(profile.job.name, None if stop_with_trace else steps, profile.job.batch_size, prices)
-        with (
-            serving(live, opened.path) if page else nullcontext(),
-            run_view(live, plain=plain, as_json=as_json) as observer,
-        ):
-            finish = run_session(spec, opened, observer)
+        page_of = serving(live, opened.path) if page else nullcontext()
+        with page_of, run_view(live, plain=plain, as_json=as_json) as observer:
+            yield observer
+
+    with RunDir(run_dir, facts) as opened:
+        finish = _gone_on_with(spec, opened, view)
+        if finish is None:
+            checkpoint = newest_checkpoint(opened.checkpoint_url)
+            _check_steps(steps, checkpoint.version if checkpoint else 0, run_dir)
+            with view() as observer:
+                finish = run_session(replace(spec, config=configure(checkpoint)), opened, observer)
         return finish, read_report(opened.path)
+
+
+def _gone_on_with(spec: RunSpec, run_dir: RunDir, view: View) -> Finish | None:
+    """Take over a run whose manager was killed; None: there is none that lives, which is said if there was one."""
+    from manager.engine.attachment import NothingLives, find_living
+    from manager.engine.session import run_session
+
+    try:
+        found = find_living(run_dir, dict(spec.command))
+        if found is None:
+            return None
+        print(
+            f"{len(found.vms)} VMs of this run live: going on with them at version {found.state.version}",
+            file=sys.stderr,
+        )
+        with view() as observer:
+            return run_session(replace(spec, config=found.state.config), run_dir, observer, found=found)
+    except NothingLives as error:
+        print(f"this run cannot be taken over: {error}; going on from its newest checkpoint", file=sys.stderr)
+        return None
+
+
+def _asked_for(job_path: str, config: ControllerConfig, cluster: ClusterConfig, trace: Trace) -> dict[str, str]:
+    """What a run is started with, by the user's names: a manager that takes over must be asked for the same."""
+
+    def digest(value: Value) -> str:
+        return sha256(value.model_dump_json().encode()).hexdigest()[:16]
+
+    return {
+        "JOB": str(_absolute(job_path)),
+        "--steps": str(config.num_steps),
+        "--cluster": digest(cluster),
+        "--trace": digest(trace),
+        "--schedule": next(iter(config.plans.values())).schedule,
+        "--timeline-step": str(config.timeline_step),
+        "the plans": digest(config),
+    }
 
 
 def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:

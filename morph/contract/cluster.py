@@ -52,6 +52,10 @@ class Policy(Value):
     min_join_gain: Annotated[float, Field(ge=0)] = Field(
         default=0.02, description="a newcomer is taken in when the better shape is faster by this share"
     )
+    takeover_patience_s: Annotated[float, Field(ge=0)] = Field(
+        default=60.0,
+        description="how long VMs and workers outlive a manager that is killed, for the next one; 0: not at all",
+    )
     rules: Rules = Rules()
 
 

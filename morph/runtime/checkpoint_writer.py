@@ -1,4 +1,8 @@
-"""Writes units of a checkpoint in the background, so that training waits only for the copy in memory."""
+"""Writes units of a checkpoint in the background, so that training waits only for the copy in memory.
+
+What was written of the newest versions is remembered: a manager that takes over is told of it again, and a unit that is
+asked for again is not written twice.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from torch import Tensor
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.messages import Heartbeat, UnitWritten
 from morph.runtime.faults import FaultPlan
+
+KEPT_VERSIONS = 2
 
 
 class CheckpointWriter:
@@ -25,10 +31,14 @@ class CheckpointWriter:
         self._written: list[UnitWritten] = []
         self._error: str | None = None
         self._woken = False
+        self._waiting: set[tuple[int, str]] = set()
+        self._recent: dict[tuple[int, str], UnitWritten] = {}
         threading.Thread(target=self._run, name="morph-checkpoint", daemon=True).start()
 
     def hand_over(self, version: int, unit: str, tensors: Mapping[str, Tensor]) -> None:
         """Queue one unit's copy for writing."""
+        with self._condition:
+            self._waiting.add((version, unit))
         self._queue.put((version, unit, tensors))
 
     def wake(self) -> None:
@@ -36,6 +46,17 @@ class CheckpointWriter:
         with self._condition:
             self._woken = True
             self._condition.notify_all()
+
+    def has(self, version: int, unit: str) -> bool:
+        """Whether a unit was handed over and not given up: then it is, or will be, told of, once more if need be."""
+        with self._condition:
+            self._tell_again([entry for key, entry in self._recent.items() if key == (version, unit)])
+            return (version, unit) in self._waiting or (version, unit) in self._recent
+
+    def tell_again(self) -> None:
+        """Report what was written of the newest versions once more: whoever was told may be gone."""
+        with self._condition:
+            self._tell_again(list(self._recent.values()))
 
     def collect(self, wait_s: float) -> Heartbeat:
         """What was written since the last call; blocks up to ``wait_s`` for something to report."""
@@ -55,9 +76,20 @@ class CheckpointWriter:
                 written = write_unit(self._url, version, unit, self._worker, tensors)
             except Exception as error:  # reported to the manager, which keeps the previous checkpoint
                 with self._condition:
+                    self._waiting.discard((version, unit))
                     self._error = f"unit {unit}, version {version}: {type(error).__name__}: {error}"
                     self._condition.notify_all()
                 continue
             with self._condition:
-                self._written.append(written)
-                self._condition.notify_all()
+                self._waiting.discard((version, unit))
+                self._remember(written)
+                self._tell_again([written])
+
+    def _remember(self, written: UnitWritten) -> None:
+        self._recent[written.version, written.unit] = written
+        oldest = sorted({version for version, _ in self._recent})[-KEPT_VERSIONS:][0]
+        self._recent = {key: entry for key, entry in self._recent.items() if key[0] >= oldest}
+
+    def _tell_again(self, entries: list[UnitWritten]) -> None:
+        self._written += [entry for entry in entries if entry not in self._written]
+        self._condition.notify_all()

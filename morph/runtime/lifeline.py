@@ -1,4 +1,7 @@
-"""The worker's end of the connection whose closing tells the manager that this process is gone."""
+"""The worker's end of the connection whose closing tells the manager that this process is gone.
+
+The manager's going means nothing to the worker: another may come, with a lifeline of its own.
+"""
 
 from __future__ import annotations
 

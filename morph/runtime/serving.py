@@ -2,15 +2,20 @@
 
 An order is ``setup``, ``reshape``, ``step``, ``commit`` or ``probe``, a line break and the order as JSON; its answer
 comes back as JSON. On the control connection the manager sends generations to abort, probes to leave
-and, as JSON, what to send ahead, and gets heartbeats. When the manager goes, which closes both, the process ends.
+and, as JSON, what to send ahead, and gets heartbeats.
+
+The worker outlives its manager: when both connections close it finishes its order and holds, until connections to
+another manager arrive over a third one, from the process that forked it. When that one closes, the process ends.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,6 +32,8 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.runtime.worker import Worker
+
+NUM_LANES = 2
 
 ORDERS: dict[str, type[Value]] = {
     "setup": WorkerSetup,
@@ -48,19 +55,77 @@ def unpack(message: bytes) -> tuple[str, Value]:
     return name.decode(), ORDERS[name.decode()].model_validate_json(payload)
 
 
-def serve(orders: Connection, control: Connection) -> None:
-    """Serve until the manager goes; then the process ends."""
-    worker = Worker()
-    _in_background("morph-control", lambda: _obey(worker, control))
-    with suppress(EOFError, OSError):
+@dataclass(frozen=True)
+class _Lanes:
+    """The worker's ends of its connections to one manager."""
+
+    number: int
+    orders: Connection
+    control: Connection
+
+
+class _Manager:
+    """Whichever manager there is. Blocks, without a bound, while there is none: whoever forked this process has one."""
+
+    def __init__(self, orders: Connection, control: Connection) -> None:
+        self._changed = threading.Condition()
+        self._lanes = _Lanes(0, orders, control)
+        self._broken = -1
+
+    def join(self, orders: Connection, control: Connection) -> None:
+        """Another manager is there."""
+        with self._changed:
+            self._lanes = _Lanes(self._lanes.number + 1, orders, control)
+            self._changed.notify_all()
+
+    def lanes(self) -> _Lanes:
+        """The connections to the present manager; waits for one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lanes.number > self._broken)
+            return self._lanes
+
+    def lose(self, lanes: _Lanes) -> None:
+        """A connection of these failed."""
+        with self._changed:
+            self._broken = max(self._broken, lanes.number)
+
+    def receive(self, lane: str) -> bytes:
+        """The next message of a lane."""
         while True:
-            name, order = unpack(orders.recv_bytes())
-            carry_out: Callable[[Any], Value] = getattr(worker, name)
-            answer = carry_out(order)
-            orders.send_bytes(answer.model_dump_json().encode())
-            if isinstance(order, WorkerSetup) and isinstance(answer, WorkerReady):
-                _in_background("morph-heartbeat", partial(_beat, worker, control, order.heartbeat_wait_s))
-    os._exit(0)
+            lanes = self.lanes()
+            try:
+                message: bytes = getattr(lanes, lane).recv_bytes()
+            except (EOFError, OSError):
+                self.lose(lanes)
+                continue
+            return message
+
+    def send(self, lane: str, message: bytes) -> bool:
+        """Send a message on a lane; returns whether there was a manager to take it."""
+        with self._changed:
+            lanes = self._lanes
+        try:
+            getattr(lanes, lane).send_bytes(message)
+        except OSError:
+            self.lose(lanes)
+            return False
+        return True
+
+
+def serve(orders: Connection, control: Connection, rejoins: socket.socket) -> None:
+    """Serve until the process that forked this one goes; then the process ends."""
+    worker, manager = Worker(), _Manager(orders, control)
+    beats = threading.Event()
+    _in_background("morph-rejoin", lambda: _rejoin(worker, manager, rejoins))
+    _in_background("morph-control", lambda: _obey(worker, manager))
+    while True:
+        name, order = unpack(manager.receive("orders"))
+        carry_out: Callable[[Any], Value] = getattr(worker, name)
+        answer = carry_out(order)
+        manager.send("orders", answer.model_dump_json().encode())  # one that nobody hears is remembered
+        if isinstance(order, WorkerSetup) and isinstance(answer, WorkerReady) and not beats.is_set():
+            beats.set()
+            _in_background("morph-heartbeat", partial(_beat, worker, manager, order.heartbeat_wait_s))
 
 
 def _in_background(name: str, work: Callable[[], None]) -> None:
@@ -74,9 +139,18 @@ def _in_background(name: str, work: Callable[[], None]) -> None:
     threading.Thread(target=run, name=name, daemon=True).start()
 
 
-def _obey(worker: Worker, control: Connection) -> None:
+def _rejoin(worker: Worker, manager: _Manager, rejoins: socket.socket) -> None:
     while True:
-        message = control.recv_bytes()
+        message, descriptors, _, _ = socket.recv_fds(rejoins, 64, NUM_LANES)
+        if not message:
+            return
+        manager.join(*map(Connection, descriptors))
+        worker.follow(None)
+
+
+def _obey(worker: Worker, manager: _Manager) -> None:
+    while True:
+        message = manager.receive("control")
         if message.startswith(LEAVE_PROBE):
             worker.leave_probe(int(message.removeprefix(LEAVE_PROBE)))
         elif message.startswith(b"{"):
@@ -85,6 +159,8 @@ def _obey(worker: Worker, control: Connection) -> None:
             worker.abort(int(message))
 
 
-def _beat(worker: Worker, control: Connection, wait_s: float) -> None:
+def _beat(worker: Worker, manager: _Manager, wait_s: float) -> None:
     while True:
-        control.send_bytes(worker.heartbeat(wait_s).model_dump_json().encode())
+        beat = worker.heartbeat(wait_s).model_dump_json().encode()
+        if not manager.send("control", beat):
+            manager.lanes()  # what this one told of is told again to the next

@@ -4,13 +4,15 @@ It knows nothing of Ray. The manager calls ``setup``, ``reshape``, ``step`` and 
 time (the order lane), and ``abort`` and ``heartbeat`` beside them (the control lane).
 
 What survives an aborted generation: a worker keeps every unit it held until the first step or commit
-of a *later* generation arrives, so a reshape that fails loses nothing.
+of a *later* generation arrives, so a reshape that fails loses nothing. What survives the manager: everything;
+orders and setups that come again, from its successor, are answered again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +30,7 @@ from morph.contract.messages import (
     Committed,
     Failed,
     Heartbeat,
+    Lifeline,
     Prepared,
     Probed,
     ProbeOrder,
@@ -47,6 +50,7 @@ from morph.runtime.generation import Generation
 from morph.runtime.graveyard import Graveyard
 from morph.runtime.interrupt import Interrupt
 from morph.runtime.lifeline import hold_lifeline
+from morph.runtime.order_memory import OrderMemory, order_key
 from morph.runtime.pace import Pace
 from morph.runtime.probing import Prober
 from morph.runtime.state_moves import MoveContext, send_in_background, take_units
@@ -69,6 +73,9 @@ class Worker:
         self._graveyard = Graveyard()
         self._pace = Pace()
         self._prober = Prober("")
+        self._orders = OrderMemory()
+        self._ready: WorkerReady | None = None
+        self._lifeline: socket.socket | None = None
 
     # ---- order lane ----
 
@@ -78,30 +85,34 @@ class Worker:
         try:
             torch.set_num_threads(setup.num_threads)
             self._setup = setup
-            self._prober = Prober(setup.worker)
-            self._faults = FaultPlan(
-                [fault for fault in setup.faults if fault.worker == setup.worker],
-                [spell for spell in setup.slow_spells if spell.worker == setup.worker],
-            )
-            self._workload = load_workload(setup)
-            self._lifeline = hold_lifeline(setup.lifeline, setup.worker) if setup.lifeline else None
-            self._writer = CheckpointWriter(setup.worker, setup.checkpoint_url, self._faults)
-            self._ahead = AheadLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
+            if not hasattr(self, "_ahead"):
+                self._prober = Prober(setup.worker)
+                self._faults = FaultPlan(
+                    [fault for fault in setup.faults if fault.worker == setup.worker],
+                    [spell for spell in setup.slow_spells if spell.worker == setup.worker],
+                )
+                self._workload = load_workload(setup)
+                self._writer = CheckpointWriter(setup.worker, setup.checkpoint_url, self._faults)
+                self._ahead = AheadLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
+            self.follow(setup.lifeline)
         except Exception as error:
             return self._failed(0, error)
-        return WorkerReady(worker=setup.worker, pid=os.getpid(), setup_s=time.perf_counter() - start_s)
+        if self._ready is None:
+            took_s = time.perf_counter() - start_s
+            self._ready = WorkerReady(worker=setup.worker, pid=os.getpid(), setup_s=took_s)
+        return self._ready
 
     def reshape(self, order: ReshapeOrder) -> Reshaped | Aborted | Failed:
         """Join a new generation: form its groups and bring the slot's units to its version."""
-        return self._carry_out(order.generation, lambda: self._reshape(order))
+        return self._once(order, (), lambda: self._reshape(order))
 
     def step(self, order: StepOrder) -> Prepared | Aborted | Failed:
         """Apply what was decided, then run one step up to its reduced gradients."""
-        return self._carry_out(order.generation, lambda: self._step(order))
+        return self._once(order, order.checkpoint_units, lambda: self._step(order))
 
     def commit(self, order: CommitOrder) -> Committed | Aborted | Failed:
         """Apply what was decided and hand the wanted units to the checkpoint writer."""
-        return self._carry_out(order.generation, lambda: self._commit(order))
+        return self._once(order, order.checkpoint_units, lambda: self._commit(order))
 
     def probe(self, order: ProbeOrder) -> Probed:
         """Time some work on sections that the worker need not hold; it changes nothing that the worker holds."""
@@ -140,10 +151,38 @@ class Worker:
         except OSError as error:  # no port to listen on, no thread to be had: then nothing is sent ahead
             log.warning("nothing is sent ahead: %s", error)
 
+    def follow(self, lifeline: Lifeline | None) -> int:
+        """Another manager is there: hold its lifeline, and tell it of checkpoint units again. Returns the process id.
+
+        Raises:
+            OSError: it cannot be reached.
+        """
+        writer: CheckpointWriter | None = getattr(self, "_writer", None)
+        if writer is not None:  # else it is being set up, and will be asked for that again
+            previous, self._lifeline = self._lifeline, hold_lifeline(lifeline, self._setup.worker) if lifeline else None
+            if previous is not None:
+                previous.close()
+            writer.tell_again()
+        return os.getpid()
+
     # ---- inside ----
 
     def _open_store(self) -> Store:
         return connect_store(self._setup.store_host, self._setup.store_port)
+
+    def _once(
+        self, order: ReshapeOrder | StepOrder | CommitOrder, written: tuple[str, ...], work: Callable[[], AnswerT]
+    ) -> AnswerT | Aborted | Failed:
+        """Carry out an order; one that comes again is answered again, and its units are written if they were not."""
+        key = order_key(order)
+        if self._orders.is_late(key):
+            detail = "a later order came before this one"
+            return Aborted(worker=self._setup.worker, generation=order.generation, peer_lost=False, detail=detail)
+        current = self._generation
+        if self._orders.is_known(key) and current is not None and current.order.generation == key.generation:
+            at_version = (unit for unit in written if current.units[unit].version == key.version)
+            self._hand_over(current, tuple(unit for unit in at_version if not self._writer.has(key.version, unit)))
+        return self._orders.carried_out(key, lambda: self._carry_out(order.generation, work))
 
     def _carry_out(self, generation: int, work: Callable[[], AnswerT]) -> AnswerT | Aborted | Failed:
         worker = self._setup.worker

@@ -8,11 +8,12 @@ import pytest
 from manager.controller.events import NodeAppeared, Tick
 from manager.engine.inbox import Inbox
 from manager.engine.vm_player import VmPlayer
-from manager.journal.records import VM_KILLED, Fact
+from manager.journal.records import TRACE_PLAYED, VM_KILLED, VM_UP, Fact, TraceMoment
 from morph.contract.errors import ClusterError
 from morph.contract.trace import parse_trace
 
 BOUND_S = 30.0
+TRACE_NOTE = Fact(name=TRACE_PLAYED)
 
 
 class FakeHost:
@@ -57,11 +58,12 @@ class FakeHost:
 class Play:
     """A player of a trace given as lines, and what it reported."""
 
-    def __init__(self, *lines: str) -> None:
+    def __init__(self, *lines: str, begun: TraceMoment | None = None) -> None:
         self.host, self.inbox = FakeHost(), Inbox()
         trace = parse_trace(["time_s,event,node_id\n", *(f"{line}\n" for line in lines)], "test")
-        self.player = VmPlayer(self.host, trace, self.inbox)
+        self.player = VmPlayer(self.host, trace, self.inbox, begun)
         self.seen: list[str] = []
+        self.moments: list[TraceMoment] = []
 
     def start(self, *, clock: bool = True) -> None:
         self.player.start()
@@ -69,9 +71,12 @@ class Play:
             self.player.start_clock()
 
     def next(self) -> str:
-        stamped = self.inbox.get(BOUND_S)
-        assert stamped is not None, f"nothing came after {self.seen}"
-        item = stamped.item
+        item: object = TRACE_NOTE
+        while isinstance(item, Fact) and item.name in (TRACE_PLAYED, VM_UP):
+            self.moments += [TraceMoment.model_validate_json(item.detail)] if item.detail else []
+            stamped = self.inbox.get(BOUND_S)
+            assert stamped is not None, f"nothing came after {self.seen}"
+            item = stamped.item
         if isinstance(item, NodeAppeared):
             self.seen.append(f"up {item.node}")
         elif isinstance(item, Tick):
@@ -97,8 +102,8 @@ def played() -> Iterator[list[Play]]:
         assert play.player.finished
 
 
-def play(played: list[Play], *lines: str) -> Play:
-    played.append(Play(*lines))
+def play(played: list[Play], *lines: str, begun: TraceMoment | None = None) -> Play:
+    played.append(Play(*lines, begun=begun))
     return played[-1]
 
 
@@ -214,4 +219,37 @@ def test_closing_ends_the_play_and_its_threads_also_in_the_middle() -> None:
     seen = []
     while (stamped := one.inbox.get(0.0)) is not None:
         seen.append(stamped.item)
-    assert all(isinstance(item, Fact) and item.name == "vm_requested" for item in seen)
+    assert all(isinstance(item, Fact) and item.name in ("vm_requested", TRACE_PLAYED) for item in seen)
+
+
+LINES = ("0,add,a", "0,add,b", "0.01,remove,a", "0.02,add,a", "0.02,add,c", "0.03,remove,b", "0.04,add,d")
+
+
+def test_how_far_the_trace_came_is_noted_before_it_is_played(played: list[Play]) -> None:
+    one = play(played, *LINES[:3])
+    one.start()
+    one.until("played")
+    assert [moment.num_played for moment in one.moments if moment.runs][-1] == 3
+    assert one.moments[0].clock_s == 0
+    assert one.moments[-1].clock_s >= 0.01
+
+
+def test_another_manager_plays_the_rest_and_finishes_what_was_left_half_done(played: list[Play]) -> None:
+    """Of what was played: b was not killed yet, a.2 was still booting, of c the controller was not told."""
+    one = play(played, *LINES, begun=TraceMoment(num_played=6, clock_s=0.03))
+    one.player.resume(up=["b", "c"], appeared=["a", "b"])
+    assert one.player.fleet.booting
+    one.start()
+    assert set(one.until("up c", "up a.2", "up d", "played")) >= {"vm_requested d"}
+    assert one.host.killed == ["b"]
+    assert one.host.up == ["a.2", "d"]
+    assert not one.player.fleet.booting
+
+
+def test_a_vm_that_died_by_itself_is_not_asked_for_again_by_another_manager(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0,add,b", begun=TraceMoment(num_played=2))
+    one.player.resume(up=["b"], appeared=["a", "b"])
+    one.start()
+    one.until("played")
+    assert one.host.up == []
+    assert not one.player.fleet.booting

@@ -13,9 +13,10 @@ from manager.controller.actions import SendReshape
 from manager.controller.decide import decide
 from manager.controller.events import EVENT, NodeAppeared
 from manager.controller.state import ControllerState, Phase, initial_state
+from manager.journal import journal as journal_module
 from manager.journal.journal import FILE_NAME, Journal
-from manager.journal.records import DecisionRecord, Fact
-from manager.journal.replay import replay
+from manager.journal.records import TRACE_PLAYED, VM_UP, DecisionRecord, Fact, TraceMoment
+from manager.journal.replay import nodes_up, replay, trace_moment
 from morph.contract.errors import RunDirError
 
 FAULTS = Faults(
@@ -45,6 +46,50 @@ def test_replaying_half_a_journal_gives_the_state_of_that_moment(tmp_path: Path)
         assert replay(journal) == cluster.history[half - 1][2].state
 
 
+def test_a_long_journal_is_replayed_from_its_last_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 20)
+    cluster = JournalledCluster(2, tmp_path, FAULTS)
+    cluster.run(5)
+    with cluster.journal as journal:
+        snapshot = journal.snapshot()
+        assert snapshot is not None
+        left = [entry for entry in journal.read(snapshot[0]) if entry.kind == "decision"]
+        assert len(left) < 20 < len(cluster.history)
+        assert replay(journal) == cluster.state
+        journal._connection.execute('UPDATE snapshots SET state_json = \'{"phase": "dreaming"}\'')
+        with pytest.raises(RunDirError, match=r"snapshot behind line .* another version"):
+            replay(journal)
+
+
+def test_a_snapshot_of_an_earlier_session_is_not_used(tmp_path: Path) -> None:
+    cluster = JournalledCluster(2, tmp_path, Faults())
+    cluster.run(3)
+    with cluster.journal as journal:
+        assert journal.snapshot() is not None
+        journal.append_config(9.0, make_config(num_steps=9))
+        assert replay(journal) == initial_state(make_config(num_steps=9))
+
+
+def test_the_journal_says_where_the_trace_stood_and_which_vms_came_up(tmp_path: Path) -> None:
+    def note(time_s: float, clock_s: float, *, runs: bool) -> None:
+        moment = TraceMoment(num_played=3, clock_s=clock_s, runs=runs)
+        journal.append_fact(time_s, Fact(name=TRACE_PLAYED, detail=moment.model_dump_json()))
+
+    with Journal.open(tmp_path / FILE_NAME) as journal:
+        assert trace_moment(journal) == TraceMoment()
+        journal.append_config(0.0, make_config())
+        journal.append_fact(1.0, Fact(name=VM_UP, worker="old"))
+        journal.append_config(10.0, make_config())
+        assert trace_moment(journal) == TraceMoment()
+        note(20.0, 5.0, runs=False)
+        journal.append_fact(30.0, Fact(name=VM_UP, worker="n1"))
+        assert trace_moment(journal) == TraceMoment(num_played=3, clock_s=5.0)
+        note(31.0, 5.0, runs=True)
+        journal.append_fact(33.5, Fact(name=VM_UP, worker="n2"))
+        assert trace_moment(journal) == TraceMoment(num_played=3, clock_s=7.5, runs=True)
+        assert nodes_up(journal) == {"n1", "n2"}
+
+
 def test_a_resumed_run_is_replayed_from_its_own_configuration(tmp_path: Path) -> None:
     with Journal.open(tmp_path / FILE_NAME) as journal:
         for num_steps in (5, 9):
@@ -65,6 +110,7 @@ def test_a_journal_of_another_controller_is_refused_where_it_differs(tmp_path: P
     with Journal.open(tmp_path / FILE_NAME) as journal:
         journal.append_config(0.0, config)
         journal.append_decision(1.0, event, other)
+        journal._connection.execute("DELETE FROM snapshots")
         with pytest.raises(RunDirError, match="line 3 of the journal was decided by another version"):
             replay(journal)
 

@@ -50,3 +50,27 @@ def test_a_failed_write_is_reported_and_the_next_one_is_tried(tmp_path: Path) ->
 
 def test_a_heartbeat_without_news_comes_back_in_time(tmp_path: Path) -> None:
     assert CheckpointWriter("w", str(tmp_path), FaultPlan([])).collect(0.01) == Heartbeat(worker="w")
+
+
+def test_what_was_written_is_told_again_when_a_manager_takes_over_and_old_versions_are_forgotten(
+    tmp_path: Path,
+) -> None:
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    for version in (1, 2, 3):
+        writer.hand_over(version, "s0", {"x": torch.ones(1)})
+    first = collect(writer, 3)
+    writer.tell_again()
+    writer.tell_again()  # a third manager, before the second one heard of it
+    assert collect(writer, 2) == first[1:]
+    assert writer.has(3, "s0")
+    assert collect(writer, 1) == first[2:]
+    assert not writer.has(1, "s0")
+    assert not writer.has(3, "s1")
+
+
+def test_a_unit_that_could_not_be_written_may_be_handed_over_again(tmp_path: Path) -> None:
+    (tmp_path / "v00000001").write_text("a file where a directory should be")
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    writer.hand_over(1, "s0", {"x": torch.ones(1)})
+    assert writer.collect(WAIT_S).checkpoint_error is not None
+    assert not writer.has(1, "s0")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from pathlib import Path
 
 import pytest
 
+from manager.engine.lifelines import Lifelines
 from morph.contract.errors import CheckpointError, GenerationAborted, PeerLost, WaitTimeout
-from morph.contract.messages import Aborted, Failed, WorkerReady, WorkerSetup
+from morph.contract.messages import Aborted, CommitOrder, Failed, Lifeline, StepOrder, WorkerReady, WorkerSetup
 from morph.runtime.interrupt import Interrupt
 from morph.runtime.worker import Worker
 from tests.runtime.conftest import CutJob
@@ -149,3 +151,66 @@ def test_a_heartbeat_waits_beside_a_running_order(worker: Worker) -> None:
     release.set()
     lane.join(30)
     assert results == ["done"]
+
+
+def test_an_order_that_comes_again_is_answered_again_and_not_carried_out_twice(worker: Worker) -> None:
+    carried_out: list[str] = []
+    order = StepOrder(generation=2, step=5)
+
+    def once(order: StepOrder | CommitOrder, name: str) -> object:
+        return worker._once(order, (), lambda: carried_out.append(name) or name)
+
+    assert once(order, "step") == once(order.model_copy(), "the same again") == "step"
+    assert once(order.model_copy(update={"attempt": 1}), "attempt") == "attempt"
+    assert once(order.model_copy(update={"step": 6}), "next") == "next"
+    assert once(CommitOrder(generation=2, version=7), "commit") == "commit"
+    assert carried_out == ["step", "attempt", "next", "commit"]
+
+
+def test_an_order_that_a_later_one_overtook_is_not_carried_out(worker: Worker) -> None:
+    worker._once(StepOrder(generation=2, step=5), (), lambda: "done")
+    for late in (StepOrder(generation=2, step=4), StepOrder(generation=1, step=9)):
+        answer = worker._once(late, (), lambda: pytest.fail("was begun"))  # type: ignore[var-annotated]
+        assert isinstance(answer, Aborted)
+        assert not answer.peer_lost
+        assert "a later order" in answer.detail
+
+
+def test_an_order_that_was_given_up_is_given_up_when_it_comes_again(worker: Worker) -> None:
+    worker.abort(2)
+    order = StepOrder(generation=2, step=5)
+    assert worker._once(order, (), lambda: "done") == worker._once(order, (), lambda: "done")
+    assert isinstance(worker._once(order, (), lambda: "done"), Aborted)
+
+
+def test_a_worker_that_is_set_up_again_keeps_its_model_and_follows_the_new_manager(
+    tiny: CutJob, tmp_path: Path
+) -> None:
+    worker, lost = Worker(), queue.Queue[str]()
+    first, second = (Lifelines("127.0.0.1", lost.put) for _ in range(2))
+    answers, workloads = [], []
+    for lifelines in (first, second):
+        lifeline = Lifeline(host=lifelines.host, port=lifelines.port, secret=lifelines.secret)
+        answers.append(worker.setup(make_setup(tmp_path, fingerprint=tiny.model.fingerprint, lifeline=lifeline)))
+        workloads.append(worker._workload)
+    try:
+        assert isinstance(answers[0], WorkerReady)
+        assert answers[0] == answers[1]
+        assert workloads[0] is workloads[1]
+        assert lost.get(timeout=30) == "w0"  # it let the first one go
+        first.close()
+        assert lost.empty()
+    finally:
+        first.close()
+        second.close()
+    with pytest.raises(OSError, match="refused"):
+        worker.follow(lifeline)
+    worker.follow(None)
+
+
+def test_a_manager_that_died_in_a_setup_leaves_a_worker_that_can_be_set_up(tiny: CutJob, tmp_path: Path) -> None:
+    worker = Worker()
+    gone = Lifeline(host="127.0.0.1", port=1, secret="x")
+    fingerprint = tiny.model.fingerprint
+    assert isinstance(worker.setup(make_setup(tmp_path, fingerprint=fingerprint, lifeline=gone)), Failed)
+    assert isinstance(worker.setup(make_setup(tmp_path, fingerprint=fingerprint)), WorkerReady)

@@ -92,6 +92,15 @@ class RunningMorph:
         """SIGKILL to the command's own process, and to no other."""
         self._process.kill()
 
+    def wait_for_exit(self) -> int:
+        """The exit code; looks for nothing that is left."""
+        return self._process.wait(END_TIMEOUT_S)
+
+    def processes(self, name: str) -> list[int]:
+        """Ids of its processes of a name."""
+        self._record()
+        return [pid for pid, process in self._family.items() if process.is_running() and process.name() == name]
+
     def wait_for_end(self) -> int:
         """The exit code; checks that no process, no directory and no listening port of it is left."""
         until_s = time.monotonic() + END_TIMEOUT_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.system.harness import JOB, uninterrupted
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 STEPS = 80
-CLUSTER = "vms: {num_vms: 2}\npolicy: {checkpoint_every_steps: 5}\n"
+CLUSTER = "vms: {{num_vms: 2}}\npolicy: {{checkpoint_every_steps: 5, takeover_patience_s: {patience_s}}}\n"
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +31,10 @@ def reference(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 class Run:
     """One run directory, and the command that works on it."""
 
-    def __init__(self, folder: Path, profile: Path, steps: int) -> None:
+    def __init__(self, folder: Path, profile: Path, steps: int, patience_s: float = 0.0) -> None:
         self.directory = folder / "run"
         self._cluster = folder / "cluster.yaml"
-        self._cluster.write_text(CLUSTER, encoding="utf-8")
+        self._cluster.write_text(CLUSTER.format(patience_s=patience_s), encoding="utf-8")
         self._profile, self._steps = profile, steps
 
     def start(self) -> RunningMorph:
@@ -91,7 +92,7 @@ def test_ctrl_c_saves_ends_everything_and_the_same_command_goes_on_to_the_same_w
     assert run.digests() == reference
 
 
-def test_a_killed_manager_takes_everything_along_and_the_same_command_goes_on_from_the_newest_checkpoint(
+def test_a_killed_manager_without_patience_takes_all_along_and_the_same_command_goes_on_from_the_newest_checkpoint(
     run: Run, reference: dict[str, str]
 ) -> None:
     with run.start() as command:
@@ -101,6 +102,39 @@ def test_a_killed_manager_takes_everything_along_and_the_same_command_goes_on_fr
     version = run.newest()
     assert version >= 5
     run.finish_from(version)
+    assert run.digests() == reference
+
+
+def test_the_same_command_takes_over_from_a_killed_one_and_loses_nothing(
+    calibrated: Path, tmp_path: Path, reference: dict[str, str]
+) -> None:
+    run = Run(tmp_path, calibrated, STEPS, patience_s=60.0)
+    with run.start() as command:
+        command.wait_for_line("the checkpoint of version")
+        command.kill()
+        with run.start() as again:
+            assert "2 VMs of this run live: going on with them" in again.wait_for_line("of this run live")
+            assert "2 workers live" in again.wait_for_line("a new manager took over")
+            again.wait_for_line("finished")
+            assert again.wait_for_exit() == 0, again.output
+        assert command.wait_for_end() == -signal.SIGKILL  # and nothing of it is left
+    report = read_report(run.directory)
+    assert (report.outcome, report.version, report.num_sessions) == ("finished", STEPS, 1)
+    assert [record.step for record in report.steps] == list(range(STEPS))
+    assert len(report.shapes) == 1
+    assert run.digests() == reference
+
+
+def test_without_its_head_node_a_run_ends_with_one_sentence_and_can_go_on(run: Run, reference: dict[str, str]) -> None:
+    with run.start() as command:
+        command.wait_for_line("the checkpoint of version")
+        (head,) = command.processes("gcs_server")
+        os.kill(head, signal.SIGKILL)
+        line = command.wait_for_line("Ray's head node is gone")
+        assert "the same command goes on from the newest checkpoint" in line
+        assert command.wait_for_end() == 1, command.output
+        assert "Traceback" not in command.output
+    run.finish_from(run.newest())
     assert run.digests() == reference
 
 

@@ -1,0 +1,106 @@
+"""How long a run stands when its manager is killed and the same command is given again at once.
+
+    python benchmarks/takeover_pause.py --kills 5 --workers 4
+
+Runs `morph run` on local Ray nodes, ends the command with SIGKILL while it trains, and starts it again, several times.
+The time goes from the kill to the next step that is decided. Prints every take-over, its parts, and the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from manager.controller.events import EVENT, ManagerResumed
+from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.records import DecisionRecord
+
+JOB = f"{Path(__file__).resolve().parents[1] / 'configs/jobs/tiny_gpt.py'}:job"
+MORPH = (sys.executable, "-m", "morph.cli.main")
+STEPS_BETWEEN = 10
+BOUND_S = 120.0
+POLL_S = 0.02
+
+
+def decided(journal: Journal, after: int) -> list[tuple[float, int, int]]:
+    """(time, version, line) of the decisions behind a line that brought a new version."""
+    found: list[tuple[float, int, int]] = []
+    for entry in journal.read(after):
+        if entry.kind == "decision":
+            version = DecisionRecord.model_validate_json(entry.payload_json).version
+            if not found or version > found[-1][1]:
+                found.append((entry.time_s, version, entry.sequence))
+    return found
+
+
+def wait_for_version(path: Path, command: subprocess.Popen[bytes], version: int) -> int:
+    """Wait until a version is decided; returns the newest one."""
+    until_s = time.monotonic() + BOUND_S
+    while time.monotonic() < until_s and command.poll() is None:
+        if path.exists():
+            with Journal.open(path, read_only=True) as journal:
+                last = [entry for entry in journal.read(max(0, _last(journal) - 50)) if entry.kind == "decision"]
+            if last and (newest := DecisionRecord.model_validate_json(last[-1].payload_json).version) >= version:
+                return newest
+        time.sleep(POLL_S)
+    raise SystemExit(f"version {version} was not reached")
+
+
+def _last(journal: Journal) -> int:
+    line = journal.last_line()
+    return line.sequence if line else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=4)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        profile, cluster, run_dir = directory / "profile.json", directory / "cluster.yaml", directory / "run"
+        cluster.write_text(f"vms: {{num_vms: {options.workers}}}\n", encoding="utf-8")
+        subprocess.run([*MORPH, "calibrate", JOB, "-o", str(profile), "--samples", "5", "-m", "2"], check=True)
+        arguments = ["run", JOB, "--profile", str(profile), "--cluster", str(cluster)]
+        arguments += ["--steps", "1000000", "--run-dir", str(run_dir)]
+        command = subprocess.Popen([*MORPH, *arguments], stdout=subprocess.DEVNULL)
+        killed_s: list[tuple[float, int]] = []
+        version = 0
+        try:
+            for _ in range(options.kills):
+                version = wait_for_version(run_dir / FILE_NAME, command, version + STEPS_BETWEEN)
+                with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+                    command.kill()
+                    killed_s.append((time.time(), 0))
+                    command.wait()
+                    killed_s[-1] = killed_s[-1][0], _last(journal)
+                command = subprocess.Popen([*MORPH, *arguments], stdout=subprocess.DEVNULL)
+            wait_for_version(run_dir / FILE_NAME, command, version + STEPS_BETWEEN)
+        finally:
+            command.terminate()
+            command.wait()
+        pauses_s = []
+        with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+            for time_s, line in killed_s:
+                behind = journal.read(line)
+                resumed_s = next(
+                    entry.time_s
+                    for entry in behind
+                    if entry.kind == "event" and isinstance(EVENT.validate_json(entry.payload_json), ManagerResumed)
+                )
+                next_s = decided(journal, line)[1][0]
+                pauses_s.append(next_s - time_s)
+                found, step = resumed_s - time_s, next_s - resumed_s
+                print(
+                    f"{pauses_s[-1]:.2f} s: {found:.2f} s until the workers were reached, {step:.2f} s to the next step"
+                )
+    print(f"median {statistics.median(pauses_s):.2f} s, worst {max(pauses_s):.2f} s, {len(pauses_s)} take-overs")
+
+
+if __name__ == "__main__":
+    main()

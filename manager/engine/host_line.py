@@ -1,0 +1,181 @@
+"""A manager's connection to the process that owns its VMs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from manager.engine.door import PACKET_BYTES
+from morph.contract.errors import ClusterError
+
+log = logging.getLogger(__name__)
+
+GREETING_TIMEOUT_S = 20.0
+END_TIMEOUT_S = 15.0
+
+
+class HostLine:
+    """One JSON object a packet, requests and answers; used by one thread at a time, ``end`` by any.
+
+    Args:
+        connection: To the host's door.
+        log_path: Named in errors.
+        process: The host, where this manager started it.
+    """
+
+    def __init__(
+        self, connection: socket.socket, log_path: Path, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self._connection = connection
+        self._log_path = log_path
+        self._process = process
+        self._pid = process.pid if process else 0
+
+    @classmethod
+    def start(
+        cls,
+        module: str,
+        door: Path,
+        patience_s: float,
+        log_path: Path,
+        arguments: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> HostLine:
+        """Start a host: ``python -m MODULE FD PATIENCE_S ARGUMENTS``, FD being the socket at which it listens."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, log_path.open("ab") as errors:
+            listener.bind(str(door))
+            listener.listen(1)
+            connection.connect(str(door))
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(listener.fileno()), str(patience_s), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=[listener.fileno()],
+                env=env,
+                start_new_session=True,  # Ctrl-C in the terminal is for the manager alone
+            )
+        return cls(connection, log_path, process)
+
+    @classmethod
+    def attach(cls, door: Path, log_path: Path) -> tuple[HostLine, dict[str, Any]]:
+        """Come to a host whose manager was killed; returns its greeting too.
+
+        Raises:
+            ClusterError: it is gone, or says nothing within ``GREETING_TIMEOUT_S``.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(GREETING_TIMEOUT_S)
+            connection.connect(str(door))
+        except OSError as error:
+            connection.close()
+            raise ClusterError("the process that owned its VMs is gone") from error
+        line = cls(connection, log_path)
+        try:
+            return line, line.greeting(GREETING_TIMEOUT_S)
+        except ClusterError:
+            connection.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The host's process."""
+        return self._pid
+
+    def greeting(self, timeout_s: float) -> dict[str, Any]:
+        """The first packet, which tells what the host has.
+
+        Raises:
+            ClusterError: it does not come.
+        """
+        greeting = self.receive("the process that owns the VMs to start", timeout_s)
+        self._pid = greeting.get("host", self._pid)
+        return greeting
+
+    def send(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Send a request.
+
+        Raises:
+            ClusterError: the host is gone.
+        """
+        try:
+            if descriptors:
+                socket.send_fds(self._connection, [json.dumps(request).encode()], list(descriptors))
+            else:
+                self._connection.sendall(json.dumps(request).encode())
+        except OSError as error:
+            raise ClusterError(f"the process that owns the VMs is gone ({error}); see {self._log_path}") from error
+
+    def receive(self, what: str, timeout_s: float, name: str | None = None) -> dict[str, Any]:
+        """The next answer; with ``name``, passing over late ones about others that were given up.
+
+        Raises:
+            ClusterError: none within ``timeout_s``, the host is gone, or it answers with an error.
+        """
+        until_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._connection.settimeout(max(0.001, until_s - time.monotonic()))
+                message = self._connection.recv(PACKET_BYTES)
+            except TimeoutError as error:
+                raise ClusterError(f"waited {timeout_s:g} s for {what}; see {self._log_path}") from error
+            except OSError:
+                message = b""
+            if not message:
+                raise ClusterError(f"the process that owns the VMs ended; see {self._log_path}")
+            answer: dict[str, Any] = json.loads(message)
+            if name is not None and answer.get("name", name) != name:
+                continue
+            if "error" in answer:
+                raise ClusterError(str(answer["error"]))
+            return answer
+
+    def settle(self) -> None:
+        """Tell that a successor of this manager would find the way."""
+        self.send({"settled": True})
+
+    def end(self) -> bool:
+        """Ask for the end of everything and wait for it; returns whether it came within ``END_TIMEOUT_S``."""
+        with suppress(ClusterError):
+            self.send({"end": True})
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+        if self._gone(END_TIMEOUT_S):
+            return True
+        log.warning("the process that owns the VMs did not end within %g s", END_TIMEOUT_S)
+        return False
+
+    def close(self) -> None:
+        """Leave the host as it is."""
+        self._connection.close()
+
+    def kill(self) -> None:
+        """SIGKILL to the host's process."""
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(self._pid).kill()
+        self._gone(END_TIMEOUT_S)
+
+    def _gone(self, timeout_s: float) -> bool:
+        try:
+            if self._process is not None:
+                self._process.wait(timeout_s)
+            elif self._pid:
+                psutil.Process(self._pid).wait(timeout_s)
+        except psutil.NoSuchProcess:
+            pass
+        except (subprocess.TimeoutExpired, psutil.TimeoutExpired):
+            return False
+        return True

@@ -1,0 +1,27 @@
+"""A new manager goes on with the workers of one that was killed."""
+
+from __future__ import annotations
+
+from manager.controller.events import Event, ManagerResumed, WorkerLost
+from manager.engine.attachment import Found
+from manager.engine.driver import Driver
+from manager.engine.machines import Machines
+from manager.engine.vm_player import VmPlayer
+
+
+def take_over(found: Found, machines: Machines, player: VmPlayer, driver: Driver) -> None:
+    """Reach the workers, tell the controller who lives, and the trace's player which VMs are up.
+
+    What is decided is written down before it is done, as ever: should this manager be killed here too, the next one
+    takes over from the same journal, and repeats what is not answered.
+    """
+    workers = found.state.workers
+    reached = machines.attach([worker for worker, entry in workers.items() if entry.ready])
+    living = tuple(worker for worker in reached if worker in found.appeared)  # of the rest the player tells
+    events: list[Event] = [
+        WorkerLost(worker=worker, cause="its VM was gone when the new manager took over")
+        for worker, entry in workers.items()
+        if not entry.ready and worker not in found.vms
+    ]
+    driver.tell(*events, ManagerResumed(living=living))
+    player.resume(found.vms, found.appeared)

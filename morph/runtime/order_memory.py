@@ -1,0 +1,56 @@
+"""What a worker was ordered last and what it answered: an order that comes again is not carried out twice.
+
+A manager that takes over repeats every order whose answer its predecessor did not write down. Orders come one at a
+time, so one that comes while it is carried out waits until it is done, and finds its answer here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from morph.contract.messages import CommitOrder, ReshapeOrder, StepOrder
+
+AnswerT = TypeVar("AnswerT")
+
+
+class OrderKey(NamedTuple):
+    """What makes an order the same order when it comes again; grows from one order of a worker to its next."""
+
+    generation: int
+    rank: int
+    version: int
+    attempt: int
+
+
+def order_key(order: ReshapeOrder | StepOrder | CommitOrder) -> OrderKey:
+    """The identity of an order: a generation is formed, then trains step by step, then commits."""
+    match order:
+        case ReshapeOrder():
+            return OrderKey(order.generation, 0, order.version, 0)
+        case StepOrder():
+            return OrderKey(order.generation, 1, order.step, order.attempt)
+        case CommitOrder():
+            return OrderKey(order.generation, 2, order.version, 0)
+
+
+class OrderMemory:
+    """Remembers one order: nobody asks for an older one's answer."""
+
+    def __init__(self) -> None:
+        self._newest: OrderKey | None = None
+        self._answer: object = None
+
+    def is_late(self, key: OrderKey) -> bool:
+        """Whether a later order came before: this one was overtaken, and nobody waits for its answer."""
+        return self._newest is not None and key < self._newest
+
+    def is_known(self, key: OrderKey) -> bool:
+        """Whether this very order was carried out."""
+        return key == self._newest
+
+    def carried_out(self, key: OrderKey, work: Callable[[], AnswerT]) -> AnswerT:
+        """The answer to an order: remembered, or made now."""
+        if key != self._newest:
+            self._answer, self._newest = work(), key
+        return self._answer  # type: ignore[return-value]  # of the same kind of order

@@ -1,0 +1,146 @@
+"""Finding what a killed manager left; the process that owns the VMs is the test."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from manager.controller.config import ControllerConfig
+from manager.controller.decide import decide
+from manager.controller.events import NodeAppeared
+from manager.controller.state import initial_state
+from manager.engine.attachment import FILE_NAME, Attachment, NothingLives, find_living, write_attachment
+from manager.engine.door import hear, tell
+from manager.journal.journal import Journal
+from manager.run_dir import RunDir, RunFacts
+from morph.contract.errors import RunDirError
+from simulator import plan_table, synthetic_profile
+
+PROFILE = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
+FACTS = RunFacts(job="j", fingerprint=PROFILE.job.fingerprint, micro_batch_size=2, batch_size=8, num_sections=2)
+COMMAND = {"--steps": "10", "--trace": "abc"}
+
+
+class Host:
+    """Greets whoever comes, and remembers how the visit ended."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(mode=0o700)
+        self.door = directory / "door"
+        self.ended: list[bool] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(self.door))
+        self._listener.listen(1)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        manager, _ = self._listener.accept()
+        with manager:
+            with suppress(OSError):
+                tell(manager, host=0, vms={"vm0": 1})
+            request, _ = hear(manager)
+            self.ended.append(request == {"end": True})
+
+    def join(self) -> bool:
+        self._thread.join(30)
+        return self.ended[-1]
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as last:
+                last.connect(str(self.door))
+            self._thread.join(30)
+        self._listener.close()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[RunDir]:
+    with RunDir(tmp_path / "run", FACTS) as opened:
+        yield opened
+
+
+@pytest.fixture
+def host(tmp_path: Path, run_dir: RunDir) -> Iterator[Host]:
+    started = Host(tmp_path / "host")
+    write_attachment(run_dir, Attachment(kind="ray", door=started.door, store_host="h", store_port=1, command=COMMAND))
+    yield started
+    started.close()
+
+
+def config() -> ControllerConfig:
+    return ControllerConfig(
+        fingerprint=PROFILE.job.fingerprint,
+        plans=plan_table(PROFILE, 2),
+        units={unit.id: unit.sections for unit in PROFILE.units},
+        unit_bytes={unit.id: 1 for unit in PROFILE.units},
+        num_steps=10,
+        expected_nodes=2,
+    )
+
+
+def write_journal(run_dir: RunDir, generation: int = 0) -> None:
+    event = NodeAppeared(node="vm0")
+    decision = decide(initial_state(config()), event, 1.0)
+    state = decision.state.model_copy(update={"generation": generation})
+    with Journal.open(run_dir.journal_path) as journal:
+        journal.append_config(0.0, config())
+        journal.append_decision(1.0, event, decision.model_copy(update={"state": state}))
+        journal.append_decision(2.0, event, decide(state, event, 2.0))
+        journal._connection.execute("DELETE FROM snapshots")
+
+
+def test_a_run_that_lives_is_found_with_the_state_of_its_journal(run_dir: RunDir, host: Host) -> None:
+    write_journal(run_dir)
+    found = find_living(run_dir, COMMAND)
+    assert found is not None
+    assert found.vms == ("vm0",)
+    assert set(found.state.workers) == {"vm0"}
+    assert found.appeared == {"vm0"}
+    assert (run_dir.path / FILE_NAME).stat().st_mode & 0o077 == 0
+    found.line.close()
+    assert not host.join()
+
+
+def test_without_a_killed_manager_there_is_nothing_to_find(run_dir: RunDir) -> None:
+    assert find_living(run_dir, COMMAND) is None
+
+
+def test_another_command_than_the_runs_is_refused_and_the_run_lives_on(run_dir: RunDir, host: Host) -> None:
+    write_journal(run_dir)
+    with pytest.raises(RunDirError, match="--steps: is not what this run was started with, whose VMs still live"):
+        find_living(run_dir, {**COMMAND, "--steps": "20"})
+    assert not host.join()
+    assert (run_dir.path / FILE_NAME).exists()
+
+
+def test_a_journal_of_another_controller_ends_the_vms(run_dir: RunDir, host: Host) -> None:
+    write_journal(run_dir, generation=7)
+    with pytest.raises(NothingLives, match="another version of the controller"):
+        find_living(run_dir, COMMAND)
+    assert host.join()
+    assert find_living(run_dir, COMMAND) is None
+
+
+@pytest.mark.parametrize("left", ["no process", "no directory", "not a file of ours"])
+def test_what_is_left_of_a_run_that_is_gone_is_forgotten(run_dir: RunDir, tmp_path: Path, left: str) -> None:
+    door = tmp_path / "gone" / "door"
+    if left != "no directory":
+        door.parent.mkdir(mode=0o700)
+    write_attachment(run_dir, Attachment(kind="ray", door=door, store_host="h", store_port=1))
+    if left == "not a file of ours":
+        (run_dir.path / FILE_NAME).write_text("{")
+    with pytest.raises(NothingLives):
+        find_living(run_dir, COMMAND)
+    assert find_living(run_dir, COMMAND) is None
+
+
+def test_a_door_that_others_could_have_put_there_is_not_gone_through(run_dir: RunDir, host: Host) -> None:
+    host.door.parent.chmod(0o777)
+    with pytest.raises(NothingLives, match="can be written by others"):
+        find_living(run_dir, COMMAND)

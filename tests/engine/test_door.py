@@ -1,0 +1,112 @@
+"""One manager after the other comes to a host; both ends of the line, without VMs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manager.engine.door import Door, hear, tell
+from manager.engine.host_line import HostLine
+from morph.contract.errors import ClusterError
+
+BOUND_S = 30.0
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "door"))
+        listening.listen(1)
+        yield listening
+
+
+def visitor(listener: socket.socket) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(listener.getsockname())
+    return connection
+
+
+def let_in(door: Door) -> None:
+    manager = door.next()
+    assert manager is not None
+    manager.close()
+
+
+def test_after_a_manager_that_settled_the_next_one_is_waited_for(listener: socket.socket) -> None:
+    door = Door(listener, patience_s=BOUND_S)
+    with visitor(listener):
+        let_in(door)
+        door.settle()
+    late = threading.Timer(0.05, lambda: visitor(listener).close())
+    late.start()
+    let_in(door)
+    late.join()
+
+
+@pytest.mark.parametrize(("settles", "patience_s"), [(False, 1000.0), (True, 0.0)])
+def test_nobody_is_waited_for_after_one_that_never_settled_or_without_patience(
+    listener: socket.socket, settles: bool, patience_s: float
+) -> None:
+    door = Door(listener, patience_s)
+    with visitor(listener):
+        let_in(door)
+        if settles:
+            door.settle()
+    assert door.next() is None
+
+
+def test_one_that_comes_and_goes_without_settling_gains_no_time(listener: socket.socket) -> None:
+    door = Door(listener, patience_s=1.0)
+    with visitor(listener), visitor(listener):
+        let_in(door)
+        door.settle()
+        let_in(door)
+        until_s = door._until_s
+        assert door.next() is None
+        assert door._until_s == until_s
+
+
+def test_packets_go_both_ways_and_an_end_is_told_from_a_death(listener: socket.socket) -> None:
+    door = Door(listener, patience_s=BOUND_S)
+    with visitor(listener) as manager:
+        host = door.next()
+        assert host is not None
+        line = HostLine(manager, Path("log"))
+        tell(host, host=0, vms={})
+        assert line.greeting(BOUND_S) == {"host": 0, "vms": {}}
+        line.send({"add": "a"})
+        assert hear(host) == ({"add": "a"}, [])
+        tell(host, name="late", error="no room")
+        tell(host, name="a", pids=[1])
+        assert line.receive("a", BOUND_S, name="a")["pids"] == [1]
+        tell(host, name="b", error="no room")
+        with pytest.raises(ClusterError, match="no room"):
+            line.receive("b", BOUND_S, name="b")
+        with pytest.raises(ClusterError, match=r"waited 0\.01 s for c; see log"):
+            line.receive("c", 0.01)
+        assert line.end()
+        assert hear(host) == ({"end": True}, [])
+        assert hear(host) == (None, [])
+        host.close()
+
+
+def test_a_host_that_is_gone_is_told_at_once(listener: socket.socket, tmp_path: Path) -> None:
+    door = Door(listener, patience_s=BOUND_S)
+    connection = visitor(listener)
+    line = HostLine(connection, tmp_path)
+    host = door.next()
+    assert host is not None
+    host.close()
+    with pytest.raises(ClusterError, match="ended"):
+        line.receive("anything", BOUND_S)
+    with pytest.raises(ClusterError, match="gone"):
+        line.send({"add": "a"})
+    connection.close()
+    door.close()
+    for path in (tmp_path / "door", tmp_path / "never"):
+        with pytest.raises(ClusterError, match="owned its VMs is gone"):
+            HostLine.attach(path, tmp_path)

@@ -1,0 +1,74 @@
+"""What a manager that takes over tells the controller and the trace's player, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from manager.controller.config import ControllerConfig
+from manager.controller.decide import decide
+from manager.controller.events import Event, ManagerResumed, NodeAppeared, WorkerAnswered, WorkerLost
+from manager.controller.state import ControllerState, initial_state
+from manager.engine.attachment import Attachment, Found
+from manager.engine.take_over import take_over
+from manager.journal.records import TraceMoment
+from morph.contract.messages import WorkerReady
+from simulator import plan_table, synthetic_profile
+
+PROFILE = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
+
+
+def state_with(ready: Collection[str], warming: Collection[str]) -> ControllerState:
+    config = ControllerConfig(
+        fingerprint=PROFILE.job.fingerprint,
+        plans=plan_table(PROFILE, 2),
+        units={unit.id: unit.sections for unit in PROFILE.units},
+        unit_bytes={unit.id: 1 for unit in PROFILE.units},
+        num_steps=10,
+        expected_nodes=9,
+    )
+    events: list[Event] = [NodeAppeared(node=node) for node in (*ready, *warming)]
+    events += [WorkerAnswered(worker=node, answer=WorkerReady(worker=node, pid=1, setup_s=0)) for node in ready]
+    state = initial_state(config)
+    for event in events:
+        state = decide(state, event, 1.0).state
+    return state
+
+
+@dataclass
+class Seen:
+    """Stands for machines, player and driver."""
+
+    lines: list[Any] = field(default_factory=list)
+
+    def attach(self, set_up: Collection[str]) -> tuple[str, ...]:
+        self.lines.append(("attach", tuple(set_up)))
+        return ("a", "d", "given up", "new")
+
+    def tell(self, *events: Event) -> None:
+        self.lines += events
+
+    def resume(self, up: Collection[str], appeared: Collection[str]) -> None:
+        self.lines.append(("resume", tuple(up), set(appeared)))
+
+
+def test_the_controller_hears_who_lives_before_new_vms_are_told_of() -> None:
+    seen = Seen()
+    found = Found(
+        attachment=Attachment(kind="ray", door=Path("door"), store_host="h", store_port=1),
+        line=SimpleNamespace(),  # type: ignore[arg-type]
+        greeting={"vms": {"a": [1], "d": [2], "new": [3]}},
+        state=state_with(ready=["a", "b"], warming=["c", "d"]),
+        appeared=frozenset({"a", "b", "c", "d", "given up"}),
+        moment=TraceMoment(),
+    )
+    take_over(found, seen, seen, seen)  # type: ignore[arg-type]
+    attached, lost, resumed, vms = seen.lines
+    assert attached == ("attach", ("a", "b"))
+    assert isinstance(lost, WorkerLost)
+    assert lost.worker == "c"  # it warmed up on a VM that is gone; of b the controller finds out by itself
+    assert resumed == ManagerResumed(living=("a", "d", "given up"))
+    assert vms == ("resume", ("a", "d", "new"), {"a", "b", "c", "d", "given up"})

@@ -1,0 +1,207 @@
+"""Managers die with SIGKILL, again and again; another goes on with the same workers, and no bit differs in the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from manager.controller.config import ControllerConfig
+from manager.controller.events import EVENT, WorkerAnswered
+from manager.controller.state import Phase
+from manager.journal.journal import Journal
+from manager.journal.records import DecisionRecord
+from manager.report.reading import read_report
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.contract.cluster import Policy
+from morph.contract.messages import WorkerReady
+from tests.system.commands import ROOT
+from tests.system.conftest import REFERENCE_STEPS
+from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, constant_vms
+from tests.system.one_manager import Death, Orders
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+SHAPES = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
+MANAGER_S = 150.0
+GONE_S = 40.0
+
+
+class Managed:
+    """One run directory, and the managers that work on it one after the other."""
+
+    def __init__(self, job: TinyJob, directory: Path, kind: str, patience_s: float = 60.0, num_vms: int = 4) -> None:
+        self.directory, self._orders_path = directory / "run", directory / "orders.json"
+        policy = Policy(checkpoint_every_steps=4, start_patience_s=60, takeover_patience_s=patience_s)
+        self._orders = Orders(
+            run_dir=self.directory,
+            kind=kind,
+            job=JOB,
+            num_sections=NUM_SECTIONS,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            batch_size=job.batch_size,
+            config=ControllerConfig(
+                fingerprint=job.fingerprint,
+                plans={count: job.plan(shape) for count, shape in SHAPES.items() if count <= num_vms},
+                units=job.units,
+                unit_bytes=dict.fromkeys(job.units, 1),
+                num_steps=REFERENCE_STEPS,
+                policy=policy,
+                expected_nodes=num_vms,
+            ),
+            trace=constant_vms(num_vms),
+        )
+
+    def manage(self, death: Death | None = None) -> str:
+        """Run a manager until it dies, as it must if a death is given, or to the end; returns what it wrote."""
+        orders = self._orders.model_copy(update={"death": death})
+        self._orders_path.write_text(orders.model_dump_json(), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.system.one_manager", str(self._orders_path)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"},
+            capture_output=True,
+            text=True,
+            timeout=MANAGER_S,
+        )
+        assert done.returncode == (-signal.SIGKILL if death else 0), (death, done.stdout, done.stderr, self.history())
+        return done.stdout
+
+    def start_from_newest(self) -> None:
+        """Let the next manager begin with the newest checkpoint."""
+        url = str(self.directory / "checkpoints")
+        manifest = read_manifest(url, complete_versions(url)[-1])
+        update = {"initial_version": manifest.version, "initial_checkpoint": manifest}
+        self._orders = self._orders.model_copy(update={"config": self._orders.config.model_copy(update=update)})
+
+    def pids(self) -> dict[str, int]:
+        """The process of every worker that was ever set up, which never changes."""
+        pids: dict[str, int] = {}
+        for event in self._events():
+            if isinstance(event, WorkerAnswered) and isinstance(event.answer, WorkerReady):
+                assert pids.setdefault(event.worker, event.answer.pid) == event.answer.pid
+        return pids
+
+    def generations(self) -> int:
+        """How many were formed."""
+        return max(
+            DecisionRecord.model_validate_json(entry.payload_json).generation
+            for entry in self._entries()
+            if entry.kind == "decision"
+        )
+
+    def digests(self) -> dict[str, str]:
+        """sha256 of every unit of the newest checkpoint."""
+        url = str(self.directory / "checkpoints")
+        return {entry.unit: entry.sha256 for entry in read_manifest(url, complete_versions(url)[-1]).units}
+
+    def history(self) -> str:
+        """Every decision's sentence, for a test that fails."""
+        if not (self.directory / "journal.sqlite").exists():
+            return "no journal"
+        records = [
+            DecisionRecord.model_validate_json(entry.payload_json)
+            for entry in self._entries()
+            if entry.kind == "decision"
+        ]
+        return "\n".join(f"{record.phase} v{record.version} {record.reason.sentence}" for record in records)
+
+    def door(self) -> Path:
+        """Where the VMs' owner listens."""
+        attachment = json.loads((self.directory / "attach.json").read_text(encoding="utf-8"))
+        return Path(attachment["door"])
+
+    def _entries(self) -> tuple:  # type: ignore[type-arg]
+        with Journal.open(self.directory / "journal.sqlite", read_only=True) as journal:
+            return journal.read()
+
+    def _events(self) -> list[object]:
+        return [EVENT.validate_json(entry.payload_json) for entry in self._entries() if entry.kind == "event"]
+
+
+def wait_until_gone(pids: list[int], directory: Path) -> None:
+    """Processes and the directory of a run that ended."""
+    until_s = time.monotonic() + GONE_S
+    while any(map(psutil.pid_exists, pids)) or directory.exists():
+        assert time.monotonic() < until_s, f"left: {[pid for pid in pids if psutil.pid_exists(pid)]}, {directory}"
+        time.sleep(0.05)
+
+
+HISTORIES = {
+    "processes": (
+        Death(phase=Phase.STARTING),
+        Death(phase=Phase.RESHAPING),
+        Death(phase=Phase.TRAINING, version=3, worker="vm1"),
+        Death(taking_over=True),
+        Death(phase=Phase.TRAINING, version=8),
+        Death(phase=Phase.COMMITTING),
+        Death(phase=Phase.SEALING),
+    ),
+    "ray": (
+        Death(phase=Phase.RESHAPING),
+        Death(phase=Phase.TRAINING, version=4),
+        Death(phase=Phase.COMMITTING),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HISTORIES)
+def test_managers_die_in_every_phase_and_nothing_is_lost(
+    kind: str, tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
+) -> None:
+    run = Managed(tiny_job, tmp_path, kind, num_vms=4 if kind == "processes" else 2)
+    lost = {death.worker for death in HISTORIES[kind]} - {None}
+    for number, death in enumerate(HISTORIES[kind]):
+        output = run.manage(death)
+        assert ("found nothing" in output) == (number == 0), output
+        pids = run.pids()
+        alive = {worker for worker, pid in pids.items() if psutil.pid_exists(pid) and _runs(pid)}
+        assert alive >= set(pids) - lost, run.history()
+    assert (run.directory / "attach.json").stat().st_mode & 0o077 == 0
+    door = run.door()
+    assert "finished" in run.manage()
+    print(run.history())
+    assert run.digests() == reference
+    assert run.generations() == 1 + len(lost)  # taking over forms none
+    report = read_report(run.directory)
+    assert [record.step for record in report.steps] == list(range(REFERENCE_STEPS))
+    assert not any(record.redone_later for record in report.steps)
+    wait_until_gone(list(run.pids().values()), door.parent)
+
+
+def test_a_worker_that_dies_while_there_is_no_manager_is_lost_and_no_bit_with_it(
+    tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
+) -> None:
+    run = Managed(tiny_job, tmp_path, "processes")
+    run.manage(Death(phase=Phase.TRAINING, version=5))
+    os.kill(run.pids()["vm2"], signal.SIGKILL)
+    assert "found 3" in run.manage()
+    assert "vm2 was lost: it was gone when the new manager took over" in run.history()
+    assert run.digests() == reference
+
+
+def test_after_its_patience_everything_ends_and_the_run_goes_on_from_its_newest_checkpoint(
+    tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
+) -> None:
+    run = Managed(tiny_job, tmp_path, "processes", patience_s=0.5, num_vms=2)
+    run.manage(Death(phase=Phase.TRAINING, version=6))
+    wait_until_gone(list(run.pids().values()), run.door().parent)
+    with pytest.raises(AssertionError, match="the process that owned its VMs is gone"):
+        run.manage()
+    run.start_from_newest()
+    assert "found nothing" in run.manage()
+    assert run.digests() == reference
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
