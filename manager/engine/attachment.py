@@ -120,10 +120,10 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> Found | None:
 
 
 def _check_private(door: Path) -> None:
-    """Go through no door that someone else may have put there."""
+    """Go through no door that someone else may have put there: a directory above it lets nobody else in."""
     try:
-        found = door.parent.stat()
+        above = [directory.stat() for directory in list(door.parents)[:2]]  # Ray opens its own to everybody
     except OSError as error:
         raise ClusterError("the process that owned its VMs is gone") from error
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise ClusterError(f"{door.parent} can be written by others")
+    if not any(found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077 for found in above):
+        raise ClusterError(f"{door.parent} can be entered by others")
