@@ -1,4 +1,4 @@
-"""Reading a cluster file (YAML) into the contract's ``ClusterConfig``, with errors a user can act on."""
+"""Reading cluster and job files (YAML) into the contract's values, with errors a user can act on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from morph.contract.errors import ConfigError
 if TYPE_CHECKING:
     from morph.contract.base import Value
     from morph.contract.cluster import ClusterConfig
+    from morph.contract.job_file import JobFile
 
 ValueT = TypeVar("ValueT", bound="Value")
 
@@ -34,6 +35,27 @@ def load_cluster(path: Path) -> ClusterConfig:
     return load_yaml(path, ClusterConfig)
 
 
+def load_job_file(path: Path) -> JobFile:
+    """Read a job file.
+
+    Raises:
+        ConfigError: see ``load_yaml``.
+    """
+    from morph.contract.job_file import JobFile
+
+    return load_yaml(path, JobFile)
+
+
+def load_config(path: Path) -> ClusterConfig:
+    """Read either kind of file: what has a ``job`` is a job file.
+
+    Raises:
+        ConfigError: see ``load_yaml``.
+    """
+    data = read_yaml(path)
+    return load_job_file(path) if isinstance(data, dict) and "job" in data else load_cluster(path)
+
+
 def load_yaml(path: Path, value_type: type[ValueT]) -> ValueT:
     """Read a YAML file into a value of the contract.
 
@@ -43,7 +65,7 @@ def load_yaml(path: Path, value_type: type[ValueT]) -> ValueT:
     """
     from pydantic import ValidationError
 
-    data = _read_yaml(path)
+    data = read_yaml(path)
     try:
         # By way of JSON, so that strict types still take a mapping for a section.
         return value_type.model_validate_json(json.dumps(data, default=str), strict=True)
@@ -61,7 +83,12 @@ def load_yaml(path: Path, value_type: type[ValueT]) -> ValueT:
         ) from error
 
 
-def _read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file into plain values; an empty one is an empty mapping.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, or gives a key twice.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):

@@ -10,6 +10,7 @@ from morph import __version__
 from morph.cli.calibrate import calibrate_command
 from morph.cli.calibrate_peer import calibrate_peer_command
 from morph.cli.cloud import cloud_app
+from morph.cli.config import config_app
 from morph.cli.cut import cut_command
 from morph.cli.demo import demo_command
 from morph.cli.errors import MorphGroup
@@ -74,6 +75,7 @@ app.command("simulate")(simulate_command)
 app.command("rehearse")(rehearse_command)
 app.command("run")(run_command)
 app.command("status")(status_command)
+app.add_typer(config_app, name="config")
 app.command("events")(events_command)
 app.command("report")(report_command)
 app.command("page")(page_command)

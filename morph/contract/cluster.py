@@ -36,6 +36,9 @@ class LocalVms(Value):
         default=None, description="ask for so many VMs, and again for each that is lost; absent: num_vms, once"
     )
     usd_per_h: Annotated[float, Field(ge=0)] | None = Field(default=None, description="what one VM is taken to cost")
+    on_demand_usd_per_h: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="what the same VM costs on demand, to compare with"
+    )
     limits: Limits = Limits()
 
 

@@ -1,0 +1,32 @@
+"""Job file: everything about one run in one YAML file (parsed by the command line)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from morph.contract.base import Value
+from morph.contract.cluster import ClusterConfig
+from morph.contract.plan import Schedule
+
+class JobPart(Value):
+    """What is trained. Paths are relative to the job file's folder."""
+
+    code: str = Field(min_length=3, pattern=r"^.+:[^:]+$", description="path/to/file.py:name of a morph.Job")
+    profile: str = Field(min_length=1, description="what `morph calibrate` wrote for it")
+    steps: Annotated[int, Field(ge=1)] = Field(default=100, description="optimizer steps of the whole run")
+    batch_size: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="samples in a step, to be held against the job's own; absent: not held against it"
+    )
+    run_dir: str | None = Field(
+        default=None, min_length=1, description="journal, checkpoints and pictures; absent: runs/NAME of the job"
+    )
+    schedule: Schedule = Field(default="varuna", description="order of the tasks; the weights do not depend on it")
+    recompute: bool = Field(default=True, description="false keeps activations instead: faster, more memory")
+
+
+class JobFile(ClusterConfig):
+    """Root of a job file: a cluster file's sections, and the job."""
+
+    job: JobPart
