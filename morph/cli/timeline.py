@@ -22,13 +22,18 @@ def timeline_command(
     replica: Annotated[int, typer.Option(min=0, help="The replica to draw.")] = 0,
     png: Annotated[Path | None, typer.Option(help="Draw the replica's stages into this PNG file.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the trace into this file, for ui.perfetto.dev.")] = None,
+    morph: Annotated[
+        int | None,
+        typer.Option(min=1, help="Show a change of shape instead: 1 is the first that `morph status` lists."),
+    ] = None,
 ) -> None:
-    """Show a step that `morph run --timeline-step` recorded.
+    """Show a step that `morph run --timeline-step` recorded, or with `--morph` a change of shape of any run.
 
     \b
     Example:
       morph run job.py:job --profile profile.json --cluster local.yaml --run-dir runs/tiny --timeline-step 5
       morph timeline runs/tiny --step 5 --png gantt.png
+      morph timeline runs/tiny --morph 1 --json morph.json
     """
     from rich.console import Console
 
@@ -42,6 +47,9 @@ def timeline_command(
         if output is not None:
             check_output(output, RunDirError)
     read_facts(run_dir)
+    if morph is not None:
+        _show_morph(run_dir, morph, json, other=[name for name, value in (("--step", step), ("--png", png)) if value])
+        return
     timelines = _chosen(read_timelines(run_dir), step, run_dir)
     num_replicas = len({timeline.replica for timeline in timelines})
     if replica >= num_replicas:
@@ -57,6 +65,45 @@ def timeline_command(
     if json is not None:
         write_trace(timelines, json)
         console.print(f"Wrote {json}.")
+
+
+def _show_morph(run_dir: Path, number: int, json_path: Path | None, other: Sequence[str]) -> None:
+    """Print one change of shape, worker by worker; ``other``: options given that say something else."""
+    import json
+
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from manager.journal.journal import FILE_NAME, Journal
+    from manager.report.morph_trace import chrome_trace, morph_trace
+    from manager.report.reading import report_of
+    from morph.cli.plan import time_text
+    from morph.contract.errors import RunDirError
+
+    if other:
+        raise RunDirError("does not go with --morph", field=other[0], allowed="one of the two")
+    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+        entries = journal.read()
+    morphs = report_of(entries, source=str(run_dir)).morphs
+    if number > len(morphs):
+        allowed = f"1 to {len(morphs)}" if morphs else "none: the shape never changed"
+        raise RunDirError("has no such change", source=str(run_dir), field="--morph", value=number, allowed=allowed)
+    trace = morph_trace(entries, morphs[number - 1])
+    title = f"Change {number}: {trace.from_shape} -> {trace.to_shape or 'none'}; {trace.cause}"
+    table = Table(
+        "at", "for", "who", "what", "detail", title=title, title_justify="left", box=box.SIMPLE, pad_edge=False
+    )
+    for span in trace.spans:
+        lasted = time_text(span.duration_s) if span.duration_s else ""
+        table.add_row(f"{span.start_s * 1e3:.1f} ms", lasted, span.who, span.what, span.detail)
+    console = Console(width=None if Console().is_terminal else 160)
+    console.print(table)
+    if json_path is not None:
+        temporary = json_path.with_name(f"{json_path.name}.tmp")
+        temporary.write_text(json.dumps(chrome_trace(trace)), encoding="utf-8")
+        temporary.replace(json_path)
+        console.print(f"Wrote {json_path}.")
 
 
 def _chosen(recorded: dict[int, tuple[StepTimeline, ...]], step: int | None, run_dir: Path) -> tuple[StepTimeline, ...]:
