@@ -62,7 +62,11 @@ class Happened:
 
 @dataclass
 class LiveRun:
-    """See the module's docstring. ``num_steps``: None when open-ended. Times are seconds as the shell stamped them."""
+    """See the module's docstring. Times are seconds as the shell stamped them.
+
+    ``num_steps``: None when open-ended. ``version``: the one that the run goes on from. ``ledger``: what was booked
+    before; ``takes_over``: and by a manager whose nodes live on.
+    """
 
     job: str
     num_steps: int | None
@@ -83,6 +87,7 @@ class LiveRun:
     losses: Series = field(default_factory=Series)
     speeds: Series = field(default_factory=Series)
     ledger: Ledger = field(default_factory=Ledger)
+    takes_over: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     _answers: dict[tuple[int, int, int], dict[str, Prepared]] = field(default_factory=dict)
 
@@ -92,7 +97,7 @@ class LiveRun:
             return self._take(time_s, event, decision)
 
     def _take(self, time_s: float, event: Event, decision: Decision) -> Happened | None:
-        if not self.ledger.now_ns:
+        if not self.time_s and not self.takes_over:
             self.ledger.begin_session(time_s)
         state, self.time_s = decision.state, time_s
         self.ledger.advance(time_s)

@@ -30,6 +30,21 @@ def read_report(run_dir: Path) -> RunReport:
         return report_of(journal.read(), source=str(run_dir))
 
 
+def read_ledger(run_dir: Path) -> Ledger:
+    """Return what the sessions of a run have booked so far; an empty one for a run that has not begun.
+
+    Raises:
+        RunDirError: the journal cannot be read.
+    """
+    if not (run_dir / FILE_NAME).is_file():
+        return Ledger()
+    reader = _Reader()
+    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+        for entry in journal.read():
+            reader.take(entry)
+    return reader.ledger
+
+
 def report_of(entries: tuple[Entry, ...], source: str = "journal") -> RunReport:
     """Build the report from a journal's lines.
 

@@ -7,19 +7,83 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from morph.contract.cluster import ClusterConfig
     from morph.contract.job_file import JobFile
+    from morph.contract.plan import Schedule
     from morph.contract.profile import Profile
+
+
+IN_THE_FILE = ("profile", "cluster", "steps", "run_dir", "schedule", "no_recompute")
 
 
 @dataclass(frozen=True)
 class JobRun:
-    """A job file with its profile read and its paths resolved."""
+    """What a run is asked for, read and with its paths resolved. ``cluster_path``: where the cluster stands."""
 
-    file: JobFile
     code: str
     profile_path: Path
     profile: Profile
+    cluster_path: Path
+    cluster: ClusterConfig
+    steps: int
     run_dir: Path
+    schedule: Schedule
+    recompute: bool
+
+
+def asked_for(
+    job: str,
+    profile: Path | None,
+    cluster: Path | None,
+    steps: int,
+    run_dir: Path | None,
+    schedule: Schedule,
+    *,
+    recompute: bool,
+    given: Collection[str],
+) -> JobRun:
+    """Gather what a command line asks for: options, or a job file instead of them.
+
+    Args:
+        job: path/to/file.py:name, or a job file.
+        profile: See ``morph run``; like the others up to ``recompute`` not used with a job file.
+        cluster: The same.
+        steps: The same.
+        run_dir: The same.
+        schedule: The same.
+        recompute: The same.
+        given: Names of the parameters that the user gave.
+
+    Raises:
+        InputError: a file is wrong, an option is missing, or one is given beside a job file.
+    """
+    from morph.cli.cluster_file import load_cluster, load_job_file
+    from morph.contract.errors import ConfigError
+    from morph.contract.profile import load_profile
+
+    if job.endswith((".yaml", ".yml")):
+        for name in IN_THE_FILE:
+            if name in given:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError("stands in the job file", field=option, allowed=f"without it, as {job} says")
+        return resolve(Path(job), load_job_file(Path(job)))
+    if profile is None or cluster is None:
+        missing = "--profile" if profile is None else "--cluster"
+        raise ConfigError("is not given", field=missing, allowed="a file, or a job file (YAML) instead of JOB")
+    measured = load_profile(profile)
+    return JobRun(
+        code=job,
+        profile_path=profile,
+        profile=measured,
+        cluster_path=cluster,
+        cluster=load_cluster(cluster),
+        steps=steps,
+        run_dir=run_dir or Path("runs") / measured.job.name,
+        schedule=schedule,
+        recompute=recompute,
+    )
 
 
 def resolve(path: Path, file: JobFile) -> JobRun:
@@ -49,11 +113,15 @@ def resolve(path: Path, file: JobFile) -> JobRun:
             allowed=str(profile.job.batch_size),
         )
     return JobRun(
-        file=file,
-        code=f"{folder / code}:{name}",
+        code=f"{(folder / code).resolve()}:{name}",
         profile_path=profile_path,
         profile=profile,
+        cluster_path=path,
+        cluster=file,
+        steps=file.job.steps,
         run_dir=folder / file.job.run_dir if file.job.run_dir else Path("runs") / profile.job.name,
+        schedule=file.job.schedule,
+        recompute=file.job.recompute,
     )
 
 

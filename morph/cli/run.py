@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     from morph.contract.profile import Profile
     from morph.contract.trace import Trace
 
-    View = Callable[[], AbstractContextManager[Observer]]
+
+class View(Protocol):
+    """Shows a run that goes on from a version."""
+
+    def __call__(self, version: int, *, takes_over: bool) -> AbstractContextManager[Observer]:
+        """Show it while the block runs; yields the driver's observer."""
 
 
 class LogFormat(StrEnum):
@@ -45,9 +50,14 @@ class LogFormat(StrEnum):
 
 
 def run_command(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="path/to/file.py:name")],
-    profile: Annotated[Path, typer.Option(help="What `morph calibrate` wrote for this job.")],
-    cluster: Annotated[Path, typer.Option(help="Cluster file (YAML).")],
+    context: typer.Context,
+    job: Annotated[
+        str, typer.Argument(metavar="JOB", help="path/to/file.py:name, or a job file (YAML) that has it all.")
+    ],
+    profile: Annotated[
+        Path | None, typer.Option(help="What `morph calibrate` wrote for this job.", show_default=False)
+    ] = None,
+    cluster: Annotated[Path | None, typer.Option(help="Cluster file (YAML).", show_default=False)] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run.")] = 100,
     run_dir: Annotated[
         Path | None, typer.Option(help="Journal, checkpoints and pictures go here; default: runs/NAME of the job.")
@@ -85,47 +95,53 @@ def run_command(
     Example:
       morph run configs/jobs/tiny_gpt.py:job --profile profile.json \\
           --cluster configs/clusters/local.yaml --steps 200 --run-dir runs/tiny
+      morph run configs/runs/tiny_gpt.yaml
     """
     from manager.preparation import from_its_first_event
     from morph.cli.checks import check_device
-    from morph.cli.cluster_file import load_cluster
+    from morph.cli.job_run import asked_for
     from morph.contract.errors import ConfigError, TrainingStopped
-    from morph.contract.profile import load_profile
     from morph.contract.trace import load_trace
 
+    asked = asked_for(
+        job, profile, cluster, steps, run_dir, schedule.value, recompute=not no_recompute, given=_given(context)
+    )
+    steps, known, described = asked.steps, asked.profile, asked.cluster
     if timeline_step is not None and timeline_step >= steps:
         raise ConfigError("is never run", field="--timeline-step", value=timeline_step, allowed=f"0 to {steps - 1}")
     if not math.isfinite(trace_speed):
         raise ConfigError("is not a number", field="--trace-speed", value=trace_speed, allowed="0.001 or more")
-    prices = prices_of(price, on_demand_price)
-    known, described = load_profile(profile), load_cluster(cluster)
+    prices = prices_of(
+        described.vms.usd_per_h if price is None else price,
+        described.vms.on_demand_usd_per_h if on_demand_price is None else on_demand_price,
+    )
     events = from_its_first_event(load_trace(trace)).scaled(1 / trace_speed) if trace else None
-    check_device(described, str(cluster))
+    check_device(described, str(asked.cluster_path))
     if events is not None and described.vms.keep is not None:
         raise ConfigError(
             "a trace decides itself which VMs come and go",
-            source=str(cluster),
+            source=str(asked.cluster_path),
             field="vms.keep",
             value=described.vms.keep,
             allowed="vms.keep or --trace, not both",
         )
     where = {
-        "memory_bytes": (str(cluster), "vms.memory_bytes"),
-        "micro_batch_size": (str(profile), "job.micro_batch_size"),
+        "memory_bytes": (str(asked.cluster_path), "vms.memory_bytes"),
+        "micro_batch_size": (str(asked.profile_path), "job.micro_batch_size"),
     }
-    directory = run_dir or Path("runs") / known.job.name
+    directory = asked.run_dir
     try:
         with places(where):
             finish, report = managed_run(
-                job,
+                asked.code,
                 known,
                 described,
                 events,
                 steps=steps,
                 run_dir=directory,
                 plain=plain,
-                recompute=not no_recompute,
-                schedule=schedule.value,
+                recompute=asked.recompute,
+                schedule=asked.schedule,
                 timeline_step=timeline_step,
                 as_json=log_format is LogFormat.JSON,
                 prices=prices,
@@ -141,6 +157,12 @@ def run_command(
     if finish.outcome == "failed":
         raise TrainingStopped(finish.sentence)
     raise typer.Exit(EXIT_INTERRUPTED if finish.outcome == "stopped" else 0)
+
+
+def _given(context: typer.Context) -> set[str]:
+    """Names of the parameters that stand on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def managed_run(
@@ -171,7 +193,7 @@ def managed_run(
     from manager.engine.session import RunSpec, run_session
     from manager.preparation import constant_trace, controller_config, newest_checkpoint
     from manager.report.live import LiveRun
-    from manager.report.reading import read_report
+    from manager.report.reading import read_ledger, read_report
     from manager.run_dir import RunDir, RunFacts
     from morph.cli.checks import check_job
     from morph.cli.run_view import run_view
@@ -211,8 +233,16 @@ def managed_run(
     )
 
     @contextmanager
-    def view() -> Iterator[Observer]:
-        live = LiveRun(profile.job.name, None if stop_with_trace else steps, profile.job.batch_size, prices)
+    def view(version: int, *, takes_over: bool) -> Iterator[Observer]:
+        live = LiveRun(
+            profile.job.name,
+            None if stop_with_trace else steps,
+            profile.job.batch_size,
+            prices,
+            version=version,
+            ledger=read_ledger(opened.path),
+            takes_over=takes_over,
+        )
         page_of = serving(live, opened.path) if page else nullcontext()
         with page_of, run_view(live, plain=plain, as_json=as_json) as observer:
             yield observer
@@ -221,8 +251,9 @@ def managed_run(
         finish = _gone_on_with(spec, opened, view)
         if finish is None:
             checkpoint = newest_checkpoint(opened.checkpoint_url)
-            _check_steps(steps, checkpoint.version if checkpoint else 0, run_dir)
-            with view() as observer:
+            version = checkpoint.version if checkpoint else 0
+            _check_steps(steps, version, run_dir)
+            with view(version, takes_over=False) as observer:
                 finish = run_session(replace(spec, config=configure(checkpoint)), opened, observer)
         return finish, read_report(opened.path)
 
@@ -240,7 +271,7 @@ def _gone_on_with(spec: RunSpec, run_dir: RunDir, view: View) -> Finish | None:
             f"{len(found.vms)} VMs of this run live: going on with them at version {found.state.version}",
             file=sys.stderr,
         )
-        with view() as observer:
+        with view(found.state.version, takes_over=True) as observer:
             return run_session(replace(spec, config=found.state.config), run_dir, observer, found=found)
     except NothingLives as error:
         print(f"this run cannot be taken over: {error}; going on from its newest checkpoint", file=sys.stderr)

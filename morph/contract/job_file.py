@@ -10,6 +10,7 @@ from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig
 from morph.contract.plan import Schedule
 
+
 class JobPart(Value):
     """What is trained. Paths are relative to the job file's folder."""
 

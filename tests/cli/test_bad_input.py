@@ -549,6 +549,34 @@ def test_a_wrong_job_file_is_refused_with_its_dotted_field(given: Given, job: st
     assert f"{path}: {problem}" in given.refused("config", "check", path)
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--steps", "9"), "--steps: stands in the job file"),
+        (("--profile", "p.json"), "--profile: stands in the job file"),
+        (("--no-recompute",), "--no-recompute: stands in the job file"),
+    ],
+)
+def test_what_a_job_file_says_is_not_said_again(given: Given, options: tuple[str, ...], problem: str) -> None:
+    assert problem in given.refused("run", job_file(given), *options)
+
+
+@pytest.mark.parametrize("missing", ["--profile", "--cluster"])
+def test_a_run_without_a_job_file_needs_its_options(given: Given, missing: str) -> None:
+    options = {"--profile": given.folder / "profile.json", "--cluster": given.folder / "cluster.yaml"}
+    left = [text for name, path in options.items() if name != missing for text in (name, path)]
+    assert f"{missing}: is not given" in given.refused("run", given.job, *left)
+
+
+def test_the_shipped_job_file_is_right_but_for_the_profile_that_the_user_makes() -> None:
+    from morph.cli.cluster_file import load_job_file
+
+    shipped = Path(__file__).parents[2] / "configs/runs/tiny_gpt.yaml"
+    file = load_job_file(shipped)
+    assert (shipped.parent / file.job.code.partition(":")[0]).is_file()
+    assert file.vms.num_vms == 6
+
+
 def test_a_right_job_file_says_what_would_run(given: Given) -> None:
     told = CliRunner().invoke(app, ["config", "check", str(job_file(given))])
     assert told.exit_code == 0, told.output
