@@ -1,7 +1,8 @@
 """Writes units of a checkpoint in the background, so that training waits only for the copy in memory.
 
 What was written of the newest versions is remembered: a manager that takes over is told of it again, and a unit that is
-asked for again is not written twice.
+asked for again is not written twice. Its tensors stay in host memory too, so that a worker that must go back to a
+checkpoint reads from storage only what others wrote.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class CheckpointWriter:
         self._woken = False
         self._waiting: set[tuple[int, str]] = set()
         self._recent: dict[tuple[int, str], UnitWritten] = {}
+        self._copies: dict[tuple[int, str], Mapping[str, Tensor]] = {}
         threading.Thread(target=self._run, name="morph-checkpoint", daemon=True).start()
 
     def hand_over(self, version: int, unit: str, tensors: Mapping[str, Tensor]) -> None:
@@ -52,6 +54,14 @@ class CheckpointWriter:
         with self._condition:
             self._tell_again([entry for key, entry in self._recent.items() if key == (version, unit)])
             return (version, unit) in self._waiting or (version, unit) in self._recent
+
+    def copy(self, version: int, unit: str, sha256: str) -> dict[str, Tensor] | None:
+        """A copy of what this worker wrote, if it is what a manifest names; None: it is not, or no longer here."""
+        with self._condition:
+            written = self._recent.get((version, unit))
+            if written is None or written.sha256 != sha256:
+                return None
+            return {name: tensor.clone() for name, tensor in self._copies[version, unit].items()}
 
     def tell_again(self) -> None:
         """Report what was written of the newest versions once more: whoever was told may be gone."""
@@ -82,13 +92,15 @@ class CheckpointWriter:
                 continue
             with self._condition:
                 self._waiting.discard((version, unit))
-                self._remember(written)
+                self._remember(written, tensors)
                 self._tell_again([written])
 
-    def _remember(self, written: UnitWritten) -> None:
+    def _remember(self, written: UnitWritten, tensors: Mapping[str, Tensor]) -> None:
         self._recent[written.version, written.unit] = written
+        self._copies[written.version, written.unit] = tensors
         oldest = sorted({version for version, _ in self._recent})[-KEPT_VERSIONS:][0]
         self._recent = {key: entry for key, entry in self._recent.items() if key[0] >= oldest}
+        self._copies = {key: copied for key, copied in self._copies.items() if key[0] >= oldest}
 
     def _tell_again(self, entries: list[UnitWritten]) -> None:
         self._written += [entry for entry in entries if entry not in self._written]

@@ -21,7 +21,10 @@ MakeUnit = Callable[[str], UnitState]
 
 @dataclass(frozen=True)
 class MoveContext:
-    """What the moves of one worker in one reshape need."""
+    """What the moves of one worker in one reshape need.
+
+    ``host_copy(version, unit, sha256)``: what this worker wrote itself and still has, if it is what a manifest names.
+    """
 
     worker: str
     version: int
@@ -30,6 +33,7 @@ class MoveContext:
     make_unit: MakeUnit
     channel: Callable[[str, str], Carrier]
     adopt: Callable[[str], UnitState]
+    host_copy: Callable[[int, str, str], Mapping[str, Tensor] | None] = lambda _version, _unit, _sha256: None
 
 
 def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Transfer]:
@@ -97,12 +101,22 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
             received_bytes += len(payload)
             state.load(from_payload(payload))
         elif source.kind == "checkpoint":
-            manifest = read_manifest(context.checkpoint_url, context.version)
-            state.load(read_unit(context.checkpoint_url, manifest, source.unit))
+            state.load(_from_checkpoint(source.unit, context))
         units[source.unit] = state
     for name, state in units.items():
         assert state.version == context.version, f"unit {name} is at version {state.version}, not {context.version}"
     return units, received_bytes
+
+
+def _from_checkpoint(unit: str, context: MoveContext) -> Mapping[str, Tensor]:
+    """A unit of the reshape's version: this worker's own copy where it wrote it, else from storage."""
+    manifest = read_manifest(context.checkpoint_url, context.version)
+    for entry in manifest.units:
+        if entry.unit == unit:
+            copied = context.host_copy(context.version, unit, entry.sha256)
+            if copied is not None:
+                return copied
+    return read_unit(context.checkpoint_url, manifest, unit)
 
 
 def receive_payload(channel: Carrier) -> bytes:

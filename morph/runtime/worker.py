@@ -241,6 +241,7 @@ class Worker:
             make_unit=lambda unit: self._workload.make_unit(unit, order.plan.num_micro_batches),
             channel=lambda sender, receiver: self._move_channel(groups, order.generation, sender, receiver),
             adopt=lambda unit: self._ahead.adopt(unit, order.version, interrupt),
+            host_copy=self._writer.copy,
         )
         sent = send_in_background(order.sources, context, interrupt)
         units, received_bytes = take_units(order.sources, context)

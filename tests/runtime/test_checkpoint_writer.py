@@ -74,3 +74,20 @@ def test_a_unit_that_could_not_be_written_may_be_handed_over_again(tmp_path: Pat
     writer.hand_over(1, "s0", {"x": torch.ones(1)})
     assert writer.collect(WAIT_S).checkpoint_error is not None
     assert not writer.has(1, "s0")
+
+
+def test_what_a_worker_wrote_itself_is_still_there_for_it_if_it_is_what_the_manifest_names(tmp_path: Path) -> None:
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    for version in (1, 2, 3):
+        writer.hand_over(version, "s0", {"x": torch.full((2,), float(version))})
+    digests = {entry.version: entry.sha256 for entry in collect(writer, 3)}
+    copied = writer.copy(3, "s0", digests[3])
+    assert copied is not None
+    copied["x"] += 1  # of the caller alone
+    again = writer.copy(3, "s0", digests[3])
+    assert again is not None
+    assert torch.equal(again["x"], torch.full((2,), 3.0))
+    assert writer.copy(2, "s0", digests[2]) is not None
+    assert writer.copy(3, "s0", digests[2]) is None, "another history wrote that"
+    assert writer.copy(1, "s0", digests[1]) is None, "two versions are kept"
+    assert writer.copy(3, "s1", digests[3]) is None

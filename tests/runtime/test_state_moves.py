@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,22 @@ def test_units_come_from_the_checkpoint_of_the_wanted_version(network: Network) 
     assert units["s1"].version == 2
     assert value_of(units["s1"]) == 7.0
     assert received == 0
+
+
+def test_what_a_worker_wrote_itself_is_not_read_from_storage(network: Network) -> None:
+    manifest = save(network, 2)
+    named = {entry.unit: entry.sha256 for entry in manifest.units}
+    for file in (Path(network.url) / "v00000002").glob("s1-*"):
+        file.unlink()
+    own = make_unit("s1", value=7.0, version=2).tensors()
+    context = replace(
+        network.context("a", {}, version=2),
+        host_copy=lambda version, unit, sha256: own if (version, unit, sha256) == (2, "s1", named["s1"]) else None,
+    )
+    units, _ = take_units([source("a", "s1", "checkpoint")], context)
+    assert value_of(units["s1"]) == 7.0
+    with pytest.raises(CheckpointError, match="s1"):
+        take_units([source("a", "s1", "checkpoint")], network.context("a", {}, version=2))
 
 
 def test_a_missing_checkpoint_is_named(network: Network) -> None:
