@@ -18,20 +18,20 @@ class OrderKey(NamedTuple):
     """What makes an order the same order when it comes again; grows from one order of a worker to its next."""
 
     generation: int
-    rank: int
     version: int
+    rank: int
     attempt: int
 
 
 def order_key(order: ReshapeOrder | StepOrder | CommitOrder) -> OrderKey:
-    """The identity of an order: a generation is formed, then trains step by step, then commits."""
+    """The identity of an order: a generation is formed at a version, which may be committed before the step from it."""
     match order:
         case ReshapeOrder():
-            return OrderKey(order.generation, 0, order.version, 0)
-        case StepOrder():
-            return OrderKey(order.generation, 1, order.step, order.attempt)
+            return OrderKey(order.generation, order.version, 0, 0)
         case CommitOrder():
-            return OrderKey(order.generation, 2, order.version, 0)
+            return OrderKey(order.generation, order.version, 1, 0)
+        case StepOrder():
+            return OrderKey(order.generation, order.step, 2, order.attempt)
 
 
 class OrderMemory:
