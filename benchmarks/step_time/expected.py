@@ -8,7 +8,8 @@ trains it with Morph's workers. All shapes take turns, in an order drawn anew in
 A shared machine is not equally fast from one minute to the next: the same section, alone, with nothing beside it, takes
 up to a sixth longer for minutes. So one section is timed beside the calibration and again before and after each turn,
 alone: the yardstick. The table has both errors: as measured, and with what the simulator expects stretched by what the
-yardstick says of the machine at that turn.
+yardstick says of the machine at that turn. Cores need not be equally fast either: the yardstick on each of them is
+printed at the start and at the end.
 """
 
 from __future__ import annotations
@@ -79,6 +80,18 @@ class Yardstick:
             samples_s.append(time.perf_counter() - begin_s)
         return statistics.median(samples_s)
 
+    def on_each_core(self) -> str:
+        """In words: the same on each core that this process may use."""
+        allowed = os.sched_getaffinity(0)
+        found_ms = []
+        try:
+            for core in sorted(allowed):
+                os.sched_setaffinity(0, {core})
+                found_ms.append(self.measure_s() * 1e3)
+        finally:
+            os.sched_setaffinity(0, allowed)
+        return "one section alone, core by core: " + ", ".join(f"{core_ms:.1f} ms" for core_ms in found_ms)
+
     @contextmanager
     def beside(self, measured_s: list[float]) -> Iterator[None]:
         """Append the mean of a measurement before and one behind."""
@@ -135,6 +148,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     torch.set_num_threads(1)
     yardstick = Yardstick(options.job)
+    print(yardstick.on_each_core())
     at_calibration_s: list[float] = []
     with yardstick.beside(at_calibration_s):
         profile = calibrate(options.job)
@@ -158,6 +172,7 @@ def main() -> None:
                 shape.slowness.append(at_turn_s[0] / at_calibration_s[0])
             print(f"round {round_index + 1} of {options.rounds} done", file=sys.stderr)
         side.end()
+    print(yardstick.on_each_core())
     print(f"{options.rounds} rounds of 1 + {options.steps} steps, load at the end {os.getloadavg()[0]:.1f}")
     report(measured)
 
