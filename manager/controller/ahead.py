@@ -64,7 +64,7 @@ def ahead_reported(state: ControllerState, event: AheadReported, now_s: float) -
     ahead, report = state.ahead, event.report
     if ahead is None or report.number != ahead.number:
         return said(state, ReasonCode.IGNORED, f"what {event.worker} tells of units sent ahead is late")
-    wanted = {move.unit for move in ahead.moves if move.receiver == event.worker}
+    wanted = frozenset(move.unit for move in ahead.moves if move.receiver == event.worker)
     following = {**ahead.following, event.worker: wanted & set(report.following)}
     failed = ahead.failed | ({event.worker} if report.error else frozenset())
     state = changed(state, ahead=ahead.model_copy(update={"following": following, "failed": failed}))

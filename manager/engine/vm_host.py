@@ -56,6 +56,7 @@ class _Nodes:
                 resources={VM_RESOURCE + name: 1},
                 object_store_memory=OBJECT_STORE_BYTES,
                 node_ip_address=LOOPBACK,
+                include_log_monitor=False,
             )
         except Exception as error:
             return {"name": name, "error": f"{type(error).__name__}: {error}"}
@@ -72,6 +73,7 @@ def _start_head() -> _Nodes:
                 "resources": {HEAD_RESOURCE: 1},
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "include_dashboard": False,
+                "include_log_monitor": False,  # it holds a file for each worker there ever was, and nobody reads them
                 "node_ip_address": LOOPBACK,
             },
         )
