@@ -6,6 +6,7 @@ the process that made them: what a killed process left is removed by the next on
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -111,7 +112,7 @@ class HostNetwork:
     """Namespaces of so many hosts; made by ``open``, gone after ``close``.
 
     Args:
-        num_hosts: At most ``MAX_HOSTS``.
+        num_hosts: At the start; at most ``MAX_HOSTS``.
         bytes_per_s: Bandwidth of each host's link, in each direction.
     """
 
@@ -149,19 +150,49 @@ class HostNetwork:
         try:
             _batch([f"netns add {name}" for name in (self.hub, *map(self.namespace, hosts))])
             inside = ["link set lo up", "link add br0 type bridge", f"addr add {self.hub_address}/16 dev br0"]
-            inside += ["link set br0 up"]
-            inside += [f"link add h{host} type veth peer name eth0 netns {self.namespace(host)}" for host in hosts]
-            inside += [f"link set h{host} master br0 up" for host in hosts]
-            _batch(inside, namespace=self.hub)
-            _batch([f"qdisc add dev h{host} root {self._limit}" for host in hosts], "tc", self.hub)
+            _batch(
+                [*inside, "link set br0 up", *(line for host in hosts for line in self._link(host))], namespace=self.hub
+            )
+            _batch([self._limit_of(host) for host in hosts], "tc", self.hub)
             for host in hosts:
-                name = self.namespace(host)
-                address = f"addr add {self.address(host)}/16 dev eth0"
-                _batch(["link set lo up", address, "link set eth0 up"], namespace=name)
-                _batch([f"qdisc add dev eth0 root {self._limit}"], "tc", name)
+                self._furnish(host)
         except ClusterError:
             self.close()
             raise
+
+    def add(self, host: int) -> None:
+        """Make one more host, numbered as none that is there.
+
+        Raises:
+            ClusterError: a command failed; what was made is removed again.
+        """
+        assert host < MAX_HOSTS
+        try:
+            _batch([f"netns add {self.namespace(host)}"])
+            _batch(self._link(host), namespace=self.hub)
+            _batch([self._limit_of(host)], "tc", self.hub)
+            self._furnish(host)
+        except ClusterError:
+            self.remove(host)
+            raise
+
+    def remove(self, host: int) -> None:
+        """Remove a host, whose processes are gone. Safe to call twice."""
+        _remove([self.namespace(host)])
+        with contextlib.suppress(ClusterError):  # the kernel takes the link away itself, a moment later
+            _batch([f"link del h{host}"], namespace=self.hub)
+
+    def _link(self, host: int) -> list[str]:
+        peer = f"link add h{host} type veth peer name eth0 netns {self.namespace(host)}"
+        return [peer, f"link set h{host} master br0 up"]
+
+    def _limit_of(self, host: int) -> str:
+        return f"qdisc add dev h{host} root {self._limit}"
+
+    def _furnish(self, host: int) -> None:
+        name, address = self.namespace(host), f"addr add {self.address(host)}/16 dev eth0"
+        _batch(["link set lo up", address, "link set eth0 up"], namespace=name)
+        _batch([f"qdisc add dev eth0 root {self._limit}"], "tc", name)
 
     def cut(self, host: int) -> None:
         """Take a host's link down: nothing that it sends arrives any more, and nobody is told.

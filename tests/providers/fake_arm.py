@@ -51,7 +51,7 @@ class Operation:
 class FakeArm:
     """State of one resource group. ``shortages``: error code by (size, zone), told when the operation ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.machines: dict[str, dict[str, Any]] = {}
         self.sets: dict[str, dict[str, Any]] = {}
         self.operations: dict[str, Operation] = {}
@@ -76,9 +76,9 @@ class FakeArm:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = ThreadingHTTPServer(address, Handler)
         self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.url = f"http://{address[0]}:{self.http.server_port}"
 
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
         text = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))

@@ -1,0 +1,212 @@
+"""Virtual hosts of this machine on one network: a hub, where the manager and the cloud live, and VMs that come and go.
+
+A VM has a network namespace, and namespaces for its processes, mounts and name; killing its process 1 takes everything
+in it at once. All of it ends with the process that made it, killed or not: process 1 dies with its thread, and a
+namespace whose owner is gone is removed by the next one that makes some.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from manager.engine.namespaces import HostNetwork, check_permitted
+from morph.contract.errors import ConfigError
+from tests.cloud.guest import GuestSpec
+from tests.cloud.metadata import ADDRESS
+
+ROOT = Path(__file__).resolve().parents[2]
+BOUND_S = 30.0
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "MPLBACKEND": "Agg",
+    "LANG": "C.UTF-8",
+}
+"""What an image has besides the interpreter."""
+
+
+def not_permitted() -> str:
+    """Why there can be no virtual hosts here; "" when there can."""
+    try:
+        check_permitted()
+    except ConfigError as error:
+        return str(error)
+    missing = [tool for tool in ("unshare", "nsenter", "mount") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} (package util-linux) is not installed"
+    tried = subprocess.run(
+        ["unshare", "--mount", "--pid", "--uts", "--ipc", "--net", "--fork", "--mount-proc", "true"],
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+    return f"namespaces are not permitted: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+class Host:
+    """One virtual host that lives. ``start`` it from a thread that lives as long as it is to."""
+
+    def __init__(self, spec: GuestSpec) -> None:
+        self.name, self.namespace, self.directory = spec.name, spec.namespace, Path(spec.directory)
+        self.environment = {**ENVIRONMENT, **spec.environment, "PATH": os.environ["PATH"], "HOME": "/root"}
+        self._outer = subprocess.Popen(
+            [sys.executable, "-m", "tests.cloud.guest", str(spec.write()), str(os.getpid())],
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._outer.stdout is not None
+        self.pid = int(self._outer.stdout.readline() or 0)
+        if not self.pid:
+            self.kill()
+            raise RuntimeError(f"{spec.name} does not come up: {self.log('host')}")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it was not switched off."""
+        return self._outer.poll() is None
+
+    def log(self, name: str) -> str:
+        """What a service of it wrote; ``host``: its process 1 and the first boot."""
+        path = self.directory / "log" / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def inside(self, *command: str) -> list[str]:
+        """The command that runs one in this host. Its environment is that of the caller."""
+        where = ["--mount", "--net", "--pid", "--uts", "--ipc"]
+        return ["nsenter", f"--target={self.pid}", *where, f"--wd={ROOT}", "--", *command]
+
+    def kill(self) -> None:
+        """Take the host away, with everything that runs in it, at once."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, 9)
+        else:
+            self._outer.kill()
+        self._outer.wait(BOUND_S)
+        if self._outer.stdout is not None:
+            self._outer.stdout.close()
+
+
+class Hosts:
+    """The network and the hosts on it; use as a context manager, from one thread at a time.
+
+    Args:
+        shared: Folders that every host sees under the same path: storage, and what an image has.
+        names: Addresses of further names, for every host's ``/etc/hosts``.
+        bytes_per_s: Of each host's link.
+    """
+
+    def __init__(
+        self,
+        shared: Sequence[Path],
+        names: Mapping[str, str],
+        bytes_per_s: float = 125_000_000.0,
+    ) -> None:
+        self.network = HostNetwork(0, bytes_per_s)
+        self._shared = tuple(str(path.resolve()) for path in (ROOT, Path(sys.prefix), *shared))
+        self._names = dict(names)
+        self._trusted: Path | None = None
+        self.directory = Path(tempfile.mkdtemp(prefix="morph-hosts-"))
+        self._numbers: dict[str, int] = {}
+        self._next = 0
+        self.living: dict[str, Host] = {}
+
+    def __enter__(self) -> Hosts:
+        self.network.open()
+        for address in (ADDRESS, *self._names.values()):
+            _ip(self.network.hub, "addr", "add", f"{address}/32", "dev", "lo")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.living):
+            self.remove(name)
+        self.network.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def trust(self, authority: Path) -> None:
+        """Have every host from now on trust a certificate authority."""
+        self._trusted = authority
+
+    def on_hub(self, name: str, environment: Mapping[str, str]) -> Host:
+        """A host in the hub's network, in which commands are run from outside."""
+        spec = self._spec(name, self.network.hub, self.network.hub_address, environment, "")
+        self.living[name] = Host(spec)
+        return self.living[name]
+
+    def furnish(self, name: str) -> str:
+        """Make the network of a new VM, and return its namespace."""
+        number, self._next = self._next, self._next + 1
+        self.network.add(number)
+        self._numbers[name] = number
+        namespace = self.network.namespace(number)
+        _ip(namespace, "addr", "add", f"{ADDRESS}/32", "dev", "lo")
+        _ip(namespace, "route", "add", "default", "via", self.network.hub_address)
+        return namespace
+
+    def boot(self, name: str, cloud_config: str) -> Host:
+        """Start a VM whose network is there."""
+        number = self._numbers[name]
+        namespace, address = self.network.namespace(number), self.network.address(number)
+        self.living[name] = Host(self._spec(name, namespace, address, {}, cloud_config))
+        return self.living[name]
+
+    def remove(self, name: str) -> None:
+        """Take a host away, its network and files too. Safe to call twice."""
+        host = self.living.pop(name, None)
+        if host is not None:
+            host.kill()
+            shutil.rmtree(host.directory, ignore_errors=True)
+        number = self._numbers.pop(name, None)
+        if number is not None:
+            self.network.remove(number)
+
+    def cut(self, name: str) -> None:
+        """Take a VM's link down: it lives, and nobody hears of it."""
+        self.network.cut(self._numbers[name])
+
+    def _spec(
+        self, name: str, namespace: str, address: str, environment: Mapping[str, str], cloud_config: str
+    ) -> GuestSpec:
+        directory = self.directory / f"{name}-{self._next}"
+        for part in ("etc", "tmp", "log"):
+            (directory / part).mkdir(parents=True)
+        (directory / "tmp").chmod(0o1777)
+        shutil.copytree("/etc", directory / "etc", symlinks=True, dirs_exist_ok=True)
+        lines = ["127.0.0.1 localhost", f"{address} {name}", *(f"{where} {who}" for who, where in self._names.items())]
+        hosts = directory / "etc" / "hosts"
+        hosts.unlink(missing_ok=True)
+        hosts.write_text("\n".join(lines) + "\n")
+        trust: dict[str, str] = {}
+        if self._trusted is not None:
+            shutil.copy(self._trusted, directory / "etc" / "virtual-azure.pem")
+            trust = dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), "/etc/virtual-azure.pem")
+        return GuestSpec(
+            name=name,
+            namespace=namespace,
+            directory=str(directory),
+            shared=self._shared,
+            environment={**ENVIRONMENT, **trust, **environment},
+            cloud_config=cloud_config,
+        )
+
+
+def _ip(namespace: str, *arguments: str) -> None:
+    done = subprocess.run(
+        ["ip", "-n", namespace, *arguments], capture_output=True, text=True, timeout=BOUND_S, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

@@ -1,0 +1,129 @@
+"""The metadata service of one virtual host, at 169.254.169.254 of its own network: identity and Scheduled Events."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any, Literal
+from urllib.parse import parse_qs, urlsplit
+
+from manager.engine.namespaces import enter
+
+ADDRESS = "169.254.169.254"
+BOUND_S = 10.0
+Fault = Literal["", "silent", "error", "slow", "no document", "not JSON"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a host is told of itself. ``start``: approves an event; returns whether it is known."""
+
+    name: str
+    resource_id: str
+    new_token: Callable[[], str]
+    events: Callable[[], dict[str, Any]]
+    start: Callable[[str], bool]
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        """Without asking a name server, which nobody answers for, for a name."""
+        TCPServer.server_bind(self)
+
+
+class MetadataService:
+    """Serves one host until ``close``. ``fault``: how it fails; ``slow_s``: how long a slow answer takes."""
+
+    def __init__(self, namespace: str, facts: Facts) -> None:
+        self.fault: Fault = ""
+        self.slow_s = 2.0
+        self.num_faulty = self.num_asked = 0
+        self.approved: list[str] = []
+        self._facts = facts
+        self._over = threading.Event()
+        self._up = threading.Event()
+        self._http: ThreadingHTTPServer | None = None
+        self._thread = threading.Thread(target=self._run, args=(namespace,), name="metadata", daemon=True)
+        self._thread.start()
+        if not self._up.wait(BOUND_S) or self._http is None:
+            raise RuntimeError(f"the metadata service of {facts.name} does not come up")
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._over.set()
+        if self._http is not None:
+            self._http.shutdown()
+            self._http.server_close()
+        self._thread.join(BOUND_S)
+
+    def _run(self, namespace: str) -> None:
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                service.serve(self)
+
+            do_POST = do_GET  # noqa: N815
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        try:
+            enter(namespace)
+            self._http = _Server((ADDRESS, 80), Handler)
+        finally:
+            self._up.set()
+        self._http.serve_forever(poll_interval=0.05)
+
+    def serve(self, handler: BaseHTTPRequestHandler) -> None:
+        body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        path, query = urlsplit(handler.path).path, parse_qs(urlsplit(handler.path).query)
+        self.num_asked += 1
+        status, kind, text = 400, "application/json", json.dumps({"error": "Metadata: true is missing"})
+        if handler.headers.get("Metadata") == "true" and query.get("api-version"):
+            status, kind, text = self._answer(handler.command, path, body)
+        if self.fault and path.endswith("/scheduledevents"):
+            self.num_faulty += 1
+            if self.fault == "silent" and self._over.wait(600):
+                return
+            if self.fault == "slow" and self._over.wait(self.slow_s):
+                return
+            if self.fault == "error":
+                status, text = 500, "{}"
+            elif self.fault == "no document":
+                text = json.dumps({"DocumentIncarnation": -1, "Events": "none"})
+            elif self.fault == "not JSON":
+                text = "<html>"
+        data = text.encode()
+        handler.send_response(status)
+        handler.send_header("Content-Type", kind)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    def _answer(self, method: str, path: str, body: bytes) -> tuple[int, str, str]:
+        facts = self._facts
+        plain = {
+            "/metadata/instance/compute/name": facts.name,
+            "/metadata/instance/compute/resourceId": facts.resource_id,
+        }
+        if path in plain:
+            return 200, "text/plain", plain[path]
+        if path == "/metadata/identity/oauth2/token":
+            token = {"access_token": facts.new_token(), "expires_in": "86400", "expires_on": "2000000000"}
+            return 200, "application/json", json.dumps({**token, "resource": "-", "token_type": "Bearer"})
+        if path == "/metadata/scheduledevents" and method == "GET":
+            return 200, "application/json", json.dumps(facts.events())
+        if path == "/metadata/scheduledevents":
+            wanted = [entry["EventId"] for entry in json.loads(body)["StartRequests"]]
+            if not all(facts.start(event) for event in wanted):
+                return 400, "application/json", json.dumps({"error": "no such event"})
+            self.approved += wanted
+            return 200, "application/json", "{}"
+        return 404, "application/json", "{}"

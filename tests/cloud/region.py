@@ -1,0 +1,293 @@
+"""The fake resource manager with time in it: VMs that boot, cost, are warned and taken, with all that belongs to them.
+
+One thread lets time pass: it ends operations, starts and kills the hosts, and takes evicted VMs away.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import secrets
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Literal, Protocol
+
+from tests.providers.fake_arm import Answer, FakeArm, error
+
+EVERY_S = 0.05
+BOUND_S = 60.0
+NEVER = 10**9
+Role = Literal["manager", "node"]
+
+
+class Machines(Protocol):
+    """Who plays the VMs. Called from one thread."""
+
+    def boot(self, name: str, resource_id: str, cloud_config: str) -> None:
+        """Start a VM."""
+
+    def kill(self, name: str) -> None:
+        """Take it away at once."""
+
+
+@dataclass
+class Life:
+    """One VM on the bill, in seconds of the monotonic clock."""
+
+    name: str
+    size: str
+    zone: str
+    since_s: float
+    until_s: float | None = None
+    end: str = ""
+
+    def lived_s(self, now_s: float) -> float:
+        """So far."""
+        return (now_s if self.until_s is None else self.until_s) - self.since_s
+
+
+@dataclass
+class Eviction:
+    """A Preempt event. ``false_alarm``: nobody comes in the end."""
+
+    event: str
+    name: str
+    due_s: float
+    not_before: str
+    started: bool = False
+    false_alarm: bool = False
+
+
+@dataclass(eq=False)
+class Region(FakeArm):
+    """See the module.
+
+    ``make_s`` and ``delete_s``: how long Azure takes; ``usd_per_h``: by size; ``interfaces`` and ``disks``: the VM with
+    which each goes, "" where it stays.
+    """
+
+    address: tuple[str, int]
+    usd_per_h: dict[str, float]
+    play: Machines | None = None
+    url_of_clients: str = ""
+    make_s: float = 0.5
+    delete_s: float = 0.3
+    notice_s: float = 30.0
+    tokens: dict[str, Role] = field(default_factory=dict)
+    bill: list[Life] = field(default_factory=list)
+    interfaces: dict[str, str] = field(default_factory=dict)
+    disks: dict[str, str] = field(default_factory=dict)
+    evictions: list[Eviction] = field(default_factory=list)
+    num_approved: int = 0
+    incarnation: int = 1
+
+    def __post_init__(self) -> None:
+        super().__init__(self.address)
+        self.url = self.url_of_clients or self.url
+        self.num_polls = NEVER  # time, not questions, ends an operation
+        self._cloud_configs: dict[str, str] = {}
+        self._running: dict[str, object] = {}
+        self._lives: dict[str, Life] = {}
+        self._due_s: dict[str, float] = {}
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.troubles: list[str] = []
+
+    def open(self, context: ssl.SSLContext | None = None) -> None:
+        """Begin to serve, and let time pass."""
+        if context is not None:
+            self.http.socket = context.wrap_socket(self.http.socket, server_side=True, do_handshake_on_connect=False)
+        serve = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._threads = [serve, threading.Thread(target=self._pass_time, name="region", daemon=True)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Serve no more, and take every VM away."""
+        self._over.set()
+        self.http.shutdown()
+        for thread in self._threads:
+            thread.join(BOUND_S)
+        self.http.server_close()
+
+    def new_token(self, role: Role) -> str:
+        """A token as the metadata service gives it out."""
+        token = secrets.token_urlsafe(24)
+        self.tokens[token] = role
+        return token
+
+    def dollars(self) -> float:
+        """The bill so far."""
+        with self.lock:
+            return sum(self.usd_per_h[life.size] * life.lived_s(time.monotonic()) for life in self.bill) / 3600
+
+    def node_seconds(self) -> float:
+        """How long all VMs lived together."""
+        with self.lock:
+            return sum(life.lived_s(time.monotonic()) for life in self.bill)
+
+    def left(self) -> dict[str, list[str]]:
+        """What is there, by kind."""
+        with self.lock:
+            kinds = {"VMs": self.machines, "scale sets": self.sets, "NICs": self.interfaces, "disks": self.disks}
+            return {kind: sorted(store) for kind, store in kinds.items()}
+
+    def living(self) -> list[str]:
+        """VMs that are allocated and have no eviction before them, oldest first."""
+        with self.lock:
+            warned = {eviction.name for eviction in self.evictions}
+            return [name for name in self._running if name not in warned]
+
+    def take(self, name: str, notice_s: float | None, *, false_alarm: bool = False) -> bool:
+        """Evict a VM, after a notice of so many seconds, or None: now; returns whether it is there.
+
+        ``false_alarm``: the notice is withdrawn instead.
+        """
+        with self.lock:
+            if name not in self._running:
+                return False
+            if notice_s is None:
+                self._remove(name, "evicted")
+                return True
+            at_s = math.ceil(time.time() + notice_s)  # the date has whole seconds, and nobody comes before it
+            due_s = time.monotonic() + at_s - time.time()
+            event = secrets.token_hex(8).upper()
+            date = formatdate(at_s, usegmt=True)
+            self.evictions.append(Eviction(event, name, due_s, date, false_alarm=false_alarm))
+            self.incarnation += 1
+            return True
+
+    def events(self) -> dict[str, Any]:
+        """Scheduled Events, as every VM of the set is told of them."""
+        with self.lock:
+            told = [
+                {
+                    "EventId": eviction.event,
+                    "EventType": "Preempt",
+                    "ResourceType": "VirtualMachine",
+                    "Resources": [eviction.name],
+                    "EventStatus": "Started" if eviction.started else "Scheduled",
+                    "NotBefore": "" if eviction.started else eviction.not_before,
+                    "Description": "",
+                    "EventSource": "Platform",
+                    "DurationInSeconds": -1,
+                }
+                for eviction in self.evictions
+            ]
+            return {"DocumentIncarnation": self.incarnation, "Events": told}
+
+    def start(self, event: str) -> bool:
+        """StartRequests: the VM may go before its time."""
+        with self.lock:
+            for eviction in self.evictions:
+                if eviction.event == event:
+                    if not eviction.started:
+                        eviction.started, eviction.due_s = True, time.monotonic()
+                        self.num_approved += 1
+                        self.incarnation += 1
+                    return True
+        return False
+
+    def answer(self, handler: BaseHTTPRequestHandler, text: bytes) -> Answer:
+        role = self.tokens.get(handler.headers.get("Authorization", "").removeprefix("Bearer "))
+        if role is None:
+            return error(401, "InvalidAuthenticationToken", "no such token")
+        if role == "node" and (handler.command != "DELETE" or "/virtualMachines/" not in handler.path):
+            return error(403, "AuthorizationFailed", "the nodes' identity may delete VMs")
+        return super().answer(handler, text)
+
+    def put_machine(self, path: str, name: str, body: dict[str, Any]) -> Answer:
+        answer = super().put_machine(path, name, body)
+        if answer[0] == 201:
+            properties = body["properties"]
+            self._cloud_configs[name] = base64.b64decode(properties["osProfile"]["customData"]).decode()
+            (interface,) = properties["networkProfile"]["networkInterfaceConfigurations"]
+            disk = properties["storageProfile"]["osDisk"]
+            self.interfaces[interface["name"]] = name if interface["properties"]["deleteOption"] == "Delete" else ""
+            self.disks[f"{name}-disk"] = name if disk["deleteOption"] == "Delete" else ""
+        return answer
+
+    def put_by_hand(self, machine: dict[str, Any], cloud_config: str) -> None:
+        """Have a VM that nobody asked for."""
+        with self.lock:
+            self._cloud_configs[machine["name"]] = cloud_config
+            self.machines[machine["name"]] = machine
+
+    def evict(self, name: str) -> Answer:
+        """``simulateEviction``: a notice, and then the eviction."""
+        if name not in self.machines:
+            return error(404, "ResourceNotFound", f"{name} is not there")
+        self.take(name, self.notice_s)
+        return 204, None, {}
+
+    def begin(self, finish: Callable[[], dict[str, str] | None]) -> dict[str, str]:
+        headers = {**super().begin(finish), "Retry-After": "1"}
+        number = f"op{len(self.operations)}"
+        deletes = getattr(finish, "__qualname__", "").startswith("FakeArm.delete")
+        self._due_s[number] = time.monotonic() + (self.delete_s if deletes else self.make_s)
+        return headers
+
+    def _remove(self, name: str, how: str) -> None:
+        self.machines.pop(name, None)
+        if name in self._lives and not self._lives[name].end:
+            self._lives[name].end = how
+
+    def _pass_time(self) -> None:
+        while not self._over.wait(EVERY_S):
+            try:
+                self._tick()
+            except Exception as trouble:  # a fake that fails must say so, and not hang the test
+                self.troubles.append(f"{type(trouble).__name__}: {trouble}")
+        for name in list(self._running):
+            self._kill(name)
+
+    def _tick(self) -> None:
+        now_s = time.monotonic()
+        with self.lock:
+            for number, operation in self.operations.items():
+                if not operation.done and now_s >= self._due_s[number]:
+                    operation.polls_left = 0
+                    self.settle(operation)
+            for eviction in [eviction for eviction in self.evictions if now_s >= eviction.due_s]:
+                self.evictions.remove(eviction)
+                self.incarnation += 1
+                if not eviction.false_alarm:
+                    self._remove(eviction.name, "evicted" + (", acknowledged" if eviction.started else ""))
+            for store in (self.interfaces, self.disks):  # what is to go with its VM does so, also of one that failed
+                for part in [part for part, owner in store.items() if owner and owner not in self.machines]:
+                    del store[part]
+            there = {
+                name: machine
+                for name, machine in self.machines.items()
+                if machine["properties"]["provisioningState"] in ("Succeeded", "Deleting")
+            }
+            gone = [name for name, machine in self._running.items() if there.get(name) is not machine]
+            new = [name for name in there if name not in self._running]
+        for name in gone:
+            self._kill(name)
+        for name in new:
+            self._boot(name, there[name], now_s)
+
+    def _boot(self, name: str, machine: dict[str, Any], now_s: float) -> None:
+        size, zone = machine["properties"]["hardwareProfile"]["vmSize"], machine.get("zones", ["-"])[0]
+        with self.lock:
+            self._running[name] = machine
+            self._lives[name] = Life(name, size, zone, now_s)
+            self.bill.append(self._lives[name])
+        if self.play is not None:
+            self.play.boot(name, machine["id"], self._cloud_configs[name])
+
+    def _kill(self, name: str) -> None:
+        with self.lock:
+            self._running.pop(name, None)
+            life = self._lives.pop(name)
+            life.until_s = time.monotonic()
+            life.end = life.end or "deleted"
+            self.evictions = [eviction for eviction in self.evictions if eviction.name != name]
+        if self.play is not None:
+            self.play.kill(name)
