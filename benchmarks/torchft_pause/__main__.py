@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from group import Group
@@ -99,12 +99,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step-s", type=float, default=0.05, help="a step's compute")
     parser.add_argument("--defaults", action="store_true", help="torchft's own time-outs")
+    for name in ("heartbeat-timeout-s", "join-timeout-s", "timeout-s"):
+        parser.add_argument(f"--{name}", type=float, default=None, help="instead of the tuned one")
     parser.add_argument("--out", type=Path, default=None, help="also write every pause as JSON")
     options = parser.parse_args()
     if importlib.util.find_spec("torchft") is None:
         sys.exit('torchft is not installed: pip install "torchft==0.2.*" (it is not a dependency of Morph)')
     importlib.import_module("torchft")  # once, for all that are forked from here
-    setting = Setting("defaults") if options.defaults else TUNED
+    asked = {name: getattr(options, name) for name in ("heartbeat_timeout_s", "join_timeout_s", "timeout_s")}
+    given = {name: value for name, value in asked.items() if value is not None}
+    setting = replace(Setting("defaults") if options.defaults else TUNED, **given)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # its processes are ended first
     load, chooser = os.getloadavg()[0], random.Random(options.seed)
     losses: list[Loss] = []
