@@ -15,6 +15,11 @@ COUNTED = (NodeState.WARMING, NodeState.READY, NodeState.SUSPECT)
 ENDING = (Phase.COMMITTING, Phase.SEALING, Phase.ENDED)
 
 
+def request_name(job: str, number: int) -> RequestId:
+    """Return the name of a run's request, numbered from 1."""
+    return f"{job}-{number}"
+
+
 def asked(decision: Decision, now_s: float) -> Decision:
     """Ask for the nodes that are missing after a decision, those that will be taken included, if it is time to."""
     state = decision.state
@@ -27,7 +32,7 @@ def asked(decision: Decision, now_s: float) -> Decision:
         return decision
     if state.ask_at_s is not None and now_s < state.ask_at_s:
         return decision.model_copy(update={"state": wake_by(state, state.ask_at_s)})
-    name = f"{state.config.job}-{state.num_requests + 1}"
+    name = request_name(state.config.job, state.num_requests + 1)
     state = with_request(state, name, NodeRequest(count=missing, asked_s=now_s))
     state = changed(state, num_requests=state.num_requests + 1)
     state = wake_by(state, now_s + state.config.policy.rules.requests.answer_s)

@@ -39,10 +39,17 @@ class Provisioning:
         inbox: Where ``NodesGranted`` and ``RequestRefused`` go, and facts.
         spending: What the user allows.
         pause: Waits some seconds; returns True when everything is over.
+        nodes: Nodes that the controller knows from another manager, whose VMs the provider lists.
     """
 
     def __init__(
-        self, provider: Provider, inbox: Inbox, spending: Spending, pause: Callable[[float], bool] | None = None
+        self,
+        provider: Provider,
+        inbox: Inbox,
+        spending: Spending,
+        pause: Callable[[float], bool] | None = None,
+        *,
+        nodes: Collection[str] = (),
     ) -> None:
         self._provider = provider
         self._inbox = inbox
@@ -52,10 +59,12 @@ class Provisioning:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: dict[RequestId, NodesGranted | RequestRefused] = {}
         self._under_way: set[RequestId] = set()
-        self._nodes: frozenset[str] = frozenset()
+        self._nodes = frozenset(nodes)
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="morph-provisioning", daemon=True)
         self._thread.start()
+        if nodes:
+            self._tasks.put(self._count)  # they cost from now on
 
     def request(self, action: RequestNodes) -> None:
         """Ask for VMs; returns at once."""
@@ -155,6 +164,10 @@ class Provisioning:
     def _end(self, nodes: Sequence[str]) -> None:
         with self._told("vms_left"):
             self._provider.delete(nodes)
+        self._count()
+
+    def _count(self) -> None:
+        with self._told("vms_not_counted"):
             self._spending.living(len(self._provider.list()), self._provider.price())
 
     def _told_of(self, vms: Sequence[Vm]) -> None:

@@ -17,6 +17,7 @@ from manager.controller.state import ControllerState, Phase, initial_state
 from manager.engine.attachment import Found, NothingLives, forget_attachment, write_attachment
 from manager.engine.driver import Driver, Observed, Observer
 from manager.engine.inbox import Inbox
+from manager.engine.inherited import Inherited, inherited
 from manager.engine.machines import Machines, Opening, OpenMachines, open_ray
 from manager.engine.provisioning import Provisioning
 from manager.engine.ray_environment import adopt, prepare
@@ -27,6 +28,7 @@ from manager.engine.vm_fleet import VmFleet
 from manager.engine.vm_player import VmPlayer
 from manager.journal.journal import Journal
 from manager.providers.local import LocalProvider
+from manager.report.reading import node_seconds
 from manager.run_dir import RunDir
 from morph.contract.cluster import ClusterConfig
 from morph.contract.emulation import EmulatedDevice
@@ -104,7 +106,7 @@ def run_session(
         player = VmPlayer(machines.vms, spec.trace, inbox, found.moment if found else None)
         ending.callback(player.close)
         observers = [lambda observed: _run_clock(observed, player, patient=spec.patient_trace), observer]
-        provisioning = _provisioning(spec, player.fleet, inbox, ending)
+        provisioning = _provisioning(spec, player.fleet, inbox, ending, run_dir, found)
         driver = Driver(
             found.state if found else initial_state(spec.config),
             inbox,
@@ -135,13 +137,17 @@ def run_session(
             ending.close()
 
 
-def _provisioning(spec: RunSpec, fleet: VmFleet, inbox: Inbox, ending: ExitStack) -> Provisioning | None:
+def _provisioning(
+    spec: RunSpec, fleet: VmFleet, inbox: Inbox, ending: ExitStack, run_dir: RunDir, found: Found | None
+) -> Provisioning | None:
     """What asks for VMs in a run that is to keep a number of them."""
     if not spec.config.target_nodes:
         return None
     vms = spec.cluster.vms
-    provider = LocalProvider(fleet, max_vms=MAX_LOCAL_VMS, usd_per_h=vms.usd_per_h)
-    provisioning = Provisioning(provider, inbox, Spending(vms.limits))
+    left = inherited(found.state, found.vms) if found else Inherited()
+    provider = LocalProvider(fleet, max_vms=MAX_LOCAL_VMS, usd_per_h=vms.usd_per_h, inherited=left.vms)
+    before_s = node_seconds(run_dir.path, lives_on=found is not None) if vms.limits.budget_usd is not None else 0.0
+    provisioning = Provisioning(provider, inbox, Spending(vms.limits, before_s=before_s), nodes=left.nodes)
     ending.callback(provisioning.close)
     return provisioning
 

@@ -18,22 +18,23 @@ class Spending:
     Args:
         limits: The user's.
         clock: Seconds, never going back.
+        before_s: Node-seconds that the run had before; they cost what a VM costs now.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic, *, before_s: float = 0.0) -> None:
         self._limits = limits
         self._clock = clock
         self._usd_per_h = 0.0
         self._spent_usd = 0.0
+        self._before_h = before_s / SECONDS_PER_H
         self._since_s = clock()
         self._lock = threading.Lock()
 
-    @property
-    def spent_usd(self) -> float:
-        """So far."""
+    def spent_usd(self, price: Price) -> float:
+        """So far, by all managers of the run."""
         with self._lock:
             self._add_up()
-            return self._spent_usd
+            return self._spent_usd + self._before_h * price.usd_per_h
 
     def living(self, num_vms: int, price: Price | None) -> None:
         """Take note of how many VMs there are from now on."""
@@ -53,8 +54,8 @@ class Spending:
             if limits.usd_per_h is not None and price.usd_per_h > 0:
                 most = int(limits.usd_per_h / price.usd_per_h + 1e-9)
                 bounds.append((most - num_living, f"vms.limits.usd_per_h is {limits.usd_per_h:g}"))
-            if limits.budget_usd is not None and self.spent_usd >= limits.budget_usd:
-                sentence = f"{self.spent_usd:.2f} dollars are spent, vms.limits.budget_usd is {limits.budget_usd:g}"
+            if limits.budget_usd is not None and (spent_usd := self.spent_usd(price)) >= limits.budget_usd:
+                sentence = f"{spent_usd:.2f} dollars are spent, vms.limits.budget_usd is {limits.budget_usd:g}"
                 bounds.append((0, sentence))
         fewest, why = min(bounds, key=lambda bound: bound[0])
         return max(0, fewest), why

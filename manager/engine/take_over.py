@@ -5,13 +5,15 @@ from __future__ import annotations
 from manager.controller.events import Event, ManagerResumed, WorkerLost
 from manager.engine.attachment import Found
 from manager.engine.driver import Driver
+from manager.engine.inherited import inherited
 from manager.engine.machines import Machines
 from manager.engine.vm_player import VmPlayer
 
 
 def take_over(found: Found, machines: Machines, player: VmPlayer, driver: Driver) -> None:
-    """Reach the workers, tell the controller who lives, and the trace's player which VMs are up.
+    """Reach the workers, tell the trace's player which VMs are up, and the controller who lives.
 
+    In this order: what the controller decides of its VMs finds them known. What is new to it waits in the inbox.
     What is decided is written down before it is done, as ever: should this manager be killed here too, the next one
     takes over from the same journal, and repeats what is not answered.
     """
@@ -23,5 +25,6 @@ def take_over(found: Found, machines: Machines, player: VmPlayer, driver: Driver
         for worker, entry in workers.items()
         if not entry.ready and worker not in found.vms
     ]
+    asked = {vm.name: vm.request for vm in inherited(found.state, found.vms).vms}
+    player.resume(found.vms, found.appeared, asked)
     driver.tell(*events, ManagerResumed(living=living))
-    player.resume(found.vms, found.appeared)

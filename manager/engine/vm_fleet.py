@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from manager.controller.events import NodeAppeared
@@ -41,7 +42,13 @@ class VmFleet:
         self._lock = threading.Lock()
         threading.Thread(target=self._boot_loop, name="morph-vm-boot", daemon=True).start()
 
-    def adopt(self, played: Iterable[TraceEvent], up: Collection[str], appeared: Collection[str]) -> None:
+    def adopt(
+        self,
+        played: Iterable[TraceEvent],
+        up: Collection[str],
+        appeared: Collection[str],
+        asked: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Go on after another manager, which asked for and revoked these.
 
         Args:
@@ -49,6 +56,7 @@ class VmFleet:
             up: VMs that are up now. One that was revoked already is killed.
             appeared: VMs of which the controller was told. One of the others that is up is told of now; one that is
                 not is asked for again.
+            asked: VMs besides those of ``played``, each with the request that it answers.
         """
         with self._lock:
             for event in played:
@@ -56,13 +64,15 @@ class VmFleet:
                     self._want(event.node_id)
                 else:
                     self._wanted.pop(event.node_id, None)
+            for node in asked:
+                self._want(node)
             wanted = set(self._wanted.values())
             self._up |= wanted & set(up)
             self._failed |= wanted & set(appeared) - set(up)  # it died: nobody waits for it to boot
         self._host.prepare_kill(sorted(set(up) - wanted))()
         for vm in sorted(wanted - set(appeared)):
             if vm in up:
-                self._appear(vm)
+                self._appear(vm, asked.get(vm))
             else:
                 self._boots.put(vm)
 
@@ -113,8 +123,8 @@ class VmFleet:
         vm = self._wanted[node] = node if count == 1 else f"{node}.{count}"
         return vm
 
-    def _appear(self, vm: str) -> None:
-        self._inbox.put(NodeAppeared(node=vm))
+    def _appear(self, vm: str, request: str | None = None) -> None:
+        self._inbox.put(NodeAppeared(node=vm, request=request))
         self._inbox.put(Fact(name=VM_UP, worker=vm))
 
     def _boot_loop(self) -> None:

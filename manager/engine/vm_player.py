@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import groupby
+from types import MappingProxyType
 
 from manager.controller.events import Tick
 from manager.engine.inbox import Inbox
@@ -42,9 +43,11 @@ class VmPlayer:
         """Begin to boot the VMs of time 0."""
         self._thread.start()
 
-    def resume(self, up: Collection[str], appeared: Collection[str]) -> None:
+    def resume(
+        self, up: Collection[str], appeared: Collection[str], asked: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Before ``start``, and after another manager: take over the VMs of what it played; see ``VmFleet.adopt``."""
-        self.fleet.adopt(self._played, up, appeared)
+        self.fleet.adopt(self._played, up, appeared, asked)
 
     def start_clock(self) -> None:
         """Let the trace's time run. Calling it again changes nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from manager.providers.provider import Capabilities, CapacityShort, Price, Vm, vm_name
@@ -20,20 +20,23 @@ class Fleet(Protocol):
 
 
 class LocalProvider:
-    """Asks a fleet. Nothing of it outlives the manager, so that there is never anything to find again.
+    """Asks a fleet.
 
     Args:
         fleet: Boots VMs.
         max_vms: This machine takes no more at once.
         usd_per_h: What one is taken to cost; None: nothing is known.
+        inherited: VMs that another manager asked for and that the fleet has, or is about to boot.
     """
 
-    def __init__(self, fleet: Fleet, max_vms: int, usd_per_h: float | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, max_vms: int, usd_per_h: float | None = None, inherited: Iterable[Vm] = ()
+    ) -> None:
         self._fleet = fleet
         self._max_vms = max_vms
         self._usd_per_h = usd_per_h
         self._asked: dict[str, tuple[Vm, ...]] = {}
-        self._living: dict[str, Vm] = {}
+        self._living: dict[str, Vm] = {vm.name: vm for vm in inherited}
         self._lock = threading.Lock()
 
     def request(self, request: str, count: int) -> tuple[Vm, ...]:
@@ -41,11 +44,11 @@ class LocalProvider:
         with self._lock:
             if request in self._asked:
                 return self._asked[request]
-            room = self._max_vms - len(self._living)
+            room = self._max_vms - sum(vm.request != request for vm in self._living.values())
             if room <= 0:
                 raise CapacityShort(f"this machine has its {self._max_vms} VMs")
             names = [vm_name(request, index) for index in range(min(count, room))]
-            vms = tuple(Vm(name=self._fleet.request(name), request=request) for name in names)
+            vms = tuple(self._living.get(name) or Vm(name=self._fleet.request(name), request=request) for name in names)
             self._asked[request] = vms
             self._living.update((vm.name, vm) for vm in vms)
             return vms

@@ -112,8 +112,13 @@ class Provider(Protocol):
 
 def vm_name(request: str, index: int) -> str:
     """Name the VM with this number of a request: the same one each time, fit for a host name."""
+    return f"{request_part(request)}-{index}"
+
+
+def request_part(request: str) -> str:
+    """Return what the names of all VMs of a request begin with, before the last hyphen; it differs by request."""
     clean = re.sub(r"[^a-z0-9]+", "-", request.lower()).strip("-")
     if clean != request or len(clean) > NAME_CHARACTERS:
         digest = hashlib.sha256(request.encode()).hexdigest()[:8]
         clean = f"{clean[: NAME_CHARACTERS - 9].rstrip('-')}-{digest}".lstrip("-")
-    return f"{clean}-{index}"
+    return clean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +44,22 @@ def read_ledger(run_dir: Path) -> Ledger:
         for entry in journal.read():
             reader.take(entry)
     return reader.ledger
+
+
+def node_seconds(run_dir: Path, *, lives_on: bool) -> float:
+    """Return the node-seconds of all sessions of a run, as they are booked; 0 for a run that has not begun.
+
+    Args:
+        run_dir: The run's directory.
+        lives_on: The nodes of the last session live, and are booked up to now.
+
+    Raises:
+        RunDirError: the journal cannot be read.
+    """
+    ledger = read_ledger(run_dir)
+    if lives_on:
+        ledger.advance(time.time())
+    return ledger.account().total_s
 
 
 def report_of(entries: tuple[Entry, ...], source: str = "journal") -> RunReport:

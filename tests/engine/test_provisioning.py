@@ -29,6 +29,14 @@ from morph.contract.cluster import Limits
 BOUND_S = 20.0
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 class FakeProvider:
     """VMs that are names. ``errors`` are raised by the next requests, in order, after one VM has come."""
 
@@ -185,6 +193,31 @@ def test_what_the_controller_gives_back_is_ended(world: World) -> None:
     world.shell.release(ReleaseNodes(nodes=("job-1-1", "never-there")))
     world.ask("job-2", 1)
     assert world.provider.deleted == ["job-1-1"]
+
+
+def test_vms_of_another_manager_count_and_cost_and_are_ended_when_they_are_lost(world: World) -> None:
+    there = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
+    world.shell.close()
+    world.provider.there = list(there)
+    clock = Clock()
+    spending = Spending(Limits(max_vms=2, budget_usd=2.0), clock, before_s=3600.0)
+    nodes = [vm.name for vm in there]
+    world.shell = Provisioning(world.provider, world.inbox, spending, world.pause, nodes=nodes)
+    assert isinstance(refused := world.ask("job-2", 1), RequestRefused)
+    assert "max_vms" in refused.detail
+    world.shell.know(nodes[1:])
+    assert world.ask("job-3", 1) == NodesGranted(request="job-3", nodes=("job-3-0",))
+    assert world.provider.deleted == ["job-1-0"]
+    clock.now_s += 3600  # two VMs for an hour, and the one of before: 1.50 dollars
+    world.shell.know(["job-1-1", "job-3-0"])
+    world.shell.know(["job-3-0"])
+    assert isinstance(world.ask("job-4", 1), NodesGranted)
+    clock.now_s += 1800
+    world.shell.know(["job-3-0", "job-4-0"])
+    world.shell.know(["job-4-0"])
+    refused = world.ask("job-5", 1)
+    assert isinstance(refused, RequestRefused)
+    assert "2.00 dollars are spent" in refused.detail
 
 
 def test_nothing_is_left_in_the_end(world: World) -> None:

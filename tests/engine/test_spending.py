@@ -47,13 +47,20 @@ def test_what_lives_is_added_up_and_the_budget_ends_the_asking() -> None:
     spent, clock = spending(budget_usd=2.0)
     spent.living(4, PRICE)
     clock.now_s += 1800
-    assert spent.spent_usd == pytest.approx(1.0)
+    assert spent.spent_usd(PRICE) == pytest.approx(1.0)
     assert spent.allowed(1, 4, PRICE) == (1, "")
     spent.living(2, PRICE)
     clock.now_s += 3600
-    assert spent.spent_usd == pytest.approx(2.0)
+    assert spent.spent_usd(PRICE) == pytest.approx(2.0)
     count, why = spent.allowed(1, 2, PRICE)
     assert (count, "2.00 dollars are spent" in why) == (0, True)
     spent.living(0, PRICE)
     clock.now_s += 3600
-    assert spent.spent_usd == pytest.approx(2.0)
+    assert spent.spent_usd(PRICE) == pytest.approx(2.0)
+
+
+def test_what_the_run_cost_before_counts_towards_its_budget() -> None:
+    spent = Spending(Limits(budget_usd=2.0), Clock(), before_s=4 * 3600.0)
+    assert spent.spent_usd(PRICE) == pytest.approx(2.0)
+    assert spent.allowed(1, 0, PRICE)[0] == 0
+    assert Spending(Limits(budget_usd=2.0), Clock(), before_s=3 * 3600.0).allowed(1, 0, PRICE) == (1, "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,11 +51,12 @@ class Seen:
     def tell(self, *events: Event) -> None:
         self.lines += events
 
-    def resume(self, up: Collection[str], appeared: Collection[str]) -> None:
+    def resume(self, up: Collection[str], appeared: Collection[str], asked: Mapping[str, str]) -> None:
+        assert not asked  # these VMs come by themselves
         self.lines.append(("resume", tuple(up), set(appeared)))
 
 
-def test_the_controller_hears_who_lives_before_new_vms_are_told_of() -> None:
+def test_vms_are_known_before_the_controller_decides_of_them_and_it_hears_who_lives() -> None:
     seen = Seen()
     found = Found(
         attachment=Attachment(kind="ray", door=Path("door"), store_host="h", store_port=1),
@@ -66,7 +67,7 @@ def test_the_controller_hears_who_lives_before_new_vms_are_told_of() -> None:
         moment=TraceMoment(),
     )
     take_over(found, seen, seen, seen)  # type: ignore[arg-type]
-    attached, lost, resumed, vms = seen.lines
+    attached, vms, lost, resumed = seen.lines
     assert attached == ("attach", ("a", "b"))
     assert isinstance(lost, WorkerLost)
     assert lost.worker == "c"  # it warmed up on a VM that is gone; of b the controller finds out by itself

@@ -48,7 +48,9 @@ class Case:
 
 
 def local(_arm: FakeArm, _directory: Path) -> Case:
-    return Case(LocalProvider(Fleet(), ROOM, 0.25), None, None)
+    fleet = Fleet()
+    first = LocalProvider(fleet, ROOM, 0.25)
+    return Case(first, lambda: LocalProvider(fleet, ROOM, 0.25, inherited=first.list()), None)
 
 
 def static(_arm: FakeArm, directory: Path) -> Case:

@@ -18,7 +18,7 @@ from manager.engine.machines import Processes
 from manager.engine.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.contract.base import Value
-from morph.contract.cluster import ClusterConfig
+from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.messages import WorkerReady
 from morph.contract.trace import Trace
 
@@ -26,13 +26,15 @@ from morph.contract.trace import Trace
 class Death(Value):
     """When the manager is to die: after a decision in ``phase`` with the version at least so high.
 
-    ``taking_over``: instead after the decision with which it took over. ``worker``: dies a moment before.
+    ``taking_over``: instead after the decision with which it took over. ``worker``: dies a moment before; with
+    ``manager_lives`` it alone.
     """
 
     phase: str = ""
     version: int = 0
     taking_over: bool = False
     worker: str | None = None
+    manager_lives: bool = False
 
 
 class Orders(Value):
@@ -46,6 +48,7 @@ class Orders(Value):
     batch_size: int
     config: ControllerConfig
     trace: Trace
+    vms: LocalVms = LocalVms()
     death: Death | None = None
 
 
@@ -53,7 +56,7 @@ class Undertaker:
     """Kills this process when its time has come."""
 
     def __init__(self, death: Death, pids: dict[str, int]) -> None:
-        self._death, self._pids = death, pids
+        self._death, self._pids, self._over = death, pids, False
 
     def __call__(self, observed: Observed) -> None:
         death, state = self._death, observed.decision.state
@@ -64,10 +67,12 @@ class Undertaker:
             due = isinstance(observed.event, ManagerResumed)
         else:
             due = state.phase == death.phase and state.version >= death.version
-        if due:
+        if due and not self._over:
+            self._over = True
             if death.worker is not None:
                 os.kill(self._pids[death.worker], signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+            if not death.manager_lives:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -84,7 +89,7 @@ def main() -> None:
     spec = RunSpec(
         job_path=orders.job,
         config=config,
-        cluster=ClusterConfig(policy=config.policy),
+        cluster=ClusterConfig(vms=orders.vms, policy=config.policy),
         trace=orders.trace,
         num_sections=orders.num_sections,
         micro_batch_size=orders.micro_batch_size,

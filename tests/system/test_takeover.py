@@ -8,19 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
 
 from manager.controller.config import ControllerConfig
-from manager.controller.events import EVENT, WorkerAnswered
+from manager.controller.events import EVENT, Event, NodesGranted, RequestRefused, WorkerAnswered
 from manager.controller.state import Phase
 from manager.journal.journal import Journal
 from manager.journal.records import DecisionRecord
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
-from morph.contract.cluster import Policy
+from morph.contract.cluster import Limits, LocalVms, Policy
 from morph.contract.messages import WorkerReady
 from tests.system.commands import ROOT
 from tests.system.conftest import REFERENCE_STEPS
@@ -34,10 +36,22 @@ MANAGER_S = 150.0
 GONE_S = 40.0
 
 
+EventT = TypeVar("EventT", bound=Event)
+
+
 class Managed:
     """One run directory, and the managers that work on it one after the other."""
 
-    def __init__(self, job: TinyJob, directory: Path, kind: str, patience_s: float = 60.0, num_vms: int = 4) -> None:
+    def __init__(
+        self,
+        job: TinyJob,
+        directory: Path,
+        kind: str,
+        patience_s: float = 60.0,
+        num_vms: int = 4,
+        shapes: Mapping[int, str] = SHAPES,
+        vms: LocalVms = LocalVms(),  # noqa: B008 (frozen)
+    ) -> None:
         self.directory, self._orders_path = directory / "run", directory / "orders.json"
         policy = Policy(checkpoint_every_steps=4, start_patience_s=60, takeover_patience_s=patience_s)
         self._orders = Orders(
@@ -49,14 +63,16 @@ class Managed:
             batch_size=job.batch_size,
             config=ControllerConfig(
                 fingerprint=job.fingerprint,
-                plans={count: job.plan(shape) for count, shape in SHAPES.items() if count <= num_vms},
+                plans={count: job.plan(shape) for count, shape in shapes.items() if count <= num_vms},
                 units=job.units,
                 unit_bytes=dict.fromkeys(job.units, 1),
                 num_steps=REFERENCE_STEPS,
                 policy=policy,
                 expected_nodes=num_vms,
+                target_nodes=vms.keep or 0,
             ),
-            trace=constant_vms(num_vms),
+            trace=constant_vms(0 if vms.keep else num_vms),
+            vms=vms,
         )
 
     def manage(self, death: Death | None = None) -> str:
@@ -71,7 +87,8 @@ class Managed:
             text=True,
             timeout=MANAGER_S,
         )
-        assert done.returncode == (-signal.SIGKILL if death else 0), (death, done.stdout, done.stderr, self.history())
+        dies = death is not None and not death.manager_lives
+        assert done.returncode == (-signal.SIGKILL if dies else 0), (death, done.stdout, done.stderr, self.history())
         return done.stdout
 
     def start_from_newest(self) -> None:
@@ -102,6 +119,10 @@ class Managed:
         url = str(self.directory / "checkpoints")
         return {entry.unit: entry.sha256 for entry in read_manifest(url, complete_versions(url)[-1]).units}
 
+    def events(self, kind: type[EventT]) -> list[EventT]:
+        """Every event of a kind, in order."""
+        return [event for event in self._events() if isinstance(event, kind)]
+
     def history(self) -> str:
         """Every decision's sentence, for a test that fails."""
         if not (self.directory / "journal.sqlite").exists():
@@ -122,7 +143,7 @@ class Managed:
         with Journal.open(self.directory / "journal.sqlite", read_only=True) as journal:
             return journal.read()
 
-    def _events(self) -> list[object]:
+    def _events(self) -> list[Event]:
         return [EVENT.validate_json(entry.payload_json) for entry in self._entries() if entry.kind == "event"]
 
 
@@ -197,6 +218,23 @@ def test_after_its_patience_everything_ends_and_the_run_goes_on_from_its_newest_
         run.manage()
     run.start_from_newest()
     assert "found nothing" in run.manage()
+    assert run.digests() == reference
+
+
+def test_vms_that_were_asked_for_are_kept_by_the_next_manager_and_replaced_within_the_limits(
+    tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
+) -> None:
+    vms = LocalVms(keep=2, usd_per_h=0.5, limits=Limits(max_vms=2, usd_per_h=1.0, budget_usd=5.0))
+    run = Managed(tiny_job, tmp_path, "processes", num_vms=2, shapes={2: "1x2"}, vms=vms)
+    run.manage(Death(phase=Phase.STARTING))  # asked for, perhaps not granted
+    run.manage(Death(phase=Phase.TRAINING, version=2))
+    run.manage(Death(phase=Phase.TRAINING, version=4, worker="job-1-1"))  # one is lost while nobody looks
+    run.manage(Death(phase=Phase.TRAINING, version=7, worker="job-1-0", manager_lives=True))
+    granted = {event.request: event.nodes for event in run.events(NodesGranted)}
+    assert granted == {"job-1": ("job-1-0", "job-1-1"), "job-2": ("job-2-0",), "job-3": ("job-3-0",)}, run.history()
+    assert run.events(RequestRefused) == []
+    assert set(run.pids()) == {"job-1-0", "job-1-1", "job-2-0", "job-3-0"}  # no other was ever set up
+    assert max(count.num_vms for count in read_report(run.directory).vms) == 2
     assert run.digests() == reference
 
 

@@ -1,0 +1,73 @@
+"""Which VMs a new manager answers for in a run that asks for its VMs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from manager.controller.config import ControllerConfig
+from manager.controller.decide import decide
+from manager.controller.events import Event, NodeAppeared, NodesGranted, Tick, WorkerLost
+from manager.controller.state import ControllerState, initial_state
+from manager.engine.inherited import inherited
+from manager.providers.provider import Vm, vm_name
+from simulator import plan_table, synthetic_profile
+
+PROFILE = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
+
+
+def state_after(events: Sequence[Event], job: str = "job", target_nodes: int = 2) -> ControllerState:
+    config = ControllerConfig(
+        job=job,
+        fingerprint=PROFILE.job.fingerprint,
+        plans=plan_table(PROFILE, 2),
+        units={unit.id: unit.sections for unit in PROFILE.units},
+        unit_bytes={unit.id: 1 for unit in PROFILE.units},
+        num_steps=10,
+        expected_nodes=2,
+        target_nodes=target_nodes,
+    )
+    state = initial_state(config)
+    for event in (Tick(), *events):
+        state = decide(state, event, 1.0).state
+    return state
+
+
+GRANTED = NodesGranted(request="job-1", nodes=("job-1-0", "job-1-1"))
+APPEARED = (NodeAppeared(node="job-1-0"), NodeAppeared(node="job-1-1"))
+
+
+def test_what_is_up_of_a_request_without_an_answer_is_known_by_its_name() -> None:
+    found = inherited(state_after([]), ["job-1-1"])
+    assert found.vms == (Vm(name="job-1-1", request="job-1"),)
+    assert found.nodes == frozenset()
+
+
+def test_what_was_granted_is_awaited_up_or_not() -> None:
+    found = inherited(state_after([GRANTED]), ["job-1-1"])
+    assert {vm.name for vm in found.vms} == {"job-1-0", "job-1-1"}
+
+
+def test_a_node_that_is_lost_meanwhile_is_known_and_has_no_vm() -> None:
+    found = inherited(state_after([GRANTED, *APPEARED]), ["job-1-0"])
+    assert found.vms == (Vm(name="job-1-0", request="job-1"),)
+    assert found.nodes == {"job-1-0", "job-1-1"}
+
+
+def test_a_vm_that_was_given_up_is_nobodys() -> None:
+    state = state_after([GRANTED, *APPEARED, WorkerLost(worker="job-1-0", cause="silent")])
+    found = inherited(state, ["job-1-0", "job-1-1", "something-else-0"])
+    assert [vm.name for vm in found.vms] == ["job-1-1"]
+    coming = inherited(state, ["job-1-1", "job-2-0"])  # asked for since, in place of the lost one
+    assert [(vm.name, vm.request) for vm in coming.vms] == [("job-1-1", "job-1"), ("job-2-0", "job-2")]
+
+
+@pytest.mark.parametrize("job", ["job", "Tiny GPT!", "x" * 100, "a-1"])
+def test_requests_are_told_apart_whatever_the_job_is_called(job: str) -> None:
+    name = vm_name(f"{job}-1", 1)
+    assert inherited(state_after([], job), [name]).vms == (Vm(name=name, request=f"{job}-1"),)
+
+
+def test_where_vms_come_by_themselves_nothing_was_asked_for() -> None:
+    assert inherited(state_after(APPEARED, target_nodes=0), ["job-1-0"]).vms == ()
