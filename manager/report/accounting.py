@@ -9,7 +9,14 @@ from enum import StrEnum
 from pydantic import Field
 
 from manager.controller.actions import EndWorker, Finish
-from manager.controller.events import Event, ManifestWritten, NodeAppeared, WorkerAnswered, WorkerLost
+from manager.controller.events import (
+    Event,
+    ManagerResumed,
+    ManifestWritten,
+    NodeAppeared,
+    WorkerAnswered,
+    WorkerLost,
+)
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import Phase
 from manager.journal.records import DecisionRecord
@@ -127,6 +134,8 @@ class Ledger:
                 self.warming.discard(event.worker)
             case WorkerLost(worker=worker):
                 self._gone([worker])
+            case ManagerResumed(living=living):  # of the others that warm up it is told apart
+                self._gone([node for node in self.appeared_ns if node not in self.warming and node not in living])
             case ManifestWritten(version=version):
                 for step in [step for step in self.settled_ns if step < version]:
                     del self.settled_ns[step]  # it can be lost no more

@@ -9,7 +9,15 @@ from pathlib import Path
 
 from manager.controller.actions import EndWorker, Finish, SendCommit, SendStep
 from manager.controller.config import ControllerConfig
-from manager.controller.events import EVENT, Event, ManifestWritten, NodeAppeared, WorkerAnswered, WorkerLost
+from manager.controller.events import (
+    EVENT,
+    Event,
+    ManagerResumed,
+    ManifestWritten,
+    NodeAppeared,
+    WorkerAnswered,
+    WorkerLost,
+)
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
 from manager.report.accounting import Ledger
@@ -169,6 +177,8 @@ class _Reader:
                 self.living.add(node)
             case WorkerLost(worker=worker):
                 self.living.discard(worker)
+            case ManagerResumed(living=living):
+                self.living &= self.ledger.warming.union(living)
             case ManifestWritten(version=version):
                 self.checkpoint_version = max(version, self.checkpoint_version or 0)
         for action in record.actions:

@@ -8,9 +8,15 @@ import pytest
 from journalled_history import JournalledCluster
 from random_history import random_faults
 from simulated_cluster import TIMES, Faults
+from simulated_job import make_config
 
-from manager.report.accounting import Account, Part
+from manager.controller.decide import decide
+from manager.controller.events import Event, ManagerResumed, NodeAppeared, WorkerAnswered
+from manager.controller.state import initial_state
+from manager.journal.records import DecisionRecord
+from manager.report.accounting import Account, Ledger, Part
 from manager.report.reading import read_report
+from morph.contract.messages import WorkerReady
 
 COMPUTE_S = TIMES.forward_s + TIMES.recompute_s + TIMES.backward_s
 
@@ -47,3 +53,18 @@ def test_the_parts_add_up_to_the_nodes_lives_in_any_history(tmp_path: Path, seed
     account = account_of(tmp_path, faults, num_nodes, seed)
     assert sum(account.parts_ns.values()) == account.total_ns, f"seed {seed}: {account}"
     assert min(account.parts_ns.values()) >= 0
+
+
+def test_a_worker_that_was_lost_while_there_was_no_manager_costs_no_more() -> None:
+    ledger, state = Ledger(), initial_state(make_config(expected_nodes=9))
+    events: list[Event] = [NodeAppeared(node=node) for node in ("a", "b", "warms up")]
+    events += [WorkerAnswered(worker=node, answer=WorkerReady(worker=node, pid=1, setup_s=0)) for node in ("a", "b")]
+    for event in (*events, ManagerResumed(living=("a",))):
+        ledger.advance(100.0)
+        decision = decide(state, event, 100.0)
+        state = decision.state
+        ledger.take(event, DecisionRecord.of(decision))
+    ledger.advance(103.0)
+    assert set(ledger.appeared_ns) == set(state.workers) == {"a", "warms up"}
+    account = ledger.account()
+    assert (account.total_s, sum(account.parts_ns.values())) == (6.0, account.total_ns)
