@@ -131,7 +131,8 @@ def _with_fresh_paces(state: ControllerState, now_s: float) -> ControllerState:
     for worker, entry in state.workers.items():
         fresh: WorkerState = entry
         if entry.pace.samples_s or entry.pace.median_s is not None:
-            fresh = fresh.model_copy(update={"pace": entry.pace.model_copy(update={"samples_s": (), "median_s": None})})
+            update = {"samples_s": (), "median_s": None, "past_s": ()}
+            fresh = fresh.model_copy(update={"pace": entry.pace.model_copy(update=update)})
         if worker in state.member_units:
             fresh = fresh.model_copy(update={"probation": None}) if entry.probation else fresh
         elif entry.node is NodeState.SUSPECT and entry.probation is None:

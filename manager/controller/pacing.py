@@ -12,8 +12,10 @@ from manager.controller.measures import members_by_stage, usual_now
 from manager.controller.nodes import NodeEvent, NodeState
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import ControllerState, Decision, Pace, WorkerState, Yardstick
-from manager.controller.stutter import Judgement, Usual, error_of_median, judge
+from manager.controller.stutter import PEERS, Judgement, Usual, error_of_median, judge, spread
 from morph.contract.messages import WorkerId
+
+PAST_WINDOWS = 12
 
 
 def times_seen(state: ControllerState, event: ComputeTimesSeen, now_s: float) -> Decision:
@@ -53,24 +55,28 @@ def times_seen(state: ControllerState, event: ComputeTimesSeen, now_s: float) ->
 
 def _with_medians(state: ControllerState) -> tuple[ControllerState, list[int]]:
     """Close the windows of each stage of which every replica has a full one; say which stages these are."""
-    num_samples, workers = state.config.policy.rules.stutter.samples, dict(state.workers)
+    rules, workers = state.config.policy.rules.stutter, dict(state.workers)
     full: list[int] = []
     for stage, members in members_by_stage(state).items():
-        if any(len(state.workers[worker].pace.samples_s) < num_samples for worker in members):
+        if any(len(state.workers[worker].pace.samples_s) < rules.samples for worker in members):
             continue
         full.append(stage)
         for worker in members:
             pace = workers[worker].pace
             median_s, error_s = statistics.median(pace.samples_s), error_of_median(pace.samples_s)
-            update = {"samples_s": (), "median_s": median_s, "error_s": error_s}
+            past_s = (*pace.past_s, median_s)[-PAST_WINDOWS - rules.windows :]
+            update = {"samples_s": (), "median_s": median_s, "error_s": error_s, "past_s": past_s}
             workers[worker] = workers[worker].model_copy(update={"pace": pace.model_copy(update=update)})
     return (changed(state, workers=workers) if full else state), full
 
 
 def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) -> dict[WorkerId, Judgement]:
-    """Judge every worker of these stages by its last window."""
+    """Judge every worker of these stages by its last window.
+
+    Where there are too few peers to show what is chance, each worker's own windows have to, those before it grew slow.
+    """
     assert state.plan is not None, "no shape is formed"
-    members = members_by_stage(state)
+    members, rules = members_by_stage(state), state.config.policy.rules.stutter
     judged: dict[WorkerId, Judgement] = {}
     for stage in stages:
         profiled_s = state.config.expected_compute_s(state.plan.stages[stage])
@@ -78,7 +84,12 @@ def _judged(state: ControllerState, stages: Sequence[int], usual: Usual | None) 
         paces = {worker: state.workers[worker].pace for worker in members[stage]}
         medians_s = {worker: pace.median_s for worker, pace in paces.items() if pace.median_s is not None}
         errors_s = {worker: pace.error_s for worker, pace in paces.items()}
-        judged |= judge(medians_s, expected, state.config.policy.rules.stutter, errors_s)
+        if len(paces) < PEERS:
+            before_s = {worker: pace.past_s[: -1 - max(pace.streak, 0)] for worker, pace in paces.items()}
+            if any(len(each_s) < rules.windows for each_s in before_s.values()):
+                continue
+            errors_s = {worker: max(paces[worker].error_s, spread(each_s)) for worker, each_s in before_s.items()}
+        judged |= judge(medians_s, expected, rules, errors_s)
     return judged
 
 

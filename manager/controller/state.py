@@ -87,13 +87,15 @@ class Pace(Value):
     """How fast a worker computes.
 
     ``samples_s``: micro-batches of the window that is being filled; ``median_s``: of the last full one, and
-    ``error_s`` its standard error. ``streak``: windows in a row in which it was slow, or, negative, well.
-    ``slowdown``: 1 is as fast as expected. ``yardstick``: what it was held against when it was last judged.
+    ``error_s`` its standard error; ``past_s``: medians of the last windows in this generation. ``streak``: windows in a
+    row in which it was slow, or, negative, well. ``slowdown``: 1 is as fast as expected. ``yardstick``: what it was
+    held against when it was last judged.
     """
 
     samples_s: tuple[float, ...] = ()
     median_s: float | None = None
     error_s: float = 0.0
+    past_s: tuple[float, ...] = ()
     yardstick: Yardstick | None = None
     streak: int = 0
     slowdown: float = 1.0

@@ -13,7 +13,10 @@ from morph.contract.rules import StutterRules
 
 NORMAL_MAD = 1.4826  # the median absolute deviation of a normal distribution, times this, is its standard deviation
 MEDIAN_ERROR = 1.2533  # standard error of a normal sample's median over that of its mean
-CALIBRATORS = 3
+PEERS = 3
+"""So many can show by themselves what is chance."""
+SMALL_SAMPLE = {3: 1.495, 4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14, 8: 1.129, 9: 1.107}
+"""By how much the deviation of few is more than their median absolute deviation says (Croux and Rousseeuw 1992)."""
 
 
 class Usual(NamedTuple):
@@ -46,14 +49,18 @@ class Judgement(NamedTuple):
     healthy_s: float
 
 
+def spread(values: Sequence[float]) -> float:
+    """Return the robust standard deviation of some values, 0 for one; of few it says too little."""
+    middle = statistics.median(values)
+    return NORMAL_MAD * statistics.median(abs(value - middle) for value in values)
+
+
 def error_of_median(samples_s: Sequence[float]) -> float:
     """Return the standard error (seconds) of the median of these samples, as their own spread has it.
 
     On a machine whose cores are shared a micro-batch takes now this long, now that: a window says less there.
     """
-    median_s = statistics.median(samples_s)
-    deviation_s = NORMAL_MAD * statistics.median(abs(sample_s - median_s) for sample_s in samples_s)
-    return MEDIAN_ERROR * deviation_s / math.sqrt(len(samples_s))
+    return MEDIAN_ERROR * spread(samples_s) / math.sqrt(len(samples_s))
 
 
 def judge(
@@ -72,9 +79,8 @@ def judge(
     """
     values = sorted(medians_s.values())
     spread_s = measure_error_s = 0.0
-    if len(values) >= 3:
-        reference_s = statistics.median(values)
-        spread_s = NORMAL_MAD * statistics.median(abs(value - reference_s) for value in values)
+    if len(values) >= PEERS:
+        reference_s, spread_s = statistics.median(values), spread(values)
     elif len(values) == 2:
         reference_s = values[0]
         measure_error_s = errors_s.get(min(medians_s, key=medians_s.__getitem__), 0.0)
@@ -99,10 +105,10 @@ def usual(ratios: Sequence[float]) -> Usual | None:
     where workers compare with the profile unequally it is the profile that is not to be trusted. One or two workers
     cannot show whether a worker or the profile is wrong.
     """
-    if len(ratios) < CALIBRATORS:
+    count = len(ratios)
+    if count < PEERS:
         return None
-    ratio = statistics.median(ratios)
-    return Usual(ratio, NORMAL_MAD * statistics.median(abs(each - ratio) for each in ratios))
+    return Usual(statistics.median(ratios), spread(ratios) * SMALL_SAMPLE.get(count, count / (count - 0.8)))
 
 
 def _judged(value_s: float, reference_s: float, spread_s: float, rules: StutterRules) -> Judgement:

@@ -83,7 +83,9 @@ def play(seed: int, num_steps: int = 8) -> SimulatedCluster:
     """
     faults, num_nodes, target = random_faults(seed)
     config = make_config(num_steps=num_steps, target_nodes=target, section_compute_s=(1.0,) * 6)
-    rules = config.policy.rules.model_copy(update={"ahead": AHEAD[seed % len(AHEAD)]})
+    rules = config.policy.rules
+    stutter = rules.stutter.model_copy(update={"windows": 1 + seed % 2})
+    rules = rules.model_copy(update={"ahead": AHEAD[seed % len(AHEAD)], "stutter": stutter})
     # there are that many faults
     policy = config.policy.model_copy(update={"max_fruitless_generations": 40, "rules": rules})
     config = config.model_copy(update={"policy": policy})

@@ -1,0 +1,79 @@
+"""How often healthy workers are found slow by chance, and how surely slow ones are, through the live controller."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+from controller_script import Script
+from simulated_job import RULES, make_config, make_plan
+
+from manager.controller.events import ComputeTimesSeen, WorkerTimes
+from manager.controller.nodes import NodeState
+from morph.contract.rules import StutterRules
+
+STUTTER = StutterRules()
+SHAPES = [(3, 1), (6, 1), (1, 2), (3, 2), (2, 3), (3, 3)]
+WINDOWS = 80
+SEEDS = 12
+ONSET = 20
+SLOW = 1.3
+
+
+def alarms(shape: tuple[int, int], seed: int, spread: float, memory: float, slow: str | None = None) -> list[str]:
+    """Every member reports window after window; returns who was found slow, each time that it was.
+
+    Args:
+        shape: Stages and replicas.
+        seed: Of the draws.
+        spread: Standard deviation of the logarithm of a micro-batch's time.
+        memory: Correlation of one micro-batch with the next: a core that is taken stays so for a while.
+        slow: This member takes ``SLOW`` times as long from window ``ONSET`` on.
+    """
+    plan, count = make_plan(*shape), shape[0] * shape[1]
+    rules = RULES.model_copy(update={"stutter": STUTTER})
+    policy = make_config().policy.model_copy(update={"rules": rules})
+    script = Script(plans={count: plan}, expected_nodes=count, section_compute_s=(1.0,) * 6, policy=policy)
+    script.ready(*(f"n{number}" for number in range(count)))
+    script.reshaped()
+    jitter = {worker: _jitter(random.Random(f"{seed} {worker}"), spread, memory) for worker in script.members}
+    found: list[str] = []
+    for window in range(WINDOWS):
+        before = slow_ones(script)
+        times = []
+        for slot in script.state.slots:
+            usual_s = len(plan.stages[slot.stage].sections) * (SLOW if slot.worker == slow and window >= ONSET else 1.0)
+            compute_s = tuple(usual_s * next(jitter[slot.worker]) for _ in range(STUTTER.samples))
+            times.append(WorkerTimes(worker=slot.worker, generation=1, compute_s=compute_s))
+        script.tell(ComputeTimesSeen(times=tuple(times)))
+        found += slow_ones(script) - before
+    return found
+
+
+def slow_ones(script: Script) -> set[str]:
+    """Who counts as slow now."""
+    return {worker for worker, entry in script.state.workers.items() if entry.node is NodeState.SUSPECT}
+
+
+def _jitter(draw: random.Random, spread: float, memory: float) -> Iterator[float]:
+    value = draw.gauss(0, spread)
+    while True:
+        value = memory * value + math.sqrt(1 - memory**2) * draw.gauss(0, spread)
+        yield math.exp(value)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("spread", "memory"), [(0.05, 0.0), (0.3, 0.0), (0.1, 0.95), (0.2, 0.95)])
+def test_healthy_workers_are_hardly_ever_found_slow(shape: tuple[int, int], spread: float, memory: float) -> None:
+    found = sum(len(alarms(shape, seed, spread, memory)) for seed in range(SEEDS))
+    per_thousand = 1000 * found / (SEEDS * WINDOWS * shape[0] * shape[1])
+    print(f"{shape}, spread {spread}, memory {memory}: {per_thousand:.2f} false alarms in 1000 windows")
+    assert per_thousand <= (0.0 if memory == 0 else 3.0)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_one_that_grows_30_percent_slower_is_found_and_no_other(shape: tuple[int, int]) -> None:
+    for seed in range(SEEDS):
+        assert alarms(shape, seed, 0.05, 0.0, slow="n0") == ["n0"], f"seed {seed}"
