@@ -92,7 +92,13 @@ def said(state: ControllerState, code: ReasonCode, sentence: str, *actions: Any)
 
 
 def followed(first: Decision, second: Decision, code: ReasonCode | None = None) -> Decision:
-    """Join two decisions of which the second was made from the first's state."""
+    """Join two decisions of which the second was made from the first's state.
+
+    The code is the second's, but that work is lost is told whatever follows.
+    """
+    lost = code is None and first.reason.code is ReasonCode.SET_BACK and second.state.phase is not Phase.ENDED
+    if lost:
+        code = first.reason.code
     sentence = f"{first.reason.sentence}; {second.reason.sentence}"
     return Decision(
         state=second.state,

@@ -12,12 +12,14 @@ from manager.controller.actions import (
     SendReshape,
     SendStep,
 )
+from manager.controller.changes import ended, followed, said
 from manager.controller.events import (
     NodeAppeared,
     Tick,
     WorkerAnswered,
     WorkerLost,
 )
+from manager.controller.reasons import ReasonCode
 from manager.controller.state import Phase
 from morph.contract.messages import (
     Failed,
@@ -204,3 +206,12 @@ def test_a_manifest_that_is_never_written_ends_the_run() -> None:
     (finish,) = script_in(Phase.SEALING).wake()
     assert isinstance(finish, Finish)
     assert finish.outcome == "failed"
+
+
+def test_that_work_is_lost_is_told_whatever_else_a_tick_finds_due() -> None:
+    state = Script().state
+    lost = said(state, ReasonCode.SET_BACK, "back to version 0")
+    absent = said(state, ReasonCode.NODE_ABSENT, "n9 did not appear")
+    assert followed(lost, absent).reason.code is ReasonCode.SET_BACK
+    assert followed(absent, lost).reason.code is ReasonCode.SET_BACK
+    assert followed(lost, ended(state, "stopped", "asked to")).reason.code is ReasonCode.STOPPED
