@@ -5,11 +5,13 @@
 #   make test-fast   tests without real worker processes
 #   make check       lint, format, types, layers: what CI runs first
 #
+# TEST_WORKERS is how many tests run at once; 0: one after the other in one process, as plain `pytest` does.
 # PYTHON picks the interpreter (3.11 or 3.12). TORCH_PIP_ARGS is handed to pip when torch is installed, for
 # example TORCH_PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu" for a build without CUDA.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 TORCH_PIP_ARGS ?=
+TEST_WORKERS ?= auto
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -19,8 +21,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 
 # Nothing here may reach out to a model hub, and one thread per process keeps CPU arithmetic comparable.
 TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 MPLBACKEND=Agg
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast check format clean
+.PHONY: help setup demo test test-fast check lint types layers format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -43,15 +46,21 @@ demo: $(READY)
 	$(TEST_ENV) $(BIN)/morph demo
 
 test: $(READY)
-	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-fast: $(READY)
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not system" $(PYTEST_ARGS)
+	$(PYTEST) -m "not system" $(PYTEST_ARGS)
 
-check: $(READY)
+check: lint types layers
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(READY)
 	$(BIN)/mypy
+
+layers: $(READY)
 	$(BIN)/lint-imports
 
 format: $(READY)

@@ -1,8 +1,14 @@
-"""Settings for every test: nothing reaches a model hub, and torch, where a test loads it, uses one thread."""
+"""Settings for every test: nothing reaches a model hub, and torch, where a test loads it, uses one thread.
+
+Several pytest-xdist workers share the machine (``--dist loadfile``: a file's tests run one after the other in one of
+them, so that its fixtures are made once). Files with real processes go first, for they take longest; the short ones
+then fill up whatever worker is free.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -10,8 +16,36 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A busy machine is no failure: examples have no deadline and data may be slow to draw; pytest bounds each test.
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
+
+MOST_WORKERS = 4
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of ``--numprocesses auto``: one more than cores that may be used, for a test with processes waits much."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores + 1, MOST_WORKERS)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("system")}
+        items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Compile the simulator while the workers collect: they find it in numba's cache, which bears no two at once."""
+    if session.config.getoption("dist", "no") != "no" and not hasattr(session.config, "workerinput"):
+        from simulator import plan, simulate, synthetic_profile
+
+        profile = synthetic_profile(num_sections=4, jitter=0.1)
+        plan(profile, num_gpus=4)
+        simulate(profile, num_stages=2, num_replicas=2, jitter_seed=0)
+    return (yield)
