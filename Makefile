@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt
 
 # Nothing here may reach out to a model hub, and one thread per process keeps CPU arithmetic comparable.
 TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 MPLBACKEND=Agg
@@ -31,7 +31,8 @@ help:
 
 setup: $(READY)
 
-# Torch comes first, so that a local wheel or the index named in TORCH_PIP_ARGS decides which build it is.
+# Torch comes first, so that a local wheel or the index named in TORCH_PIP_ARGS decides which build it is. Byte code is
+# written at the end with all cores, which pip does with one.
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no python3.11, python3.12 or python3 on PATH" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
@@ -40,6 +41,7 @@ $(READY): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP_INSTALL) $(TORCH_PIP_ARGS) torch==2.13.0
 	$(PIP_INSTALL) --editable '.[dev,examples]'
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
 	@touch $@
 
 demo: $(READY)

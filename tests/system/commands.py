@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 import psutil
+
+from manager.engine.gone import wait_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "morph.cli.main")
@@ -65,10 +69,13 @@ class RunningMorph:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._record()
+        self._process.kill()
         for process in self._family.values():
-            if process.is_running():
-                process.kill()
+            _kill_with_children(process)
         self._process.wait(END_TIMEOUT_S)
+        wait_gone(self._family.values(), END_TIMEOUT_S)
+        if self._directory is not None:  # there only if the test failed: who would have removed it was killed
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
     def output(self) -> str:
@@ -147,6 +154,13 @@ class RunningMorph:
             self._family.setdefault(process.pid, process)
             if self._directory is None and (directory := _ray_directory(process)):
                 self._directory = Path(directory)
+
+
+def _kill_with_children(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        for one in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def _ray_directory(process: psutil.Process) -> str | None:
