@@ -7,7 +7,7 @@ import psutil
 from manager.controller.config import ControllerConfig
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
-from morph.contract.cluster import LocalVms, Policy
+from morph.contract.cluster import LocalVms, Policy, Vms
 from morph.contract.errors import CheckpointError, PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
@@ -21,9 +21,9 @@ def newest_checkpoint(checkpoint_url: str) -> Manifest | None:
     return read_manifest(checkpoint_url, versions[-1]) if versions else None
 
 
-def constant_trace(vms: LocalVms) -> Trace:
+def constant_trace(vms: Vms) -> Trace:
     """A trace in which the cluster file's VMs come at the start and stay; an empty one where they are asked for."""
-    if vms.keep is not None:
+    if not isinstance(vms, LocalVms) or vms.keep is not None:
         return Trace(events=())
     return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(vms.num_vms)))
 
@@ -34,14 +34,16 @@ def from_its_first_event(trace: Trace) -> Trace:
     return Trace(events=tuple(event.model_copy(update={"time_s": event.time_s - start_s}) for event in trace.events))
 
 
-def device_memory_bytes(vms: LocalVms) -> int:
+def device_memory_bytes(vms: Vms) -> int:
     """Memory of one VM's device, for the planner: as the cluster file says, else this machine's share."""
+    if not isinstance(vms, LocalVms):
+        return vms.memory_bytes
     return vms.memory_bytes or psutil.virtual_memory().total // (vms.keep or vms.num_vms)
 
 
 def controller_config(
     profile: Profile,
-    vms: LocalVms,
+    vms: Vms,
     policy: Policy,
     trace: Trace,
     num_steps: int,

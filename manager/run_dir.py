@@ -26,6 +26,7 @@ class RunFacts(Value):
     micro_batch_size: int = Field(ge=1)
     batch_size: int = Field(ge=1)
     num_sections: int = Field(ge=1)
+    checkpoint_url: str | None = Field(default=None, description="absent: in the run directory")
 
 
 def read_facts(path: Path) -> RunFacts:
@@ -39,6 +40,11 @@ def read_facts(path: Path) -> RunFacts:
     if not (path / "run.json").exists():
         raise RunDirError("is not a run directory: it has no run.json", source=str(path))
     return read_json(path / "run.json", RunFacts, RunDirError)
+
+
+def checkpoint_url(path: Path, facts: RunFacts) -> str:
+    """Return where the checkpoints of a run directory are."""
+    return facts.checkpoint_url or str(path.resolve() / "checkpoints")
 
 
 class RunDir:
@@ -56,7 +62,7 @@ class RunDir:
     @property
     def checkpoint_url(self) -> str:
         """Where the run's checkpoints are."""
-        return str(self.path / "checkpoints")
+        return checkpoint_url(self.path, self.facts)
 
     @property
     def journal_path(self) -> Path:
@@ -130,7 +136,7 @@ class RunDir:
                 raise RunDirError(f"is not writable: {error.strerror}", source=str(self.path)) from error
             return
         known = read_facts(self.path)
-        for field in ("fingerprint", "micro_batch_size", "batch_size", "num_sections"):
+        for field in ("fingerprint", "micro_batch_size", "batch_size", "num_sections", "checkpoint_url"):
             ours, theirs = getattr(self.facts, field), getattr(known, field)
             if ours != theirs:
                 raise RunDirError(

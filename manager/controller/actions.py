@@ -104,6 +104,14 @@ class ReleaseNodes(Value):
     nodes: tuple[WorkerId, ...]
 
 
+class AcknowledgeNotice(Value):
+    """Tell a VM that nothing of value is left on it, so that it lets its provider take it; nothing follows."""
+
+    kind: Literal["acknowledge_notice"] = "acknowledge_notice"
+    worker: WorkerId
+    notice: str = Field(description="the provider's name for it")
+
+
 class WriteManifest(Value):
     """Write the manifest; ``ManifestWritten`` (or ``CheckpointFailed``) follows."""
 
@@ -140,6 +148,7 @@ Action = (
     | ProbeWorker
     | RequestNodes
     | ReleaseNodes
+    | AcknowledgeNotice
     | WriteManifest
     | EndWorker
     | Finish

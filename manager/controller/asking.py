@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manager.controller.actions import Action, ReleaseNodes, RequestId, RequestNodes
 from manager.controller.changes import changed, followed, said, wake_by
-from manager.controller.events import NodeAppeared, NodesGranted, RequestRefused
+from manager.controller.events import NodeAppeared, NodesGranted, RequestRefused, WorkerLost
 from manager.controller.nodes import NodeState
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import ControllerState, Decision, NodeRequest, Phase
@@ -32,7 +32,7 @@ def asked(decision: Decision, now_s: float) -> Decision:
         return decision
     if state.ask_at_s is not None and now_s < state.ask_at_s:
         return decision.model_copy(update={"state": wake_by(state, state.ask_at_s)})
-    name = request_name(state.config.job, state.num_requests + 1)
+    name = request_name(state.config.requests or state.config.job, state.num_requests + 1)
     state = with_request(state, name, NodeRequest(count=missing, asked_s=now_s))
     state = changed(state, num_requests=state.num_requests + 1)
     state = wake_by(state, now_s + state.config.policy.rules.requests.answer_s)
@@ -77,6 +77,15 @@ def with_appeared(state: ControllerState, event: NodeAppeared) -> ControllerStat
     if event.request is None or named is None or not named.count:
         return state
     return with_request(state, event.request, named.model_copy(update={"count": named.count - 1}))
+
+
+def lost_booting(state: ControllerState, event: WorkerLost) -> Decision:
+    """Await a VM no longer that was taken before it appeared; anybody else is not known."""
+    for name, request in state.requests.items():
+        if event.worker in request.granted:
+            state = with_request(state, name, without_granted(request, event.worker))
+            return said(state, ReasonCode.NODE_ABSENT, f"{event.worker} never appeared: {event.cause}")
+    return said(state, ReasonCode.IGNORED, f"{event.worker} is not known, or was lost before")
 
 
 def requests_due(state: ControllerState, now_s: float) -> Decision:

@@ -49,6 +49,8 @@ def without_workers(state: ControllerState, lost: Iterable[WorkerId]) -> Control
     if pending is not None and gone & debtors(pending):
         pending = pending.model_copy(update={"stale": True})
     awaited = state.awaited - gone
+    if state.leaving:
+        state = changed(state, leaving=state.leaving - gone)
     return changed(state, workers=workers, pending=pending, awaited=awaited, order=state.order if awaited else None)
 
 

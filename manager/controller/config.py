@@ -35,6 +35,7 @@ class ControllerConfig(Value):
     expected_nodes: int = Field(ge=1, description="VMs asked for at the start")
     timeline_step: int | None = Field(default=None, ge=0, description="the workers record a timeline of this step")
     target_nodes: int = Field(default=0, ge=0, description="VMs to keep asking for; 0: they come by themselves")
+    requests: str = Field(default="", description="what the names of requests begin with; empty: the job's name")
     section_compute_s: tuple[float, ...] = Field(
         default=(), description="forward and backward of one micro-batch, by section; absent: not known"
     )

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from manager.controller.acknowledging import acknowledged
 from manager.controller.actions import StartWorker
 from manager.controller.ahead import ahead_reported
 from manager.controller.answering import answered
-from manager.controller.asking import asked, nodes_granted, request_refused, with_appeared
+from manager.controller.asking import asked, lost_booting, nodes_granted, request_refused, with_appeared
 from manager.controller.changes import changed, ended, followed, said, wake_by
 from manager.controller.events import (
     AheadReported,
@@ -82,6 +83,7 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
     decision = handler(state, event, now_s)
     if not isinstance(event, WorkerAnswered) or len(decision.state.workers) != len(state.workers):
         decision = asked(decision, now_s)
+    decision = acknowledged(decision)
     subject = getattr(event, "worker", getattr(event, "node", ""))
     entry = f"{now_s:.3f} {event.kind} {subject} in {state.phase}: {decision.reason.code}"
     after = changed(decision.state, recent=(*decision.state.recent, entry)[-MAX_RECENT:])
@@ -102,7 +104,7 @@ def _node_appeared(state: ControllerState, event: NodeAppeared, now_s: float) ->
 
 def _worker_lost(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:
     if event.worker not in state.workers:
-        return said(state, ReasonCode.IGNORED, f"{event.worker} is not known, or was lost before")
+        return lost_booting(state, event)
     return lose(state, {event.worker: event.cause}, now_s)
 
 

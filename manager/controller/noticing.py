@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manager.controller.changes import followed, said, wake_by, with_node
+from manager.controller.changes import changed, followed, said, wake_by, with_node
 from manager.controller.events import NoticeGiven, NoticeWithdrawn
 from manager.controller.flapping import flapped, hold_s
 from manager.controller.forming import form_or_hold
@@ -19,11 +19,15 @@ def notice_given(state: ControllerState, event: NoticeGiven, now_s: float) -> De
     if entry is None:
         return said(state, ReasonCode.IGNORED, f"{event.worker} is not known, or was lost")
     if event.notice and event.notice == entry.notice:
+        if entry.node is NodeState.DRAINING:  # who tells it again has not heard that it may go
+            state = changed(state, leaving=state.leaving | {event.worker})
         return said(state, ReasonCode.IGNORED, f"the notice of {event.worker} is known already")
     until_s = now_s + event.lead_s + state.config.policy.rules.requests.notice_grace_s
     state = with_node(
         state, event.worker, NodeEvent.NOTICED, drain_until_s=until_s, notice=event.notice, probation=None
     )
+    if event.notice:
+        state = changed(state, leaving=state.leaving | {event.worker})
     sentence = f"{event.worker} will be taken in {event.lead_s:g} s: it is left out at the next boundary"
     return said(wake_by(state, until_s), ReasonCode.NOTICE_TAKEN, sentence)
 
@@ -40,7 +44,7 @@ def spare(state: ControllerState, worker: WorkerId, why: str, now_s: float) -> D
     """Take a draining worker back, after a while if its machine does this often; re-form if training stands."""
     entry = state.workers[worker]
     host = entry.host or worker
-    state = flapped(state, host, now_s)
+    state = flapped(changed(state, leaving=state.leaving - {worker}), host, now_s)
     wait_s = hold_s(state, host, now_s)
     state = with_node(
         state,

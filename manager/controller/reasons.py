@@ -17,6 +17,7 @@ class ReasonCode(StrEnum):
     REQUEST_REFUSED = "request_refused"
     NODE_ABSENT = "node_absent"
     NOTICE_TAKEN = "notice_taken"
+    NOTICE_ACKNOWLEDGED = "notice_acknowledged"
     NODE_SPARED = "node_spared"
     START_WAIT = "start_wait"
     FORMED = "formed"

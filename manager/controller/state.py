@@ -239,6 +239,9 @@ class ControllerState(Value):
     num_ahead: int = 0
     state_bytes_per_s: float | None = Field(default=None, description="mean, of units from peers to one worker")
     setup_s: float | None = Field(default=None, description="mean of setups")
+    leaving: frozenset[WorkerId] = Field(
+        default=frozenset(), description="who drains by a notice that is to be acknowledged"
+    )
     requests: dict[RequestId, NodeRequest] = Field(default_factory=dict)
     num_requests: int = 0
     num_refused: int = Field(default=0, description="refusals since the last grant")

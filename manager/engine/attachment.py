@@ -26,10 +26,11 @@ class Attachment(Value):
     """Where a run's VMs are. ``command``: what the run was started with, by the name that the user knows."""
 
     schema_version: int = Field(default=1, ge=1, le=1)
-    kind: Literal["ray", "processes"]
+    kind: Literal["ray", "processes", "provided"]
     door: Path
     store_host: str
     store_port: int
+    notice_port: int = Field(default=0, description="to which the agents of provided VMs come")
     command: dict[str, str] = Field(default_factory=dict)
 
 

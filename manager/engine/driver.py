@@ -9,6 +9,7 @@ from typing import Protocol
 
 from manager.controller.actions import (
     Abort,
+    AcknowledgeNotice,
     Action,
     EndWorker,
     Finish,
@@ -106,6 +107,7 @@ class Driver:
         checkpoint_url: Where manifests go.
         observers: Each called after each decision, in this thread.
         requests: Asks for VMs; None: nobody does, and that is written down.
+        acknowledge: Tells a node that nothing of value is left on it, given the notice; None: nobody hears that.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Driver:
         checkpoint_url: str,
         observers: Sequence[Observer],
         requests: Requests | None = None,
+        acknowledge: Callable[[str, str], object] | None = None,
     ) -> None:
         self.state = state
         self._inbox = inbox
@@ -125,6 +128,7 @@ class Driver:
         self._manifests = ManifestWriter(checkpoint_url, inbox)
         self._observers = observers
         self._requests = requests
+        self._acknowledge = acknowledge or (lambda _node, _notice: None)
         self._finish: Finish | None = None
         self._wake_at_s: float | None = None
         self._watch_s = watch_every_s(state.config.policy.heartbeat_timeout_s)
@@ -222,5 +226,7 @@ class Driver:
                 self._requests.release(action)
             case RequestNodes() | ReleaseNodes():  # these VMs come by themselves
                 self._inbox.put(Fact(name="not_carried_out", detail=action.model_dump_json()))
+            case AcknowledgeNotice(worker=worker, notice=notice):
+                self._acknowledge(worker, notice)
             case Finish():
                 self._finish = action

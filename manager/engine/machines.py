@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,9 @@ from manager.engine.driver import Pool
 from manager.engine.inbox import Inbox
 from manager.engine.lifelines import Lifelines
 from manager.engine.namespaces import HostNetwork, connected
+from manager.engine.notice_door import NoticeDoor
 from manager.engine.vm_fleet import VmHost
+from manager.providers.provider import Provider
 from morph.contract.messages import Lifeline, WorkerSetup
 
 LOOPBACK = "127.0.0.1"
@@ -40,12 +42,22 @@ class KeptVms(VmHost, Protocol):
 
 
 @dataclass(frozen=True)
+class Provided:
+    """Beside the machines, where a provider brings the VMs. ``joined``: those in the cluster, with addresses."""
+
+    provider: Provider
+    notices: NoticeDoor
+    joined: Callable[[], Mapping[str, str]]
+
+
+@dataclass(frozen=True)
 class Machines:
     """VMs that can be asked for and revoked, the workers on them, and how these reach each other.
 
     ``lifeline`` is None where the pool itself sees at once that a worker died. ``attach`` goes on with the workers
     that another manager left, given those that were set up, and returns those that answer. ``attachment`` is what a
-    successor needs.
+    successor needs. ``up``: VMs that another manager left, or that joined since. ``provided``: None where VMs are of
+    this machine.
     """
 
     vms: KeptVms
@@ -56,6 +68,8 @@ class Machines:
     address_of: Callable[[str], str]
     attachment: Attachment
     attach: Callable[[Collection[str]], tuple[str, ...]]
+    up: Callable[[], tuple[str, ...]]
+    provided: Provided | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +131,7 @@ def open_ray(directory: Path) -> OpenMachines:
             lambda _worker: LOOPBACK,
             attachment,
             lambda set_up: pool.attach(found.vms if found else (), set_up, lifeline),
+            lambda: found.vms if found else (),
         )
 
     return open_machines
@@ -188,6 +203,7 @@ class Processes:
             self._address_of,
             attachment,
             attach,
+            lambda: found.vms if found else (),
         )
 
     def _namespace_of(self, vm: str) -> str | None:

@@ -2,5 +2,18 @@
 
 VM_RESOURCE = "morph_vm_"
 HEAD_RESOURCE = "morph_head"
+RAY_SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's own default of 15 lets anything else on the machine stop training
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # a lost node should be known to Ray within seconds, not after 14
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "5",
+}
+"""Environment of every process of Ray, on every node."""
 LOOPBACK = "127.0.0.2"
 """Of the loopback network, but not 127.0.0.1: Ray replaces that by the address of a real interface."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from manager.controller.actions import ReleaseNodes, RequestId, RequestNodes
-from manager.controller.events import NodesGranted, RequestRefused
+from manager.controller.events import NodesGranted, RequestRefused, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.spending import Spending
 from manager.journal.records import Fact
@@ -20,12 +22,18 @@ from manager.providers.provider import (
     Throttled,
     Transient,
     Vm,
+    vm_name,
 )
+from manager.providers.reconcile import reconcile
+
+log = logging.getLogger(__name__)
 
 TRIES = 5
 WAIT_S = 2.0
 WAIT_MAX_S = 120.0
 CLOSE_TIMEOUT_S = 10.0
+LEAVE_PATIENCE_S = 300.0
+"""How long ending the VMs of a run is tried again where the provider fails."""
 
 
 class Provisioning:
@@ -40,6 +48,9 @@ class Provisioning:
         spending: What the user allows.
         pause: Waits some seconds; returns True when everything is over.
         nodes: Nodes that the controller knows from another manager, whose VMs the provider lists.
+        look_every_s: How often the provider is asked which VMs there are, for one may be taken while it boots; None:
+            never.
+        close_timeout_s: How long ``close`` waits for a call that is under way.
     """
 
     def __init__(
@@ -50,6 +61,8 @@ class Provisioning:
         pause: Callable[[float], bool] | None = None,
         *,
         nodes: Collection[str] = (),
+        look_every_s: float | None = None,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
         self._provider = provider
         self._inbox = inbox
@@ -58,7 +71,10 @@ class Provisioning:
         self._pause = pause or self._over.wait
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: dict[RequestId, NodesGranted | RequestRefused] = {}
-        self._under_way: set[RequestId] = set()
+        self._look_every_s, self._close_timeout_s = look_every_s, close_timeout_s
+        self._under_way: dict[RequestId, int] = {}
+        self._granted: dict[str, RequestId] = {}
+        self._missed: frozenset[str] = frozenset()
         self._nodes = frozenset(nodes)
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="morph-provisioning", daemon=True)
@@ -72,7 +88,7 @@ class Provisioning:
             answer = self._answers.get(action.request)
             if answer is None and action.request in self._under_way:
                 return
-            self._under_way.add(action.request)
+            self._under_way[action.request] = action.count
         if answer is not None:
             self._inbox.put(answer)
         else:
@@ -81,6 +97,23 @@ class Provisioning:
     def release(self, action: ReleaseNodes) -> None:
         """Give VMs back; returns at once."""
         self._tasks.put(lambda: self._end(action.nodes))
+
+    def begin(self, nodes: Collection[str], requests: Collection[RequestId]) -> None:
+        """Before anything else: go on with the VMs of these nodes and requests, end any other; returns at once.
+
+        Others are what a manager left that was killed, and of which this one knows nothing.
+        """
+        self._tasks.put(lambda: self._adopt(frozenset(nodes), frozenset(requests)))
+
+    def request_of(self, node: str) -> RequestId | None:
+        """Return the request that a VM answers, granted or under way; None: it is none of ours, or was given back."""
+        with self._lock:
+            if node in self._granted:
+                return self._granted[node]
+            for request, count in self._under_way.items():
+                if node in {vm_name(request, index) for index in range(count)}:
+                    return request
+        return None
 
     def know(self, nodes: Collection[str]) -> None:
         """End the VMs of nodes that the controller knows no more; returns at once.
@@ -97,21 +130,66 @@ class Provisioning:
     def close(self) -> None:
         """Ask for nothing any more, and end every VM of the run; blocks while a call is under way, for a bounded time.
 
-        What cannot be ended in time is told as a fact; ``reconcile`` finds it.
+        What cannot be ended in time is told as a fact, and to the user; ``reconcile`` finds it.
         """
         self._over.set()
+        self._provider.stop()
         self._tasks.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(self._close_timeout_s)
         if self._thread.is_alive():
-            self._fact("provider_busy", f"a call to the provider did not end within {CLOSE_TIMEOUT_S:g} s")
+            sentence = f"a call to the provider did not end within {self._close_timeout_s:g} s"
+            self._fact("provider_busy", sentence)
+            log.warning("VMs of this run may be left: %s", sentence)
             return
-        with self._told("vms_left"):
-            self._provider.delete([vm.name for vm in self._provider.list()])
+        until_s = time.monotonic() + LEAVE_PATIENCE_S
+        wait_s = WAIT_S
+        while True:
+            try:
+                self._provider.dismantle()
+                return
+            except ProviderError as error:
+                asked_s = getattr(error, "retry_after_s", None) or wait_s
+                again = isinstance(error, Throttled | Transient) and time.monotonic() + asked_s < until_s
+                if not again:
+                    self._fact("vms_left", str(error))
+                    log.warning("VMs of this run may be left: %s", error)
+                    return
+                time.sleep(asked_s)
+                wait_s = min(2 * wait_s, WAIT_MAX_S)
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=self._look_every_s)
+            except queue.Empty:
+                task = self._look
+            if task is None:
+                return
             if not self._over.is_set():
                 task()
+
+    def _adopt(self, nodes: frozenset[str], requests: frozenset[RequestId]) -> None:
+        with self._told("vms_left"):
+            ours = [vm for vm in self._provider.list() if vm.name in nodes or vm.request in requests]
+            with self._lock:
+                self._granted |= {vm.name: vm.request for vm in ours}
+            price = self._provider.price()
+            self._spending.living(len(ours), price)
+            for vm in reconcile(self._provider, {vm.name for vm in ours}):
+                self._fact("vm_reconciled", f"{vm.name} of {vm.request} was left by an earlier manager: ended")
+
+    def _look(self) -> None:
+        """Tell of VMs that were taken, or ended, behind our back: those that two looks in a row did not find."""
+        with self._told("provider_silent"):
+            there = {vm.name for vm in self._provider.list()}
+            with self._lock:
+                missing = frozenset(self._granted) - there
+                gone, self._missed = missing & self._missed, missing - self._missed
+                for node in gone:
+                    del self._granted[node]
+            self._spending.living(len(there), self._provider.price())
+            for node in sorted(gone):
+                self._inbox.put(WorkerLost(worker=node, cause="the provider has its VM no more"))
 
     def _ask(self, action: RequestNodes) -> None:
         try:
@@ -123,7 +201,9 @@ class Provisioning:
             self._end_what_came(action.request)
         with self._lock:
             self._answers[action.request] = answer
-            self._under_way.discard(action.request)
+            self._under_way.pop(action.request, None)
+            if isinstance(answer, NodesGranted):
+                self._granted |= dict.fromkeys(answer.nodes, action.request)
         self._inbox.put(answer)
 
     def _answer(self, action: RequestNodes) -> NodesGranted | RequestRefused:
@@ -162,6 +242,9 @@ class Provisioning:
                 self._provider.delete(names)
 
     def _end(self, nodes: Sequence[str]) -> None:
+        with self._lock:
+            for node in nodes:
+                self._granted.pop(node, None)
         with self._told("vms_left"):
             self._provider.delete(nodes)
         self._count()

@@ -23,6 +23,7 @@ import ray
 
 from manager.engine.gone import wait_gone
 from manager.engine.host_line import HostLine
+from manager.engine.names import LOOPBACK, VM_RESOURCE
 from morph.contract.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,14 @@ class RayCluster:
     Args:
         directory: What ``ray_environment.prepare`` returned; Ray's sessions lie below it.
         patience_s: How long everything outlives this process, should it be killed.
+        host: The address of the head node; VMs elsewhere must reach it.
+        port: Of the head node; 0: any free one.
     """
 
-    def __init__(self, directory: Path, patience_s: float = 0.0) -> None:
+    def __init__(self, directory: Path, patience_s: float = 0.0, host: str = LOOPBACK, port: int = 0) -> None:
         self._directory = directory
+        self._where = (host, str(port))
+        self.address = ""
         self._patience_s = patience_s
         self._line: HostLine | None = None
         self._head: dict[str, int] = {}
@@ -65,7 +70,7 @@ class RayCluster:
         """
         self.door.unlink(missing_ok=True)
         log_path = self._directory / "vm_host.log"
-        self._line = HostLine.start("manager.engine.vm_host", self.door, self._patience_s, log_path)
+        self._line = HostLine.start("manager.engine.vm_host", self.door, self._patience_s, log_path, self._where)
         try:
             self._connect(self._line.greeting(START_TIMEOUT_S))
         except ClusterError as error:
@@ -95,6 +100,7 @@ class RayCluster:
     def _connect(self, greeting: Mapping[str, Any]) -> None:
         self._head = {name: greeting["head"][name] for name in HEAD_PROCESSES}
         self.check_head()
+        self.address = greeting["address"]
         _silence_ray()
         try:
             ray.init(address=greeting["address"], log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE)
@@ -134,6 +140,25 @@ class RayCluster:
             raise ClusterError(f"VM {name} did not come up: {error}") from error
         with self._lock:
             self._vms[name] = answer["pids"]
+
+    def joined(self) -> dict[str, str]:
+        """The VMs that are in the cluster now, whoever started them, with their addresses.
+
+        Raises:
+            ClusterError: Ray does not say.
+        """
+        try:
+            list_nodes: Any = ray.nodes  # which has no types
+            nodes = list_nodes()
+        except Exception as error:  # Ray's own, which have no common class
+            raise ClusterError(f"Ray does not say which nodes there are: {type(error).__name__}: {error}") from error
+        return {
+            resource.removeprefix(VM_RESOURCE): node["NodeManagerAddress"]
+            for node in nodes
+            if node["Alive"]
+            for resource in node["Resources"]
+            if resource.startswith(VM_RESOURCE)
+        }
 
     def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
         """Find everything that runs on some VMs; calling the result takes them all away at once, with SIGKILL.

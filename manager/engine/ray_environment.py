@@ -14,21 +14,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from manager.engine.names import RAY_SETTINGS
 from morph.contract.errors import ClusterError
 
 _ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # Ray's own default of 15 lets anything else on the machine stop training
+    **RAY_SETTINGS,
     "RAY_ENABLE_AUTO_CONNECT": "0",  # a call before or after the session must fail, not find some other cluster
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_task_events_report_interval_ms": "0",  # else the head keeps a record of each of the last 100,000 orders
-    # a lost node should be known to Ray within seconds, not after 14
-    "RAY_health_check_initial_delay_ms": "2000",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "5",
 }
 
 

@@ -17,14 +17,15 @@ def take_over(found: Found, machines: Machines, player: VmPlayer, driver: Driver
     What is decided is written down before it is done, as ever: should this manager be killed here too, the next one
     takes over from the same journal, and repeats what is not answered.
     """
-    workers = found.state.workers
+    workers, up = found.state.workers, machines.up()
     reached = machines.attach([worker for worker, entry in workers.items() if entry.ready])
     living = tuple(worker for worker in reached if worker in found.appeared)  # of the rest the player tells
     events: list[Event] = [
         WorkerLost(worker=worker, cause="its VM was gone when the new manager took over")
         for worker, entry in workers.items()
-        if not entry.ready and worker not in found.vms
+        if not entry.ready and worker not in up
     ]
-    asked = {vm.name: vm.request for vm in inherited(found.state, found.vms).vms}
-    player.resume(found.vms, found.appeared, asked)
+    if machines.provided is None:
+        asked = {vm.name: vm.request for vm in inherited(found.state, found.vms).vms}
+        player.resume(found.vms, found.appeared, asked)
     driver.tell(*events, ManagerResumed(living=living))

@@ -1,4 +1,6 @@
-"""The process that owns the local Ray nodes: ``python -m manager.engine.vm_host FD PATIENCE_S``; see ``door``.
+"""The process that owns the local Ray nodes: ``python -m manager.engine.vm_host FD PATIENCE_S HOST PORT``; see ``door``
+
+HOST and PORT: of the head node; 0: any free port.
 
 A process of its own, because the nodes must die with the thread that started them (the kernel's
 parent-death signal), Ray wants that to be a main thread, and Ctrl-C in the user's terminal must reach
@@ -64,7 +66,7 @@ class _Nodes:
         return {"name": name, "pids": self.vms[name]}
 
 
-def _start_head() -> _Nodes:
+def _start_head(host: str, port: int) -> _Nodes:
     return _Nodes(
         Cluster(
             initialize_head=True,
@@ -74,7 +76,8 @@ def _start_head() -> _Nodes:
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "include_dashboard": False,
                 "include_log_monitor": False,  # it holds a file for each worker there ever was, and nobody reads them
-                "node_ip_address": LOOPBACK,
+                "node_ip_address": host,
+                **({"gcs_server_port": port} if port else {}),
             },
         )
     )
@@ -122,7 +125,7 @@ def main() -> None:
     try:
         manager = door.next()
         try:
-            nodes = _start_head()
+            nodes = _start_head(sys.argv[3], int(sys.argv[4]))
         except Exception as error:
             if manager is not None:
                 tell(manager, error=f"{type(error).__name__}: {error}")

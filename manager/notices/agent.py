@@ -1,14 +1,16 @@
 """Runs on each cloud VM from boot: polls for notices, tells the manager, and ends the VM when it is forgotten.
 
 ``python -m manager.notices.agent --manager HOST:PORT --node NAME --secret-file PATH --lonely-s S --source SOURCE
---end SOURCE``
+--end WAY [--management-url URL]``
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from pathlib import Path
 
 from manager.notices.aws import AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.notices.azure import AzureNotices
-from manager.notices.end import end_on_azure
+from manager.notices.end import MANAGEMENT_URL, end_on_azure
 from manager.notices.gcp import GcpNotices
 from manager.notices.line import Lines, proof
 from manager.notices.source import NoticeSource
@@ -29,6 +31,7 @@ CONNECT_TIMEOUT_S = 10.0
 BEAT_S = 5.0
 RETRY_S = 2.0
 END_AGAIN_S = 60.0
+GROUP_GRACE_S = 5.0
 
 
 def sources_of(name: str) -> list[NoticeSource]:
@@ -172,10 +175,19 @@ def power_off() -> None:
     subprocess.run(["systemctl", "poweroff"], check=False, timeout=60)
 
 
-def _end(kind: str) -> None:
-    if kind == "azure" and end_on_azure():
-        return
-    power_off()
+def end_group() -> None:
+    """End this process group: a node on a host that goes on living."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(GROUP_GRACE_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _end(kind: str, management_url: str) -> None:
+    if kind == "group":
+        end_group()
+    elif not (kind == "azure" and end_on_azure(management_url=management_url)):
+        power_off()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -186,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--secret-file", required=True, type=Path)
     parser.add_argument("--lonely-s", required=True, type=float)
     parser.add_argument("--source", default="", choices=["azure", "aws", "gcp", ""])
-    parser.add_argument("--end", default="", choices=["azure", "aws", "gcp", ""])
+    parser.add_argument("--end", default="", choices=["azure", "aws", "gcp", "group", ""])
+    parser.add_argument("--management-url", default=MANAGEMENT_URL)
     given = parser.parse_args(arguments)
     host, _, port = given.manager.rpartition(":")
     if not host or not port.isdigit():
@@ -198,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         secret,
         sources_of(given.source),
         lonely_s=given.lonely_s,
-        end=lambda: _end(given.end),
+        end=lambda: _end(given.end, given.management_url),
     )
     agent.run()
 

@@ -20,12 +20,12 @@ def end_on_azure(metadata_url: str = METADATA_URL, management_url: str = MANAGEM
     headers = {"Metadata": "true"}
     try:
         vm = fetch(metadata_url + ID_PATH, timeout_s=TIMEOUT_S, headers=headers)
-        token_url = metadata_url + TOKEN_PATH + quote(f"{MANAGEMENT_URL}/", safe="")
+        token_url = metadata_url + TOKEN_PATH + quote(f"{management_url.rstrip('/')}/", safe="")
         token = fetch(token_url, timeout_s=TIMEOUT_S, headers=headers)
         if vm.status != 200 or token.status != 200:
             return False
         bearer = str(json.loads(token.body)["access_token"])
-        url = f"{management_url}{vm.text.strip()}?api-version={COMPUTE_API_VERSION}&forceDeletion=true"
+        url = f"{management_url.rstrip('/')}{vm.text.strip()}?api-version={COMPUTE_API_VERSION}&forceDeletion=true"
         done = fetch(url, timeout_s=TIMEOUT_S, method="DELETE", headers={"Authorization": f"Bearer {bearer}"})
         return done.status in (200, 202, 204)
     except (HttpFailed, ValueError, KeyError, TypeError):

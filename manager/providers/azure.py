@@ -6,6 +6,7 @@ Names are made from the request, so that a request that comes again, from whoeve
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from manager.providers.provider import (
 )
 
 Offer = tuple[AzureSize, str | None]
+STOP_WITHIN_S = 0.5
 ENDED = ("succeeded", "failed", "canceled")
 
 
@@ -101,6 +103,7 @@ class AzureProvider:
         self._bounds = bounds or Bounds()
         self._has_set = False
         self._price: Price | None = None
+        self._stopped = threading.Event()
 
     def request(self, request: str, count: int) -> tuple[Vm, ...]:
         """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size."""
@@ -141,17 +144,21 @@ class AzureProvider:
         for name, poller in pollers:
             self._operations.ended(name)
             if poller is not None:
-                self._wait(poller, f"the end of {name}", until_s)
+                self._wait(poller, f"the end of {name}", until_s, always=True)
+
+    def stop(self) -> None:
+        """See ``Provider``: Azure goes on with what was begun, and the VM is listed."""
+        self._stopped.set()
 
     def dismantle(self) -> None:
-        """End every VM of this run, and the scale set; a set that is not there is no error."""
+        """See ``Provider``: the scale set too; one that is not there is no error."""
         self.delete([vm.name for vm in self.list()])
         until_s = time.monotonic() + self._bounds.delete_s
         with translating("the end of the scale set"), contextlib.suppress(ResourceNotFoundError):
             poller = self._sets.begin_delete(
                 self._spec.resource_group, scale_set_name(self._identity.run), polling_interval=self._bounds.poll_s
             )
-            self._wait(poller, "the end of the scale set", until_s)
+            self._wait(poller, "the end of the scale set", until_s, always=True)
         self._has_set = False
 
     def price(self) -> Price | None:
@@ -253,7 +260,8 @@ class AzureProvider:
             state = {vm.name: state for vm, state in self._found()}.get(one.name, "failed")
             if state in ENDED:
                 return None
-            time.sleep(self._bounds.poll_s)
+            if self._stopped.wait(self._bounds.poll_s):
+                break
         raise Transient(f"VM {one.name} is still being made")
 
     def _round(self, making: Sequence[_Making], until_s: float) -> tuple[Sequence[_Making], Sequence[Refused]]:
@@ -293,11 +301,14 @@ class AzureProvider:
             except ResourceNotFoundError:
                 return None
 
-    def _wait(self, poller: Any, what: str, until_s: float) -> None:
-        with translating(what):
-            try:
-                poller.result(max(0.0, until_s - time.monotonic()))
-            except ResourceNotFoundError:
-                return  # it was there and is gone: evicted, or deleted
-        if not poller.done():
-            raise Transient(f"{what}: not done in time")
+    def _wait(self, poller: Any, what: str, until_s: float, *, always: bool = False) -> None:
+        """Wait for an operation; unless ``always``, no longer than until ``stop``."""
+        with translating(what), contextlib.suppress(ResourceNotFoundError):  # it was there and is gone
+            while not poller.done():
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    raise Transient(f"{what}: not done in time")
+                if self._stopped.is_set() and not always:
+                    raise Transient(f"{what}: not waited for any more")
+                poller.wait(min(left_s, STOP_WITHIN_S))
+            poller.result(0)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from azure.core.pipeline.policies import SansIOHTTPPolicy
 from azure.identity import DefaultAzureCredential
 from azure.mgmt.compute import ComputeManagementClient
+
+from manager.providers.azure_spec import PUBLIC_AZURE
 
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60
@@ -16,7 +19,8 @@ def azure_client(
     subscription_id: str,
     *,
     credential: Any = None,
-    base_url: str | None = None,
+    base_url: str = PUBLIC_AZURE,
+    authority: str | None = None,
     policies: Sequence[Any] = (),
     read_timeout_s: float = READ_TIMEOUT_S,
 ) -> Any:
@@ -25,16 +29,28 @@ def azure_client(
     Args:
         subscription_id: Whose VMs.
         credential: Who asks; None: the environment, a managed identity or ``az login``, in this order.
-        base_url: Another address of the resource manager.
+        base_url: Of the resource manager. Without TLS it must be on this machine.
+        authority: Where one logs in; None: the public cloud's.
         policies: Further pipeline policies.
         read_timeout_s: Bound of one answer.
     """
+    base_url = base_url.rstrip("/")
+    where = {"authority": authority} if authority else {}
     return ComputeManagementClient(
-        credential or DefaultAzureCredential(exclude_interactive_browser_credential=True),
+        credential or DefaultAzureCredential(exclude_interactive_browser_credential=True, **where),
         subscription_id,
-        **({"base_url": base_url} if base_url else {}),
-        per_call_policies=list(policies),
+        base_url=base_url,
+        credential_scopes=[f"{base_url}/.default"],
+        per_call_policies=[*policies, *([_WithoutTls()] if base_url.startswith("http://") else [])],
         retry_total=0,  # a throttled call must not be repeated behind our back, for as long as the cloud likes
         connection_timeout=CONNECT_TIMEOUT_S,
         read_timeout=read_timeout_s,
     )
+
+
+class _WithoutTls(SansIOHTTPPolicy):  # type: ignore[misc,type-arg,unused-ignore]
+    """Lets the credential's token pass without TLS: to this machine, which ``AzureSpec`` saw to."""
+
+    def on_request(self, request: Any) -> None:
+        """See the SDK."""
+        request.context.options.setdefault("enforce_https", False)

@@ -28,7 +28,7 @@ def end_run(spec: AzureSpec, run: str, job: str, client: Any = None) -> tuple[Vm
     """
     with tempfile.TemporaryDirectory(prefix="morph-") as directory:
         provider = AzureProvider(
-            client or azure_client(spec.subscription_id),
+            client or azure_client(spec.subscription_id, base_url=spec.resource_manager, authority=spec.authority),
             spec,
             Identity(run=run, job=job),
             Operations(Path(directory) / "operations.json"),

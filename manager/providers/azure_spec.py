@@ -10,6 +10,7 @@ from manager.providers.provider import vm_name
 from morph.contract.base import Value
 
 RUN_TAG, JOB_TAG, REQUEST_TAG = "morph-run", "morph-job", "morph-request"
+PUBLIC_AZURE = "https://management.azure.com"
 NETWORK_API_VERSION = "2022-07-01"
 _RESOURCE_ID = r"^/subscriptions/[^/]+/resourceGroups/[^/]+/providers/.+$"
 
@@ -41,6 +42,14 @@ class AzureSpec(Value):
     admin_username: str = Field(default="morph", pattern=r"^[a-z][a-z0-9_-]{0,30}$")
     ssh_public_key: str = Field(pattern=r"^(ssh-|ecdsa-)\S+ \S+")
     os_disk: str = "Premium_LRS"
+    resource_manager: str = Field(
+        default=PUBLIC_AZURE,
+        pattern=r"^(https://[^\s'\"]+|http://(localhost|127\.\d+\.\d+\.\d+)(:\d+)?/?)$",
+        description="of another cloud than the public one; without TLS on this machine alone",
+    )
+    authority: str | None = Field(
+        default=None, pattern=r"^https://[^\s'\"]+$", description="where one logs in there; absent: the public cloud's"
+    )
 
     @model_validator(mode="after")
     def _image_is_one(self) -> AzureSpec:

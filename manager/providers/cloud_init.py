@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, SecretStr
 
-from manager.engine.names import VM_RESOURCE
+from manager.engine.names import RAY_SETTINGS, VM_RESOURCE
 from morph.contract.base import Value
 
 DIRECTORY = "/etc/morph"
@@ -31,6 +31,9 @@ class NodeStart(Value):
     python: str = Field(default="/usr/bin/python3", description="the interpreter that has Morph and Ray")
     num_gpus: int = Field(default=1, ge=0)
     lonely_s: float = Field(default=900.0, gt=0, description="without the manager for this long a VM ends itself")
+    management_url: str = Field(
+        default="", pattern=r"^(https?://[^\s'\"]+)?$", description="of the resource manager; empty: public Azure's"
+    )
 
 
 def cloud_init(start: NodeStart, node: str, source: str) -> str:
@@ -50,10 +53,8 @@ def cloud_init(start: NodeStart, node: str, source: str) -> str:
         "write_files": [
             _secret_file(TOKEN_PATH, start.ray_token),
             _secret_file(SECRET_PATH, start.node_secret),
-            _unit(
-                "morph-node", _ray_command(start, node), {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": TOKEN_PATH}
-            ),
-            _unit("morph-agent", _agent_command(start, node, source), {}),
+            _unit("morph-node", ray_command(start, node), RAY_SETTINGS | {"RAY_AUTH_TOKEN_PATH": TOKEN_PATH}),
+            _unit("morph-agent", agent_command(start, node, source), {}),
         ],
         "runcmd": [
             *(["sh", "-c", line] for line in start.setup),
@@ -77,7 +78,8 @@ def custom_data(text: str) -> str:
     return encoded
 
 
-def _ray_command(start: NodeStart, node: str) -> list[str]:
+def ray_command(start: NodeStart, node: str) -> list[str]:
+    """Write the command that joins a node to the cluster, and runs until it leaves it."""
     resources = json.dumps({VM_RESOURCE + node: 1})
     return [
         start.python, "-m", "ray.scripts.scripts", "start", "--block", f"--address={start.ray_address}",
@@ -85,11 +87,16 @@ def _ray_command(start: NodeStart, node: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _agent_command(start: NodeStart, node: str, source: str) -> list[str]:
-    return [
+def agent_command(
+    start: NodeStart, node: str, source: str, end: str | None = None, secret_path: str = SECRET_PATH
+) -> list[str]:
+    """Write the command of a node's agent. ``end``: what it does when it is forgotten; None: what ``source`` takes."""
+    command = [
         start.python, "-m", "manager.notices.agent", f"--manager={start.manager_address}", f"--node={node}",
-        f"--secret-file={SECRET_PATH}", f"--lonely-s={start.lonely_s:g}", f"--source={source}", f"--end={source}",
+        f"--secret-file={secret_path}", f"--lonely-s={start.lonely_s:g}", f"--source={source}",
+        f"--end={source if end is None else end}",
     ]  # fmt: skip
+    return [*command, f"--management-url={start.management_url}"] if start.management_url else command
 
 
 def _secret_file(path: str, secret: SecretStr) -> dict[str, Any]:

@@ -65,6 +65,13 @@ class LocalProvider:
         if ours:
             self._fleet.release(*ours)
 
+    def stop(self) -> None:
+        """See ``Provider``: a request takes no time."""
+
+    def dismantle(self) -> None:
+        """See ``Provider``."""
+        self.delete([vm.name for vm in self.list()])
+
     def price(self) -> Price | None:
         """See ``Provider``."""
         return None if self._usd_per_h is None else Price(usd_per_h=self._usd_per_h, source="the cluster file")

@@ -103,6 +103,12 @@ class Provider(Protocol):
     def delete(self, names: Sequence[str]) -> None:
         """End VMs and all that belongs to them; one that is not there, or not of this run, is passed over."""
 
+    def stop(self) -> None:
+        """Have a request that is under way in another thread give up soon; what came of it is still listed."""
+
+    def dismantle(self) -> None:
+        """End every VM of this run, and whatever was made beside them; called twice it changes nothing."""
+
     def price(self) -> Price | None:
         """Return the price of one VM, the dearest that may come; None when it is not known."""
 

@@ -24,6 +24,11 @@ class SshHost(Value):
     user: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9._-]*$")
     port: int = Field(default=22, ge=1, le=65535)
     identity_file: str | None = None
+    node_address: str | None = Field(
+        default=None,
+        pattern=r"^\d+\.\d+\.\d+\.\d+$",
+        description="under which the other nodes reach it; absent: that of its way to the manager",
+    )
 
     @property
     def shown(self) -> str:

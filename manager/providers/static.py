@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -17,19 +18,29 @@ from manager.providers.ssh import SshHost, end_script, run_ssh, start_script
 from morph.contract.base import Value
 
 
-class StaticSpec(Value):
-    """Which hosts, and what is started on one."""
+class Hosts(Value):
+    """Which hosts: what a file of hosts says."""
 
     hosts: tuple[SshHost, ...] = Field(min_length=1)
-    command: tuple[str, ...] = Field(min_length=1, description="runs the node; {node} is replaced by its name")
-    usd_per_h: float | None = Field(default=None, ge=0)
+    usd_per_h: float | None = Field(default=None, ge=0, description="what each of them costs")
+    leases: str = Field(
+        default="leases.json", min_length=1, description="who has which host; runs that share hosts share this file"
+    )
 
     @model_validator(mode="after")
-    def _distinct(self) -> StaticSpec:
+    def _distinct(self) -> Self:
         addresses = [(host.address, host.port) for host in self.hosts]
         if len(set(addresses)) < len(addresses):
             raise ValueError("hosts: one is named twice")
         return self
+
+
+class StaticSpec(Hosts):
+    """Which hosts, and what is started on one."""
+
+    command: tuple[str, ...] = Field(
+        min_length=1, description="runs the node; {node} is replaced by its name, {address} by the host's node_address"
+    )
 
 
 class Lease(Value):
@@ -68,6 +79,7 @@ class StaticProvider:
         self._path = leases_path
         self._secret = secret
         self._shell: Shell = shell or run_ssh
+        self._stopped = threading.Event()
         self._hosts = {f"{host.address}:{host.port}": host for host in spec.hosts}
 
     def request(self, request: str, count: int) -> tuple[Vm, ...]:
@@ -79,7 +91,7 @@ class StaticProvider:
             granted.append(vm)
         trouble = ""
         tried: set[str] = set()
-        while len(granted) < count and not leased:
+        while len(granted) < count and not leased and not self._stopped.is_set():
             taken = self._lease(request, {vm.name for vm in granted}, count, tried)
             if taken is None:
                 break
@@ -119,6 +131,14 @@ class StaticProvider:
         if failed:
             raise Transient("; ".join(failed))
 
+    def stop(self) -> None:
+        """See ``Provider``: the host that is being started is the last one."""
+        self._stopped.set()
+
+    def dismantle(self) -> None:
+        """See ``Provider``."""
+        self.delete([vm.name for vm in self.list()])
+
     def price(self) -> Price | None:
         """See ``Provider``."""
         usd_per_h = self._spec.usd_per_h
@@ -129,8 +149,11 @@ class StaticProvider:
         return Capabilities(spot=False, max_vms=len(self._hosts))
 
     def _start(self, key: str, vm: Vm) -> None:
-        command = [part.replace("{node}", vm.name) for part in self._spec.command]
-        self._shell(self._hosts[key], start_script(vm.name, command), self._secret)
+        host = self._hosts[key]
+        command = [
+            part.replace("{node}", vm.name).replace("{address}", host.node_address or "") for part in self._spec.command
+        ]
+        self._shell(host, start_script(vm.name, command), self._secret)
 
     def _lease(self, request: str, granted: set[str], count: int, tried: set[str]) -> tuple[str, Vm] | None:
         with self._leases() as (leases, write):

@@ -29,6 +29,7 @@ TOLD = frozenset(
         ReasonCode.REQUEST_REFUSED,
         ReasonCode.NODE_ABSENT,
         ReasonCode.NOTICE_TAKEN,
+        ReasonCode.NOTICE_ACKNOWLEDGED,
         ReasonCode.NODE_SPARED,
         ReasonCode.WORKER_SLOW,
         ReasonCode.WORKER_WELL,

@@ -66,12 +66,14 @@ def check_output(path: Path, error_type: type[InputError]) -> None:
 
 
 def check_device(cluster: ClusterConfig, source: str) -> None:
-    """Refuse a device that this machine lacks: local VMs share its devices.
+    """Refuse a device that this machine lacks, where VMs share its devices.
 
     Raises:
         ConfigError: naming the cluster file.
     """
-    if cluster.vms.device == "cuda":
+    from morph.contract.cluster import LocalVms
+
+    if isinstance(cluster.vms, LocalVms) and cluster.vms.device == "cuda":
         import torch
 
         from morph.contract.errors import ConfigError

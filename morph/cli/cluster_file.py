@@ -72,14 +72,19 @@ def load_yaml(path: Path, value_type: type[ValueT]) -> ValueT:
     except ValidationError as error:
         entry = error.errors(include_url=False)[0]
         parts = [part for part in entry["loc"] if isinstance(part, str)]
-        unknown = entry["type"] == "extra_forbidden"
-        value = entry["input"]
+        unknown, value = entry["type"] == "extra_forbidden", entry["input"]
+        schema = value_type.model_json_schema()
+        allowed = _allowed(parts[:-1] if unknown else parts, schema)
+        field = ".".join(_written(parts, schema)) or None
+        if entry["type"] == "union_tag_invalid":  # pydantic names the section, and the kinds in its own words
+            field, value = f"{field}.kind", entry["ctx"]["tag"]
+            allowed = " or ".join(tag.strip().strip("'") for tag in entry["ctx"]["expected_tags"].split(","))
         raise ConfigError(
-            "unknown key" if unknown else entry["msg"],
+            "unknown key" if unknown else "no such kind" if "tag" in entry.get("ctx", {}) else _message(entry["msg"]),
             source=str(path),
-            field=".".join(parts) or None,
+            field=field,
             value=value if isinstance(value, str | int | float) else None,
-            allowed=_allowed(parts[:-1] if unknown else parts, value_type.model_json_schema()),
+            allowed=allowed,
         ) from error
 
 
@@ -117,14 +122,42 @@ def read_yaml(path: Path) -> Any:
     return {} if data is None else data
 
 
+def _message(text: str) -> str:
+    return text.removeprefix("Value error, ")
+
+
 def _allowed(parts: list[str], schema: dict[str, Any]) -> str | None:
     """Say what the schema accepts at a dotted field: a range, a choice, or a section's keys."""
     node = schema
     for part in parts:
-        node = _resolved(node, schema).get("properties", {}).get(part)
-        if node is None:
+        node = _resolved(node, schema)
+        variant = _variant(node, part, schema)
+        found = variant if variant is not None else node.get("properties", {}).get(part)
+        if found is None:
             return None
+        node = found
     return _in_words(_resolved(node, schema))
+
+
+def _written(parts: list[str], schema: dict[str, Any]) -> list[str]:
+    """Return the dotted field as it stands in the file: without the kinds of sections, which the validator puts in."""
+    node, written = schema, []
+    for part in parts:
+        node = _resolved(node, schema)
+        variant = _variant(node, part, schema)
+        if variant is None:
+            written.append(part)
+        node = variant if variant is not None else node.get("properties", {}).get(part, {})
+    return written
+
+
+def _variant(node: dict[str, Any], kind: str, schema: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the section of this kind, where there are several."""
+    for option in node.get("oneOf", ()):
+        found = _resolved(option, schema)
+        if found.get("properties", {}).get("kind", {}).get("const") == kind:
+            return found
+    return None
 
 
 def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

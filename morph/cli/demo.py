@@ -58,11 +58,18 @@ def demo_command(
     )
     from morph.cli.run import managed_run
     from morph.cli.run_picture import draw_run
+    from morph.contract.cluster import LocalVms
+    from morph.contract.errors import ConfigError
     from morph.contract.trace import write_trace
     from simulator import generate_trace
 
     known_cluster = _ending_at_once(load_cluster(cluster))
-    memory_bytes = device_memory_bytes(known_cluster.vms)
+    vms = known_cluster.vms
+    if not isinstance(vms, LocalVms):
+        raise ConfigError(
+            "is not of this machine", source=str(cluster), field="vms.kind", value=vms.kind, allowed="local"
+        )
+    memory_bytes = device_memory_bytes(vms)
     _clear(out)
     started_s = time.time()
 
@@ -77,9 +84,9 @@ def demo_command(
     trace = generate_trace(
         seed,
         duration_s=seconds,
-        initial=known_cluster.vms.num_vms,
+        initial=vms.num_vms,
         min_nodes=2,
-        max_nodes=known_cluster.vms.num_vms,
+        max_nodes=vms.num_vms,
         mean_revocation_s=8.0,
         bulk_share=0.5,
         replacement_s=6.0,
@@ -87,7 +94,7 @@ def demo_command(
     write_trace(trace, out / "trace.csv")
     print_plans(profile, trace.max_nodes, memory_bytes)
 
-    print(f"[3/5] run on {known_cluster.vms.num_vms} VMs through {_describe(trace)}", flush=True)
+    print(f"[3/5] run on {vms.num_vms} VMs through {_describe(trace)}", flush=True)
     finish, report = managed_run(
         job,
         profile,

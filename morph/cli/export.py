@@ -27,7 +27,7 @@ def export_command(
     Example:
       morph export runs/tiny tiny.safetensors
     """
-    from manager.run_dir import read_facts
+    from manager.run_dir import checkpoint_url, read_facts
     from morph.checkpoint.manifest import complete_versions, read_manifest
     from morph.checkpoint.plain_file import write_plain_file
     from morph.contract.errors import InputError, RunDirError
@@ -37,7 +37,7 @@ def export_command(
     facts = read_facts(run_dir)
     if output.exists() and not overwrite:
         raise InputError("exists already", source=str(output), allowed="a new file, or --overwrite")
-    url = str(run_dir.resolve() / "checkpoints")
+    url = checkpoint_url(run_dir, facts)
     versions = complete_versions(url)
     if not versions:
         raise RunDirError("holds no complete checkpoint yet", source=str(run_dir))

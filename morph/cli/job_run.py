@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from morph.cli.provided import Cloud
     from morph.contract.cluster import ClusterConfig
     from morph.contract.job_file import JobFile
+    from morph.contract.messages import JobCode
     from morph.contract.plan import Schedule
     from morph.contract.profile import Profile
 
 
-IN_THE_FILE = ("profile", "cluster", "steps", "run_dir", "schedule", "no_recompute")
+IN_THE_FILE = ("profile", "cluster", "steps", "run_dir", "checkpoint_url", "schedule", "no_recompute")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class JobRun:
     run_dir: Path
     schedule: Schedule
     recompute: bool
+    checkpoint_url: str | None = None
+    cloud: Cloud | None = None
+    job_code: JobCode | None = None
 
 
 def asked_for(
@@ -42,6 +47,7 @@ def asked_for(
     schedule: Schedule,
     *,
     recompute: bool,
+    checkpoint_url: str | None = None,
     given: Collection[str],
 ) -> JobRun:
     """Gather what a command line asks for: options, or a job file instead of them.
@@ -54,6 +60,7 @@ def asked_for(
         run_dir: The same.
         schedule: The same.
         recompute: The same.
+        checkpoint_url: The same.
         given: Names of the parameters that the user gave.
 
     Raises:
@@ -73,7 +80,7 @@ def asked_for(
         missing = "--profile" if profile is None else "--cluster"
         raise ConfigError("is not given", field=missing, allowed="a file, or a job file (YAML) instead of JOB")
     measured = load_profile(profile)
-    return JobRun(
+    run = JobRun(
         code=job,
         profile_path=profile,
         profile=measured,
@@ -83,7 +90,9 @@ def asked_for(
         run_dir=run_dir or Path("runs") / measured.job.name,
         schedule=schedule,
         recompute=recompute,
+        checkpoint_url=_absolute_url(checkpoint_url, Path()),
     )
+    return _with_cloud(run, str(cluster), "--checkpoint-url")
 
 
 def resolve(path: Path, file: JobFile) -> JobRun:
@@ -112,7 +121,7 @@ def resolve(path: Path, file: JobFile) -> JobRun:
             value=file.job.batch_size,
             allowed=str(profile.job.batch_size),
         )
-    return JobRun(
+    run = JobRun(
         code=f"{(folder / code).resolve()}:{name}",
         profile_path=profile_path,
         profile=profile,
@@ -122,7 +131,32 @@ def resolve(path: Path, file: JobFile) -> JobRun:
         run_dir=folder / file.job.run_dir if file.job.run_dir else Path("runs") / profile.job.name,
         schedule=file.job.schedule,
         recompute=file.job.recompute,
+        checkpoint_url=_absolute_url(file.job.checkpoint_url, folder),
     )
+    return _with_cloud(run, str(path), "job.checkpoint_url")
+
+
+def _with_cloud(run: JobRun, source: str, field: str) -> JobRun:
+    """Read what the run's VMs need beside it, where a provider brings them; check that they reach the checkpoints.
+
+    Raises:
+        ConfigError: a file is wrong or missing, or the checkpoints are out of reach.
+    """
+    from manager.engine.job_code import pack
+    from morph.cli.provided import check_storage, check_url, load_cloud
+
+    if run.checkpoint_url is not None:
+        check_url(run.checkpoint_url, source, field)
+    cloud = load_cloud(run.cluster, run.cluster_path)
+    if cloud is None:
+        return run
+    check_storage(cloud.vms, run.checkpoint_url, source, field)
+    return replace(run, cloud=cloud, job_code=pack(run.code, cloud.vms.environment.files, str(run.cluster_path)))
+
+
+def _absolute_url(url: str | None, folder: Path) -> str | None:
+    """Return a path from a file's folder; a URL as it is."""
+    return url if url is None or "://" in url else str((folder / url).resolve())
 
 
 def check_job_file(path: Path, file: JobFile) -> str:

@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from manager.report.prices import Prices
     from manager.report.values import RunReport
     from manager.run_dir import RunDir
+    from morph.cli.job_run import JobRun
+    from morph.cli.provided import Cloud
     from morph.contract.base import Value
     from morph.contract.cluster import ClusterConfig
-    from morph.contract.messages import Fault
+    from morph.contract.messages import Fault, JobCode
     from morph.contract.plan import Schedule
     from morph.contract.profile import Profile
     from morph.contract.trace import Trace
@@ -61,6 +63,10 @@ def run_command(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run.")] = 100,
     run_dir: Annotated[
         Path | None, typer.Option(help="Journal, checkpoints and pictures go here; default: runs/NAME of the job.")
+    ] = None,
+    checkpoint_url: Annotated[
+        str | None,
+        typer.Option(help="Checkpoints go to this fsspec URL; default: the run directory.", show_default=False),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Spot trace (CSV): local VMs come and go as in it.")] = None,
     trace_speed: Annotated[
@@ -100,11 +106,20 @@ def run_command(
     from manager.preparation import from_its_first_event
     from morph.cli.checks import check_device
     from morph.cli.job_run import asked_for
+    from morph.cli.provided import check_address
     from morph.contract.errors import ConfigError, TrainingStopped
     from morph.contract.trace import load_trace
 
     asked = asked_for(
-        job, profile, cluster, steps, run_dir, schedule.value, recompute=not no_recompute, given=_given(context)
+        job,
+        profile,
+        cluster,
+        steps,
+        run_dir,
+        schedule.value,
+        recompute=not no_recompute,
+        checkpoint_url=checkpoint_url,
+        given=_given(context),
     )
     steps, known, described = asked.steps, asked.profile, asked.cluster
     if timeline_step is not None and timeline_step >= steps:
@@ -112,11 +127,13 @@ def run_command(
     if not math.isfinite(trace_speed):
         raise ConfigError("is not a number", field="--trace-speed", value=trace_speed, allowed="0.001 or more")
     prices = prices_of(
-        described.vms.usd_per_h if price is None else price,
+        _price(asked) if price is None else price,
         described.vms.on_demand_usd_per_h if on_demand_price is None else on_demand_price,
     )
     events = from_its_first_event(load_trace(trace)).scaled(1 / trace_speed) if trace else None
     check_device(described, str(asked.cluster_path))
+    if asked.cloud is not None:
+        check_address(asked.cloud.vms, str(asked.cluster_path))
     if events is not None and described.vms.keep is not None:
         raise ConfigError(
             "a trace decides itself which VMs come and go",
@@ -146,6 +163,9 @@ def run_command(
                 as_json=log_format is LogFormat.JSON,
                 prices=prices,
                 page=page,
+                checkpoint_url=asked.checkpoint_url,
+                cloud=asked.cloud,
+                job_code=asked.job_code,
             )
     except KeyboardInterrupt:
         print("the same command goes on from the newest checkpoint", file=sys.stderr)
@@ -157,6 +177,13 @@ def run_command(
     if finish.outcome == "failed":
         raise TrainingStopped(finish.sentence)
     raise typer.Exit(EXIT_INTERRUPTED if finish.outcome == "stopped" else 0)
+
+
+def _price(asked: JobRun) -> float | None:
+    if asked.cloud is None:
+        return asked.cluster.vms.usd_per_h
+    price = asked.cloud.price()
+    return price.usd_per_h if price is not None else None
 
 
 def _given(context: typer.Context) -> set[str]:
@@ -182,8 +209,11 @@ def managed_run(
     as_json: bool = False,
     prices: Prices | None = None,
     page: bool = False,
+    checkpoint_url: str | None = None,
+    cloud: Cloud | None = None,
+    job_code: JobCode | None = None,
 ) -> tuple[Finish, RunReport]:
-    """Check everything, then run a job on local VMs to its end, showing it live; returns the end and the report.
+    """Check everything, then run a job on its VMs to its end, showing it live; returns the end and the report.
 
     Raises:
         InputError: before anything is started or written.
@@ -192,6 +222,7 @@ def managed_run(
     from manager.dashboard.server import serving
     from manager.engine.session import RunSpec, run_session
     from manager.preparation import constant_trace, controller_config, newest_checkpoint
+    from manager.providers.run_name import name_of, write_name
     from manager.report.live import LiveRun
     from manager.report.reading import read_ledger, read_report
     from manager.run_dir import RunDir, RunFacts
@@ -218,6 +249,7 @@ def managed_run(
         micro_batch_size=next(iter(draft.plans.values())).micro_batch_size,
         batch_size=profile.job.batch_size,
         num_sections=profile.num_sections,
+        checkpoint_url=checkpoint_url,
     )
     spec = RunSpec(
         job_path=str(_absolute(job_path)),
@@ -230,6 +262,7 @@ def managed_run(
         stop_with_trace=stop_with_trace,
         patient_trace=stop_with_trace,
         command=_asked_for(job_path, draft, cluster, events),
+        job_code=job_code,
     )
 
     @contextmanager
@@ -248,13 +281,22 @@ def managed_run(
             yield observer
 
     with RunDir(run_dir, facts) as opened:
+        name = name_of(opened.path, profile.job.name)
+        if cloud is not None:
+            spec = replace(spec, providing=cloud.providing(name, opened.path))
         finish = _gone_on_with(spec, opened, view)
         if finish is None:
             checkpoint = newest_checkpoint(opened.checkpoint_url)
             version = checkpoint.version if checkpoint else 0
             _check_steps(steps, version, run_dir)
+            config = configure(checkpoint)
+            if cloud is not None:
+                name = name.model_copy(update={"num_starts": name.num_starts + 1})
+                write_name(opened.path, name)
+                print(f"VMs of this run are known as {name.run} (job {name.job})", file=sys.stderr)
+                config = config.model_copy(update={"requests": name.requests})
             with view(version, takes_over=False) as observer:
-                finish = run_session(replace(spec, config=configure(checkpoint)), opened, observer)
+                finish = run_session(replace(spec, config=config), opened, observer)
         return finish, read_report(opened.path)
 
 
@@ -267,8 +309,9 @@ def _gone_on_with(spec: RunSpec, run_dir: RunDir, view: View) -> Finish | None:
         found = find_living(run_dir, dict(spec.command))
         if found is None:
             return None
+        num_vms = len(found.vms) or len(found.state.workers)
         print(
-            f"{len(found.vms)} VMs of this run live: going on with them at version {found.state.version}",
+            f"{num_vms} VMs of this run live: going on with them at version {found.state.version}",
             file=sys.stderr,
         )
         with view(found.state.version, takes_over=True) as observer:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import ipaddress
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from morph.contract.base import Value
 from morph.contract.rules import Rules
 
 Positive = Annotated[float, Field(gt=0)]
+Line = Annotated[str, Field(min_length=1, pattern=r"^[^\r\n]+$")]
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Limits(Value):
@@ -42,6 +46,113 @@ class LocalVms(Value):
     limits: Limits = Limits()
 
 
+class Environment(Value):
+    """What a VM has to have before its worker can start."""
+
+    python: str = Field(
+        default="/usr/bin/python3",
+        pattern=r"^/\S+$",
+        description="the VM's interpreter; of the same version as the manager's, as Ray is",
+    )
+    packages: tuple[Line, ...] = Field(default=(), description="pip requirements, installed at the first boot")
+    setup: tuple[Line, ...] = Field(default=(), description="shell lines, run after that and before anything starts")
+    files: tuple[Line, ...] = Field(
+        default=(), description="files and folders that the job's code needs, relative to its folder; sent to each VM"
+    )
+    image: str | None = Field(default=None, description="instead of the cloud file's, where VMs are made from images")
+
+    @field_validator("packages")
+    @classmethod
+    def _no_options(cls, packages: tuple[str, ...]) -> tuple[str, ...]:
+        if any(package.startswith("-") for package in packages):
+            raise ValueError("an option of pip is no requirement; setup takes any line")
+        return packages
+
+    @field_validator("files")
+    @classmethod
+    def _below(cls, files: tuple[str, ...]) -> tuple[str, ...]:
+        for name in files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"{name!r} is not below the folder of the job's code")
+        return files
+
+
+class ProvidedVms(Value):
+    """VMs that a provider brings, one worker each. Paths are relative to this file's folder."""
+
+    cloud: str = Field(min_length=1, description="what VMs, and where: a cloud file, or a file of hosts")
+    keep: Annotated[int, Field(ge=1, le=1000)] = Field(
+        description="ask for so many VMs, and again for each that is lost"
+    )
+    memory_bytes: Annotated[int, Field(gt=0)] = Field(description="memory of one VM's device")
+    device: Literal["cpu", "cuda"] = "cuda"
+    address: str = Field(
+        description="this machine's IPv4 address as VMs reach it: Ray, the store and the door for notices listen there"
+    )
+    ray_port: Port = Field(default=0, description="of Ray's head node; 0: any free one")
+    notice_port: Port = Field(default=0, description="to which the VMs' agents come; 0: any free one")
+    lonely_s: Positive = Field(default=900.0, description="a VM without a manager for so long ends itself")
+    shared_storage: bool = Field(
+        default=False, description="every VM sees this machine's folders under their paths: checkpoints may lie there"
+    )
+    environment: Environment = Environment()
+    usd_per_h: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="what one VM costs; absent: what the provider says"
+    )
+    on_demand_usd_per_h: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="what the same VM costs on demand, to compare with"
+    )
+    limits: Limits = Limits()
+
+    @field_validator("address")
+    @classmethod
+    def _is_address(cls, address: str) -> str:
+        try:
+            found = ipaddress.IPv4Address(address)
+        except ValueError as error:
+            raise ValueError("is no IPv4 address") from error
+        if found.is_unspecified or found.is_multicast:
+            raise ValueError("is no address that a VM can reach")
+        return address
+
+
+class AzureVms(ProvidedVms):
+    """Spot VMs on Azure."""
+
+    kind: Literal["azure"]
+
+    @field_validator("address")
+    @classmethod
+    def _is_reached(cls, address: str) -> str:
+        if ipaddress.IPv4Address(address).is_loopback:
+            raise ValueError("is the loopback, which no VM on Azure reaches")
+        return address
+
+
+class StaticVms(ProvidedVms):
+    """Hosts that the user has, reached over ssh."""
+
+    kind: Literal["static"]
+
+    @field_validator("environment")
+    @classmethod
+    def _no_image(cls, environment: Environment) -> Environment:
+        if environment.image is not None:
+            raise ValueError("image: these hosts are not made from images")
+        return environment
+
+
+def _kind(vms: Any) -> str:
+    return str(vms.get("kind", "local") if isinstance(vms, dict) else getattr(vms, "kind", "local"))
+
+
+Vms = Annotated[
+    Annotated[LocalVms, Tag("local")] | Annotated[AzureVms, Tag("azure")] | Annotated[StaticVms, Tag("static")],
+    Discriminator(_kind),
+]
+
+
 class Policy(Value):
     """When the controller acts. Times in seconds."""
 
@@ -65,5 +176,5 @@ class Policy(Value):
 class ClusterConfig(Value):
     """Root of a cluster file."""
 
-    vms: LocalVms = LocalVms()
+    vms: Vms = LocalVms()
     policy: Policy = Policy()

@@ -23,6 +23,11 @@ class JobPart(Value):
     run_dir: str | None = Field(
         default=None, min_length=1, description="journal, checkpoints and pictures; absent: runs/NAME of the job"
     )
+    checkpoint_url: str | None = Field(
+        default=None,
+        min_length=1,
+        description="fsspec URL (az://, s3://, gs://) or path that every VM reaches; absent: checkpoints in run_dir",
+    )
     schedule: Schedule = Field(default="varuna", description="order of the tasks; the weights do not depend on it")
     recompute: bool = Field(default=True, description="false keeps activations instead: faster, more memory")
 

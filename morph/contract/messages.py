@@ -70,6 +70,15 @@ class Lifeline(Value):
     secret: str = Field(repr=False)
 
 
+class JobCode(Value):
+    """The job's own files as a zip, for a worker that does not see the manager's folders."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    job_path: str = Field(description="file.py:name inside it")
+    archive: bytes = Field(repr=False)
+
+
 class WorkerSetup(Value):
     """Everything a fresh worker needs before it can be given a stage."""
 
@@ -89,6 +98,7 @@ class WorkerSetup(Value):
     faults: tuple[Fault, ...] = ()
     slow_spells: tuple[SlowSpell, ...] = ()
     emulation: EmulatedDevice | None = Field(default=None, description="take these times; there is no job to load")
+    code: JobCode | None = Field(default=None, description="the job's files; absent: they are at ``job_path``")
 
 
 class Slot(Value):

@@ -49,6 +49,7 @@ from morph.runtime.faults import FaultPlan
 from morph.runtime.generation import Generation
 from morph.runtime.graveyard import Graveyard
 from morph.runtime.interrupt import Interrupt
+from morph.runtime.job_code import unpack
 from morph.runtime.lifeline import hold_lifeline
 from morph.runtime.order_memory import OrderMemory, order_key
 from morph.runtime.pace import Pace
@@ -84,8 +85,10 @@ class Worker:
         start_s = time.perf_counter()
         try:
             torch.set_num_threads(setup.num_threads)
-            self._setup = setup
             if not hasattr(self, "_ahead"):
+                if setup.code is not None:
+                    setup = setup.model_copy(update={"job_path": unpack(setup.code), "code": None})
+                self._setup = setup
                 self._prober = Prober(setup.worker)
                 self._faults = FaultPlan(
                     [fault for fault in setup.faults if fault.worker == setup.worker],

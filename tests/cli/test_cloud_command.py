@@ -62,7 +62,8 @@ def test_reconcile_ends_what_a_run_left_and_nothing_else(
     provider(arm, tmp_path).request("a", 2)
     provider(arm, tmp_path, run="another").request("b", 1)
 
-    def client(subscription: str) -> object:
+    def client(subscription: str, **where: str | None) -> object:
+        assert where == {"base_url": SPEC.resource_manager, "authority": None}
         return azure_client(subscription, credential=Credential(), base_url=arm.url, policies=[Line()])
 
     monkeypatch.setattr(azure_ending, "azure_client", client)

@@ -62,6 +62,12 @@ class FakeProvider:
     def list(self) -> tuple[Vm, ...]:
         return tuple(self.there)
 
+    def stop(self) -> None:
+        pass
+
+    def dismantle(self) -> None:
+        self.delete([vm.name for vm in self.there])
+
     def delete(self, names: Sequence[str]) -> None:
         self.deleted += [vm.name for vm in self.there if vm.name in names]
         self.there = [vm for vm in self.there if vm.name not in names]

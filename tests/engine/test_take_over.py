@@ -43,10 +43,14 @@ class Seen:
     """Stands for machines, player and driver."""
 
     lines: list[Any] = field(default_factory=list)
+    provided: None = None
 
     def attach(self, set_up: Collection[str]) -> tuple[str, ...]:
         self.lines.append(("attach", tuple(set_up)))
         return ("a", "d", "given up", "new")
+
+    def up(self) -> tuple[str, ...]:
+        return ("a", "d", "new")
 
     def tell(self, *events: Event) -> None:
         self.lines += events

@@ -9,6 +9,7 @@ from simulated_worker import order_key
 
 from manager.controller.actions import (
     Abort,
+    AcknowledgeNotice,
     EndWorker,
     ProbeWorker,
     RequestNodes,
@@ -251,6 +252,25 @@ def check_ahead(cluster: SimulatedCluster, before: ControllerState, event: Event
             cluster.check(held and lacked, f"{move.unit} is sent ahead from {move.sender} to {move.receiver}")
 
 
+def check_acknowledged(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
+    """A VM is told that it may go only when it drains, does nothing, and has nothing that is not elsewhere as well."""
+    state = decision.state
+    for action in decision.actions:
+        if not isinstance(action, AcknowledgeNotice):
+            continue
+        worker, entry = cluster.workers[action.worker], state.workers[action.worker]
+        cluster.check(entry.node is NodeState.DRAINING, f"{action.worker} may go, and is {entry.node}")
+        cluster.check(action.worker not in state.member_units, f"{action.worker} may go, and is a member")
+        if not worker.alive or action.worker in cluster.told_lost:
+            continue
+        cluster.check(worker.order is None, f"{action.worker} may go, and has an order")
+        others = [other for name, other in cluster.workers.items() if other.alive and name != action.worker]
+        saved = state.checkpoint is not None and state.checkpoint.version == state.version
+        for unit in state.config.units:
+            alone = worker.has(unit, state.version) and not any(other.has(unit, state.version) for other in others)
+            cluster.check(saved or not alone, f"{action.worker} may go with the only {unit} at {state.version}")
+
+
 def check_end(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
     """A finished run has all its steps, saved."""
     state = decision.state
@@ -270,5 +290,6 @@ INVARIANTS: tuple[Observer, ...] = (
     check_patience,
     check_repeats,
     check_ahead,
+    check_acknowledged,
     check_end,
 )

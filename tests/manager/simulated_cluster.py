@@ -17,6 +17,7 @@ from simulated_world import BrokenHistoryError, World
 
 from manager.controller.actions import (
     Abort,
+    AcknowledgeNotice,
     Action,
     EndWorker,
     Finish,
@@ -304,6 +305,8 @@ class SimulatedCluster(World):
                 self.crew.ahead.order(action)
             case ProbeWorker():
                 self.probe(action)
+            case AcknowledgeNotice():
+                self.provider.acknowledged(action.worker)
             case RequestNodes():
                 self.provider.request(action)
             case EndWorker():

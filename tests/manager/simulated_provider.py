@@ -9,7 +9,15 @@ from simulated_workers import SimulatedWorkers
 from simulated_world import World
 
 from manager.controller.actions import RequestNodes
-from manager.controller.events import Event, NodeAppeared, NodesGranted, NoticeGiven, NoticeWithdrawn, RequestRefused
+from manager.controller.events import (
+    Event,
+    NodeAppeared,
+    NodesGranted,
+    NoticeGiven,
+    NoticeWithdrawn,
+    RequestRefused,
+    WorkerLost,
+)
 
 
 class SimulatedProvider:
@@ -67,9 +75,17 @@ class SimulatedProvider:
             self.num_nodes += 1
             nodes.append(f"n{self.num_nodes}")
         for name in nodes:
-            if not world.chance(world.faults.refused / 4):  # it may never come up
+            if not world.chance(world.faults.refused / 4):
                 world.at(world.between(0.2, 4), lambda name=name: self.up(name, None, action.request))
+            elif self.num_nodes % 2:  # it never comes up, and the provider says so or does not
+                lost = WorkerLost(worker=name, cause="taken while it booted")
+                world.at(world.between(0.2, 4), lambda lost=lost: self.tell(lost))
         return NodesGranted(request=action.request, nodes=tuple(nodes))
+
+    def acknowledged(self, name: str) -> None:
+        """A VM of which nothing is needed any more is taken at once, or was taken, or stays after all."""
+        if self.world.chance(self.world.faults.doubled):
+            self.workers.killer(name)
 
     def notice(self, taken_after_s: float | None) -> None:
         """Give a notice of some worker's VM, now and then twice; then take it, or not."""

@@ -10,6 +10,7 @@ from random_history import play_all
 from simulated_cluster import BrokenHistoryError
 
 from manager.controller import (
+    acknowledging,
     answering,
     asking,
     changes,
@@ -186,6 +187,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "what was sent ahead is used before it has arrived": (forming, "with_ahead", _everything_has_arrived),
     "what was sent ahead outlives its generation": (losing, "without_ahead", _what_was_sent_is_kept),
     "a change is put off for ever": (sending, "_until_s", lambda state, choice, moves, now_s: now_s + 1000),
+    "a VM may go while it is still needed": (acknowledging, "_is_free", lambda state, worker: True),
     "probes never end": (probing, "_probe_failed", _probes_never_end),
 }
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from controller_script import Script, receivers, script_in
 from simulated_job import PLANS
 
-from manager.controller.actions import SendReshape, SendStep
+from manager.controller.actions import AcknowledgeNotice, Action, SendReshape, SendStep
 from manager.controller.events import NoticeGiven, NoticeWithdrawn, Tick, WorkerLost
 from manager.controller.nodes import NodeState
 from manager.controller.state import Phase
 
 
 def noticed(script: Script, worker: str, lead_s: float = 5.0, notice: str = "first") -> None:
-    assert script.tell(NoticeGiven(worker=worker, lead_s=lead_s, notice=notice)) == ()
+    actions = script.tell(NoticeGiven(worker=worker, lead_s=lead_s, notice=notice))
+    needed = worker in script.members or script.state.workers[worker].holds
+    assert actions == (() if needed else (AcknowledgeNotice(worker=worker, notice=notice),))
 
 
 def shape_of(script: Script) -> str:
@@ -106,3 +110,74 @@ def test_a_node_that_is_noticed_while_it_warms_up_gets_no_place_when_it_is_ready
     assert script.state.workers["n1"].node is NodeState.DRAINING
     script.tell(Tick(), at_s=script.now_s + 6.0)
     assert {slot.worker for slot in script.state.slots} == {"n2", "n3"}
+
+
+def acknowledged(actions: Sequence[Action]) -> list[tuple[str, str]]:
+    return [(action.worker, action.notice) for action in actions if isinstance(action, AcknowledgeNotice)]
+
+
+def training() -> Script:
+    script = Script(num_steps=20)
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    return script
+
+
+def test_a_member_may_go_once_a_step_is_decided_without_it_and_not_before() -> None:
+    script = training()
+    noticed(script, "n2")
+    left_out = script.prepared()
+    formed = script.reshaped()
+    assert acknowledged([*left_out, *formed]) == []  # until then others may still need what it holds
+    assert acknowledged(script.prepared()) == [("n2", "first")]
+    assert "nothing of value is left on n2" in script.sentence
+    assert acknowledged(script.prepared()) == []
+
+
+def test_a_notice_that_is_told_again_is_acknowledged_again() -> None:
+    script = training()
+    script.ready("n5")
+    noticed(script, "n5")
+    again = NoticeGiven(worker="n5", lead_s=2.0, notice="first")  # its agent came back: it did not hear the answer
+    assert acknowledged(script.tell(again)) == [("n5", "first")]
+    assert script.code == "ignored"
+
+
+def test_a_member_that_is_told_of_again_is_not_let_go_for_that() -> None:
+    script = training()
+    noticed(script, "n2")
+    assert acknowledged(script.tell(NoticeGiven(worker="n2", lead_s=2.0, notice="first"))) == []
+
+
+def test_who_still_writes_units_of_a_checkpoint_is_not_let_go() -> None:
+    script = training()
+    while script.state.pending is None:
+        script.prepared()
+    pending = script.state.pending
+    writer = next(iter(pending.writers.values()))
+    noticed(script, writer)
+    script.prepared()
+    script.reshaped()
+    assert acknowledged([*script.prepared(), *script.prepared()]) == []
+    units = [unit for unit, owner in pending.writers.items() if owner == writer]
+    assert acknowledged(script.written(pending.version, units)) == [(writer, "first")]
+
+
+def test_a_notice_that_is_withdrawn_is_not_acknowledged() -> None:
+    script = training()
+    noticed(script, "n2")
+    script.tell(NoticeWithdrawn(worker="n2"))
+    assert acknowledged([*script.prepared(), *script.prepared()]) == []
+    assert script.state.leaving == frozenset()
+
+
+def test_who_holds_the_only_copy_is_not_let_go() -> None:
+    script = Script(plans={2: PLANS[2]}, num_steps=20, expected_nodes=2)
+    script.ready("n1", "n2")
+    script.reshaped()
+    noticed(script, "n2")
+    script.tell(WorkerLost(worker="n1", cause="killed"))
+    actions = script.aborted()
+    assert script.state.phase is Phase.WAITING
+    assert acknowledged(actions) == []
+    assert script.state.leaving == {"n2"}

@@ -122,3 +122,17 @@ def test_too_few_vms_pause_the_run_which_keeps_asking_and_goes_on_when_they_come
     script.ready("n3")
     assert script.state.phase is Phase.RESHAPING
     assert {slot.worker for slot in script.state.slots} == {"n1", "n3"}
+
+
+def test_a_vm_that_is_taken_while_it_boots_is_awaited_no_longer_and_replaced() -> None:
+    script = asking()
+    script.tell(Tick())
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    assert requested(script.tell(WorkerLost(worker="n3", cause="the provider has its VM no more"))) == [("job-2", 1)]
+    assert "n3 never appeared: the provider has its VM no more" in script.sentence
+    assert set(script.state.requests["job-1"].granted) == {"n1", "n2", "n4"}
+
+
+def test_requests_are_named_as_the_run_says() -> None:
+    script = asking(requests="tiny-3f9a1c-2")
+    assert requested(script.tell(Tick())) == [("tiny-3f9a1c-2-1", 4)]

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from urllib.parse import quote
 
 import pytest
 
@@ -195,7 +196,7 @@ def test_a_forgotten_vm_deletes_itself_by_its_identity(metadata: MetadataServer)
     assert deletion.headers["authorization"] == "Bearer t0k"
     assert "api-version=" in deletion.path
     assert all(asked.headers.get("metadata") == "true" for asked in metadata.asked[:-1])
-    assert "resource=https%3A%2F%2Fmanagement.azure.com%2F" in metadata.asked[1].path
+    assert f"resource={quote(metadata.url + '/', safe='')}" in metadata.asked[1].path
 
 
 @pytest.mark.parametrize("token", [Reply(status=400), Reply(body="{}"), Reply(body="no"), Reply(drop=True)])

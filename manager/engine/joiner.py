@@ -1,0 +1,75 @@
+"""Watches which VMs have joined the cluster, and which have left it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+
+from manager.controller.events import NodeAppeared, WorkerLost
+from manager.engine.inbox import Inbox
+from manager.journal.records import VM_UP, Fact
+from morph.contract.errors import ClusterError
+
+LOOK_EVERY_S = 1.0
+CLOSE_TIMEOUT_S = 15.0
+
+
+class Joiner:
+    """Looks once a second, in a thread of its own; each VM is told of once, and once more when it is gone.
+
+    Args:
+        nodes: The VMs that are in the cluster now, with their addresses; raises ClusterError when it cannot say.
+        request_of: The request that a VM answers; None: it is none of ours, and is passed over.
+        inbox: Where ``NodeAppeared`` and ``WorkerLost`` go.
+        appeared: VMs of which the controller was told by an earlier manager.
+    """
+
+    def __init__(
+        self,
+        nodes: Callable[[], Mapping[str, str]],
+        request_of: Callable[[str], str | None],
+        inbox: Inbox,
+        appeared: Collection[str] = (),
+    ) -> None:
+        self._nodes, self._request_of, self._inbox = nodes, request_of, inbox
+        self._appeared = set(appeared)
+        self._here: frozenset[str] = frozenset()
+        self._trouble = ""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="morph-joiner", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more; blocks until the last look is over, for at most ``CLOSE_TIMEOUT_S``."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def look(self) -> None:
+        """Look once."""
+        try:
+            nodes = self._nodes()
+        except ClusterError as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                self._inbox.put(Fact(name="cluster_silent", detail=self._trouble))
+            return
+        self._trouble = ""
+        for vm in sorted(set(nodes) - self._appeared):
+            request = self._request_of(vm)
+            if request is None:
+                continue
+            self._appeared.add(vm)
+            self._inbox.put(NodeAppeared(node=vm, request=request))
+            self._inbox.put(Fact(name=VM_UP, worker=vm, detail=nodes[vm]))
+        for vm in sorted((self._here - set(nodes)) & self._appeared):
+            self._inbox.put(WorkerLost(worker=vm, cause="its VM left the cluster"))
+        self._here = frozenset(nodes)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self.look()
+            self._over.wait(LOOK_EVERY_S)

@@ -1,0 +1,148 @@
+"""Machines whose VMs a provider brings: the head node, the store and the doors here, the workers there."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from manager.engine.attachment import Attachment
+from manager.engine.lifelines import Lifelines
+from manager.engine.machines import Machines, Opening, OpenMachines, Provided
+from manager.engine.notice_door import NoticeDoor
+from manager.providers.cloud_init import NodeStart
+from manager.providers.provider import Provider
+from morph.contract.cluster import ProvidedVms
+from morph.contract.errors import ClusterError
+from morph.contract.messages import Lifeline
+
+MakeProvider = Callable[[NodeStart], Provider]
+"""Opens the provider, whose VMs start like this."""
+
+
+@dataclass(frozen=True)
+class Providing:
+    """What a run on such VMs needs beside its cluster file.
+
+    ``management_url``: what a forgotten VM asks for its end; empty: what it asks anyway.
+    """
+
+    make_provider: MakeProvider
+    management_url: str = ""
+
+
+def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> OpenMachines:
+    """Open machines of this kind. ``directory`` is what ``ray_environment.prepare`` or ``adopt`` returned.
+
+    The result raises ClusterError when Ray does not start, or an address or port cannot be listened on.
+    """
+
+    def open_machines(opening: Opening) -> Machines:
+        from manager.engine.ray_cluster import RayCluster
+        from manager.engine.worker_pool import Store, WorkerPool
+
+        found, ending = opening.found, opening.ending
+        cluster = RayCluster(directory, opening.patience_s, vms.address, vms.ray_port)
+        ending.callback(cluster.close)
+        secret = _node_secret(directory.parent / "node-secret", make=found is None)
+        if found is None:
+            cluster.start()
+            store = Store(vms.address)
+            store_host, store_port, notice_port = store.host, store.port, vms.notice_port
+        else:
+            cluster.take_over(found.line, found.greeting)
+            known = found.attachment
+            store_host, store_port, notice_port = known.store_host, known.store_port, known.notice_port
+        pool = WorkerPool(opening.inbox, opening.make_setup, opening.heartbeat_timeout_s, cluster.check_head)
+        ending.callback(pool.close)
+        try:
+            lifelines = Lifelines(vms.address, pool.connection_closed)
+            ending.callback(lifelines.close)
+            door = NoticeDoor(opening.inbox, secret, vms.address, notice_port)
+            ending.callback(door.close)
+        except OSError as error:
+            raise ClusterError(f"cannot listen on {vms.address}: {error.strerror}") from error
+        start = NodeStart(
+            ray_address=cluster.address,
+            manager_address=f"{vms.address}:{door.port}",
+            ray_token=SecretStr((directory.parent / "token").read_text(encoding="utf-8").strip()),
+            node_secret=SecretStr(secret),
+            setup=setup_lines(vms),
+            python=vms.environment.python,
+            num_gpus=1 if vms.device == "cuda" else 0,
+            lonely_s=vms.lonely_s,
+            management_url=providing.management_url,
+        )
+        lifeline = Lifeline(host=lifelines.host, port=lifelines.port, secret=lifelines.secret)
+        addresses = _Addresses(cluster.joined)
+
+        def attach(set_up: Collection[str]) -> tuple[str, ...]:
+            return pool.attach(tuple(addresses.look()), set_up, lifeline)
+
+        return Machines(
+            vms=cluster,
+            pool=pool,
+            store_host=store_host,
+            store_port=store_port,
+            lifeline=lifeline,
+            address_of=addresses.of,
+            attachment=Attachment(
+                kind="provided",
+                door=cluster.door,
+                store_host=store_host,
+                store_port=store_port,
+                notice_port=door.port,
+            ),
+            attach=attach,
+            up=lambda: tuple(addresses.look()),
+            provided=Provided(providing.make_provider(start), door, addresses.look),
+        )
+
+    return open_machines
+
+
+def setup_lines(vms: ProvidedVms) -> tuple[str, ...]:
+    """Write the shell lines of a VM's first boot."""
+    environment = vms.environment
+    install = [environment.python, "-m", "pip", "install", "--quiet", *environment.packages]
+    return (*([shlex.join(install)] if environment.packages else []), *environment.setup)
+
+
+class _Addresses:
+    """Where VMs are reached; remembered, for a VM that has just left is still asked for now and then."""
+
+    def __init__(self, joined: Callable[[], dict[str, str]]) -> None:
+        self._joined = joined
+        self._known: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def look(self) -> dict[str, str]:
+        found = self._joined()
+        with self._lock:
+            self._known |= found
+        return found
+
+    def of(self, vm: str) -> str:
+        with self._lock:
+            return self._known[vm]
+
+
+def _node_secret(path: Path, *, make: bool) -> str:
+    """Return what the VMs and the manager share; it outlives a manager that is killed, as Ray's token does.
+
+    Raises:
+        ClusterError: it is gone.
+    """
+    if make:
+        path.unlink(missing_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32), encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ClusterError("the VMs' secret is gone") from error

@@ -1,0 +1,62 @@
+"""From a cloud file to a provider."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manager.providers.azure_prices import retail_price
+from manager.providers.azure_spec import AzureSpec
+from manager.providers.cloud_init import NodeStart, cloud_init, custom_data
+from manager.providers.provider import Price, Provider
+from manager.providers.run_name import RunName
+from manager.providers.static import Hosts, StaticProvider, StaticSpec
+from manager.providers.static_node import secret_of, static_node
+
+OPERATIONS_NAME = "operations.json"
+
+
+def azure_spec(spec: AzureSpec, image: str | None, usd_per_h: float | None) -> AzureSpec:
+    """Return the spec with the image and the price that the cluster file gives, if it does."""
+    sizes = spec.sizes
+    if usd_per_h is not None:
+        sizes = tuple(size.model_copy(update={"usd_per_h": usd_per_h}) for size in sizes)
+    return spec.model_copy(update={"sizes": sizes, "image": image or spec.image})
+
+
+def azure_price(spec: AzureSpec) -> Price | None:
+    """Return the price of one hour of the dearest size; None when one is not known. May ask Azure's price list."""
+    figures = [
+        size.usd_per_h if size.usd_per_h is not None else retail_price(spec.location, size.name, spot=spec.spot)
+        for size in spec.sizes
+    ]
+    known = [figure for figure in figures if figure is not None]
+    if len(known) < len(figures):
+        return None
+    theirs = any(size.usd_per_h is None for size in spec.sizes)
+    return Price(usd_per_h=max(known), source="Azure's retail price list" if theirs else "the cluster file")
+
+
+def open_azure(spec: AzureSpec, name: RunName, run_dir: Path, start: NodeStart) -> Provider:
+    """Open the provider of a run's VMs on Azure; nothing is asked yet.
+
+    Raises:
+        ProviderError: what an earlier manager noted in the run directory is damaged.
+    """
+    from manager.providers.azure import AzureProvider, Identity
+    from manager.providers.azure_client import azure_client
+    from manager.providers.azure_operations import Operations
+
+    return AzureProvider(
+        azure_client(spec.subscription_id, base_url=spec.resource_manager, authority=spec.authority),
+        spec,
+        Identity(run=name.run, job=name.job),
+        Operations(run_dir / OPERATIONS_NAME),
+        lambda node: custom_data(cloud_init(start, node, "azure")),
+        find_price=lambda size: retail_price(spec.location, size.name, spot=spec.spot),
+    )
+
+
+def open_static(hosts: Hosts, folder: Path, name: RunName, start: NodeStart) -> Provider:
+    """Open the provider of hosts; ``folder``: that of the file of hosts, to which its paths are relative."""
+    spec = StaticSpec(command=static_node(start), **dict(hosts))
+    return StaticProvider(spec, name.run, folder / hosts.leases, secret_of(start))

@@ -1,0 +1,137 @@
+"""What ``morph run`` needs for VMs that a provider brings, read and checked before anything starts."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from morph.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    from manager.engine.provided import Providing
+    from manager.providers.azure_spec import AzureSpec
+    from manager.providers.provider import Price
+    from manager.providers.run_name import RunName
+    from manager.providers.static import Hosts
+    from morph.contract.cluster import ClusterConfig, ProvidedVms
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """A cluster file's VMs with the file that says what and where they are. ``described``: of Azure, or hosts."""
+
+    vms: ProvidedVms
+    path: Path
+    described: AzureSpec | Hosts
+
+    def price(self) -> Price | None:
+        """What one VM costs; may ask the provider's price list."""
+        from manager.providers.azure_spec import AzureSpec
+        from manager.providers.opening import azure_price
+        from manager.providers.provider import Price
+
+        if self.vms.usd_per_h is not None:
+            return Price(usd_per_h=self.vms.usd_per_h, source="the cluster file")
+        if isinstance(self.described, AzureSpec):
+            return azure_price(self.described)
+        known = self.described.usd_per_h
+        return None if known is None else Price(usd_per_h=known, source=str(self.path))
+
+    def providing(self, name: RunName, run_dir: Path) -> Providing:
+        """Say how the provider of a run is opened."""
+        from manager.engine.provided import Providing
+        from manager.providers.azure_spec import PUBLIC_AZURE, AzureSpec
+        from manager.providers.opening import azure_spec, open_azure, open_static
+
+        described, vms = self.described, self.vms
+        if isinstance(described, AzureSpec):
+            spec = azure_spec(described, vms.environment.image, vms.usd_per_h)
+            elsewhere = "" if spec.resource_manager == PUBLIC_AZURE else spec.resource_manager
+            return Providing(lambda start: open_azure(spec, name, run_dir, start), elsewhere)
+        hosts = described if vms.usd_per_h is None else described.model_copy(update={"usd_per_h": vms.usd_per_h})
+        return Providing(lambda start: open_static(hosts, self.path.parent, name, start))
+
+
+def load_cloud(cluster: ClusterConfig, source: Path) -> Cloud | None:
+    """Read the cloud file that a cluster file names; None: its VMs are local.
+
+    Raises:
+        ConfigError: the cloud file is wrong, or the extra that it needs is not installed.
+    """
+    from manager.providers.azure_spec import AzureSpec
+    from manager.providers.static import Hosts
+    from morph.cli.cluster_file import load_yaml
+    from morph.contract.cluster import AzureVms, LocalVms
+
+    vms = cluster.vms
+    if isinstance(vms, LocalVms):
+        return None
+    path = source.resolve().parent / vms.cloud
+    if not isinstance(vms, AzureVms):
+        return Cloud(vms, path, load_yaml(path, Hosts))
+    try:
+        import manager.providers.azure_client  # noqa: F401 (with what it needs, before anything starts)
+    except ImportError as error:
+        raise ConfigError(
+            "needs the extra: pip install 'morph-train[azure]'", source=str(source), field="vms.kind", value="azure"
+        ) from error
+    return Cloud(vms, path, load_yaml(path, AzureSpec))
+
+
+def check_address(vms: ProvidedVms, source: str) -> None:
+    """Refuse an address that this machine has not.
+
+    Raises:
+        ConfigError: naming the cluster file.
+    """
+    try:
+        socket.create_server((vms.address, 0)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be listened on: {error.strerror}",
+            source=source,
+            field="vms.address",
+            value=vms.address,
+            allowed="an address of this machine that the VMs reach",
+        ) from error
+
+
+def check_storage(vms: ProvidedVms, checkpoint_url: str | None, source: str, field: str) -> None:
+    """Refuse a place for checkpoints that VMs do not reach.
+
+    Raises:
+        ConfigError: naming the file, and what would do.
+    """
+    if vms.shared_storage or (checkpoint_url is not None and _scheme(checkpoint_url) not in ("", "file", "local")):
+        return
+    raise ConfigError(
+        "lies on this machine, where the VMs do not reach it" if checkpoint_url else "is not given",
+        source=source,
+        field=field,
+        value=checkpoint_url,
+        allowed="a URL that every VM reaches (az://, s3://, gs://), or vms.shared_storage: true",
+    )
+
+
+def check_url(checkpoint_url: str, source: str, field: str) -> None:
+    """Refuse a URL for whose storage nothing is installed.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    import fsspec
+
+    scheme = _scheme(checkpoint_url)
+    try:
+        fsspec.get_filesystem_class(scheme or "file")
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"cannot be used: {error}", source=source, field=field, value=checkpoint_url, allowed="a URL fsspec knows"
+        ) from error
+
+
+def _scheme(url: str) -> str:
+    return urlsplit(url).scheme
