@@ -8,6 +8,20 @@ from manager.controller.reasons import ReasonCode
 from manager.controller.state import ControllerState, Decision, Phase
 from morph.contract.messages import WorkerId
 
+ROUTINE = frozenset(
+    {
+        ReasonCode.AWAITING_ANSWERS,
+        ReasonCode.IGNORED,
+        ReasonCode.NOTHING_DUE,
+        ReasonCode.NOTICE_TAKEN,
+        ReasonCode.STEP_DECIDED,
+        ReasonCode.STEP_STARTED,
+        ReasonCode.TIMES_NOTED,
+        ReasonCode.UNITS_NOTED,
+    }
+)
+"""Beside one of these a notice that is acknowledged is what is worth telling."""
+
 
 def acknowledged(decision: Decision) -> Decision:
     """Acknowledge, after a decision, the notices of those workers that have nothing left which anybody needs."""
@@ -20,7 +34,7 @@ def acknowledged(decision: Decision) -> Decision:
     actions = [AcknowledgeNotice(worker=worker, notice=state.workers[worker].notice or "") for worker in free]
     sentence = f"nothing of value is left on {', '.join(free)}: it may go"
     told = said(changed(state, leaving=state.leaving - set(free)), ReasonCode.NOTICE_ACKNOWLEDGED, sentence, *actions)
-    return followed(decision, told, decision.reason.code)
+    return followed(decision, told, None if decision.reason.code in ROUTINE else decision.reason.code)
 
 
 def _is_free(state: ControllerState, worker: WorkerId) -> bool:

@@ -78,7 +78,7 @@ class MorphReader:
         """Return the workers that a decision wrote off, but for those that the generation could do without."""
         if record.reason.code is ReasonCode.WORKER_REMOVED and record.phase is not Phase.WAITING:
             return ()
-        if isinstance(event, WorkerLost) and record.reason.code is not ReasonCode.IGNORED:
+        if isinstance(event, WorkerLost) and record.reason.code not in (ReasonCode.IGNORED, ReasonCode.NODE_ABSENT):
             return (event.worker,)
         return tuple(action.worker for action in record.actions if isinstance(action, EndWorker))
 

@@ -140,7 +140,7 @@ def test_a_notice_that_is_told_again_is_acknowledged_again() -> None:
     noticed(script, "n5")
     again = NoticeGiven(worker="n5", lead_s=2.0, notice="first")  # its agent came back: it did not hear the answer
     assert acknowledged(script.tell(again)) == [("n5", "first")]
-    assert script.code == "ignored"
+    assert script.code == "notice_acknowledged"
 
 
 def test_a_member_that_is_told_of_again_is_not_let_go_for_that() -> None:

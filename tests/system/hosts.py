@@ -1,0 +1,89 @@
+"""Hosts that the static provider reaches over a program that stands for ssh: each has its own home and address here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+SSH = """#!/bin/sh
+# arguments: options, --, host, remote line
+while [ "$1" != -- ]; do shift; done
+HOME="$MORPH_TEST_HOSTS/$2"; export HOME; mkdir -p "$HOME"; cd "$HOME"
+unset RAY_TMPDIR RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH
+exec sh -c "$3"
+"""
+END_S = 20.0
+
+
+class Hosts:
+    """Some hosts; a node on one is a process group of its own, as over ssh."""
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self.directory, self._seen = directory, dict[int, psutil.Process]()
+        directory.mkdir()
+        program = directory / "bin" / "ssh"
+        program.parent.mkdir()
+        program.write_text(SSH, encoding="utf-8")
+        program.chmod(0o755)
+        entries = [f"  - {{address: h{index}, node_address: 127.0.0.{11 + index}}}" for index in range(number)]
+        self.file = directory / "hosts.yaml"
+        self.file.write_text("\n".join(["usd_per_h: 0.5", "hosts:", *entries, ""]), encoding="utf-8")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a command must have in its environment to reach them."""
+        path = f"{self.directory / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        return {"PATH": path, "MORPH_TEST_HOSTS": str(self.directory)}
+
+    def nodes(self) -> dict[str, int]:
+        """The nodes that were started and not ended, with their process groups."""
+        found = {}
+        for path in self.directory.glob("h*/.morph/nodes/*/pid"):
+            with contextlib.suppress(OSError, ValueError):
+                found[path.parent.name] = int(path.read_text())
+        return found
+
+    def note(self) -> dict[str, int]:
+        """Remember every process of every node; returns the nodes."""
+        nodes = self.nodes()
+        for pid in nodes.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root = psutil.Process(pid)
+                self._seen |= {process.pid: process for process in (root, *root.children(recursive=True))}
+        return nodes
+
+    def kill(self, node: str) -> None:
+        """A host dies: everything of its node ends at once."""
+        root = psutil.Process(self.note()[node])
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+
+    def wait_until_empty(self) -> list[psutil.Process]:
+        """Wait until no process of a node is left; those that are after ``END_S``."""
+        until_s = time.monotonic() + END_S
+        while left := [process for process in self._seen.values() if _runs(process)]:
+            if time.monotonic() > until_s:
+                break
+            time.sleep(0.05)
+        return left
+
+    def close(self) -> None:
+        """End whatever is left."""
+        self.note()
+        for process in self._seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if _runs(process):
+                    process.kill()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
