@@ -7,6 +7,7 @@ Nothing but numbers and names is sent: a listener learns no secret.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -68,5 +69,7 @@ class Lines:
         return found
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; a thread that reads is told so."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

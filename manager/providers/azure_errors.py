@@ -46,6 +46,8 @@ def translated(error: AzureError, what: str) -> ProviderError:
     if not isinstance(error, HttpResponseError):  # no answer at all
         return Transient(text)
     code = str(getattr(error.error, "code", None) or "")
+    if code:  # the SDK's own message says everything twice
+        text = f"{what}: {code}: {' '.join(str(error.error.message).split())[:MESSAGE_CHARACTERS]}"
     status = int(error.status_code or 0)
     if status == 429 or code in THROTTLED:
         return Throttled(text, _retry_after_s(error))

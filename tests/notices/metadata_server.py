@@ -95,8 +95,11 @@ class MetadataServer:
         extra = 100 if reply.short or reply.drip else 0
         for name, value in {"Content-Length": str(len(data) + extra), **reply.headers}.items():
             handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(data)
+        try:
+            handler.end_headers()
+            handler.wfile.write(data)
+        except OSError:
+            return  # it gave up waiting
         handler.close_connection = reply.short or reply.drip
         while reply.drip and not self.over.wait(0.1):
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,6 +49,15 @@ class Operation:
     done: bool = False
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that gave up is no trouble."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
 class FakeArm:
     """State of one resource group. ``shortages``: error code by (size, zone), told when the operation ends."""
 
@@ -76,8 +86,7 @@ class FakeArm:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(address, Handler)
-        self.http.daemon_threads = True
+        self.http = _Server(address, Handler)
         self.url = f"http://{address[0]}:{self.http.server_port}"
 
     def serve(self, handler: BaseHTTPRequestHandler) -> None:

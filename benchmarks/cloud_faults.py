@@ -1,0 +1,58 @@
+"""Every fault of a cloud provider and of its notices, injected one at a time; prints what Morph did, as a table.
+
+    python benchmarks/cloud_faults.py
+
+The controller, the thread that asks for VMs, Azure's SDK and the agents are real, over HTTP and TCP on loopback; the
+VMs are names, and time runs 20 times as fast for the controller. Each case checks by itself that the run has its VMs
+again and leaves nothing: tests/cloud/provider_faults.py and notice_faults.py, which tests/cloud/test_faults.py runs.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.cloud import notice_faults, provider_faults
+from tests.providers.fake_arm import served
+
+SHORTER = (
+    (r"http://127\.0\.0\.1:\d+/metadata/", ""),
+    (r"HTTPConnectionPool\(.*?\): ", ""),
+    (r"\('Connection aborted\.', RemoteDisconnected\('(.*?)'\)\)", r"\1"),
+    (r"VM (tiny-\d-\d): ", r"\1: "),
+)
+
+
+def sentence(told: list[str]) -> str:
+    """What was told, in one cell; the first request stands in every case."""
+    parts = [part for index, part in enumerate(dict.fromkeys(told)) if index or "asked for as tiny-1" not in part]
+    text = "; ".join(parts)
+    for pattern, short in SHORTER:
+        text = re.sub(pattern, short, text)
+    return text.replace("|", "\\|")
+
+
+def main() -> None:
+    begin_s, failed = time.monotonic(), 0
+    for title, cases in (("the provider", provider_faults.CASES), ("notices", notice_faults.CASES)):
+        print(f"| fault of {title} | what Morph did |\n|---|---|")
+        for name, play in cases.items():
+            with served() as arm, tempfile.TemporaryDirectory(prefix="morph-faults-") as directory:
+                try:
+                    did = sentence(play(arm, Path(directory)))
+                except Exception as error:
+                    failed, did = failed + 1, f"**FAILED** {type(error).__name__}: {error}"
+            print(f"| {name} | {did} |", flush=True)
+        print()
+    count = len(provider_faults.CASES) + len(notice_faults.CASES)
+    print(f"{count - failed} of {count} faults borne, nothing left; {time.monotonic() - begin_s:.0f} s")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""A manager without workers: the controller, the thread that asks a provider, Azure's SDK and the door for notices.
+
+Everything but the VMs is real: HTTP to the fake resource manager, sockets to the agents. A VM that is granted appears
+at once, and its worker is ready at once; the run waits for more VMs than there will be, so that nobody trains. Time
+runs ``scale`` times as fast for the controller and for its waits.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from azure.core.exceptions import ServiceRequestError
+
+from manager.controller.actions import ReleaseNodes, RequestNodes, StartWorker
+from manager.controller.config import ControllerConfig
+from manager.controller.decide import decide
+from manager.controller.events import Event, NodeAppeared, NodesGranted, Tick, WorkerAnswered, WorkerLost
+from manager.controller.nodes import NodeState
+from manager.controller.state import ControllerState, initial_state
+from manager.engine.inbox import Inbox
+from manager.engine.notice_door import NoticeDoor
+from manager.engine.provisioning import Provisioning
+from manager.engine.spending import Spending
+from manager.journal.records import Fact
+from morph.contract.cluster import Limits, Policy
+from morph.contract.messages import WorkerReady
+from morph.contract.rules import RequestRules, Rules
+from simulator import plan_table, synthetic_profile
+from tests.providers.azure_world import NODE_SECRET, Line, provider
+from tests.providers.fake_arm import FakeArm
+
+KEEP = 2
+BOUND_S = 30.0
+QUIET = re.compile(
+    r"nothing is due|.* is ready|\d+ workers (are ready|could start).*|\d+ more are awaited a while"
+    r"|.* its worker is started"
+)
+
+
+def config(**requests: float) -> ControllerConfig:
+    """Of a run that keeps ``KEEP`` VMs, and never begins."""
+    profile = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
+    # time runs so fast that a busy machine would be late with every answer
+    rules = Rules(requests=RequestRules(**{"answer_s": 600.0, **requests}))
+    return ControllerConfig(
+        job="tiny",
+        fingerprint=profile.job.fingerprint,
+        plans=plan_table(profile, KEEP),
+        units={"u": (0, 1)},
+        unit_bytes={"u": 1},
+        num_steps=100,
+        policy=Policy(start_patience_s=1e7, order_timeout_s=1e7, rules=rules),
+        expected_nodes=1000,
+        target_nodes=KEEP,
+    )
+
+
+class Dying(Line):
+    """The manager's line to Azure, which dies with it once its first request for a VM was carried out.
+
+    ``over``: the thread that waits for an answer, which never comes, may go.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dead, self.over = threading.Event(), threading.Event()  # type: ignore[assignment]
+
+    def on_request(self, request: Any) -> None:
+        request.context.options.setdefault("enforce_https", False)
+        self._stand()
+
+    def on_response(self, request: Any, response: Any) -> None:
+        if request.http_request.method == "PUT" and "/virtualMachines/" in request.http_request.url:
+            self.dead.set()
+        self._stand()
+
+    def _stand(self) -> None:
+        if self.dead.is_set():
+            self.over.wait(BOUND_S)
+            raise ServiceRequestError("the manager is gone")
+
+
+@dataclass
+class World:
+    """One manager. ``never_join``: VMs that are granted and do not come up."""
+
+    arm: FakeArm
+    directory: Path
+    state: ControllerState = field(default_factory=lambda: initial_state(config()))
+    limits: Limits = field(default_factory=Limits)
+    scale: float = 20.0
+    port: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    never_join: set[str] = field(default_factory=set)
+    told: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._begin_s = time.monotonic()
+        self.wake_at_s: float | None = None
+        self.over = threading.Event()
+        self.inbox = Inbox()
+        self.azure = provider(self.arm, self.directory, **self.options)
+        self.shell = Provisioning(self.azure, self.inbox, Spending(self.limits, self.now_s), self.pause)
+        self.door = NoticeDoor(self.inbox, NODE_SECRET, port=self.port)
+
+    def now_s(self) -> float:
+        """The controller's clock."""
+        return 1e6 + (time.monotonic() - self._begin_s) * self.scale
+
+    def pause(self, wait_s: float) -> bool:
+        """What the thread that asks waits with."""
+        return self.over.wait(wait_s / self.scale)
+
+    def tell(self, event: Event) -> None:
+        """Take one event, and do what follows."""
+        decision = decide(self.state, event, self.now_s())
+        self.state, self.wake_at_s = decision.state, decision.wake_at_s
+        self.told += [part for part in decision.reason.sentence.split("; ") if not QUIET.fullmatch(part)]
+        self.shell.know(decision.state.workers)
+        for action in decision.actions:
+            if isinstance(action, RequestNodes):
+                self.shell.request(action)
+            elif isinstance(action, ReleaseNodes):
+                self.shell.release(action)
+            elif isinstance(action, StartWorker):
+                ready = WorkerReady(worker=action.worker, pid=1, setup_s=1.0)
+                self.tell(WorkerAnswered(worker=action.worker, answer=ready))
+        if isinstance(event, NodesGranted):
+            for node in event.nodes:
+                if node not in self.never_join:
+                    self.tell(NodeAppeared(node=node, request=event.request))
+
+    def until(self, holds: Callable[[], object], what: str) -> None:
+        """Go on until something holds; an AssertionError with what was told, after ``BOUND_S``."""
+        until_s = time.monotonic() + BOUND_S
+        while not holds():
+            assert time.monotonic() < until_s, f"waited {BOUND_S:g} s for {what}: {self.told}"
+            stamped = self.inbox.get(0.01)
+            if stamped is not None and isinstance(stamped.item, Fact):
+                if stamped.item.name != "vm_granted":
+                    detail = re.sub(r": $", ": over", stamped.item.detail)
+                    self.told.append(f"{stamped.item.name.replace('_', ' ')}: {detail}")
+            elif stamped is not None:
+                self.tell(stamped.item)
+            elif self.wake_at_s is not None and self.now_s() >= self.wake_at_s:
+                self.tell(Tick())
+
+    def begin(self) -> None:
+        """Ask for the first VMs."""
+        self.tell(Tick())
+
+    def lose(self, node: str, cause: str = "its connection closed") -> None:
+        """The worker on a VM is gone."""
+        self.tell(WorkerLost(worker=node, cause=cause))
+
+    def ready(self) -> list[str]:
+        """Workers that may get a place."""
+        return sorted(name for name, entry in self.state.workers.items() if entry.node is NodeState.READY)
+
+    def until_whole(self, *, without: str = "") -> None:
+        """Go on until all the VMs that are to be kept are there."""
+        self.until(lambda: len(self.ready()) == KEEP and without not in self.ready(), f"{KEEP} VMs")
+        assert set(self.ready()) <= {vm.name for vm in self.azure.list()}
+
+    def has(self, part: str) -> bool:
+        """Whether something of this kind was told."""
+        return any(part in sentence for sentence in self.told)
+
+    def die(self) -> None:
+        """The manager's process is gone: nothing is ended."""
+        self.over.set()
+        self.door.close()
+
+    def close(self) -> None:
+        """The run ends."""
+        if not self.over.is_set():
+            self.die()
+            self.shell.close()
+            self.azure.dismantle()
+
+
+@contextmanager
+def world(arm: FakeArm, directory: Path, **options: Any) -> Iterator[World]:
+    """A manager that has nothing left on the cloud when it is closed."""
+    opened = World(arm, directory, **options)
+    try:
+        yield opened
+    finally:
+        opened.close()
+    assert arm.machines == {}, "VMs are left"
+    assert arm.sets == {}, "the scale set is left"

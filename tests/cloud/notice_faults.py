@@ -1,0 +1,214 @@
+"""What can go wrong with notices: the real agent between a metadata service and the manager's door."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from pathlib import Path
+from time import time
+
+from manager.controller.nodes import NodeState
+from manager.controller.state import initial_state
+from manager.engine.notice_door import NoticeDoor
+from manager.notices.agent import Agent
+from manager.notices.azure import AzureNotices
+from tests.cloud.fault_world import BOUND_S, World, config, world
+from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
+from tests.providers.azure_world import NODE_SECRET
+from tests.providers.fake_arm import FakeArm
+
+Case = Callable[[FakeArm, Path], list[str]]
+CASES: dict[str, Case] = {}
+EVENTS = "/metadata/scheduledevents"
+VM, OTHER = "tiny-1-0", "tiny-1-1"
+
+
+def case(name: str) -> Callable[[Case], Case]:
+    """Enter a case under the name of its fault."""
+
+    def enter(function: Case) -> Case:
+        CASES[name] = function
+        return function
+
+    return enter
+
+
+def preempt(lead_s: float = 30.0, incarnation: int = 1, vm: str = VM) -> Reply:
+    """Scheduled Events with one Preempt event."""
+    event = {"EventId": "E-1", "EventType": "Preempt", "Resources": [vm], "EventStatus": "Scheduled"}
+    event["NotBefore"] = formatdate(time() + lead_s, usegmt=True)
+    return json_reply({"DocumentIncarnation": incarnation, "Events": [event]})
+
+
+def nothing(incarnation: int = 0) -> Reply:
+    """Scheduled Events without any."""
+    return json_reply({"DocumentIncarnation": incarnation, "Events": []})
+
+
+@contextmanager
+def watched(arm: FakeArm, directory: Path, **options: float) -> Iterator[tuple[World, MetadataServer]]:
+    """A manager with its VMs, and the agent of one of them."""
+    state = initial_state(config(**options))
+    with served() as metadata, world(arm, directory, state=state) as run:
+        metadata.script("GET", "/metadata/instance/compute/name", Reply(body=VM))
+        metadata.script("GET", EVENTS, nothing())
+        metadata.script("POST", EVENTS, Reply())
+        run.begin()
+        run.until_whole()
+        run.told.clear()
+        with agent(run, metadata):
+            yield run, metadata
+
+
+@contextmanager
+def agent(run: World, metadata: MetadataServer, node: str = VM, secret: str = NODE_SECRET) -> Iterator[None]:
+    """The agent of a VM, as it runs there."""
+    source = AzureNotices(metadata.url, first_timeout_s=0.5, timeout_s=0.5)
+    address = (run.door.host, run.door.port)
+    it = Agent(address, node, secret, [source], lonely_s=600.0, end=lambda: None, every_s=0.05)
+    thread = threading.Thread(target=it.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        it.close()
+        thread.join(BOUND_S)
+        assert not thread.is_alive()
+
+
+def until_draining(run: World) -> None:
+    """Go on until the notice was taken, and another VM is there."""
+    run.until(lambda: run.state.workers[VM].node is NodeState.DRAINING, "the notice")
+    run.until_whole(without=VM)
+
+
+@case("a notice, and the VM is taken")
+def taken(arm: FakeArm, directory: Path) -> list[str]:
+    with watched(arm, directory) as (run, metadata):
+        metadata.script("GET", EVENTS, preempt())
+        until_draining(run)
+        with arm.lock:
+            del arm.machines[VM]
+        run.lose(VM)
+        assert run.ready() == [OTHER, "tiny-2-0"]
+        return run.told
+
+
+@case("a notice, and nobody comes")
+def false_alarm(arm: FakeArm, directory: Path) -> list[str]:
+    with watched(arm, directory, notice_grace_s=20.0) as (run, metadata):
+        metadata.script("GET", EVENTS, preempt(lead_s=20.0))
+        until_draining(run)
+        run.until(lambda: run.has("is taken back"), "the VM to be taken back")
+        assert run.state.workers[VM].node is NodeState.READY
+        return run.told
+
+
+@case("the VM is taken without a notice")
+def no_notice(arm: FakeArm, directory: Path) -> list[str]:
+    with watched(arm, directory) as (run, _):
+        with arm.lock:
+            del arm.machines[VM]
+        run.lose(VM)
+        run.until_whole()
+        assert run.ready() == [OTHER, "tiny-2-0"]
+        return run.told
+
+
+@case("a notice is withdrawn")
+def withdrawn(arm: FakeArm, directory: Path) -> list[str]:
+    with watched(arm, directory) as (run, metadata):
+        metadata.script("GET", EVENTS, preempt())
+        until_draining(run)
+        metadata.script("GET", EVENTS, nothing(2))
+        run.until(lambda: run.has("its notice was withdrawn"), "the withdrawal")
+        return run.told
+
+
+def _troubled(arm: FakeArm, directory: Path, *replies: Reply) -> list[str]:
+    """The service fails, is told of, and a notice after that is taken all the same."""
+    with watched(arm, directory) as (run, metadata):
+        metadata.script("GET", EVENTS, *replies)
+        run.until(lambda: run.has("notice trouble"), "the trouble to be told")
+        metadata.script("GET", EVENTS, preempt())
+        until_draining(run)
+        return run.told
+
+
+@case("the metadata service is silent, then back")
+def silent(arm: FakeArm, directory: Path) -> list[str]:
+    return _troubled(arm, directory, Reply(wait=threading.Event()))
+
+
+@case("the metadata service answers 500, then well")
+def error(arm: FakeArm, directory: Path) -> list[str]:
+    return _troubled(arm, directory, Reply(status=500))
+
+
+@case("the metadata service takes 0.3 s for each answer")
+def slow(arm: FakeArm, directory: Path) -> list[str]:
+    class Late(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            return super().wait(0.3)
+
+    with watched(arm, directory) as (run, metadata):
+        late = preempt()
+        late.wait = Late()
+        metadata.script("GET", EVENTS, late)
+        until_draining(run)
+        assert not run.has("notice trouble")
+        return run.told
+
+
+@case("a document that is none, then a right one")
+def wrong_document(arm: FakeArm, directory: Path) -> list[str]:
+    return _troubled(arm, directory, Reply(body="<html>"), json_reply({"DocumentIncarnation": 7, "Events": "none"}))
+
+
+@case("the notice of another VM of the set")
+def of_another(arm: FakeArm, directory: Path) -> list[str]:
+    with watched(arm, directory) as (run, metadata):
+        metadata.script("GET", EVENTS, preempt(vm=OTHER), preempt(vm=OTHER), preempt(incarnation=2))
+        until_draining(run)  # its own comes after it
+        assert run.state.workers[OTHER].node is NodeState.READY
+        return run.told
+
+
+@case("the agent's connection is lost while a notice stands")
+def reconnected(arm: FakeArm, directory: Path) -> list[str]:
+    with watched(arm, directory) as (run, metadata):
+        metadata.script("GET", EVENTS, preempt())
+        until_draining(run)
+        port = run.door.port
+        run.door.close()
+        run.door = NoticeDoor(run.inbox, NODE_SECRET, port=port)
+        run.until(lambda: run.has("is known already"), "the notice to be told again")
+        run.until(lambda: run.door.left(VM, "E-1"), "the agent")
+        run.until(lambda: any(asked.method == "POST" for asked in metadata.asked), "the acknowledgement")
+        return [*run.told, "what is said to the agent then reaches it: acknowledged (StartRequests)"]
+
+
+@case("a forged notice: the wrong secret")
+def forged(arm: FakeArm, directory: Path) -> list[str]:
+    with watched(arm, directory) as (run, metadata), served() as liar:
+        liar.script("GET", "/metadata/instance/compute/name", Reply(body=OTHER))
+        liar.script("GET", EVENTS, preempt(vm=OTHER))
+        with agent(run, liar, OTHER, "wrong"):
+            run.until(lambda: liar.asked, "the forger to have something to tell")
+            metadata.script("GET", EVENTS, preempt())
+            until_draining(run)  # a right one, meanwhile
+        assert run.state.workers[OTHER].node is NodeState.READY
+        return ["the forger is sent away unheard", *run.told]
+
+
+@case("a notice for a VM that is gone")
+def of_the_gone(arm: FakeArm, directory: Path) -> list[str]:
+    with watched(arm, directory) as (run, metadata):
+        run.lose(VM)
+        run.until_whole()
+        metadata.script("GET", EVENTS, preempt())
+        run.until(lambda: run.has("is not known, or was lost"), "the late notice")
+        assert len(run.ready()) == 2
+        return run.told

@@ -1,0 +1,24 @@
+"""Each fault of a provider and of its notices: what it must not break stands in the cases themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cloud import notice_faults, provider_faults
+from tests.providers.fake_arm import served
+
+
+@pytest.mark.parametrize("fault", provider_faults.CASES)
+def test_a_fault_of_the_provider_is_borne_and_leaves_nothing(fault: str, tmp_path: Path) -> None:
+    with served() as arm:
+        assert provider_faults.CASES[fault](arm, tmp_path)
+        assert arm.wrong == []
+
+
+@pytest.mark.parametrize("fault", notice_faults.CASES)
+def test_a_fault_of_notices_is_borne_and_leaves_nothing(fault: str, tmp_path: Path) -> None:
+    with served() as arm:
+        assert notice_faults.CASES[fault](arm, tmp_path)
+        assert arm.wrong == []
