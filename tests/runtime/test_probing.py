@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,11 +153,17 @@ def test_probes_between_steps_of_sections_held_or_not_change_no_bit(tiny_job: Ti
 
 
 def test_a_probe_finds_a_slow_spell_and_its_end(tiny_job: TinyJob, tmp_path: Path) -> None:
-    alone = Alone(tiny_job, tmp_path, (SlowSpell(worker="w", factor=6.0, first_step=3, end_step=5),))
-    healthy_s = alone.probe(1, 2, (0, NUM_SECTIONS))
-    assert alone.probe(2, 3, (0, NUM_SECTIONS), healthy_s) > 2.5
-    assert alone.probe(3, 4, (0, NUM_SECTIONS), healthy_s) > 2.5
-    assert alone.probe(4, 5, (0, NUM_SECTIONS), healthy_s) < 2.5
+    """The quickest of several probes counts: others may compute on these cores meanwhile."""
+    alone = Alone(tiny_job, tmp_path, (SlowSpell(worker="w", factor=12.0, first_step=3, end_step=5),))
+    numbers = itertools.count(1)
+
+    def probe(step: int, healthy_s: float = 1.0) -> float:
+        return min(alone.probe(next(numbers), step, (0, NUM_SECTIONS), healthy_s) for _ in range(3))
+
+    healthy_s = probe(2)
+    assert probe(3, healthy_s) > 4
+    assert probe(4, healthy_s) > 4
+    assert probe(5, healthy_s) < 4
 
 
 def test_heartbeats_tell_what_each_micro_batch_took(tiny_job: TinyJob, tmp_path: Path) -> None:
