@@ -1,0 +1,164 @@
+"""Managed runs on plain processes whose planned changes send units ahead: emulated devices, or the tiny job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manager.controller.actions import SendAhead
+from manager.controller.config import ControllerConfig
+from manager.engine.driver import Observed, Observer
+from manager.engine.machines import Processes
+from manager.engine.session import RunSpec, run_session
+from manager.engine.vm_fleet import VmFleet
+from manager.preparation import section_compute_s
+from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
+from manager.report.reading import read_report
+from manager.report.values import RunReport
+from manager.run_dir import RunDir, RunFacts
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.messages import Fault, SlowSpell
+from morph.contract.plan import Plan
+from morph.contract.profile import Profile
+from morph.contract.rules import AheadRules, Rules, StutterRules
+from simulator import plan, synthetic_profile
+from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, constant_vms, load_tiny_job
+
+M = 4
+PROFILE = synthetic_profile(
+    num_sections=4, forward_s=0.001, batch_size=32, micro_batch_size=M, parameter_bytes=400_000, tied=True
+)
+ALWAYS = AheadRules(when="always", patience_s=20.0)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run came to."""
+
+    weights: dict[str, str]
+    version: int
+    report: RunReport
+    turns: list[Observed]
+
+    def kinds(self) -> list[set[str]]:
+        """Of every generation formed: where units came from."""
+        orders = {
+            turn.decision.state.generation: turn.decision.state.reshape
+            for turn in self.turns
+            if turn.decision.state.reshape is not None
+        }
+        return [{source.kind for source in order.sources} for order in orders.values()]
+
+    def sent_ahead(self) -> int:
+        """How many orders to send ahead were given."""
+        actions = [action for turn in self.turns for action in turn.decision.actions]
+        return sum(isinstance(action, SendAhead) and bool(action.order.moves) for action in actions)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run. ``shapes[G]`` is the shape for G workers; ``attend`` makes an observer that disturbs the run."""
+
+    shapes: Mapping[int, str]
+    num_vms: int
+    steps: int
+    attend: Callable[[VmFleet], Observer] | None = None
+    faults: tuple[Fault, ...] = ()
+    spells: tuple[SlowSpell, ...] = ()
+    ahead: AheadRules = ALWAYS
+    stutter: StutterRules = field(default_factory=StutterRules)
+
+    @property
+    def policy(self) -> Policy:
+        """Of the run."""
+        return Policy(checkpoint_every_steps=1000, rules=Rules(ahead=self.ahead, stutter=self.stutter))
+
+
+def best(profile: Profile, shape: str) -> Plan:
+    """The plan of the profile for "PxD"."""
+    depth, replicas = map(int, shape.split("x"))
+    return plan(
+        profile, num_gpus=depth * replicas, pipeline_depth=depth, num_replicas=replicas, micro_batch_size=M
+    ).best
+
+
+def emulated(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
+    """The case on emulated devices that take the profile's times."""
+    units = known_units(PROFILE)
+    config = ControllerConfig(
+        fingerprint=PROFILE.job.fingerprint,
+        plans={count: best(PROFILE, shape) for count, shape in case.shapes.items()},
+        units={unit.id: unit.sections for unit in units},
+        unit_bytes={unit.id: unit.parameter_bytes for unit in units},
+        num_steps=case.steps,
+        policy=case.policy,
+        expected_nodes=case.num_vms,
+        section_compute_s=section_compute_s(PROFILE, M),
+    )
+    spec = RunSpec(
+        job_path="emulated",
+        config=config,
+        cluster=ClusterConfig(policy=config.policy),
+        trace=constant_vms(case.num_vms),
+        num_sections=PROFILE.num_sections,
+        micro_batch_size=M,
+        faults=case.faults,
+        slow_spells=case.spells,
+        emulation=emulated_device(PROFILE, M, range(2, 9), EmulationOptions()),
+        machines=Processes(log_path),
+    )
+    return spec, _facts(spec, PROFILE.job.batch_size)
+
+
+def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
+    """The case with the tiny job, computed."""
+    job = load_tiny_job()
+    config = ControllerConfig(
+        fingerprint=job.fingerprint,
+        plans={count: job.plan(shape) for count, shape in case.shapes.items()},
+        units=job.units,
+        unit_bytes=dict.fromkeys(job.units, 1),
+        num_steps=case.steps,
+        policy=case.policy,
+        expected_nodes=case.num_vms,
+    )
+    spec = RunSpec(
+        job_path=JOB,
+        config=config,
+        cluster=ClusterConfig(policy=config.policy),
+        trace=constant_vms(case.num_vms),
+        num_sections=NUM_SECTIONS,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        faults=case.faults,
+        machines=Processes(log_path),
+    )
+    return spec, _facts(spec, job.batch_size)
+
+
+def _facts(spec: RunSpec, batch_size: int) -> RunFacts:
+    return RunFacts(
+        job=spec.job_path,
+        fingerprint=spec.config.fingerprint,
+        micro_batch_size=spec.micro_batch_size,
+        batch_size=batch_size,
+        num_sections=spec.num_sections,
+    )
+
+
+def run(directory: Path, make: Callable[[Case, Path], tuple[RunSpec, RunFacts]], case: Case) -> Ran:
+    """Run to the end, or until an observer asks for it; every decision is printed when the test fails."""
+    directory.mkdir(exist_ok=True)
+    spec, facts = make(case, directory / "workers.log")
+    turns: list[Observed] = []
+    with RunDir(directory / "run", facts) as opened:
+        finish = run_session(spec, opened, turns.append, case.attend)
+        for turn in turns:
+            state = turn.decision.state
+            print(f"{turn.time_s:.3f} v{state.version} {turn.event.kind} -> {turn.decision.reason.sentence}")
+        assert finish.outcome in ("stopped", "finished"), finish.sentence
+        manifest = read_manifest(opened.checkpoint_url, complete_versions(opened.checkpoint_url)[-1])
+        report = read_report(opened.path)
+    assert finish.outcome == "stopped" or manifest.version == case.steps
+    return Ran({entry.unit: entry.sha256 for entry in manifest.units}, manifest.version, report, turns)
