@@ -53,6 +53,7 @@ class _Nodes:
     def add(self, name: str) -> dict[str, object]:
         """Bring up a VM, and answer."""
         try:
+            self._forget_killed()
             node = self.cluster.add_node(
                 num_cpus=1,
                 resources={VM_RESOURCE + name: 1},
@@ -64,6 +65,13 @@ class _Nodes:
             return {"name": name, "error": f"{type(error).__name__}: {error}"}
         self.vms[name] = list(_pids(node).values())
         return {"name": name, "pids": self.vms[name]}
+
+    def _forget_killed(self) -> None:
+        """Reap nodes that were killed and let go of what Ray keeps of each: a zombie, a connection and its thread."""
+        for node in [node for node in self.cluster.worker_nodes if not any(map(_runs, _pids(node).values()))]:
+            self.cluster.remove_node(node, allow_graceful=False)
+            node._gcs_client = None  # Ray's exit hooks, which never run here, hold the node itself
+        self.vms = {name: pids for name, pids in self.vms.items() if any(map(_runs, pids))}
 
 
 def _start_head(host: str, port: int) -> _Nodes:
