@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,8 +30,7 @@ from manager.controller.config import ControllerConfig
 from manager.controller.events import WorkerAnswered, WorkerLost
 from manager.controller.state import Phase
 from manager.engine.driver import Observed, Observer
-from manager.engine.inbox import Inbox
-from manager.engine.machines import Machines, MakeSetup, OpenMachines, Processes, open_ray
+from manager.engine.machines import Machines, Opening, OpenMachines, Processes, open_ray
 from manager.engine.namespaces import HostNetwork, check_permitted
 from manager.engine.process_vms import ProcessVms
 from manager.engine.ray_cluster import RayCluster
@@ -150,8 +149,8 @@ class Cluster:
         )
         found = open_ray(prepare()) if self.ray else found
 
-        def machines(inbox: Inbox, make_setup: MakeSetup, silent_s: float, ending: ExitStack) -> Machines:
-            opened = found(inbox, make_setup, silent_s, ending)
+        def machines(opening: Opening) -> Machines:
+            opened = found(opening)
             self._vms = opened.vms
             return opened
 

@@ -88,8 +88,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 class Waking:
     """Wakes the worker that was stopped as soon as the others formed the next shape, and sees what becomes of it."""
 
-    def __init__(self, fault: Fault) -> None:
-        self._fault = fault
+    def __init__(self, fault: Fault, wake_others: Callable[[], None] = lambda: None) -> None:
+        self._fault, self._wake_others = fault, wake_others
         self.outlived: bool | None = None
         self.answers: list[str] = []
 
@@ -101,6 +101,7 @@ class Waking:
             pid = self._fault.pids[VICTIM]
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+            self._wake_others()
             self.outlived = outlives(pid)
         if isinstance(observed.event, WorkerAnswered) and observed.event.worker == VICTIM:
             self.answers.append(observed.event.model_dump_json())
@@ -147,9 +148,29 @@ def test_a_stopped_worker_is_left_behind_dead_and_changes_no_bit(expected: dict[
     assert weights == expected
 
 
-def test_a_stopped_ray_worker_is_given_up_and_cannot_go_on_when_it_wakes(tiny_job: TinyJob, tmp_path: Path) -> None:
-    fault = Fault(stopped)
-    waking = Waking(fault)
+@pytest.mark.parametrize("whole_vm", [False, True], ids=["the worker", "the raylet too"])
+def test_a_stopped_ray_worker_is_given_up_and_cannot_go_on_when_it_wakes(
+    whole_vm: bool, tiny_job: TinyJob, tmp_path: Path
+) -> None:
+    stopped_too: list[psutil.Process] = []
+
+    def stop(pid: int) -> None:
+        raylet = psutil.Process(pid).parent()
+        assert raylet is not None
+        assert raylet.name() == "raylet"
+        if whole_vm:
+            stopped_too.extend([raylet, *raylet.children(recursive=True)])
+        for process in stopped_too:
+            process.suspend()
+        stopped(pid)
+
+    def wake() -> None:
+        for process in stopped_too:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    fault = Fault(stop)
+    waking = Waking(fault, wake)
     result = managed(
         tiny_job,
         tmp_path / "run",
@@ -160,6 +181,7 @@ def test_a_stopped_ray_worker_is_given_up_and_cannot_go_on_when_it_wakes(tiny_jo
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
     )
     assert "silent for" in fault.cause
+    assert bool(stopped_too) == whole_vm
     assert waking.outlived is False
     assert waking.answers == []
     assert result.digests() == uninterrupted(STEPS, tmp_path / "reference")
