@@ -7,7 +7,6 @@ import time
 import psutil
 import pytest
 
-from manager.engine.ray_cluster import RayCluster
 from manager.engine.ray_environment import prepare
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
@@ -16,7 +15,10 @@ GONE_S = 20.0
 
 
 def test_killed_nodes_leave_no_zombie_and_no_thread_behind() -> None:
-    cluster = RayCluster(prepare())
+    directory = prepare()
+    from manager.engine.ray_cluster import RayCluster  # Ray is imported with it, in the environment made for it
+
+    cluster = RayCluster(directory)
     try:
         cluster.start()
         assert cluster._line is not None
