@@ -29,21 +29,10 @@ from morph.contract.messages import (
     StepOrder,
     UnitWritten,
     WorkerReady,
-    WorkerSetup,
 )
 from morph.runtime.serving import unpack
+from tests.worker_setup import SETUP
 
-SETUP = WorkerSetup(
-    worker="vm0",
-    job_path="none",
-    fingerprint="none",
-    num_sections=1,
-    micro_batch_size=1,
-    checkpoint_url="none",
-    store_host="127.0.0.1",
-    store_port=1,
-    listen_host="127.0.0.1",
-)
 READY = WorkerReady(worker="vm0", pid=1, setup_s=0.0)
 ANSWER_S = 20.0
 

@@ -12,21 +12,11 @@ import pytest
 from manager.engine.host_line import HostLine
 from manager.engine.process_pool import Lanes
 from manager.engine.process_vms import ProcessVms
-from morph.contract.messages import Failed, WorkerSetup
+from morph.contract.messages import Failed
 from morph.runtime.serving import pack
+from tests.worker_setup import SETUP
 
 BOUND_S = 60.0
-SETUP = WorkerSetup(
-    worker="vm0",
-    job_path="none.py:job",
-    fingerprint="none",
-    num_sections=1,
-    micro_batch_size=1,
-    checkpoint_url="none",
-    store_host="127.0.0.1",
-    store_port=1,
-    listen_host="127.0.0.1",
-)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from morph.checkpoint.unit_files import to_payload
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import GenerationAborted, PeerLost
-from morph.contract.messages import AheadMove, AheadOrder, ReshapeOrder, Slot, Source, WorkerSetup
+from morph.contract.messages import AheadMove, AheadOrder, ReshapeOrder, Slot, Source
 from morph.cutting.section import ParameterUnit
 from morph.runtime.ahead import outgoing
 from morph.runtime.ahead.lane import AheadLane
@@ -28,6 +28,7 @@ from morph.runtime.unit_state import MakeOptimizer, UnitState
 from morph.runtime.update_rules import UpdateRules
 from tests.manager.simulated_job import make_plan
 from tests.runtime.worker_crew import poll_until
+from tests.worker_setup import SETUP
 
 UNITS = {
     "s0": ParameterUnit("s0", (0,), ("in.weight", "in.bias")),
@@ -99,17 +100,7 @@ class Party:
     """One worker's lane, with units that it trains."""
 
     def __init__(self, name: str, store: FakeStore, workload: FakeWorkload, *units: str) -> None:
-        setup = WorkerSetup(
-            worker=name,
-            job_path="none",
-            fingerprint="f",
-            num_sections=6,
-            micro_batch_size=1,
-            checkpoint_url="none",
-            store_host="127.0.0.1",
-            store_port=1,
-            listen_host="127.0.0.1",
-        )
+        setup = SETUP.model_copy(update={"worker": name, "num_sections": 6})
         self.name, self.workload = name, workload
         self.news = threading.Event()
         fakes: Any = workload, FaultPlan(()), lambda: store

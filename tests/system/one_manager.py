@@ -27,7 +27,7 @@ class Death(Value):
     """When the manager is to die: after a decision in ``phase`` with the version at least so high.
 
     ``taking_over``: instead after the decision with which it took over. ``worker``: dies a moment before; with
-    ``manager_lives`` it alone.
+    ``manager_lives`` it alone. ``saved``: not before a checkpoint is complete.
     """
 
     phase: str = ""
@@ -35,6 +35,7 @@ class Death(Value):
     taking_over: bool = False
     worker: str | None = None
     manager_lives: bool = False
+    saved: bool = False
 
 
 class Orders(Value):
@@ -67,6 +68,7 @@ class Undertaker:
             due = isinstance(observed.event, ManagerResumed)
         else:
             due = state.phase == death.phase and state.version >= death.version
+            due = due and (state.checkpoint is not None or not death.saved)
         if due and not self._over:
             self._over = True
             if death.worker is not None:

@@ -212,7 +212,7 @@ def test_after_its_patience_everything_ends_and_the_run_goes_on_from_its_newest_
     tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
     run = Managed(tiny_job, tmp_path, "processes", patience_s=0.5, num_vms=2)
-    run.manage(Death(phase=Phase.TRAINING, version=6))
+    run.manage(Death(phase=Phase.TRAINING, version=6, saved=True))
     wait_until_gone(list(run.pids().values()), run.door().parent)
     with pytest.raises(AssertionError, match="the process that owned its VMs is gone"):
         run.manage()

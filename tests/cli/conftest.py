@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from morph.contract.profile import Profile
+from simulator import synthetic_profile
+from tests.cli.given import JOBS, Given
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """A profile of the job ``good``, without having measured it."""
+    from morph.cutting import cut, export_job
+    from morph.job import load_job
+
+    path = tmp_path_factory.mktemp("jobs") / "jobs.py"
+    path.write_text(JOBS, encoding="utf-8")
+    model = cut(export_job(load_job(f"{path}:good")), num_sections=2, micro_batch_size=1)
+    profile = synthetic_profile(num_sections=2, batch_size=8, micro_batch_sizes=(1, 2, 3))
+    units = [{"id": unit.id, "sections": unit.sections, "parameter_bytes": 80} for unit in model.units]
+    job = profile.job.model_copy(update={"fingerprint": model.fingerprint, "micro_batch_size": 2})
+    return Profile.model_validate({**profile.model_dump(), "job": job.model_dump(), "units": units})
+
+
+@pytest.fixture
+def given(measured: Profile, tmp_path: Path) -> Given:
+    made = Given(tmp_path, measured)
+    made.file("jobs.py", JOBS)
+    made.file("profile.json", measured.model_dump_json())
+    made.file("cluster.yaml", "vms: {num_vms: 2}\n")
+    return made

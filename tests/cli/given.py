@@ -1,0 +1,146 @@
+"""A folder with everything right that ``morph run`` wants, in which tests then put one mistake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from typer.testing import CliRunner
+
+from morph.cli.main import app
+from morph.contract.profile import Profile
+
+JOBS = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+from morph import Job
+
+
+class Samples:
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return {"x": torch.full((4,), float(index)), "y": torch.zeros(4)}
+
+
+class Lists(Samples):
+    def __getitem__(self, index):
+        return [torch.ones(4)]
+
+
+class Numbers(Samples):
+    def __getitem__(self, index):
+        return {"x": 1.0, "y": 2.0}
+
+
+class Plain(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, width), nn.Linear(width, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Branching(Plain):
+    def forward(self, x):
+        if x.sum() > 0:  # HERE
+            return self.first(x)
+        return self.second(x)
+
+
+class Normed(Plain):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)))
+
+
+def loss(model, batch):
+    return functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def sgd(parameters):
+    return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
+
+
+def make(model=Plain, dataset=Samples, batch_size=8, micro_batch_size=2):
+    return Job(name="small", model=model, loss=loss, dataset=dataset, optimizer=sgd, batch_size=batch_size,
+               micro_batch_size=micro_batch_size, num_sections=2)
+
+
+good = make()
+wide = make(model=lambda: Plain(6))
+branching = make(model=Branching)
+normed = make(model=Normed)
+lists = make(dataset=Lists)
+numbers = make(dataset=Numbers)
+half = make(batch_size=4)
+number = 3
+
+
+def indivisible():
+    return make(micro_batch_size=3)
+
+
+def failing():
+    raise ValueError("not today")
+"""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A folder with a right job, profile and cluster file; the run directory that ``run`` names is not there yet."""
+
+    folder: Path
+    profile: Profile
+
+    @property
+    def job(self) -> str:
+        return f"{self.folder / 'jobs.py'}:good"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def file(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def edited(self, edit: Callable[[dict[str, Any]], object]) -> Path:
+        """A profile file with one mistake."""
+        data = json.loads(self.profile.model_dump_json())
+        edit(data)
+        return self.file("edited.json", json.dumps(data))
+
+    def refused(self, *arguments: object) -> str:
+        """The one line with which the command line refuses; checks that nothing else happened."""
+        before = sorted(self.folder.rglob("*"))
+        children = psutil.Process().children(recursive=True)
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="morph")
+        assert result.exit_code == 2, (result.output, result.exception)
+        lines = result.stderr.splitlines()
+        assert len(lines) == 1, result.stderr
+        assert lines[0].startswith("error: ")
+        assert result.stdout == ""
+        new = {path for path in self.folder.rglob("*") if "__pycache__" not in path.parts} - set(before)
+        assert new == set(), "something was written"
+        assert psutil.Process().children(recursive=True) == children, "something was started"
+        return lines[0].removeprefix("error: ")
+
+    def run_refused(self, *more: object, job: str | None = None, profile: Path | None = None) -> str:
+        """The line with which ``morph run`` refuses; options in ``more`` override these."""
+        return self.refused(
+            *("run", job or self.job, "--profile", profile or self.folder / "profile.json"),
+            *("--cluster", self.folder / "cluster.yaml", "--run-dir", self.run_dir, *more),
+        )

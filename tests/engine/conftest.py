@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from morph.contract.cluster import Limits
+from tests.engine.driver_scene import Run
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def make(num_steps: int = 6, num_nodes: int = 2, limits: Limits | None = None, fewest: int = 1) -> Run:
+        runs.append(Run(tmp_path, num_steps, num_nodes, limits, fewest))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.provisioning.close()
+        run.fleet.close()
+        run.journal.close()

@@ -1,0 +1,94 @@
+"""Manifests and old checkpoints beside the live loop: slow storage, and storage that fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from manager.controller.events import (
+    MANIFEST_WRITER,
+)
+from manager.engine import manifest_writer
+from manager.engine.driver import Observed
+from manager.journal.records import Fact
+from morph.checkpoint.manifest import complete_versions
+from tests.engine.driver_scene import Run
+
+
+def test_only_the_newest_checkpoints_are_kept(make_run: Callable[..., Run]) -> None:
+    run = make_run(num_steps=9)
+    run.driver.run()
+    assert len(complete_versions(run.url)) == manifest_writer.KEEP_CHECKPOINTS
+    assert complete_versions(run.url)[-1] == 9
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("403 from the cloud")])
+def test_a_manifest_that_cannot_be_written_is_told_to_the_controller(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    run, failures = make_run(), [error]
+
+    def fail_once(url: str, manifest: object) -> None:
+        if failures:
+            raise failures.pop()
+        write(url, manifest)
+
+    write = manifest_writer.write_manifest
+    monkeypatch.setattr(manifest_writer, "write_manifest", fail_once)
+    assert run.driver.run().outcome == "finished"
+    told = [observed.event for observed in run.observed if observed.event.kind == "checkpoint_failed"]
+    assert len(told) == 1
+    assert told[0].worker == MANIFEST_WRITER
+    assert str(error) in told[0].error
+    assert complete_versions(run.url)[-1] == 6
+
+
+def test_training_goes_on_while_a_manifest_is_on_its_way_to_slow_storage(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, trained_on = make_run(num_steps=20), threading.Event()
+
+    def write_late(url: str, manifest: object) -> None:
+        if not trained_on.wait(20):
+            raise OSError("nothing was decided meanwhile")
+        write(url, manifest)
+
+    def look(observed: Observed) -> None:
+        if observed.decision.state.version >= 10:
+            trained_on.set()
+
+    write = manifest_writer.write_manifest
+    monkeypatch.setattr(manifest_writer, "write_manifest", write_late)
+    run.react = look
+    assert run.driver.run().outcome == "finished"
+    assert not any(observed.event.kind == "checkpoint_failed" for observed in run.observed)
+    assert complete_versions(run.url)[-1] == 20
+
+
+def test_old_checkpoints_that_cannot_be_deleted_are_noted_and_the_new_one_counts(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, tried = make_run(num_steps=20), threading.Semaphore(0)
+
+    def fail(url: str, keep: int) -> None:
+        tried.release()
+        raise OSError("busy")
+
+    def wait_for_the_storage(observed: Observed) -> None:
+        if any(action.kind == "write_manifest" for action in observed.decision.actions):
+            assert tried.acquire(timeout=20)
+
+    run.react = wait_for_the_storage
+
+    monkeypatch.setattr(manifest_writer, "drop_versions", fail)
+    assert run.driver.run().outcome == "finished"
+    kept = complete_versions(run.url)
+    assert kept[0] == 2
+    assert kept[-1] == 20
+    assert len(kept) > manifest_writer.KEEP_CHECKPOINTS
+    assert not any(observed.event.kind == "checkpoint_failed" for observed in run.observed)
+    facts = [Fact.model_validate_json(entry.payload_json) for entry in run.journal.read() if entry.kind == "fact"]
+    assert facts
+    assert facts[0].detail == "OSError: busy"
