@@ -8,12 +8,13 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from manager.controller.actions import EndWorker, Finish
+from manager.controller.actions import EndWorker, Finish, ReleaseNodes
 from manager.controller.events import (
     Event,
     ManagerResumed,
     ManifestWritten,
     NodeAppeared,
+    NodesGranted,
     WorkerAnswered,
     WorkerLost,
 )
@@ -27,13 +28,13 @@ NS_PER_S = 1_000_000_000
 
 
 class Part(StrEnum):
-    """What a node's time is spent on, from its appearance until it is gone.
+    """What a node's time is spent on, from its grant (its appearance, where none is asked for) until it is gone.
 
     ``COMPUTE``: forward, recompute and backward of steps that count. ``BUBBLE``: the rest of those steps: waiting for
     messages, reducing, the manager's round. ``LOST``: steps that were given up or whose result was lost, and attempts
     that overflowed. ``MORPH``: forming another shape. ``CHECKPOINT``: the last commit and its files, for which training
-    is over. ``WAITING``: ready while no shape is formed. ``WARMING``: until its worker is ready. ``SPARE``: ready and
-    without a place.
+    is over. ``WAITING``: ready while no shape is formed. ``WARMING``: booting, and until its worker is ready.
+    ``SPARE``: ready and without a place.
     """
 
     COMPUTE = "compute"
@@ -127,9 +128,11 @@ class Ledger:
     def take(self, event: Event, record: DecisionRecord, decided: Collection[Prepared] = ()) -> None:
         """Take in an event and what was decided; ``decided``: every member's answer, if that decided a step."""
         match event:
-            case NodeAppeared(node=node) if node not in self.appeared_ns:
-                self.appeared_ns[node] = self.now_ns
-                self.warming.add(node)
+            case NodesGranted(nodes=nodes) if record.reason.code is ReasonCode.NODES_GRANTED:
+                for node in nodes:  # from now on it is paid for
+                    self._begin(node)
+            case NodeAppeared(node=node):
+                self._begin(node)
             case WorkerAnswered(answer=WorkerReady()):
                 self.warming.discard(event.worker)
             case WorkerLost(worker=worker):
@@ -140,6 +143,7 @@ class Ledger:
                 for step in [step for step in self.settled_ns if step < version]:
                     del self.settled_ns[step]  # it can be lost no more
         self._gone([action.worker for action in record.actions if isinstance(action, EndWorker)])
+        self._gone([node for action in record.actions if isinstance(action, ReleaseNodes) for node in action.nodes])
         if decided:
             self._settle(decided)
         if record.reshape is not None:
@@ -150,6 +154,11 @@ class Ledger:
         self.phase = record.phase
         if any(isinstance(action, Finish) for action in record.actions):
             self._gone(list(self.appeared_ns))
+
+    def _begin(self, node: WorkerId) -> None:
+        if node not in self.appeared_ns:
+            self.appeared_ns[node] = self.now_ns
+            self.warming.add(node)
 
     def _gone(self, nodes: Collection[WorkerId]) -> None:
         """Nodes are gone, or were given up."""

@@ -11,7 +11,15 @@ from simulated_cluster import TIMES, Faults
 from simulated_job import make_config
 
 from manager.controller.decide import decide
-from manager.controller.events import Event, ManagerResumed, NodeAppeared, WorkerAnswered
+from manager.controller.events import (
+    Event,
+    ManagerResumed,
+    NodeAppeared,
+    NodesGranted,
+    Tick,
+    WorkerAnswered,
+    WorkerLost,
+)
 from manager.controller.state import initial_state
 from manager.journal.records import DecisionRecord
 from manager.report.accounting import Account, Ledger, Part
@@ -68,3 +76,22 @@ def test_a_worker_that_was_lost_while_there_was_no_manager_costs_no_more() -> No
     assert set(ledger.appeared_ns) == set(state.workers) == {"a", "warms up"}
     account = ledger.account()
     assert (account.total_s, sum(account.parts_ns.values())) == (6.0, account.total_ns)
+
+
+def test_a_vm_that_boots_is_paid_for_from_its_grant_until_it_is_given_back() -> None:
+    ledger, state = Ledger(), initial_state(make_config(target_nodes=3))
+    boot_s = state.config.policy.rules.requests.boot_s
+    granted = NodesGranted(request="job-1", nodes=("a", "b", "c"))
+    late = NodesGranted(request="job-1", nodes=("a", "b", "c"))
+    taken = WorkerLost(worker="c", cause="the provider has its VM no more")
+    timed: list[tuple[float, Event]] = [(0.0, Tick()), (10.0, granted), (12.0, late), (13.0, taken)]
+    timed += [(14.0, NodeAppeared(node="a")), (10.0 + boot_s, Tick())]
+    for now_s, event in timed:
+        ledger.advance(now_s)
+        decision = decide(state, event, now_s)
+        state = decision.state
+        ledger.take(event, DecisionRecord.of(decision))
+    assert set(ledger.appeared_ns) == {"a"}, "b did not appear in time"
+    account = ledger.account()
+    assert account.total_s == 2 * boot_s + 3.0
+    assert account.part_s(Part.WARMING) == account.total_s
