@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(280)]
 
 STEPS = 40
 NUM_SECTIONS = 6
+TOO_SMALL_ALONE_BYTES = 700_000
 
 
 @pytest.fixture
@@ -36,19 +37,19 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return uninterrupted(STEPS, tmp_path_factory.mktemp("undisturbed"), NUM_SECTIONS)
 
 
-def job_file(directory: Path, hosts: Hosts, profile: Path, **job: object) -> Path:
+def job_file(directory: Path, hosts: Hosts, profile: Path, memory_bytes: int = 2_000_000_000) -> Path:
     """The tiny job in a folder of its own, with a neighbour that it imports: the VMs must get both."""
     (directory / "code").mkdir()
     shutil.copy(Path(__file__).resolve().parents[2] / "configs/jobs/tiny_gpt.py", directory / "code" / "neighbour.py")
     code = "from neighbour import CountingText, TinyGPT, job, loss, optimizer\n"
     (directory / "code" / "train.py").write_text(code, encoding="utf-8")
     described = {
-        "job": {"code": "code/train.py:job", "profile": str(profile), "steps": STEPS, "run_dir": "run", **job},
+        "job": {"code": "code/train.py:job", "profile": str(profile), "steps": STEPS, "run_dir": "run"},
         "vms": {
             "kind": "static",
             "cloud": str(hosts.file),
             "keep": 2,
-            "memory_bytes": 2_000_000_000,
+            "memory_bytes": memory_bytes,
             "device": "cpu",
             "address": "127.0.0.2",
             "shared_storage": True,
@@ -78,8 +79,8 @@ def check_end(hosts: Hosts, run_dir: Path, weights: dict[str, str]) -> None:
 def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
     hosts: Hosts, calibrated: Path, tmp_path: Path, weights: dict[str, str]
 ) -> None:
-    path = job_file(tmp_path, hosts, calibrated)
-    assert "2 VMs" in morph("config", "check", path)
+    path = job_file(tmp_path, hosts, calibrated, memory_bytes=TOO_SMALL_ALONE_BYTES)
+    assert "with 2 VMs in shape 2x1, with 2 at least" in morph("config", "check", path)
     with RunningMorph("run", path, "--plain", "--no-page") as run:
         run.wait_for_line("generation 1 is formed")
         run.wait_for_line("the checkpoint of version 10")
@@ -87,7 +88,7 @@ def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
         hosts.kill(sorted(first)[0])
         lost = run.wait_for_line(f"{sorted(first)[0]} was lost")
         assert "connection closed" in lost or "left the cluster" in lost or "is gone" in lost
-        run.wait_for_line("-2-0 is ready")
+        assert "generation 2 is formed" in run.wait_for_line("-2-0 is ready")
         hosts.note()
         assert run.wait_for_end() == 0, run.output
     check_end(hosts, tmp_path / "run", weights)

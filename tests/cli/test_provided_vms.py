@@ -1,0 +1,207 @@
+"""Files that ask for VMs of a provider: a mistake is one line that names it, before anything starts or is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from morph.cli.cluster_file import load_job_file, load_yaml
+from morph.cli.job_run import resolve
+from morph.cli.main import app
+from morph.cli.provided import Cloud
+from morph.contract.cluster import AzureVms, Environment, StaticVms
+from simulator import synthetic_profile
+
+ROOT = Path(__file__).parents[2]
+CODE = ROOT / "configs/jobs/tiny_gpt.py"
+Described = dict[str, Any]
+
+
+def vms_of(kind: str) -> Described:
+    return {
+        "kind": kind,
+        "cloud": "cloud.yaml",
+        "keep": 2,
+        "memory_bytes": 10**9,
+        "device": "cpu",
+        "address": "127.0.0.2" if kind == "static" else "10.250.250.250",
+    }
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> Described:
+    (tmp_path / "train.py").write_bytes(CODE.read_bytes())
+    profile = synthetic_profile(num_sections=6, batch_size=12, micro_batch_sizes=(1, 2))
+    (tmp_path / "profile.json").write_text(profile.model_dump_json(), encoding="utf-8")
+    (tmp_path / "cloud.yaml").write_text("hosts: [{address: h1}, {address: h2}]\n", encoding="utf-8")
+    job = {"code": "train.py:job", "profile": "profile.json", "steps": 5, "checkpoint_url": "memory://ckpt"}
+    return {"job": job, "vms": vms_of("static")}
+
+
+def resolved(directory: Path, described: Described) -> Any:
+    path = directory / "job.yaml"
+    path.write_text(json.dumps(described), encoding="utf-8")  # JSON is YAML
+    return resolve(path, load_job_file(path))
+
+
+def refused(directory: Path, described: Described) -> str:
+    path = directory / "job.yaml"
+    path.write_text(json.dumps(described), encoding="utf-8")
+    before = sorted(directory.iterdir())
+    result = CliRunner().invoke(app, ["run", str(path)])
+    assert result.exit_code == 2, result.output
+    assert sorted(directory.iterdir()) == before, "something was written"
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    return result.stderr
+
+
+def set_in(described: Described, dotted: str, value: object) -> None:
+    section = described
+    *parts, last = dotted.split(".")
+    for part in parts:
+        section = section.setdefault(part, {})
+    section[last] = value
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "told"),
+    [
+        ("vms.kind", "moon", "vms.kind: no such kind (got 'moon'); allowed: local or azure or static"),
+        ("vms.keep", 0, "vms.keep"),
+        ("vms.num_vms", 3, "vms.num_vms: unknown key"),
+        ("vms.address", "gpu1", "vms.address: is no IPv4 address (got 'gpu1')"),
+        ("vms.address", "0.0.0.0", "vms.address: is no address that a VM can reach"),
+        ("vms.address", "10.250.250.250", "vms.address: cannot be listened on"),
+        ("vms.notice_port", 65536, "vms.notice_port"),
+        ("vms.lonely_s", 0, "vms.lonely_s"),
+        ("vms.cloud", "nowhere.yaml", "nowhere.yaml: cannot be read"),
+        ("vms.environment.python", "python3", "vms.environment.python"),
+        ("vms.environment.packages", ["-r x.txt"], "vms.environment.packages: an option of pip is no requirement"),
+        ("vms.environment.setup", ["a\nb"], "vms.environment.setup"),
+        ("vms.environment.files", ["../x.py"], "vms.environment.files: '../x.py' is not below"),
+        ("vms.environment.files", ["/x.py"], "vms.environment.files: '/x.py' is not below"),
+        ("vms.environment.files", ["x.py"], "vms.environment.files: there is no such file or folder (got 'x.py')"),
+        ("vms.environment.image", "a:b:c:d", "vms.environment: image: these hosts are not made from images"),
+        ("vms.environment.pakages", [], "vms.environment.pakages: unknown key"),
+        ("job.checkpoint_url", None, "job.checkpoint_url: is not given"),
+        ("job.checkpoint_url", "ckpt", "job.checkpoint_url: lies on this machine"),
+        ("job.checkpoint_url", "file:///tmp/ckpt", "job.checkpoint_url: lies on this machine"),
+        ("job.checkpoint_url", "nope://ckpt", "job.checkpoint_url: cannot be used"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(
+    tmp_path: Path, described: Described, dotted: str, value: object, told: str
+) -> None:
+    set_in(described, dotted, value)
+    assert told in refused(tmp_path, described)
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [("cloud", "vms.cloud"), ("keep", "vms.keep"), ("memory_bytes", "vms.memory_bytes"), ("address", "vms.address")],
+)
+def test_what_must_be_said_is_named_when_it_is_not(
+    tmp_path: Path, described: Described, missing: str, told: str
+) -> None:
+    del described["vms"][missing]
+    assert f"{told}: Field required" in refused(tmp_path, described)
+
+
+def test_the_loopback_is_refused_where_vms_are_elsewhere(tmp_path: Path, described: Described) -> None:
+    described["vms"] = {**vms_of("azure"), "address": "127.0.0.1"}
+    assert "vms.address: is the loopback, which no VM on Azure reaches" in refused(tmp_path, described)
+
+
+def test_a_cloud_file_of_the_wrong_kind_is_named(tmp_path: Path, described: Described) -> None:
+    described["vms"] = vms_of("azure")
+    told = refused(tmp_path, described)
+    assert "cloud.yaml" in told
+    assert "Field required" in told or "unknown key" in told
+
+
+def test_a_trace_beside_kept_vms_is_refused(tmp_path: Path, described: Described) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(described), encoding="utf-8")
+    (tmp_path / "trace.csv").write_text("time_s,event,node_id\n0,add,a\n", encoding="utf-8")
+    result = CliRunner().invoke(app, ["run", str(path), "--trace", str(tmp_path / "trace.csv")])
+    assert result.exit_code == 2
+    assert "vms.keep" in result.stderr
+
+
+def test_shared_storage_allows_a_folder_and_the_run_directory(tmp_path: Path, described: Described) -> None:
+    described["vms"]["shared_storage"] = True
+    for given, url in [(None, None), ("ckpt", str(tmp_path / "ckpt")), ("memory://x", "memory://x")]:
+        described["job"]["checkpoint_url"] = given
+        assert resolved(tmp_path, described).checkpoint_url == url
+
+
+def test_the_code_and_what_it_needs_is_packed(tmp_path: Path, described: Described) -> None:
+    (tmp_path / "beside.py").write_text("x = 1", encoding="utf-8")
+    described["vms"]["environment"] = {"files": ["beside.py"]}
+    run = resolved(tmp_path, described)
+    assert run.job_code.job_path == "train.py:job"
+    assert b"beside.py" in run.job_code.archive
+
+
+def test_explain_and_schema_know_every_kind(tmp_path: Path, described: Described) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(described), encoding="utf-8")
+    explained = CliRunner().invoke(app, ["config", "explain", str(path)])
+    assert explained.exit_code == 0, explained.output
+    assert "vms.environment.python" in explained.output
+    schema = json.loads(CliRunner().invoke(app, ["config", "schema", "cluster"]).output)
+    assert {"LocalVms", "AzureVms", "StaticVms", "Environment"} <= set(schema["$defs"])
+
+
+def test_the_example_for_azure_is_a_file_that_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("azure.mgmt.compute")
+    text = (ROOT / "configs/runs/azure.yaml").read_text(encoding="utf-8")
+    place = tmp_path / "configs/runs/azure.yaml"
+    for name in ("jobs/tiny_gpt.py", "clouds/azure.yaml"):
+        copy = tmp_path / "configs" / name
+        copy.parent.mkdir(parents=True)
+        copy.write_bytes((ROOT / "configs" / name).read_bytes())
+    place.parent.mkdir(parents=True)
+    place.write_text(text, encoding="utf-8")
+    profile = synthetic_profile(num_sections=6, batch_size=12, micro_batch_sizes=(1, 2))
+    (tmp_path / "profile.json").write_text(profile.model_dump_json(), encoding="utf-8")
+    monkeypatch.setattr("morph.cli.provided.check_url", lambda *_: None)  # adlfs is no dependency of the tests
+    run = resolve(place, load_job_file(place))
+    assert isinstance(run.cluster.vms, AzureVms)
+    assert run.cloud is not None
+    assert run.cloud.described.location == "westus2"
+    assert run.checkpoint_url == "abfs://checkpoints@ACCOUNT.dfs.core.windows.net/tiny-gpt"
+
+
+def test_the_example_of_hosts_is_one() -> None:
+    from manager.providers.static import Hosts
+
+    hosts = load_yaml(ROOT / "configs/clouds/hosts.yaml", Hosts)
+    assert [host.shown for host in hosts.hosts] == ["morph@gpu1.example.org", "morph@gpu2.example.org"]
+
+
+@pytest.mark.parametrize(
+    ("in_cluster", "in_cloud", "found"), [(0.7, 0.2, 0.7), (None, 0.2, 0.2), (None, None, None), (0.0, 0.2, 0.0)]
+)
+def test_a_price_is_the_cluster_files_or_else_the_providers(
+    in_cluster: float | None, in_cloud: float | None, found: float | None
+) -> None:
+    from manager.providers.ssh import SshHost
+    from manager.providers.static import Hosts
+
+    vms = StaticVms.model_validate({**vms_of("static"), "usd_per_h": in_cluster})
+    price = Cloud(vms, Path("hosts.yaml"), Hosts(hosts=(SshHost(address="h"),), usd_per_h=in_cloud)).price()
+    assert (price.usd_per_h if price else None) == found
+
+
+def test_packages_come_before_the_users_lines(described: Described) -> None:
+    from manager.engine.provided import setup_lines
+
+    environment = Environment(python="/opt/p/bin/python", packages=("torch>=2.9", "x; y"), setup=("mount /data",))
+    vms = StaticVms.model_validate({**vms_of("static"), "environment": environment.model_dump()})
+    assert setup_lines(vms) == ("/opt/p/bin/python -m pip install --quiet 'torch>=2.9' 'x; y'", "mount /data")
+    assert setup_lines(StaticVms.model_validate(vms_of("static"))) == ()

@@ -1,0 +1,86 @@
+"""Telling the controller of VMs that join the cluster, and of those that leave it."""
+
+from __future__ import annotations
+
+from manager.controller.events import NodeAppeared, WorkerLost
+from manager.engine.inbox import Inbox
+from manager.engine.joiner import Joiner
+from manager.journal.records import Fact
+from morph.contract.errors import ClusterError
+
+
+class World:
+    """A cluster, and what a provider granted."""
+
+    def __init__(self, appeared: tuple[str, ...] = ()) -> None:
+        self.nodes: dict[str, str] | None = {}
+        self.granted: dict[str, str] = {}
+        self.inbox = Inbox()
+        self.joiner = Joiner(self._nodes, self.granted.get, self.inbox, appeared)
+
+    def _nodes(self) -> dict[str, str]:
+        if self.nodes is None:
+            raise ClusterError("Ray does not answer")
+        return self.nodes
+
+    def seen(self) -> list[object]:
+        self.joiner.look()
+        return [self.inbox.get(0.0).item for _ in range(len(self.inbox))]  # type: ignore[union-attr]
+
+
+def test_a_vm_is_told_of_once_it_is_granted_and_in_the_cluster_and_only_once() -> None:
+    world = World()
+    world.granted["a"] = "job-1"
+    assert world.seen() == []
+    world.nodes = {"a": "10.0.0.5", "stranger": "10.0.0.6"}
+    assert world.seen() == [
+        NodeAppeared(node="a", request="job-1"),
+        Fact(name="vm_up", worker="a", detail="10.0.0.5"),
+    ]
+    assert world.seen() == []
+    world.granted["stranger"] = "job-2"  # its grant was heard of later than its node
+    assert world.seen()[0] == NodeAppeared(node="stranger", request="job-2")
+
+
+def test_a_vm_that_leaves_the_cluster_is_lost_and_does_not_come_back_under_its_name() -> None:
+    world = World()
+    world.granted["a"] = "job-1"
+    world.nodes = {"a": "10.0.0.5"}
+    world.seen()
+    world.nodes = {}
+    assert world.seen() == [WorkerLost(worker="a", cause="its VM left the cluster")]
+    assert world.seen() == []
+    world.nodes = {"a": "10.0.0.5"}  # its raylet was started again
+    assert world.seen() == []
+
+
+def test_vms_of_which_an_earlier_manager_told_are_not_told_of_again_but_their_loss_is() -> None:
+    world = World(appeared=("a",))
+    world.granted["a"] = "job-1"
+    world.nodes = {"a": "10.0.0.5"}
+    assert world.seen() == []
+    world.nodes = {}
+    assert world.seen() == [WorkerLost(worker="a", cause="its VM left the cluster")]
+
+
+def test_a_cluster_that_does_not_answer_is_told_once_and_nobody_is_lost_for_it() -> None:
+    world = World()
+    world.granted["a"] = "job-1"
+    world.nodes = {"a": "10.0.0.5"}
+    world.seen()
+    nodes, world.nodes = world.nodes, None
+    assert world.seen() == [Fact(name="cluster_silent", detail="Ray does not answer")]
+    assert world.seen() == []
+    world.nodes = nodes
+    assert world.seen() == []
+
+
+def test_it_looks_by_itself_until_it_is_closed() -> None:
+    world = World()
+    world.granted["a"] = "job-1"
+    world.nodes = {"a": "10.0.0.5"}
+    world.joiner.start()
+    found = world.inbox.get(20.0)
+    assert found is not None
+    assert found.item == NodeAppeared(node="a", request="job-1")
+    world.joiner.close()

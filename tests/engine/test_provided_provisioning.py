@@ -1,0 +1,178 @@
+"""What is particular to VMs that outlive their manager: strays, VMs gone behind our back, a complete end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from manager.controller.actions import ReleaseNodes, RequestNodes
+from manager.controller.events import NodesGranted, RequestRefused, WorkerLost
+from manager.engine import provisioning
+from manager.engine.inbox import Inbox
+from manager.engine.provisioning import Provisioning
+from manager.engine.spending import Spending
+from manager.journal.records import Fact
+from manager.providers.provider import Capabilities, Misconfigured, Price, Throttled, Transient, Vm, vm_name
+from morph.contract.cluster import Limits
+
+BOUND_S = 20.0
+
+
+class Cloud:
+    """VMs that are names, in a cloud that others may change too."""
+
+    def __init__(self) -> None:
+        self.there: dict[str, Vm] = {}
+        self.ends: list[Exception] = []
+        self.dismantled = False
+        self.asking, self.stopped = threading.Event(), threading.Event()
+        self.slow = False
+
+    def add(self, request: str, count: int) -> tuple[Vm, ...]:
+        vms = [Vm(name=vm_name(request, index), request=request) for index in range(count)]
+        self.there |= {vm.name: vm for vm in vms}
+        return tuple(vms)
+
+    def request(self, request: str, count: int) -> tuple[Vm, ...]:
+        vms = self.add(request, count)
+        if self.slow:
+            self.asking.set()
+            assert self.stopped.wait(BOUND_S)
+            raise Transient("not waited for any more")
+        return vms
+
+    def list(self) -> tuple[Vm, ...]:
+        return tuple(self.there.values())
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.there.pop(name, None)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def dismantle(self) -> None:
+        if self.ends:
+            raise self.ends.pop(0)
+        self.there, self.dismantled = {}, True
+
+    def price(self) -> Price | None:
+        return Price(usd_per_h=1.0, source="test")
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(spot=True)
+
+
+class World:
+    def __init__(self, look_every_s: float | None = None) -> None:
+        self.cloud, self.inbox = Cloud(), Inbox()
+        self.shell = Provisioning(self.cloud, self.inbox, Spending(Limits()), look_every_s=look_every_s)
+
+    def next(self, kind: type) -> object:
+        while True:
+            stamped = self.inbox.get(BOUND_S)
+            assert stamped is not None, f"no {kind.__name__} came"
+            if isinstance(stamped.item, kind):
+                return stamped.item
+
+    def facts(self) -> dict[str, str]:
+        items = [self.inbox.get(0.0) for _ in range(len(self.inbox))]
+        return {item.item.name: item.item.detail for item in items if item and isinstance(item.item, Fact)}
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.cloud.ends.clear()
+    world.shell.close()
+
+
+def test_vms_of_a_manager_that_was_given_up_are_ended_before_anything_is_asked_for(world: World) -> None:
+    world.cloud.add("job-1", 2)
+    world.shell.begin((), ())
+    world.shell.request(RequestNodes(request="job-2", count=1))
+    assert world.next(NodesGranted) == NodesGranted(request="job-2", nodes=("job-2-0",))
+    assert set(world.cloud.there) == {"job-2-0"}
+    assert world.shell.request_of("job-1-0") is None
+
+
+def test_vms_that_the_controller_knows_or_awaits_are_gone_on_with(world: World) -> None:
+    for request in ("job-1", "job-2", "job-3"):
+        world.cloud.add(request, 2)
+    world.shell.begin({"job-1-0"}, ["job-2"])
+    world.shell.request(RequestNodes(request="job-4", count=1))
+    world.next(NodesGranted)
+    assert set(world.cloud.there) == {"job-1-0", "job-2-0", "job-2-1", "job-4-0"}
+    assert world.shell.request_of("job-1-0") == "job-1"
+    assert world.shell.request_of("job-2-1") == "job-2"
+
+
+def test_a_vm_is_known_while_its_request_is_under_way_and_no_more_once_it_was_given_back(world: World) -> None:
+    world.cloud.slow = True
+    world.shell.request(RequestNodes(request="job-1", count=2))
+    assert world.cloud.asking.wait(BOUND_S)
+    assert world.shell.request_of("job-1-1") == "job-1"  # it may join before the others of its request are made
+    assert world.shell.request_of("job-1-2") is None
+    world.cloud.slow = False
+    world.cloud.stopped.set()
+    world.shell.request(RequestNodes(request="job-2", count=1))
+    while (answer := world.next(NodesGranted)) != NodesGranted(request="job-2", nodes=("job-2-0",)):
+        assert answer == NodesGranted(request="job-1", nodes=("job-1-0", "job-1-1"))
+    world.shell.release(ReleaseNodes(nodes=("job-2-0",)))
+    world.shell.request(RequestNodes(request="job-3", count=1))
+    world.next(NodesGranted)
+    assert world.shell.request_of("job-2-0") is None
+
+
+def test_a_vm_that_is_gone_behind_our_back_is_told_of_as_lost() -> None:
+    world = World(look_every_s=0.02)
+    world.shell.request(RequestNodes(request="job-1", count=2))
+    world.next(NodesGranted)
+    world.cloud.delete(["job-1-1"])
+    assert world.next(WorkerLost) == WorkerLost(worker="job-1-1", cause="the provider has its VM no more")
+    assert world.shell.request_of("job-1-1") is None
+    assert world.shell.request_of("job-1-0") == "job-1"
+    world.shell.close()
+    assert not any(isinstance(item.item, WorkerLost) for item in iter(lambda: world.inbox.get(0.0), None))
+
+
+def test_the_end_does_not_wait_for_a_request_under_way_and_leaves_nothing(world: World) -> None:
+    world.cloud.slow = True
+    world.shell.request(RequestNodes(request="job-1", count=2))
+    assert world.cloud.asking.wait(BOUND_S)
+    world.shell.close()
+    assert world.cloud.dismantled
+    assert world.cloud.there == {}
+
+
+def test_the_end_is_tried_again_while_the_provider_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provisioning, "WAIT_S", 0.01)
+    world.cloud.ends = [Transient("no answer"), Throttled("too many calls", 0.02), Transient("no answer")]
+    world.shell.close()
+    assert world.cloud.dismantled
+    assert "vms_left" not in world.facts()
+
+
+def test_an_end_that_fails_for_good_is_told_to_the_user(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.cloud.ends = [Misconfigured("the right to delete is missing")]
+    world.shell.close()
+    assert world.facts()["vms_left"] == "the right to delete is missing"
+    assert "VMs of this run may be left" in caplog.text
+
+
+def test_a_call_that_does_not_end_is_told_of_and_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.shell._close_timeout_s = 0.05
+    released = world.cloud.stopped = threading.Event()
+    world.cloud.stop = lambda: None  # type: ignore[method-assign]
+    world.cloud.slow = True
+    world.shell.request(RequestNodes(request="job-1", count=1))
+    assert world.cloud.asking.wait(BOUND_S)
+    world.shell.close()
+    assert "did not end within 0.05 s" in world.facts()["provider_busy"]
+    assert "VMs of this run may be left" in caplog.text
+    released.set()
+    assert isinstance(world.next(RequestRefused), RequestRefused)
