@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manager.controller.actions import Action, ReleaseNodes, RequestId, RequestNodes
 from manager.controller.changes import changed, followed, said, wake_by
-from manager.controller.events import NodeAppeared, NodesGranted, RequestRefused, WorkerLost
+from manager.controller.events import NodeAppeared, NodesGranted, NoticeGiven, RequestRefused, WorkerLost
 from manager.controller.nodes import NodeState
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import ControllerState, Decision, NodeRequest, Phase
@@ -86,6 +86,16 @@ def lost_booting(state: ControllerState, event: WorkerLost) -> Decision:
             state = with_request(state, name, without_granted(request, event.worker))
             return said(state, ReasonCode.NODE_ABSENT, f"{event.worker} never appeared: {event.cause}")
     return said(state, ReasonCode.IGNORED, f"{event.worker} is not known, or was lost before")
+
+
+def noticed_booting(state: ControllerState, event: NoticeGiven) -> Decision | None:
+    """Give a VM back that will be taken before it is of use; None: it is not one that boots."""
+    for name, request in state.requests.items():
+        if event.worker in request.granted:
+            state = with_request(state, name, without_granted(request, event.worker))
+            sentence = f"{event.worker} will be taken in {event.lead_s:g} s and is not up yet: it is given back"
+            return said(state, ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=(event.worker,)))
+    return None
 
 
 def requests_due(state: ControllerState, now_s: float) -> Decision:

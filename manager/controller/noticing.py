@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manager.controller.asking import noticed_booting
 from manager.controller.changes import changed, followed, said, wake_by, with_node
 from manager.controller.events import NoticeGiven, NoticeWithdrawn
 from manager.controller.flapping import flapped, hold_s
@@ -17,7 +18,8 @@ def notice_given(state: ControllerState, event: NoticeGiven, now_s: float) -> De
     """Drain a worker: it goes on with its order, and is left out of the next shape."""
     entry = state.workers.get(event.worker)
     if entry is None:
-        return said(state, ReasonCode.IGNORED, f"{event.worker} is not known, or was lost")
+        ignored = said(state, ReasonCode.IGNORED, f"{event.worker} is not known, or was lost")
+        return noticed_booting(state, event) or ignored
     if event.notice and event.notice == entry.notice:
         if entry.node is NodeState.DRAINING:  # who tells it again has not heard that it may go
             state = changed(state, leaving=state.leaving | {event.worker})

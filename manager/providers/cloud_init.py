@@ -16,6 +16,8 @@ from morph.contract.base import Value
 DIRECTORY = "/etc/morph"
 TOKEN_PATH = f"{DIRECTORY}/ray-token"
 SECRET_PATH = f"{DIRECTORY}/node-secret"
+OBJECT_STORE_BYTES = 256 * 1024 * 1024
+"""Ray would take 30 % of the memory; what goes through it is the job's files and orders."""
 MAX_CUSTOM_DATA_BYTES = 65535
 """Azure takes this much once encoded."""
 
@@ -83,7 +85,8 @@ def ray_command(start: NodeStart, node: str) -> list[str]:
     resources = json.dumps({VM_RESOURCE + node: 1})
     return [
         start.python, "-m", "ray.scripts.scripts", "start", "--block", f"--address={start.ray_address}",
-        "--num-cpus=1", f"--num-gpus={start.num_gpus}", f"--resources={resources}", "--disable-usage-stats",
+        f"--object-store-memory={OBJECT_STORE_BYTES}", "--num-cpus=1", f"--num-gpus={start.num_gpus}",
+        f"--resources={resources}", "--disable-usage-stats",
     ]  # fmt: skip
 
 

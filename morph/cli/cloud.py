@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from manager.providers.provider import Vm
 
 cloud_app = typer.Typer(
     help="Look at what a cloud file would create, and end what a run left.",
@@ -42,26 +45,47 @@ def dry_run_command(
 
 @cloud_app.command("reconcile")
 def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
-    """End every VM that a run left on a cloud, and its scale set. Calling it twice changes nothing.
+    """End every VM that a run left on a cloud, and its scale set, or on hosts. Calling it twice changes nothing.
+
+    RUN_DIR/vms.json holds both names.
 
     \b
     Example:
       morph cloud reconcile configs/clouds/azure.yaml --run my-run --job my-job
     """
-    from manager.providers.azure_spec import AzureSpec
     from manager.providers.provider import ProviderError
+    from morph.cli.cluster_file import read_yaml
+    from morph.contract.errors import ClusterError
+
+    data = read_yaml(file)
+    try:
+        ended = (
+            _end_on_hosts(file, run) if isinstance(data, dict) and "hosts" in data else _end_on_azure(file, run, job)
+        )
+    except ProviderError as error:
+        raise ClusterError(f"{error}; the same command goes on") from error
+    for vm in ended:
+        print(f"ended {vm.name} ({vm.request}, {vm.size}, zone {vm.zone})")
+    print(f"{len(ended)} VMs of {run} were there; none is left")
+
+
+def _end_on_azure(file: Path, run: str, job: str) -> tuple[Vm, ...]:
+    from manager.providers.azure_spec import AzureSpec
     from morph.cli.cluster_file import load_yaml
-    from morph.contract.errors import ClusterError, ConfigError
+    from morph.contract.errors import ConfigError
 
     spec = load_yaml(file, AzureSpec)
     try:
         from manager.providers.azure_ending import end_run
     except ImportError as error:
         raise ConfigError("needs the extra: pip install 'morph-train[azure]'", source=str(file)) from error
-    try:
-        ended = end_run(spec, run, job)
-    except ProviderError as error:
-        raise ClusterError(f"{error}; the same command goes on") from error
-    for vm in ended:
-        print(f"ended {vm.name} ({vm.request}, {vm.size}, zone {vm.zone})")
-    print(f"{len(ended)} VMs of {run} were there; none is left")
+    return end_run(spec, run, job)
+
+
+def _end_on_hosts(file: Path, run: str) -> tuple[Vm, ...]:
+    from manager.providers.reconcile import reconcile
+    from manager.providers.static import Hosts, StaticProvider, StaticSpec
+    from morph.cli.cluster_file import load_yaml
+
+    spec = StaticSpec(command=("false",), **dict(load_yaml(file, Hosts)))  # nothing is started
+    return reconcile(StaticProvider(spec, run, file.resolve().parent / spec.leases))

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from manager.providers import azure_ending
+from manager.providers.ssh import SshHost
 from morph.cli.main import app
 from tests.providers.azure_world import SPEC, Credential, Line, azure_client, provider
 from tests.providers.fake_arm import FakeArm, Fault, served
@@ -78,3 +79,22 @@ def test_reconcile_ends_what_a_run_left_and_nothing_else(
         assert (code, left in output) == (0, True)
     assert set(arm.machines) == {"b-0"}
     assert set(arm.sets) == {"another"}
+
+
+def test_reconcile_ends_what_a_run_left_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def shell(host: SshHost, remote: str, secret: str = "") -> None:
+        ended.append(host.address)
+
+    monkeypatch.setattr("manager.providers.static.run_ssh", shell)
+    leases = {"h1:22": ("tiny-1", "tiny-1-1-1-0"), "h2:22": ("other", "other-0"), "h3:22": ("tiny-1", "tiny-1-1-1-1")}
+    kept = {key: {"run": run, "vm": {"name": name, "request": "r"}} for key, (run, name) in leases.items()}
+    (tmp_path / "leases.json").write_text(json.dumps(kept), encoding="utf-8")
+    path = tmp_path / "hosts.yaml"
+    path.write_text("hosts: [{address: h1}, {address: h2}, {address: h3}]", encoding="utf-8")
+    for left in ("2 VMs of tiny-1 were there", "0 VMs of tiny-1 were there"):
+        code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
+        assert (code, left in output) == (0, True), output
+    assert ended == ["h1", "h3"]
+    assert list(json.loads((tmp_path / "leases.json").read_text())) == ["h2:22"]

@@ -133,6 +133,16 @@ def test_a_vm_that_is_taken_while_it_boots_is_awaited_no_longer_and_replaced() -
     assert set(script.state.requests["job-1"].granted) == {"n1", "n2", "n4"}
 
 
+def test_a_vm_that_will_be_taken_while_it_boots_is_given_back_and_replaced() -> None:
+    script = asking()
+    script.tell(Tick())
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    actions = script.tell(NoticeGiven(worker="n3", lead_s=30.0, notice="first"))
+    assert ReleaseNodes(nodes=("n3",)) in actions
+    assert requested(actions) == [("job-2", 1)]
+    assert script.tell(NoticeGiven(worker="n3", lead_s=29.0, notice="first")) == ()
+
+
 def test_requests_are_named_as_the_run_says() -> None:
     script = asking(requests="tiny-3f9a1c-2")
     assert requested(script.tell(Tick())) == [("tiny-3f9a1c-2-1", 4)]
