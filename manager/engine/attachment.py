@@ -18,12 +18,16 @@ from manager.journal.replay import nodes_up, replay, trace_moment
 from manager.run_dir import RunDir
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ClusterError, MorphError, RunDirError
+from morph.contract.proof import new_secret
 
 FILE_NAME = "attach.json"
 
 
 class Attachment(Value):
-    """Where a run's VMs are. ``command``: what the run was started with, by the name that the user knows."""
+    """Where a run's VMs are. ``command``: what the run was started with, by the name that the user knows.
+
+    ``secret``: which workers have in common, and nobody else has.
+    """
 
     schema_version: int = Field(default=1, ge=1, le=1)
     kind: Literal["ray", "processes", "provided"]
@@ -31,6 +35,7 @@ class Attachment(Value):
     store_host: str
     store_port: int
     notice_port: int = Field(default=0, description="to which the agents of provided VMs come")
+    secret: str = Field(default_factory=new_secret, min_length=32, repr=False)
     command: dict[str, str] = Field(default_factory=dict)
 
 

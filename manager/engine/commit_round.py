@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from manager.engine.names import VM_RESOURCE
-from manager.engine.ray_environment import prepare
+from manager.engine.ray_environment import prepare, stay_on_loopback
 from morph.contract.errors import ClusterError
 from morph.contract.messages import CommitOrder, Committed
 
@@ -34,6 +34,7 @@ def measure_commit_round(num_samples: int, num_workers: int = 2) -> list[float]:
         ClusterError: Ray or a worker did not come up, or did not answer.
     """
     directory = prepare()
+    stay_on_loopback()
     import ray
     from ray.exceptions import RayError
 

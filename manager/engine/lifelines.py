@@ -7,11 +7,13 @@ vanishes without a word keeps its connection open: that is what the heartbeats a
 
 from __future__ import annotations
 
-import secrets
 import selectors
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+
+from morph.contract.proof import is_proven, new_secret
 
 HELLO_BYTES = 512
 BACKLOG = 128
@@ -21,11 +23,11 @@ POLL_S = 0.5
 class Lifelines:
     """Accepts lifelines; ``closed(worker)`` is called, in this object's thread, when one closes.
 
-    ``secret`` must head every hello: a stranger's connection is closed and forgotten.
+    Each is sent a nonce, for which its hello must prove the secret: a stranger's connection is closed and forgotten.
     """
 
     def __init__(self, host: str, closed: Callable[[str], None]) -> None:
-        self.secret = secrets.token_hex(16)
+        self.secret = new_secret()
         self._closed = closed
         self._listener = socket.create_server((host, 0), backlog=BACKLOG)
         self._listener.setblocking(False)
@@ -33,6 +35,7 @@ class Lifelines:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._workers: dict[socket.socket, str] = {}
+        self._nonces: dict[socket.socket, str] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="morph-lifelines", daemon=True)
         self._thread.start()
@@ -59,8 +62,10 @@ class Lifelines:
         except OSError:
             return
         connection.setblocking(False)
-        self._workers[connection] = ""
+        self._workers[connection], self._nonces[connection] = "", new_secret()
         self._selector.register(connection, selectors.EVENT_READ)
+        with suppress(OSError):  # it is gone already, which is read next
+            connection.send(self._nonces[connection].encode())
 
     def _read(self, connection: socket.socket) -> None:
         try:
@@ -69,14 +74,15 @@ class Lifelines:
             data = b""
         worker = self._workers[connection]
         if data and not worker:
-            secret, _, name = data.decode("ascii", errors="replace").strip().partition(" ")
-            if secrets.compare_digest(secret.encode(), self.secret.encode()) and name:
+            given, _, name = data.decode("ascii", errors="replace").strip().partition(" ")
+            if is_proven(given, self.secret, "lifeline", self._nonces.pop(connection), name) and name:
                 self._workers[connection] = name
                 return
             data = b""  # a stranger
         if not data:
             self._selector.unregister(connection)
             del self._workers[connection]
+            self._nonces.pop(connection, None)
             connection.close()
             if worker and not self._over.is_set():
                 self._closed(worker)

@@ -15,6 +15,7 @@ from manager.engine.inbox import Inbox
 from manager.engine.lifelines import Lifelines
 from manager.engine.namespaces import HostNetwork, connected
 from manager.engine.notice_door import NoticeDoor
+from manager.engine.ray_environment import stay_on_loopback
 from manager.engine.vm_fleet import VmHost
 from manager.providers.provider import Provider
 from morph.contract.messages import Lifeline, WorkerSetup
@@ -104,6 +105,7 @@ def open_ray(directory: Path) -> OpenMachines:
     """
 
     def open_machines(opening: Opening) -> Machines:
+        stay_on_loopback()
         from manager.engine.ray_cluster import RayCluster
         from manager.engine.worker_pool import Store, WorkerPool
 

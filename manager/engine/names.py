@@ -15,5 +15,5 @@ RAY_SETTINGS = {
     "RAY_health_check_failure_threshold": "5",
 }
 """Environment of every process of Ray, on every node."""
-LOOPBACK = "127.0.0.2"
-"""Of the loopback network, but not 127.0.0.1: Ray replaces that by the address of a real interface."""
+LOOPBACK = "127.0.0.1"
+"""Of local Ray nodes; see ``ray_environment.stay_on_loopback``."""

@@ -15,11 +15,13 @@ from manager.engine.attachment import Attachment
 from manager.engine.lifelines import Lifelines
 from manager.engine.machines import Machines, Opening, OpenMachines, Provided
 from manager.engine.notice_door import NoticeDoor
+from manager.engine.ray_environment import leave_loopback
 from manager.providers.cloud_init import NodeStart
 from manager.providers.provider import Provider
 from morph.contract.cluster import ProvidedVms
 from morph.contract.errors import ClusterError
 from morph.contract.messages import Lifeline
+from morph.contract.proof import new_secret
 
 MakeProvider = Callable[[NodeStart], Provider]
 """Opens the provider, whose VMs start like this."""
@@ -43,6 +45,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
     """
 
     def open_machines(opening: Opening) -> Machines:
+        leave_loopback()
         from manager.engine.ray_cluster import RayCluster
         from manager.engine.worker_pool import Store, WorkerPool
 
@@ -97,6 +100,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
                 store_host=store_host,
                 store_port=store_port,
                 notice_port=door.port,
+                secret=found.attachment.secret if found else new_secret(),
             ),
             attach=attach,
             up=lambda: tuple(addresses.look()),

@@ -24,6 +24,7 @@ _ENVIRONMENT = {
 }
 
 
+_MAY_LEAVE_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _prepared: Path | None = None
 
 
@@ -56,6 +57,29 @@ def adopt(ray_directory: Path) -> Path:
     if not _token(ray_directory.parent).is_file():
         raise ClusterError("Ray's token is gone")
     return _use(ray_directory.parent)
+
+
+def stay_on_loopback() -> None:
+    """Let every process of Ray listen on 127.0.0.1 alone: for a cluster whose nodes are all of this machine.
+
+    Without this Ray replaces 127.0.0.1 by the address of a real interface, and with any other address it listens on
+    all of them. What it does by default on desktop systems is asked for by a variable whose name tells only that.
+    """
+    os.environ[_MAY_LEAVE_LOOPBACK] = "0"
+    _tell_ray(may_leave=False)
+
+
+def leave_loopback() -> None:
+    """The opposite, for a cluster with nodes elsewhere."""
+    os.environ.pop(_MAY_LEAVE_LOOPBACK, None)
+    _tell_ray(may_leave=True)
+
+
+def _tell_ray(*, may_leave: bool) -> None:
+    """Ray reads the variable when it is imported, which it was where this process had a cluster before."""
+    constants = sys.modules.get("ray._private.ray_constants")
+    if constants is not None:
+        vars(constants)["ENABLE_RAY_CLUSTER"] = may_leave
 
 
 def _check_not_imported() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import FrameType
 
 from manager.controller.actions import Finish
 from manager.controller.config import ControllerConfig
@@ -23,6 +20,7 @@ from manager.engine.machines import Machines, Opening, OpenMachines, Provided, o
 from manager.engine.provided import Providing, open_provided
 from manager.engine.provisioning import Provisioning
 from manager.engine.ray_environment import adopt, prepare
+from manager.engine.signals import deaf_to_signals, stopping_on_signals
 from manager.engine.silence import heartbeat_wait_s
 from manager.engine.spending import Spending
 from manager.engine.take_over import take_over
@@ -82,7 +80,7 @@ def run_session(
     attend: Callable[[VmFleet], Observer] | None = None,
     found: Found | None = None,
 ) -> Finish:
-    """Run a job to its end on local VMs; blocks. The first SIGINT or SIGTERM asks for a clean stop.
+    """Run a job to its end on local VMs; blocks. The first SIGINT, SIGTERM or SIGHUP asks for a clean stop.
 
     Args:
         spec: What to run.
@@ -94,7 +92,7 @@ def run_session(
     Raises:
         ClusterError: when Ray, or what else the workers run under, does not start.
         NothingLives: what was found cannot be gone on with after all; nothing of it is left.
-        KeyboardInterrupt: on a second SIGINT; everything is ended all the same.
+        KeyboardInterrupt: on a second such signal; everything is ended all the same.
     """
     inbox = Inbox()
     ending = ExitStack()  # closes what was opened, in reverse
@@ -132,7 +130,7 @@ def run_session(
             observers.append(_StopWithTrace(player))
         if attend is not None:
             observers.append(attend(player.fleet))
-        with _stop_on_signal(driver):
+        with stopping_on_signals(driver.request_stop):
             if found is None:
                 journal.append_config(time.time(), spec.config)
                 write_attachment(run_dir, machines.attachment.model_copy(update={"command": dict(spec.command)}))
@@ -146,7 +144,7 @@ def run_session(
                 inbox.put(Tick())  # without an event nobody asks for the first VMs
             return driver.run()
     finally:
-        with _deaf_to_signals():
+        with deaf_to_signals():
             ending.close()
 
 
@@ -270,6 +268,7 @@ def _setup(spec: RunSpec, run_dir: RunDir, machines: Machines, worker: str) -> W
         store_host=machines.store_host,
         store_port=machines.store_port,
         listen_host=machines.address_of(worker),
+        secret=machines.attachment.secret,
         lifeline=machines.lifeline,
         device=spec.cluster.vms.device,
         faults=spec.faults,
@@ -278,42 +277,3 @@ def _setup(spec: RunSpec, run_dir: RunDir, machines: Machines, worker: str) -> W
         emulation=spec.emulation,
         code=spec.job_code,
     )
-
-
-@contextmanager
-def _stop_on_signal(driver: Driver) -> Iterator[None]:
-    """First signal: stop at the next boundary. Second: KeyboardInterrupt."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = False
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-        driver.request_stop(signal.Signals(number).name)
-
-    with _handling(stop):
-        yield
-
-
-@contextmanager
-def _deaf_to_signals() -> Iterator[None]:
-    """Let a signal change nothing while everything is ended, which is bounded: half an end would leave processes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with _handling(lambda _number, _frame: None):
-        yield
-
-
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, before in previous.items():
-            signal.signal(number, before)

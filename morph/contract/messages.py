@@ -63,7 +63,7 @@ class SlowSpell(Value):
 
 
 class Lifeline(Value):
-    """Where a worker keeps a connection open for as long as it lives; the secret heads its hello."""
+    """Where a worker keeps a connection open for as long as it lives; its hello proves that it has the secret."""
 
     host: str
     port: int = Field(ge=1, le=65535)
@@ -91,6 +91,7 @@ class WorkerSetup(Value):
     store_host: str
     store_port: int = Field(ge=1, le=65535)
     listen_host: str = Field(description="address on which this worker accepts its peers")
+    secret: str = Field(default="", repr=False, description="of the run; empty where a worker has no peers")
     lifeline: Lifeline | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int = Field(default=1, ge=1)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from morph.contract.proof import proof
 from morph.runtime.interrupt import Interrupt
 
 Group = Any
@@ -41,9 +42,14 @@ class GroupSpec:
     members: tuple[str, ...]
 
 
-def connect_store(host: str, port: int) -> Store:
-    """Open a connection of its own to the rendezvous store; a blocked call on it blocks nobody else."""
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=FORM_TIMEOUT_S))
+def connect_store(host: str, port: int, secret: str = "") -> Store:
+    """Open a connection of its own to the rendezvous store; a blocked call on it blocks nobody else.
+
+    The store asks nobody who he is. With the run's secret its keys stand under a name that nobody else can make, so
+    that a worker of another run, which came to this port by mistake, meets nobody.
+    """
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=FORM_TIMEOUT_S))
+    return PrefixStore(proof(secret, "store"), store) if secret else store
 
 
 def open_device(listen_host: str) -> Device:

@@ -171,7 +171,7 @@ class Worker:
     # ---- inside ----
 
     def _open_store(self) -> Store:
-        return connect_store(self._setup.store_host, self._setup.store_port)
+        return connect_store(self._setup.store_host, self._setup.store_port, self._setup.secret)
 
     def _once(
         self, order: ReshapeOrder | StepOrder | CommitOrder, written: tuple[str, ...], work: Callable[[], AnswerT]

@@ -9,7 +9,8 @@ import pytest
 
 from manager.engine.lifelines import Lifelines
 from morph.contract.messages import Lifeline
-from morph.runtime.lifeline import hold_lifeline
+from morph.contract.proof import proof
+from morph.runtime.lifeline import NONCE_BYTES, hold_lifeline
 
 LOOPBACK = "127.0.0.1"
 BOUND_S = 30.0
@@ -43,15 +44,34 @@ def test_a_closed_connection_tells_of_its_worker_and_no_other(lifelines: Lifelin
         assert closed.empty()
 
 
-@pytest.mark.parametrize("hello", [b"\n", b"wrong vm0\n", b"\xff\xfe\x00 vm0\n", "sécret vm0\n".encode()])
+@pytest.mark.parametrize(
+    "hello", [b"\n", b"SECRET vm0\n", b"wrong vm0\n", b"\xff\xfe\x00 vm0\n", "sécret vm0\n".encode()]
+)
 def test_a_stranger_is_turned_away_and_disturbs_nobody(
     lifelines: Lifelines, closed: queue.Queue[str], hello: bytes
 ) -> None:
     with socket.create_connection((lifelines.host, lifelines.port), timeout=BOUND_S) as stranger:
-        stranger.sendall(hello)
+        assert len(stranger.recv(NONCE_BYTES, socket.MSG_WAITALL)) == NONCE_BYTES
+        stranger.sendall(hello.replace(b"SECRET", lifelines.secret.encode()))
         wait_until_refused(stranger)
     hold(lifelines, "vm1").close()  # it listens still
     assert closed.get(timeout=BOUND_S) == "vm1"
+    assert closed.empty()
+
+
+@pytest.mark.parametrize("other", ["the wrong secret", "another worker", "a nonce of before"])
+def test_a_hello_proves_the_secret_for_this_connection_and_this_worker(
+    lifelines: Lifelines, closed: queue.Queue[str], other: str
+) -> None:
+    with socket.create_connection((lifelines.host, lifelines.port), timeout=BOUND_S) as before:
+        old_nonce = before.recv(NONCE_BYTES, socket.MSG_WAITALL).decode()
+    with socket.create_connection((lifelines.host, lifelines.port), timeout=BOUND_S) as stranger:
+        nonce = stranger.recv(NONCE_BYTES, socket.MSG_WAITALL).decode()
+        secret = "wrong" if other == "the wrong secret" else lifelines.secret
+        signed = old_nonce if other == "a nonce of before" else nonce
+        worker = "vm1" if other == "another worker" else "vm0"
+        stranger.sendall(f"{proof(secret, 'lifeline', signed, worker)} vm0\n".encode())
+        wait_until_refused(stranger)
     assert closed.empty()
 
 

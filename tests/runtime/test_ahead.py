@@ -20,7 +20,7 @@ from morph.contract.messages import AheadMove, AheadOrder, ReshapeOrder, Slot, S
 from morph.cutting.section import ParameterUnit
 from morph.runtime.ahead import outgoing
 from morph.runtime.ahead.lane import AheadLane
-from morph.runtime.ahead.outgoing import address_key
+from morph.runtime.ahead.meeting import Meeting
 from morph.runtime.ahead.wire import Frame, send_frame
 from morph.runtime.faults import FaultPlan
 from morph.runtime.interrupt import Interrupt
@@ -37,6 +37,7 @@ UNITS = {
 }
 NUM_MICRO_BATCHES = 4
 BOUND_S = 20.0
+SECRET = "of the run"
 
 
 class FakeStore:
@@ -100,7 +101,7 @@ class Party:
     """One worker's lane, with units that it trains."""
 
     def __init__(self, name: str, store: FakeStore, workload: FakeWorkload, *units: str) -> None:
-        setup = SETUP.model_copy(update={"worker": name, "num_sections": 6})
+        setup = SETUP.model_copy(update={"worker": name, "num_sections": 6, "secret": SECRET})
         self.name, self.workload = name, workload
         self.news = threading.Event()
         fakes: Any = workload, FaultPlan(()), lambda: store
@@ -371,19 +372,33 @@ def test_a_change_that_does_not_use_what_was_sent_drops_it(parties: Callable[...
         receiver.lane.adopt("s0", version, Interrupt(2))
 
 
-@pytest.mark.parametrize("guess", ["guessed", "x" * 100_000])
+@pytest.mark.parametrize(
+    ("guess", "more"),
+    [
+        ("guessed", {}),
+        ("", {}),
+        (SECRET, {"worker": "c"}),
+        (SECRET, {"proof": "x" * 100_000}),
+        (SECRET, {"proof": None}),
+    ],
+)
 def test_a_stranger_who_does_not_know_the_secret_is_turned_away(
-    parties: Callable[..., tuple[Party, Party]], guess: str
+    parties: Callable[..., tuple[Party, Party]], guess: str, more: dict[str, Any]
 ) -> None:
     sender, receiver = parties()
     receiver.lane.take(order_of(1, *moves("a", "b", "s0")))
     incoming = receiver.lane._incoming
     assert incoming is not None
-    host, port, _ = incoming._open_store().get(address_key(1, "b")).decode().rsplit(" ", 2)
+    stranger = Meeting(1, "b", guess)
+    told = incoming._open_store().get(stranger.key).decode()
+    host, port, *_ = told.split(" ")
     with (
         socket.create_connection((host, int(port)), BOUND_S) as connection,
         pytest.raises((ConnectionError, OSError)),
     ):
-        send_frame(connection, Frame({"kind": "hello", "secret": guess, "worker": "a"}, {}))
+        send_frame(connection, Frame({**stranger.hello(told, "a"), **more}, {}))
+    if guess != SECRET:  # nor does a sender of another run send its units here
+        with pytest.raises(ConnectionError, match="someone else"):
+            stranger.address(told)
     sender.lane.take(order_of(1, *moves("a", "b", "s0")))
     train_until_all_follow(sender, receiver, "s0")

@@ -69,6 +69,7 @@ class Threads:
                 store_host=LOOPBACK,
                 store_port=self.store.port(),
                 listen_host=LOOPBACK,
+                secret="of the run",
                 emulation=device,
             )
             assert isinstance(worker.setup(setup), WorkerReady)

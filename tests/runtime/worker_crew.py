@@ -172,6 +172,7 @@ class Crew:
                 store_host=LOOPBACK,
                 store_port=self.store.port(),
                 listen_host=LOOPBACK,
+                secret="of the run",
             )
             member.send("setup", setup)
         for member in self.members.values():

@@ -30,7 +30,7 @@ def morph(*arguments: object, code: int = 0) -> str:
     done = subprocess.run(
         [*COMMAND, *map(str, arguments)],
         cwd=ROOT,
-        env=_environment(),
+        env=environment_of_commands(),
         capture_output=True,
         text=True,
         timeout=COMMAND_TIMEOUT_S,
@@ -39,7 +39,8 @@ def morph(*arguments: object, code: int = 0) -> str:
     return done.stdout
 
 
-def _environment() -> dict[str, str]:
+def environment_of_commands() -> dict[str, str]:
+    """What a command of this tree is started with."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
 
 
@@ -50,7 +51,7 @@ class RunningMorph:
         self._process = subprocess.Popen(
             [*COMMAND, *map(str, arguments)],
             cwd=ROOT,
-            env=_environment(),
+            env=environment_of_commands(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from morph.contract.errors import PeerLost
-from morph.runtime.ahead.outgoing import address_key
+from morph.runtime.ahead.meeting import Meeting
 from morph.runtime.ahead.update import apply_update
 from morph.runtime.ahead.wire import (
     CONNECT_TIMEOUT_S,
@@ -44,6 +43,7 @@ class Incoming:
         listen_host: The address to listen on.
         faults: Scheduled faults.
         news: Called when there is something to report.
+        secret: Of the run.
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class Incoming:
         listen_host: str,
         faults: FaultPlan,
         news: Callable[[], None],
+        secret: str,
     ) -> None:
-        self._key = address_key(number, worker)
+        self._meeting = Meeting(number, worker, secret)
         self._senders = dict(senders)
         self._make_shadow, self._arrive, self._open_store = make_shadow, arrive, open_store
         self._faults, self._news = faults, news
@@ -72,11 +73,10 @@ class Incoming:
         self._interrupt: Interrupt | None = None
         self._ended = False
         self.received_bytes = 0
-        self._secret = secrets.token_hex(16)
         self._listener = socket.create_server((listen_host, 0))
         self._listener.settimeout(CONNECT_TIMEOUT_S)
         host, port = self._listener.getsockname()[:2]
-        self._address = f"{host} {port} {self._secret}"
+        self._told = self._meeting.told(host, port)
         threading.Thread(target=self._listen, name="morph-ahead-listen", daemon=True).start()
 
     # ---- order lane ----
@@ -129,7 +129,7 @@ class Incoming:
     def _listen(self) -> None:
         expected = set(self._senders.values())
         try:
-            self._open_store().set(self._key, self._address)
+            self._open_store().set(self._meeting.key, self._told)
             while expected:
                 connection = self._listener.accept()[0]
                 connection.settimeout(GREETING_TIMEOUT_S)
@@ -149,12 +149,12 @@ class Incoming:
         """Who is there; None for a stranger."""
         try:
             received = receive_frame(connection, GREETING_BYTES)
-            if received is None or not secrets.compare_digest(str(received[0].facts.get("secret")), self._secret):
-                return None
-            acknowledge(connection)
+            sender = None if received is None else self._meeting.greeted(self._told, received[0].facts)
+            if sender is not None:
+                acknowledge(connection)
         except (OSError, ValueError):
             return None
-        return str(received[0].facts["worker"])
+        return sender
 
     def _begin(self, connection: socket.socket, sender: str) -> None:
         connection.settimeout(SILENT_S)

@@ -64,7 +64,7 @@ class AheadLane:
                 if move.sender == me:
                     by_receiver.setdefault(move.receiver, []).append(move.unit)
             self._outgoing = tuple(
-                Outgoing(order.number, me, receiver, units, self._open_store, self._faults)
+                Outgoing(order.number, me, receiver, units, self._open_store, self._faults, self._setup.secret)
                 for receiver, units in by_receiver.items()
             )
             senders = {move.unit: move.sender for move in order.moves if move.receiver == me}
@@ -79,6 +79,7 @@ class AheadLane:
                     listen_host=self._setup.listen_host,
                     faults=self._faults,
                     news=self._news,
+                    secret=self._setup.secret,
                 )
 
     def report(self) -> AheadReport | None:

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
 from morph.contract.errors import PeerLost
+from morph.runtime.ahead.meeting import Meeting
 from morph.runtime.ahead.update import copy_of_update
 from morph.runtime.ahead.wire import CONNECT_TIMEOUT_S, SILENT_S, Frame, close, send_frame
 from morph.runtime.faults import FaultPlan
@@ -24,11 +25,6 @@ log = logging.getLogger(__name__)
 
 MOST_UPDATES_BEHIND = 8
 """So many updates may wait, however large they are."""
-
-
-def address_key(number: int, receiver: str) -> str:
-    """Where in the store a receiver says on which address, and with which secret, it expects its senders."""
-    return f"ahead/{number}/{receiver}"
 
 
 class Outgoing:
@@ -44,6 +40,7 @@ class Outgoing:
         units: Which, in this order.
         open_store: Opens a connection to the rendezvous store.
         faults: Scheduled faults.
+        secret: Of the run.
     """
 
     def __init__(
@@ -54,11 +51,12 @@ class Outgoing:
         units: Sequence[str],
         open_store: Callable[[], Store],
         faults: FaultPlan,
+        secret: str,
     ) -> None:
         self.receiver = receiver
         self._name = f"what {worker} sends ahead to {receiver}"
         self._worker = worker
-        self._key = address_key(number, receiver)
+        self._meeting = Meeting(number, receiver, secret)
         self._open_store = open_store
         self._faults = faults
         self._to_begin = deque(units)
@@ -155,8 +153,8 @@ class Outgoing:
             self.end(f"{self._name} broke off: {type(error).__name__}: {error}")
 
     def _connect(self) -> None:
-        host, port, secret = self._open_store().get(self._key).decode().rsplit(" ", 2)
-        connection = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)
+        told = self._open_store().get(self._meeting.key).decode()
+        connection = socket.create_connection(self._meeting.address(told), CONNECT_TIMEOUT_S)
         connection.settimeout(SILENT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._condition:
@@ -164,7 +162,7 @@ class Outgoing:
             ended = self.error is not None
         if ended:
             close(connection)
-        send_frame(connection, Frame({"kind": "hello", "secret": secret, "worker": self._worker}, {}))
+        send_frame(connection, Frame(self._meeting.hello(told, self._worker), {}))
 
     def _next(self) -> tuple[Frame, int] | None:
         """The next frame, or None at the end; says once that the receiver has everything."""

@@ -1,0 +1,72 @@
+"""What signals mean to a run: SIGINT (Ctrl-C), SIGTERM and SIGHUP (the terminal was closed) end it, saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs: the first signal asks for a stop at the next boundary, by its name.
+
+    A hang-up that was ignored before stays so, as nohup wants it; after one, what would be shown in the terminal that
+    is gone is dropped. Outside the main thread this changes nothing.
+
+    Raises:
+        KeyboardInterrupt: on a second signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = False
+    terminals = [stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream and stream.isatty()]
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        if number == signal.SIGHUP:
+            _let_go(terminals)
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        request_stop(signal.Signals(number).name)
+
+    with _handling(stop):
+        yield
+
+
+@contextmanager
+def deaf_to_signals() -> Iterator[None]:
+    """Let a signal change nothing while everything is ended, which is bounded: half an end would leave processes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _handling(lambda _number, _frame: None):
+        yield
+
+
+def _let_go(terminals: list[int]) -> None:
+    """Write no more to a terminal that is gone: that would be an error, and end the run before it is saved."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for terminal in terminals:
+        os.dup2(nothing, terminal)
+    os.close(nothing)
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in STOPPING if not (number is signal.SIGHUP and ignored)]
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)

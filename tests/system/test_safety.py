@@ -1,0 +1,211 @@
+"""What a run shows to others: where it listens, what it writes, and what is left when its terminal is closed."""
+
+from __future__ import annotations
+
+import base64
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from manager.dashboard.server import read_address
+from manager.journal.journal import FILE_NAME as JOURNAL
+from manager.journal.journal import Journal
+from manager.report.reading import read_report
+from morph.checkpoint.manifest import complete_versions
+from tests.system.commands import ROOT, environment_of_commands, morph
+from tests.system.harness import JOB
+from tests.system.watched import Listening, WatchedMorph, files_below
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+
+MANY_STEPS = 1_000_000
+PRIVATE = ("attach.json", "page.json")
+"""Files of a run directory that hold a secret while the run goes on."""
+STRANGER = """
+import sys
+from ray._raylet import GcsClient
+try:
+    print("came in:", len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=20)), "nodes")
+except Exception as error:
+    print(f"refused: {type(error).__name__}: {error}")
+"""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of one run, while it trained and after its terminal was closed.
+
+    ``environments`` and ``command_lines`` by process id and name; ``ray_files`` are Ray's logs and sessions, ``files``
+    the run directory; ``live_modes`` of the files with secrets.
+    """
+
+    secrets: dict[str, str]
+    all_secrets: tuple[str, ...]
+    listening: frozenset[Listening]
+    environments: dict[str, dict[str, str]]
+    command_lines: dict[str, str]
+    live_modes: dict[str, int]
+    ray_files: dict[str, bytes]
+    files: dict[str, bytes]
+    outputs: dict[str, str]
+    strangers: dict[str, str]
+    code: int
+    run_dir: Path
+
+
+@pytest.fixture(scope="module")
+def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("safety")
+    run_dir, cluster = folder / "run", folder / "cluster.yaml"
+    cluster.write_text("vms: {num_vms: 3}\npolicy: {checkpoint_every_steps: 5}\n", encoding="utf-8")
+    arguments = (
+        *("run", JOB, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir),
+        *("--steps", MANY_STEPS, "--plain"),
+    )
+    with WatchedMorph(folder / "made", *arguments) as command:
+        command.wait_for("the checkpoint of version")
+        family = [process for process in command.family() if process.is_running()]
+        environments = {f"{process.pid} {process.name()}": process.environ() for process in family}
+        ray_directory = Path(next(found["RAY_TMPDIR"] for found in environments.values() if "RAY_TMPDIR" in found))
+        token = ray_directory / "token"
+        live_modes = {path.name: path.stat().st_mode for path in (token, *(run_dir / name for name in PRIVATE))}
+        live_modes["the directory of Ray"] = ray_directory.stat().st_mode
+        address = read_address(run_dir)
+        secrets = {"Ray's token": token.read_text(encoding="ascii"), "the page's token": address.token}
+        command_lines = {f"{process.pid} {process.name()}": "\0".join(process.cmdline()) for process in family}
+        listening = frozenset(command.listening())
+        (head,) = [found.port for found in listening if found.process == "gcs_server"]
+        address_of_head = f"127.0.0.1:{head}"
+        strangers = {
+            "another token": _stranger(address_of_head, RAY_AUTH_TOKEN="f" * 64),
+            "no token": _stranger(address_of_head),
+            "the token": _stranger(address_of_head, RAY_AUTH_TOKEN_PATH=str(token)),
+        }
+        outputs = {
+            "the same command again": morph(*arguments, code=2) + _error_of(*arguments),
+            "status": morph("status", run_dir),
+            "events": morph("events", run_dir),
+            "status as JSON": morph("status", run_dir, "--json"),
+        }
+        morph("report", run_dir, "--price", 1, "--on-demand-price", 3, "-o", run_dir / "report.html")
+        before = command.output.count("the checkpoint of version")
+        worker = next(process for process in family if process.name().startswith("ray::Worker"))
+        worker.kill()
+        command.wait_for("its process is gone")
+        assert before
+        ray_files = {str(path.relative_to(ray_directory)): data for path, data in files_below(ray_directory)}
+        command.close_terminal()
+        code = command.wait_for_end()
+        outputs["the run"] = command.output
+        assert not ray_directory.exists()
+        all_secrets = tuple(command.secrets)
+    files = {str(path.relative_to(run_dir)): data for path, data in files_below(run_dir)}
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
+        files["the journal, line by line"] = "\n".join(entry.payload_json for entry in journal.read()).encode()
+    return Seen(
+        secrets, all_secrets, listening, environments, command_lines, live_modes, ray_files, files, outputs, strangers,
+        code, run_dir,
+    )  # fmt: skip
+
+
+def _stranger(address: str, **token: str) -> str:
+    """What Ray's head node tells a process with this token, or with none."""
+    environment = {**environment_of_commands(), "RAY_AUTH_MODE": "token" if token else "disabled", **token}
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, address], capture_output=True, text=True, timeout=100, env=environment
+    )
+    return done.stdout + done.stderr
+
+
+def _error_of(*arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "morph.cli.main", *map(str, arguments)],
+        cwd=ROOT, env=environment_of_commands(), capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert "is in use by process" in done.stderr
+    return done.stderr
+
+
+def _forms(secret: str) -> Iterator[bytes]:
+    """How a secret may stand in a file: as it is, or in base 64, wherever that begins."""
+    yield secret.encode()
+    for shift in range(3):
+        yield base64.b64encode(b"\0" * shift + secret.encode())[4:-4]
+
+
+def _holds(data: bytes, secret: str) -> bool:
+    return any(form in data for form in _forms(secret))
+
+
+def test_the_search_finds_what_it_looks_for() -> None:
+    for text in (b"x s3cret-of-many-letters y", base64.b64encode(b"ab s3cret-of-many-letters y")):
+        assert _holds(text, "s3cret-of-many-letters")
+    assert not _holds(b"s3cret of many letters", "s3cret-of-many-letters")
+
+
+def test_everything_listens_on_loopback_alone(seen: Seen) -> None:
+    elsewhere = {found for found in seen.listening if found.address not in ("127.0.0.1", "::ffff:127.0.0.1")}
+    assert elsewhere == set()
+    names = {found.process.split("::")[-1] for found in seen.listening}
+    assert {"gcs_server", "raylet"} <= names  # it was looked at the right processes
+
+
+def test_the_secrets_of_the_run_are_known_to_this_test(seen: Seen) -> None:
+    assert set(seen.secrets.values()) <= set(seen.all_secrets)
+    assert len(set(seen.all_secrets)) >= 4  # also the lifelines' and the workers' own
+    assert all(len(secret) >= 32 for secret in seen.all_secrets)
+
+
+def test_no_secret_is_in_the_run_directory(seen: Seen) -> None:
+    assert {"run.json", JOURNAL, "report.html"} <= seen.files.keys()
+    assert any(name.endswith(".safetensors") for name in seen.files)
+    assert [name for name, data in seen.files.items() for secret in seen.all_secrets if _holds(data, secret)] == []
+    assert not any((seen.run_dir / name).exists() for name in PRIVATE)
+
+
+def test_no_secret_is_in_ray_s_logs_and_only_its_token_in_a_file_of_its_own(seen: Seen) -> None:
+    assert any(name.endswith(".log") or name.endswith(".out") for name in seen.ray_files)
+    found = {name for name, data in seen.ray_files.items() for secret in seen.all_secrets if _holds(data, secret)}
+    assert found == {"token"}
+
+
+def test_no_secret_is_in_a_command_line_or_an_environment(seen: Seen) -> None:
+    for name, line in seen.command_lines.items():
+        assert not any(_holds(line.encode(), secret) for secret in seen.all_secrets), name
+    for name, environment in seen.environments.items():
+        held = [key for key, value in environment.items() for one in seen.all_secrets if _holds(value.encode(), one)]
+        assert held == [], name
+
+
+def test_no_secret_is_shown_by_any_command_or_error(seen: Seen) -> None:
+    for name, text in {**seen.outputs, **seen.strangers}.items():
+        assert text, name
+        assert not any(_holds(text.encode(), secret) for secret in seen.all_secrets), name
+
+
+def test_files_with_a_secret_are_their_owner_s_alone(seen: Seen) -> None:
+    directory = seen.live_modes["the directory of Ray"]
+    assert stat.S_IMODE(directory) == 0o700
+    for name in ("token", *PRIVATE):
+        assert stat.S_IMODE(seen.live_modes[name]) == 0o600, name
+
+
+def test_ray_refuses_whoever_has_another_token_or_none(seen: Seen) -> None:
+    assert "came in: 4 nodes" in seen.strangers["the token"]  # the head node and three VMs
+    for kind in ("another token", "no token"):
+        assert "refused" in seen.strangers[kind], kind
+        assert "came in" not in seen.strangers[kind], kind
+
+
+def test_a_closed_terminal_ends_the_run_saved(seen: Seen) -> None:
+    assert seen.code == 130
+    report = read_report(seen.run_dir)
+    assert report.outcome == "stopped"
+    assert complete_versions(str(seen.run_dir / "checkpoints"))[-1] == report.version
+    assert signal.Signals.SIGHUP.name in str(seen.files["the journal, line by line"])

@@ -1,0 +1,172 @@
+"""A command in a terminal of its own, everything of which can be looked at: sockets, environments, files, output."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from tests.system.commands import END_TIMEOUT_S, LINE_TIMEOUT_S, ROOT, environment_of_commands
+
+RECORDED = """
+import secrets, sys
+from pathlib import Path
+
+known = Path(sys.argv[1])
+
+def recorded(make):
+    def made(*arguments):
+        value = make(*arguments)
+        with known.open("a", encoding="ascii") as file:
+            file.write(value + "\\n")
+        return value
+    return made
+
+secrets.token_hex, secrets.token_urlsafe = recorded(secrets.token_hex), recorded(secrets.token_urlsafe)
+sys.argv = ["morph", *sys.argv[2:]]
+from morph.cli.main import main
+main()
+"""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """A socket that takes in whoever comes."""
+
+    address: str
+    port: int
+    process: str
+
+
+class WatchedMorph:
+    """A Morph command with a controlling terminal; the secrets that it makes are written down for the test.
+
+    A context manager after which none of it is left.
+    """
+
+    def __init__(self, secrets_path: Path, *arguments: object) -> None:
+        self._secrets_path = secrets_path
+        self._terminal, inside = pty.openpty()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", RECORDED, str(secrets_path), *map(str, arguments)],
+            cwd=ROOT,
+            env=environment_of_commands(),
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(inside)
+        self._wake, self._woken = os.pipe()[::-1]
+        self._output = b""
+        self._more = threading.Condition()
+        self._ended = False
+        self._family: dict[int, psutil.Process] = {}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> WatchedMorph:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.family():
+            if process.is_running():
+                process.kill()
+        self._process.wait(END_TIMEOUT_S)
+        self.close_terminal()
+
+    @property
+    def output(self) -> str:
+        """Everything it showed so far."""
+        return self._output.decode(errors="replace")
+
+    @property
+    def secrets(self) -> list[str]:
+        """Every secret that the command's own process has made."""
+        return self._secrets_path.read_text(encoding="ascii").split()
+
+    def wait_for(self, part: str, timeout_s: float = LINE_TIMEOUT_S) -> None:
+        """Block until the output holds ``part``."""
+        with self._more:
+            self._more.wait_for(lambda: self._ended or part in self.output, timeout_s)
+        assert part in self.output, self.output
+
+    def family(self) -> list[psutil.Process]:
+        """The command and every process below it that there ever was."""
+        try:
+            top = psutil.Process(self._process.pid)
+            for process in (top, *top.children(recursive=True)):
+                self._family.setdefault(process.pid, process)
+        except psutil.NoSuchProcess:
+            pass
+        return list(self._family.values())
+
+    def listening(self) -> set[Listening]:
+        """Every listening TCP socket and bound UDP socket of its processes."""
+        names = {process.pid: _name(process) for process in self.family()}
+        return {
+            Listening(found.laddr.ip, found.laddr.port, names[found.pid])
+            for found in psutil.net_connections("inet")
+            if found.pid in names and found.laddr and (found.status == psutil.CONN_LISTEN or not found.raddr)
+        }
+
+    def close_terminal(self) -> None:
+        """What happens when the window is closed: SIGHUP to the processes of its session."""
+        if self._reader.is_alive() and self._wake >= 0:
+            os.write(self._wake, b"x")  # a terminal that is read from stays open
+            self._reader.join(END_TIMEOUT_S)
+        for descriptor in (self._terminal, self._wake, self._woken):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._terminal = self._wake = self._woken = -1
+
+    def wait_for_end(self) -> int:
+        """The exit code, once nothing of it is left."""
+        family = self.family()
+        until_s = time.monotonic() + 2 * END_TIMEOUT_S
+        code = self._process.wait(2 * END_TIMEOUT_S)
+        _, alive = psutil.wait_procs(family[1:], timeout=max(0.1, until_s - time.monotonic()))
+        assert alive == [], self.output
+        return code
+
+    def _read(self) -> None:
+        chunk = b"-"
+        while chunk:
+            ready, _, _ = select.select([self._terminal, self._woken], [], [])
+            try:
+                chunk = os.read(self._terminal, 65536) if self._terminal in ready else b""
+            except OSError:  # nobody has the terminal any more
+                chunk = b""
+            with self._more:
+                self._output += chunk
+                self._ended = not chunk
+                self._more.notify_all()
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def files_below(directory: Path) -> Iterator[tuple[Path, bytes]]:
+    """Every file and its bytes."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            yield path, path.read_bytes()
