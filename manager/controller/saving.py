@@ -11,14 +11,20 @@ from manager.controller.stepping import end_if_saved, seal, seal_if_complete
 
 
 def units_written(state: ControllerState, event: UnitsWritten, now_s: float) -> Decision:
-    """Note units that are on storage; with the last one the manifest is written."""
+    """Note units that are on storage; with the last one the manifest is written.
+
+    Only who was told to write a unit is believed: what a worker of an earlier history wrote of the same version may be
+    another state, unless accumulation is exact.
+    """
     pending = state.pending
     if pending is None:
         return said(state, ReasonCode.IGNORED, "no checkpoint is being written")
     new = {
         entry.unit: entry
         for entry in event.written
-        if entry.version == pending.version and entry.unit in pending.writers and entry.unit not in pending.written
+        if entry.version == pending.version
+        and pending.writers.get(entry.unit) == entry.worker == event.worker
+        and entry.unit not in pending.written
     }
     if not new:
         return said(state, ReasonCode.IGNORED, f"nothing of these is awaited for version {pending.version}")

@@ -27,7 +27,8 @@ class CheckpointWriter:
         self._worker = worker
         self._url = url
         self._faults = faults
-        self._queue: queue.Queue[tuple[int, str, Mapping[str, Tensor]]] = queue.Queue()
+        self._queue: queue.Queue[tuple[int, str, Mapping[str, Tensor], int]] = queue.Queue()
+        self._returns: list[int] = []
         self._condition = threading.Condition()
         self._written: list[UnitWritten] = []
         self._error: str | None = None
@@ -41,7 +42,7 @@ class CheckpointWriter:
         """Queue one unit's copy for writing."""
         with self._condition:
             self._waiting.add((version, unit))
-        self._queue.put((version, unit, tensors))
+            self._queue.put((version, unit, tensors, len(self._returns)))
 
     def wake(self) -> None:
         """Let ``collect`` return now: there is other news."""
@@ -63,6 +64,15 @@ class CheckpointWriter:
                 return None
             return {name: tensor.clone() for name, tensor in self._copies[version, unit].items()}
 
+    def forget_after(self, version: int) -> None:
+        """The job went back to this version: what was or will be written of later ones is of a history that is void."""
+        with self._condition:
+            self._returns.append(version)
+            self._waiting = {key for key in self._waiting if key[0] <= version}
+            self._recent = {key: entry for key, entry in self._recent.items() if key[0] <= version}
+            self._copies = {key: copied for key, copied in self._copies.items() if key[0] <= version}
+            self._written = [entry for entry in self._written if entry.version <= version]
+
     def tell_again(self) -> None:
         """Report what was written of the newest versions once more: whoever was told may be gone."""
         with self._condition:
@@ -80,20 +90,30 @@ class CheckpointWriter:
 
     def _run(self) -> None:
         while True:
-            version, unit, tensors = self._queue.get()
+            version, unit, tensors, num_returns = self._queue.get()
+            if self._is_void(version, num_returns):
+                continue
             try:
                 self._faults.reach("checkpoint", version)
                 written = write_unit(self._url, version, unit, self._worker, tensors)
             except Exception as error:  # reported to the manager, which keeps the previous checkpoint
                 with self._condition:
+                    if self._is_void(version, num_returns):
+                        continue
                     self._waiting.discard((version, unit))
                     self._error = f"unit {unit}, version {version}: {type(error).__name__}: {error}"
                     self._condition.notify_all()
                 continue
             with self._condition:
+                if self._is_void(version, num_returns):
+                    continue  # the file stays, and no manifest names it
                 self._waiting.discard((version, unit))
                 self._remember(written, tensors)
                 self._tell_again([written])
+
+    def _is_void(self, version: int, num_returns: int) -> bool:
+        """Whether the job went back to before this version since it was handed over."""
+        return any(version > returned for returned in self._returns[num_returns:])
 
     def _remember(self, written: UnitWritten, tensors: Mapping[str, Tensor]) -> None:
         self._recent[written.version, written.unit] = written

@@ -214,6 +214,7 @@ class Worker:
             self._graveyard.bury(self._generation.groups)
             self._generation = None
         self._ahead.keep(order)
+        self._writer.forget_after(order.version)
         self._roll_forward(self._held, order.version, order.decided)
         for state in self._held.values():
             state.reduced = None  # of a step that was not decided

@@ -131,13 +131,14 @@ class Script:
         return actions
 
     def written(self, version: int, units: Sequence[str] = tuple(UNITS)) -> tuple[Action, ...]:
-        """Units of the pending checkpoint are on storage."""
+        """Units of the pending checkpoint are on storage: each writer tells of its own."""
         assert self.state.pending is not None
-        entries = tuple(
-            UnitWritten(worker="w", version=version, unit=unit, file=file_of(unit), size_bytes=1, sha256="0" * 64)
-            for unit in units
-        )
-        return self.tell(UnitsWritten(worker=self.state.pending.writers[units[0]], written=entries))
+        actions: tuple[Action, ...] = ()
+        writers = self.state.pending.writers
+        for writer in dict.fromkeys(writers[unit] for unit in units):
+            entries = tuple(unit_written(writer, version, unit) for unit in units if writers[unit] == writer)
+            actions = self.tell(UnitsWritten(worker=writer, written=entries))
+        return actions
 
     def saved(self, version: int) -> tuple[Action, ...]:
         """A whole checkpoint gets to storage."""
@@ -148,6 +149,11 @@ class Script:
     def busy(self) -> list[str]:
         """The workers with an order."""
         return [worker for worker in self.state.workers if worker in self.state.awaited]
+
+
+def unit_written(worker: str, version: int, unit: str) -> UnitWritten:
+    """Return what a worker tells of a unit's file."""
+    return UnitWritten(worker=worker, version=version, unit=unit, file=file_of(unit), size_bytes=1, sha256="0" * 64)
 
 
 def receivers(actions: Sequence[Action], kind: type[SendReshape] | type[SendStep] | type[SendCommit]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from controller_script import Script, receivers, script_in
+from controller_script import Script, receivers, script_in, unit_written
 from simulated_job import MANIFEST, PLANS, UNITS
 
 from manager.controller.actions import (
@@ -17,9 +17,11 @@ from manager.controller.events import (
     CheckpointFailed,
     ManifestWritten,
     StopRequested,
+    UnitsWritten,
     WorkerAnswered,
     WorkerLost,
 )
+from manager.controller.reasons import ReasonCode
 from manager.controller.state import Phase
 from manager.controller.stepping import MAX_ATTEMPTS
 
@@ -172,6 +174,20 @@ def test_a_stop_while_nobody_works_ends_at_once(phase: Phase) -> None:
     finish = script_in(phase).tell(StopRequested(reason="interrupted"))[-1]
     assert isinstance(finish, Finish)
     assert finish.outcome == "stopped"
+
+
+def test_only_who_was_told_to_write_a_unit_is_believed_to_have_written_it() -> None:
+    script = script_in(Phase.COMMITTING)
+    script.committed()
+    assert script.state.pending is not None
+    writer = script.state.pending.writers["s0"]
+    for other, author in (("n9", "n9"), ("n9", writer), (writer, "n9")):
+        script.tell(UnitsWritten(worker=other, written=(unit_written(author, 2, "s0"),)))
+        assert script.last is not None
+        assert script.last.reason.code is ReasonCode.IGNORED
+    assert script.state.pending.written == {}
+    script.tell(UnitsWritten(worker=writer, written=(unit_written(writer, 2, "s0"),)))
+    assert set(script.state.pending.written) == {"s0"}
 
 
 def test_a_writer_lost_after_its_commit_has_the_version_committed_again() -> None:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.messages import Heartbeat, UnitWritten
+from morph.runtime import checkpoint_writer
 from morph.runtime.checkpoint_writer import CheckpointWriter
 from morph.runtime.faults import FaultPlan
 
@@ -91,3 +95,41 @@ def test_what_a_worker_wrote_itself_is_still_there_for_it_if_it_is_what_the_mani
     assert writer.copy(3, "s0", digests[2]) is None, "another history wrote that"
     assert writer.copy(1, "s0", digests[1]) is None, "two versions are kept"
     assert writer.copy(3, "s1", digests[3]) is None
+
+
+def test_what_was_written_before_the_job_went_back_is_of_another_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    write = checkpoint_writer.write_unit
+
+    def write_when_allowed(url: str, version: int, unit: str, *more: Any) -> UnitWritten:
+        if unit == "under way":
+            begun.set()
+            assert go_on.wait(WAIT_S)
+        return write(url, version, unit, *more)
+
+    monkeypatch.setattr(checkpoint_writer, "write_unit", write_when_allowed)
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    old, new = {"x": torch.zeros(1)}, {"x": torch.ones(1)}
+    writer.hand_over(20, "s0", old)
+    (kept,) = collect(writer, 1)
+    writer.hand_over(40, "told of", old)
+    (told,) = collect(writer, 1)
+    writer.hand_over(40, "not told of", old)
+    writer.hand_over(40, "under way", old)
+    writer.hand_over(40, "waiting", old)
+    assert begun.wait(WAIT_S)
+    writer.forget_after(20)  # with one write under way, and one behind it
+    names = ("told of", "not told of", "under way", "waiting")
+    assert not any(writer.has(40, unit) for unit in names)
+    assert writer.copy(40, "told of", told.sha256) is None
+    go_on.set()
+    for unit in names:
+        writer.hand_over(40, unit, new)
+    again = collect(writer, 4)
+    assert {entry.unit for entry in again} == set(names)
+    assert len({entry.sha256 for entry in again} | {told.sha256}) == 2  # only of the new history
+    assert writer.copy(20, "s0", kept.sha256) is not None
+    writer.forget_after(40)  # the usual change: nothing is void
+    assert all(writer.has(40, unit) for unit in names)
