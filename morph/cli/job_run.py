@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from morph.cli.kept_command import RunCommand
     from morph.cli.provided import Cloud
     from morph.contract.cluster import ClusterConfig
     from morph.contract.job_file import JobFile
@@ -37,62 +38,68 @@ class JobRun:
     cloud: Cloud | None = None
     job_code: JobCode | None = None
 
+    def files(self, trace: Path | None) -> tuple[Path, ...]:
+        """Every file that it was read from, the trace included; what the code imports is not known."""
+        code = Path(self.code.rpartition(":")[0])
+        more = (self.cloud.path if self.cloud is not None else None, trace)
+        return (code, self.profile_path, self.cluster_path, *(path for path in more if path is not None))
 
-def asked_for(
-    job: str,
-    profile: Path | None,
-    cluster: Path | None,
-    steps: int,
-    run_dir: Path | None,
-    schedule: Schedule,
-    *,
-    recompute: bool,
-    checkpoint_url: str | None = None,
-    given: Collection[str],
-) -> JobRun:
-    """Gather what a command line asks for: options, or a job file instead of them.
+
+def check_given(job: str, given: Collection[str]) -> None:
+    """See that no option stands beside a job file that has it.
 
     Args:
         job: path/to/file.py:name, or a job file.
-        profile: See ``morph run``; like the others up to ``recompute`` not used with a job file.
-        cluster: The same.
-        steps: The same.
-        run_dir: The same.
-        schedule: The same.
-        recompute: The same.
-        checkpoint_url: The same.
         given: Names of the parameters that the user gave.
 
     Raises:
-        InputError: a file is wrong, an option is missing, or one is given beside a job file.
+        ConfigError: one does.
+    """
+    from morph.contract.errors import ConfigError
+
+    if not job.endswith((".yaml", ".yml")):
+        return
+    for name in IN_THE_FILE:
+        if name in given:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError("stands in the job file", field=option, allowed=f"without it, as {job} says")
+
+
+def asked_for(command: RunCommand, run_dir: Path | None) -> JobRun:
+    """Gather what a run is asked for: by options, or in a job file instead of them.
+
+    Args:
+        command: What ``morph run`` was given.
+        run_dir: Instead of the job's own.
+
+    Raises:
+        InputError: a file is wrong, or an option is missing.
     """
     from morph.cli.cluster_file import load_cluster, load_job_file
     from morph.contract.errors import ConfigError
     from morph.contract.profile import load_profile
 
-    if job.endswith((".yaml", ".yml")):
-        for name in IN_THE_FILE:
-            if name in given:
-                option = "--" + name.replace("_", "-")
-                raise ConfigError("stands in the job file", field=option, allowed=f"without it, as {job} says")
-        return resolve(Path(job), load_job_file(Path(job)))
-    if profile is None or cluster is None:
-        missing = "--profile" if profile is None else "--cluster"
+    if command.is_job_file:
+        path = Path(command.job)
+        run = resolve(path, load_job_file(path))
+        return run if run_dir is None else replace(run, run_dir=run_dir)
+    if command.profile is None or command.cluster is None:
+        missing = "--profile" if command.profile is None else "--cluster"
         raise ConfigError("is not given", field=missing, allowed="a file, or a job file (YAML) instead of JOB")
-    measured = load_profile(profile)
+    measured = load_profile(command.profile)
     run = JobRun(
-        code=job,
-        profile_path=profile,
+        code=command.job,
+        profile_path=command.profile,
         profile=measured,
-        cluster_path=cluster,
-        cluster=load_cluster(cluster),
-        steps=steps,
+        cluster_path=command.cluster,
+        cluster=load_cluster(command.cluster),
+        steps=command.steps,
         run_dir=run_dir or Path("runs") / measured.job.name,
-        schedule=schedule,
-        recompute=recompute,
-        checkpoint_url=_absolute_url(checkpoint_url, Path()),
+        schedule=command.schedule,
+        recompute=command.recompute,
+        checkpoint_url=_absolute_url(command.checkpoint_url, Path()),
     )
-    return _with_cloud(run, str(cluster), "--checkpoint-url")
+    return _with_cloud(run, str(command.cluster), "--checkpoint-url")
 
 
 def resolve(path: Path, file: JobFile) -> JobRun:

@@ -22,6 +22,7 @@ from morph.cli.plan import plan_command
 from morph.cli.profile import profile_app
 from morph.cli.rehearse import rehearse_command
 from morph.cli.report import report_command
+from morph.cli.resume import resume_command
 from morph.cli.run import run_command
 from morph.cli.simulate import simulate_command
 from morph.cli.status import status_command
@@ -74,6 +75,7 @@ app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
 app.command("rehearse")(rehearse_command)
 app.command("run")(run_command)
+app.command("resume")(resume_command)
 app.command("status")(status_command)
 app.add_typer(config_app, name="config")
 app.command("events")(events_command)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from enum import StrEnum
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
-from morph.cli.errors import EXIT_INTERRUPTED, places
+from morph.cli.carry_out import LogFormat, LogFormatOption, PageOption, PlainOption, Shown, carry_out
 from morph.cli.plan import ScheduleName
-from morph.cli.report import OnDemandOption, PriceOption, prices_of
+from morph.cli.report import OnDemandOption, PriceOption
 
 if TYPE_CHECKING:
     from manager.controller.actions import Finish
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from manager.report.prices import Prices
     from manager.report.values import RunReport
     from manager.run_dir import RunDir
-    from morph.cli.job_run import JobRun
     from morph.cli.provided import Cloud
     from morph.contract.base import Value
     from morph.contract.cluster import ClusterConfig
@@ -42,13 +40,6 @@ class View(Protocol):
 
     def __call__(self, version: int, *, takes_over: bool) -> AbstractContextManager[Observer]:
         """Show it while the block runs; yields the driver's observer."""
-
-
-class LogFormat(StrEnum):
-    """How a run is told while it goes on."""
-
-    TEXT = "text"
-    JSON = "json"
 
 
 def run_command(
@@ -82,13 +73,9 @@ def run_command(
     no_recompute: Annotated[
         bool, typer.Option("--no-recompute", help="Keep activations instead of running forwards again: more memory.")
     ] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Plain lines even in a terminal.")] = False,
-    log_format: Annotated[
-        LogFormat, typer.Option("--log-format", help="text, or one JSON object a line on standard output.")
-    ] = LogFormat.TEXT,
-    page: Annotated[
-        bool, typer.Option("--page/--no-page", help="Serve the run's page on loopback; `morph page` gives its address.")
-    ] = True,
+    plain: PlainOption = False,
+    log_format: LogFormatOption = LogFormat.TEXT,
+    page: PageOption = True,
     price: PriceOption = None,
     on_demand_price: OnDemandOption = None,
 ) -> None:
@@ -103,87 +90,33 @@ def run_command(
           --cluster configs/clusters/local.yaml --steps 200 --run-dir runs/tiny
       morph run configs/runs/tiny_gpt.yaml
     """
-    from manager.preparation import from_its_first_event
-    from morph.cli.checks import check_device
-    from morph.cli.job_run import asked_for
-    from morph.cli.provided import check_address
-    from morph.contract.errors import ConfigError, TrainingStopped
-    from morph.contract.trace import load_trace
+    from morph.cli.job_run import check_given
+    from morph.cli.kept_command import RunCommand
+    from morph.contract.errors import ConfigError
 
-    asked = asked_for(
-        job,
-        profile,
-        cluster,
-        steps,
-        run_dir,
-        schedule.value,
-        recompute=not no_recompute,
+    check_given(job, _given(context))
+    for option, value, allowed in (
+        ("--trace-speed", trace_speed, "0.001 or more"),
+        ("--price", price, "0 or more"),
+        ("--on-demand-price", on_demand_price, "0 or more"),
+    ):
+        if value is not None and not math.isfinite(value):
+            raise ConfigError("is not a number", field=option, value=value, allowed=allowed)
+    command = RunCommand(
+        job=job,
+        profile=profile,
+        cluster=cluster,
+        steps=steps,
         checkpoint_url=checkpoint_url,
-        given=_given(context),
+        trace=trace,
+        trace_speed=trace_speed,
+        schedule=schedule.value,
+        timeline_step=timeline_step,
+        recompute=not no_recompute,
+        price=price,
+        on_demand_price=on_demand_price,
     )
-    steps, known, described = asked.steps, asked.profile, asked.cluster
-    if timeline_step is not None and timeline_step >= steps:
-        raise ConfigError("is never run", field="--timeline-step", value=timeline_step, allowed=f"0 to {steps - 1}")
-    if not math.isfinite(trace_speed):
-        raise ConfigError("is not a number", field="--trace-speed", value=trace_speed, allowed="0.001 or more")
-    prices = prices_of(
-        _price(asked) if price is None else price,
-        described.vms.on_demand_usd_per_h if on_demand_price is None else on_demand_price,
-    )
-    events = from_its_first_event(load_trace(trace)).scaled(1 / trace_speed) if trace else None
-    check_device(described, str(asked.cluster_path))
-    if asked.cloud is not None:
-        check_address(asked.cloud.vms, str(asked.cluster_path))
-    if events is not None and described.vms.keep is not None:
-        raise ConfigError(
-            "a trace decides itself which VMs come and go",
-            source=str(asked.cluster_path),
-            field="vms.keep",
-            value=described.vms.keep,
-            allowed="vms.keep or --trace, not both",
-        )
-    where = {
-        "memory_bytes": (str(asked.cluster_path), "vms.memory_bytes"),
-        "micro_batch_size": (str(asked.profile_path), "job.micro_batch_size"),
-    }
-    directory = asked.run_dir
-    try:
-        with places(where):
-            finish, report = managed_run(
-                asked.code,
-                known,
-                described,
-                events,
-                steps=steps,
-                run_dir=directory,
-                plain=plain,
-                recompute=asked.recompute,
-                schedule=asked.schedule,
-                timeline_step=timeline_step,
-                as_json=log_format is LogFormat.JSON,
-                prices=prices,
-                page=page,
-                checkpoint_url=asked.checkpoint_url,
-                cloud=asked.cloud,
-                job_code=asked.job_code,
-            )
-    except KeyboardInterrupt:
-        print("the same command goes on from the newest checkpoint", file=sys.stderr)
-        raise
-    with redirect_stdout(sys.stderr if log_format is LogFormat.JSON else sys.stdout):
-        _conclude(finish, report, directory)
-        if timeline_step is not None:
-            _write_timeline(directory, timeline_step)
-    if finish.outcome == "failed":
-        raise TrainingStopped(finish.sentence)
-    raise typer.Exit(EXIT_INTERRUPTED if finish.outcome == "stopped" else 0)
-
-
-def _price(asked: JobRun) -> float | None:
-    if asked.cloud is None:
-        return asked.cluster.vms.usd_per_h
-    price = asked.cloud.price()
-    return price.usd_per_h if price is not None else None
+    carry_out(command, run_dir, Shown(plain, log_format, page))
 
 
 def _given(context: typer.Context) -> set[str]:
@@ -212,8 +145,11 @@ def managed_run(
     checkpoint_url: str | None = None,
     cloud: Cloud | None = None,
     job_code: JobCode | None = None,
+    keep: Callable[[Path], None] = lambda _: None,
 ) -> tuple[Finish, RunReport]:
     """Check everything, then run a job on its VMs to its end, showing it live; returns the end and the report.
+
+    ``keep`` is given the run directory once it is known that the run begins.
 
     Raises:
         InputError: before anything is started or written.
@@ -289,6 +225,7 @@ def managed_run(
             checkpoint = newest_checkpoint(opened.checkpoint_url)
             version = checkpoint.version if checkpoint else 0
             _check_steps(steps, version, run_dir)
+            keep(opened.path)
             config = configure(checkpoint)
             if cloud is not None:
                 name = name.model_copy(update={"num_starts": name.num_starts + 1})
@@ -336,32 +273,6 @@ def _asked_for(job_path: str, config: ControllerConfig, cluster: ClusterConfig, 
         "--timeline-step": str(config.timeline_step),
         "the plans": digest(config),
     }
-
-
-def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:
-    from manager.report.summary import summarise
-    from morph.cli.run_picture import draw_run
-
-    print(summarise(report))
-    if report.steps:
-        picture = run_dir / "run.png"
-        draw_run(report, picture)
-        print(f"picture: {picture}")
-    if finish.outcome == "stopped":
-        print(f"stopped; the same command goes on from version {report.checkpoint_version or 0}")
-
-
-def _write_timeline(run_dir: Path, step: int) -> None:
-    from manager.report.timelines import read_timelines
-    from morph.runtime.timeline import write_trace
-
-    timelines = read_timelines(run_dir).get(step)
-    if timelines is None:
-        print(f"step {step} was not run, so that it has no timeline")
-        return
-    path = run_dir / f"timeline-{step}.json"
-    write_trace(timelines, path)
-    print(f"timeline: {path}")
 
 
 def _check_steps(steps: int, version: int, run_dir: Path) -> None:

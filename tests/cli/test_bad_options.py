@@ -16,6 +16,7 @@ HEADER = "time_s,event,node_id\n"
         ("--steps", "nan", "--steps: Input should be a valid integer"),
         ("--trace-speed", "0", "--trace-speed: Input should be greater than or equal to 0.001 (got '0')"),
         ("--trace-speed", "nan", "--trace-speed: Input should be greater than or equal to 0.001 (got 'nan')"),
+        ("--price", "inf", "--price: is not a number (got inf); allowed: 0 or more"),
         ("--trace-speed", "inf", "--trace-speed: is not a number (got inf); allowed: 0.001 or more"),
     ],
 )

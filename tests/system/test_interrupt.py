@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,10 @@ class Run:
             *("--steps", self._steps, "--run-dir", self.directory),
         )
 
+    def resume(self) -> RunningMorph:
+        """``morph resume`` of it."""
+        return RunningMorph("resume", self.directory)
+
     def newest(self) -> int:
         """Version of the newest checkpoint, every byte of which is checked."""
         url = str(self.directory / "checkpoints")
@@ -56,9 +61,12 @@ class Run:
         manifest = read_manifest(str(self.directory / "checkpoints"), self.newest())
         return {entry.unit: entry.sha256 for entry in manifest.units}
 
-    def finish_from(self, version: int) -> None:
-        """Give the same command again; checks that it goes on from ``version`` and reaches the last step."""
-        with self.start() as again:
+    def finish_from(self, version: int, command: Callable[[], RunningMorph] | None = None) -> None:
+        """Give the same command again; checks that it goes on from ``version`` and reaches the last step.
+
+        ``command``: another one instead.
+        """
+        with (command or self.start)() as again:
             assert again.wait_for_line("finished") is not None
             assert again.wait_for_end() == 0, again.output
         report = read_report(self.directory)
@@ -74,7 +82,7 @@ def run(calibrated: Path, tmp_path: Path) -> Run:
     return Run(tmp_path, calibrated, STEPS)
 
 
-def test_ctrl_c_saves_ends_everything_and_the_same_command_goes_on_to_the_same_weights(
+def test_ctrl_c_saves_ends_everything_and_morph_resume_goes_on_to_the_same_weights(
     run: Run, reference: dict[str, str]
 ) -> None:
     with run.start() as command:
@@ -88,7 +96,7 @@ def test_ctrl_c_saves_ends_everything_and_the_same_command_goes_on_to_the_same_w
         assert f"stopped; the same command goes on from version {version}" in command.output
         assert "Traceback" not in command.output
     assert read_report(run.directory).version == version  # nothing that was decided is lost
-    run.finish_from(version)
+    run.finish_from(version, run.resume)
     assert run.digests() == reference
 
 
@@ -105,18 +113,19 @@ def test_a_killed_manager_without_patience_takes_all_along_and_the_same_command_
     assert run.digests() == reference
 
 
-def test_the_same_command_takes_over_from_a_killed_one_and_loses_nothing(
-    calibrated: Path, tmp_path: Path, reference: dict[str, str]
+@pytest.mark.parametrize("again", [Run.start, Run.resume], ids=["the same command", "morph resume"])
+def test_another_command_takes_over_from_a_killed_one_and_loses_nothing(
+    again: Callable[[Run], RunningMorph], calibrated: Path, tmp_path: Path, reference: dict[str, str]
 ) -> None:
     run = Run(tmp_path, calibrated, STEPS, patience_s=60.0)
     with run.start() as command:
         command.wait_for_line("the checkpoint of version")
         command.kill()
-        with run.start() as again:
-            assert "2 VMs of this run live: going on with them" in again.wait_for_line("of this run live")
-            assert "2 workers live" in again.wait_for_line("a new manager took over")
-            again.wait_for_line("finished")
-            assert again.wait_for_exit() == 0, again.output
+        with again(run) as other:
+            assert "2 VMs of this run live: going on with them" in other.wait_for_line("of this run live")
+            assert "2 workers live" in other.wait_for_line("a new manager took over")
+            other.wait_for_line("finished")
+            assert other.wait_for_exit() == 0, other.output
         assert command.wait_for_end() == -signal.SIGKILL  # and nothing of it is left
     report = read_report(run.directory)
     assert (report.outcome, report.version, report.num_sessions) == ("finished", STEPS, 1)

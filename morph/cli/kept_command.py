@@ -1,0 +1,112 @@
+"""What a run was asked with, kept in its directory (``command.json``), so that it can be gone on with by that alone."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+from pydantic import Field
+
+from morph.contract.base import Value, read_json
+from morph.contract.errors import ConfigError, RunDirError
+from morph.contract.plan import Schedule
+
+FILE_NAME = "command.json"
+
+
+class RunCommand(Value):
+    """The options of ``morph run`` that decide what is run, by their names there. None: not given."""
+
+    job: str = Field(description="path/to/file.py:name, or a job file")
+    profile: Path | None = None
+    cluster: Path | None = None
+    steps: int = Field(ge=1)
+    checkpoint_url: str | None = None
+    trace: Path | None = None
+    trace_speed: float = Field(default=1.0, gt=0)
+    schedule: Schedule = "varuna"
+    timeline_step: int | None = Field(default=None, ge=0)
+    recompute: bool = True
+    price: float | None = Field(default=None, ge=0)
+    on_demand_price: float | None = Field(default=None, ge=0)
+
+    @property
+    def is_job_file(self) -> bool:
+        """Whether ``job`` is a job file, which has options instead of the command line."""
+        return self.job.endswith((".yaml", ".yml"))
+
+    def absolute(self) -> RunCommand:
+        """The same from any working directory."""
+        code, colon, name = (self.job, "", "") if self.is_job_file else self.job.rpartition(":")
+        paths = {"profile": self.profile, "cluster": self.cluster, "trace": self.trace}
+        resolved: dict[str, object] = {field: path.resolve() for field, path in paths.items() if path is not None}
+        url = self.checkpoint_url
+        if url is not None and "://" not in url:
+            resolved["checkpoint_url"] = str(Path(url).resolve())
+        return self.model_copy(update={"job": f"{Path(code).resolve()}{colon}{name}", **resolved})
+
+
+class KeptCommand(Value):
+    """``inputs``: sha256 of each file that the command reads, by its absolute path."""
+
+    schema_version: int = Field(default=1, ge=1, le=1)
+    command: RunCommand
+    inputs: dict[Path, str]
+
+
+def keep_command(run_dir: Path, command: RunCommand, files: tuple[Path, ...]) -> None:
+    """Write down what a run was asked with, whole or not at all; in place of what was there.
+
+    Args:
+        run_dir: The run's directory, held by the caller.
+        command: As given; paths are made absolute.
+        files: Everything that it reads.
+
+    Raises:
+        RunDirError: it cannot be written.
+    """
+    inputs = {path.resolve(): _digest(path) for path in files}
+    kept = KeptCommand(command=command.absolute(), inputs=inputs)
+    temporary = run_dir / f"{FILE_NAME}.tmp"
+    try:
+        temporary.write_text(kept.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        temporary.replace(run_dir / FILE_NAME)
+    except OSError as error:
+        raise RunDirError(f"is not writable: {error.strerror}", source=str(run_dir)) from error
+
+
+def kept_command(run_dir: Path) -> RunCommand:
+    """Read what a run was asked with, and see that what it reads is as it was.
+
+    Raises:
+        RunDirError: there is nothing, or it cannot be read.
+        ConfigError: a file is gone, or was changed.
+    """
+    path = run_dir / FILE_NAME
+    if not path.exists():
+        raise RunDirError(
+            f"has no {FILE_NAME}, so that what it was started with is not known",
+            source=str(run_dir),
+            allowed="the morph run command that it was started with",
+        )
+    kept = read_json(path, KeptCommand, RunDirError)
+    for file, digest in kept.inputs.items():
+        try:
+            same = _digest(file) == digest
+        except OSError as error:
+            raise ConfigError(
+                f"cannot be read any more: {error.strerror}",
+                source=str(file),
+                allowed=f"the file that {run_dir} was started with; for another one: morph run --run-dir",
+            ) from error
+        if not same:
+            raise ConfigError(
+                "was changed since the run was started",
+                source=str(file),
+                allowed=f"as it was; to go on in {run_dir} with the changed one: the morph run command again",
+            )
+    return kept.command
+
+
+def _digest(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,116 @@
+"""``morph resume``: what a run was asked with is kept in its directory, and refused once it is not what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from manager.run_dir import RunDir, RunFacts
+from morph.cli.kept_command import FILE_NAME, RunCommand, keep_command, kept_command
+from morph.cli.main import app
+from morph.contract.errors import InputError, RunDirError
+
+FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=2)
+
+
+class Kept:
+    """A folder with the files of a run, and its run directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir, self.files = folder / "run", []
+        for name in ("job.py", "profile.json", "cluster.yaml", "trace.csv"):
+            self.files.append(folder / name)
+            self.files[-1].write_text(name, encoding="utf-8")
+        with RunDir(self.run_dir, FACTS):
+            pass
+
+    def keep(self, **fields: object) -> None:
+        options = {
+            "job": "job.py:job",
+            "profile": "profile.json",
+            "cluster": "cluster.yaml",
+            "trace": "trace.csv",
+            "steps": 9,
+            "checkpoint_url": "saved",
+            "trace_speed": 2.0,
+            "recompute": False,
+        }
+        command = RunCommand.model_validate({**options, **fields})
+        keep_command(self.run_dir, command, tuple(Path(file.name) for file in self.files))
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
+    monkeypatch.chdir(tmp_path)
+    return Kept(tmp_path)
+
+
+def test_a_command_is_read_back_from_anywhere(kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = kept.run_dir.parent
+    kept.keep()
+    with pytest.MonkeyPatch.context() as elsewhere:
+        elsewhere.chdir(tmp_path_factory.mktemp("elsewhere"))
+        command = kept_command(kept.run_dir)
+    assert command == RunCommand(
+        job=f"{folder}/job.py:job",
+        profile=folder / "profile.json",
+        cluster=folder / "cluster.yaml",
+        trace=folder / "trace.csv",
+        steps=9,
+        checkpoint_url=str(folder / "saved"),
+        trace_speed=2.0,
+        recompute=False,
+    )
+
+
+def test_a_job_file_is_kept_as_one(kept: Kept) -> None:
+    kept.keep(job="cluster.yaml", profile=None, cluster=None)
+    assert kept_command(kept.run_dir).job == str(kept.run_dir.parent / "cluster.yaml")
+
+
+def test_a_url_is_kept_as_it_is(kept: Kept) -> None:
+    kept.keep(checkpoint_url="az://models/tiny")
+    assert kept_command(kept.run_dir).checkpoint_url == "az://models/tiny"
+
+
+def test_the_last_command_counts(kept: Kept) -> None:
+    kept.keep()
+    kept.keep(steps=12)
+    assert kept_command(kept.run_dir).steps == 12
+    assert not list(kept.run_dir.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_file_that_was_changed_or_is_gone_is_named(kept: Kept, number: int) -> None:
+    kept.keep()
+    file = kept.files[number]
+    file.write_text("another", encoding="utf-8")
+    with pytest.raises(InputError, match=rf"{file.name}: was changed since the run was started; allowed: as it was"):
+        kept_command(kept.run_dir)
+    file.unlink()
+    with pytest.raises(InputError, match=rf"{file.name}: cannot be read any more: No such file"):
+        kept_command(kept.run_dir)
+
+
+def test_a_run_of_which_nothing_was_kept_is_gone_on_with_by_its_command(kept: Kept) -> None:
+    with pytest.raises(RunDirError, match=r"command\.json.*allowed: the morph run command"):
+        kept_command(kept.run_dir)
+
+
+@pytest.mark.parametrize("text", ["{", '{"command": {"job": "a.py:b", "steps": 0}, "inputs": {}}'])
+def test_a_file_that_is_broken_is_refused(kept: Kept, text: str) -> None:
+    (kept.run_dir / FILE_NAME).write_text(text, encoding="utf-8")
+    with pytest.raises(RunDirError, match=r"command\.json"):
+        kept_command(kept.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("nowhere", "there is no such run directory"), (".", "is not a run directory")]
+)
+def test_what_is_no_run_is_refused_in_one_line(kept: Kept, name: str, problem: str) -> None:
+    result = CliRunner().invoke(app, ["resume", str(kept.run_dir.parent / name)], prog_name="morph")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert problem in line
