@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manager.controller.actions import Action, ReleaseNodes, RequestId, RequestNodes
 from manager.controller.changes import changed, followed, said, wake_by
+from manager.controller.config import ControllerConfig
 from manager.controller.events import NodeAppeared, NodesGranted, NoticeGiven, RequestRefused, WorkerLost
 from manager.controller.nodes import NodeState
 from manager.controller.reasons import ReasonCode
@@ -15,9 +16,9 @@ COUNTED = (NodeState.WARMING, NodeState.READY, NodeState.SUSPECT)
 ENDING = (Phase.COMMITTING, Phase.SEALING, Phase.ENDED)
 
 
-def request_name(job: str, number: int) -> RequestId:
+def request_name(config: ControllerConfig, number: int) -> RequestId:
     """Return the name of a run's request, numbered from 1."""
-    return f"{job}-{number}"
+    return f"{config.requests or config.job}-{number}"
 
 
 def asked(decision: Decision, now_s: float) -> Decision:
@@ -32,7 +33,7 @@ def asked(decision: Decision, now_s: float) -> Decision:
         return decision
     if state.ask_at_s is not None and now_s < state.ask_at_s:
         return decision.model_copy(update={"state": wake_by(state, state.ask_at_s)})
-    name = request_name(state.config.requests or state.config.job, state.num_requests + 1)
+    name = request_name(state.config, state.num_requests + 1)
     state = with_request(state, name, NodeRequest(count=missing, asked_s=now_s))
     state = changed(state, num_requests=state.num_requests + 1)
     state = wake_by(state, now_s + state.config.policy.rules.requests.answer_s)

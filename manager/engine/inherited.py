@@ -31,7 +31,7 @@ def inherited(state: ControllerState, up: Collection[str]) -> Inherited:
     """
     if not state.config.target_nodes:
         return Inherited()
-    names = [request_name(state.config.job, number + 1) for number in range(state.num_requests)]
+    names = [request_name(state.config, number + 1) for number in range(state.num_requests)]
     request_of = {request_part(name): name for name in names}
     awaited = [node for request in state.requests.values() for node in request.granted]
     unanswered = {name for name, request in state.requests.items() if request.count}
