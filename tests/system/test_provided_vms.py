@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from manager.notices.agent import Agent
+from manager.notices.source import Standing
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from tests.system.commands import RunningMorph, morph
@@ -19,6 +22,7 @@ from tests.system.hosts import Hosts
 pytestmark = [pytest.mark.system, pytest.mark.timeout(280)]
 
 STEPS = 40
+LONG_STEPS = 160
 NUM_SECTIONS = 6
 TOO_SMALL_ALONE_BYTES = 700_000
 
@@ -37,14 +41,21 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return uninterrupted(STEPS, tmp_path_factory.mktemp("undisturbed"), NUM_SECTIONS)
 
 
-def job_file(directory: Path, hosts: Hosts, profile: Path, memory_bytes: int = 2_000_000_000) -> Path:
+def job_file(
+    directory: Path,
+    hosts: Hosts,
+    profile: Path,
+    memory_bytes: int = 2_000_000_000,
+    steps: int = STEPS,
+    takeover_patience_s: float = 60,
+) -> Path:
     """The tiny job in a folder of its own, with a neighbour that it imports: the VMs must get both."""
     (directory / "code").mkdir()
     shutil.copy(Path(__file__).resolve().parents[2] / "configs/jobs/tiny_gpt.py", directory / "code" / "neighbour.py")
     code = "from neighbour import CountingText, TinyGPT, job, loss, optimizer\n"
     (directory / "code" / "train.py").write_text(code, encoding="utf-8")
     described = {
-        "job": {"code": "code/train.py:job", "profile": str(profile), "steps": STEPS, "run_dir": "run"},
+        "job": {"code": "code/train.py:job", "profile": str(profile), "steps": steps, "run_dir": "run"},
         "vms": {
             "kind": "static",
             "cloud": str(hosts.file),
@@ -55,7 +66,7 @@ def job_file(directory: Path, hosts: Hosts, profile: Path, memory_bytes: int = 2
             "shared_storage": True,
             "environment": {"python": sys.executable, "files": ["neighbour.py"]},
         },
-        "policy": {"checkpoint_every_steps": 10},
+        "policy": {"checkpoint_every_steps": 10, "takeover_patience_s": takeover_patience_s},
     }
     path = directory / "job.yaml"
     path.write_text(json.dumps(described), encoding="utf-8")  # JSON is YAML
@@ -122,3 +133,69 @@ def test_ctrl_c_gives_every_host_back(hosts: Hosts, calibrated: Path, tmp_path: 
         assert run.wait_for_end() == 130, run.output
     assert hosts.wait_until_empty() == []
     assert hosts.nodes() == {}
+
+
+class OneNotice:
+    """A metadata service with a notice that stands; it knows when it was acknowledged."""
+
+    name = "test"
+
+    def __init__(self) -> None:
+        self.acknowledged = threading.Event()
+
+    def standing(self) -> tuple[Standing, ...]:
+        return (Standing(notice="preempt-1", lead_s=60.0),)
+
+    def acknowledge(self, notice: str) -> None:
+        assert notice == "preempt-1"
+        self.acknowledged.set()
+
+
+def test_a_noticed_host_is_left_out_and_let_go_and_no_step_is_lost(
+    hosts: Hosts, calibrated: Path, tmp_path: Path
+) -> None:
+    path = job_file(tmp_path, hosts, calibrated, steps=LONG_STEPS)
+    with RunningMorph("run", path, "--plain", "--no-page") as run:
+        run.wait_for_line("the checkpoint of version 10")
+        node = sorted(hosts.note())[0]
+        secret = next(hosts.directory.glob(f"h*/.morph/nodes/{node}/node-secret")).read_text().strip()
+        port = json.loads((tmp_path / "run" / "attach.json").read_text())["notice_port"]
+        notice = OneNotice()
+        agent = Agent(("127.0.0.2", port), node, secret, [notice], lonely_s=600, end=lambda: None, every_s=0.1)
+        thread = threading.Thread(target=agent.run)
+        thread.start()
+        try:
+            assert f"{node} will be taken in" in run.wait_for_line("will be taken in")
+            assert f"nothing of value is left on {node}" in run.wait_for_line("nothing of value is left")
+            assert notice.acknowledged.wait(20), run.output
+        finally:
+            agent.close()
+            thread.join(20)
+        hosts.kill(node)  # what a cloud does then
+        run.wait_for_line(f"all {LONG_STEPS} steps are committed")
+        hosts.note()
+        assert run.wait_for_end() == 0, run.output
+    report = read_report(tmp_path / "run")
+    assert (report.version, sum(step.redone_later for step in report.steps)) == (LONG_STEPS, 0)
+    assert [morph.planned for morph in report.morphs[:1]] == [True]
+    assert digests(tmp_path / "run") == uninterrupted(LONG_STEPS, tmp_path / "undisturbed", NUM_SECTIONS)
+    assert hosts.wait_until_empty() == []
+
+
+def test_a_run_that_begins_anew_takes_back_the_hosts_of_a_manager_that_was_given_up(
+    hosts: Hosts, calibrated: Path, tmp_path: Path, weights: dict[str, str]
+) -> None:
+    path = job_file(tmp_path, hosts, calibrated, takeover_patience_s=0)
+    with RunningMorph("run", path, "--plain", "--no-page") as first:
+        first.wait_for_line("the checkpoint of version 10")
+        before = hosts.note()
+        first.kill()
+        first.wait_for_exit()
+        with RunningMorph("run", path, "--plain", "--no-page") as second:
+            second.wait_for_line("going on from its newest checkpoint")
+            second.wait_for_line("generation 1 is formed")
+            assert not set(hosts.note()) & set(before)
+            assert second.wait_for_end() == 0, second.output
+    check_end(hosts, tmp_path / "run", weights)
+    named = json.loads((tmp_path / "run" / "vms.json").read_text())
+    assert named["num_starts"] == 2
