@@ -14,33 +14,25 @@ from manager.controller.state import ControllerState, Phase, initial_state
 from manager.engine.attachment import Found, NothingLives, forget_attachment, write_attachment
 from manager.engine.driver import Driver, Observed, Observer
 from manager.engine.inbox import Inbox
-from manager.engine.inherited import Inherited, inherited
-from manager.engine.joiner import Joiner
-from manager.engine.machines import Machines, Opening, OpenMachines, Provided, open_ray
-from manager.engine.provided import Providing, open_provided
-from manager.engine.provisioning import Provisioning
-from manager.engine.ray_environment import adopt, prepare
+from manager.engine.machines import Machines, Opening, OpenMachines
+from manager.engine.provided import Providing
 from manager.engine.signals import deaf_to_signals, stopping_on_signals
 from manager.engine.silence import heartbeat_wait_s
 from manager.engine.spending import Spending
 from manager.engine.take_over import take_over
 from manager.engine.vm_fleet import VmFleet
 from manager.engine.vm_player import VmPlayer
+from manager.engine.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
 from manager.journal.journal import Journal
-from manager.journal.records import Fact
-from manager.providers.local import LocalProvider
 from manager.report.reading import node_seconds
 from manager.run_dir import RunDir
-from morph.contract.cluster import ClusterConfig, LocalVms
+from morph.contract.cluster import ClusterConfig
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.errors import ClusterError
 from morph.contract.messages import Fault, JobCode, SlowSpell, WorkerSetup
 from morph.contract.trace import Trace
 
 STEPS_AFTER_TRACE = 3
-MAX_LOCAL_VMS = 64
-PROVIDER_LOOK_S = 60.0
-PROVIDER_CLOSE_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -97,9 +89,9 @@ def run_session(
     inbox = Inbox()
     ending = ExitStack()  # closes what was opened, in reverse
     try:
-        open_machines = spec.machines or _way_to_open(spec, found)
+        open_machines = spec.machines or machines_of(spec.cluster.vms, spec.providing, found)
         journal = ending.enter_context(Journal.open(run_dir.journal_path))
-        ending.callback(_write_last_facts, inbox, journal)
+        ending.callback(write_last_facts, inbox, journal)
         ending.callback(forget_attachment, run_dir)
         policy = spec.config.policy
         opening = Opening(
@@ -114,7 +106,13 @@ def run_session(
         player = VmPlayer(machines.vms, spec.trace, inbox, found.moment if found else None)
         ending.callback(player.close)
         observers = [lambda observed: _run_clock(observed, player, patient=spec.patient_trace), observer]
-        provisioning = _provisioning(spec, machines, player.fleet, inbox, ending, run_dir, found)
+        provisioning = None
+        if spec.config.target_nodes:
+            limits = spec.cluster.vms.limits
+            before_s = node_seconds(run_dir.path, lives_on=found is not None) if limits.budget_usd is not None else 0.0
+            spending = Spending(limits, before_s=before_s)
+            provisioning = provisioning_of(spec.cluster.vms, machines, player.fleet, inbox, spending, found)
+            ending.callback(provisioning.close)
         driver = Driver(
             found.state if found else initial_state(spec.config),
             inbox,
@@ -139,76 +137,14 @@ def run_session(
             machines.vms.settle()
             player.start()
             if machines.provided is not None and provisioning is not None:
-                _watch_joining(machines.provided, provisioning, inbox, ending, found, driver.state)
+                appeared = found.appeared if found else ()
+                ending.callback(watch_joining(machines.provided, provisioning, inbox, driver.state, appeared).close)
             if provisioning is not None:
                 inbox.put(Tick())  # without an event nobody asks for the first VMs
             return driver.run()
     finally:
         with deaf_to_signals():
             ending.close()
-
-
-def _way_to_open(spec: RunSpec, found: Found | None) -> OpenMachines:
-    directory = adopt(found.attachment.door.parent) if found else prepare()
-    if isinstance(spec.cluster.vms, LocalVms):
-        return open_ray(directory)
-    assert spec.providing is not None, "nobody said how to open the provider"
-    return open_provided(directory, spec.cluster.vms, spec.providing)
-
-
-def _write_last_facts(inbox: Inbox, journal: Journal) -> None:
-    """Write down what was told after the driver's end, such as VMs that could not be ended."""
-    while (stamped := inbox.get(0.0)) is not None:
-        if isinstance(stamped.item, Fact):
-            journal.append_fact(stamped.time_s, stamped.item)
-
-
-def _provisioning(
-    spec: RunSpec,
-    machines: Machines,
-    fleet: VmFleet,
-    inbox: Inbox,
-    ending: ExitStack,
-    run_dir: RunDir,
-    found: Found | None,
-) -> Provisioning | None:
-    """What asks for VMs in a run that is to keep a number of them."""
-    if not spec.config.target_nodes:
-        return None
-    vms = spec.cluster.vms
-    before_s = node_seconds(run_dir.path, lives_on=found is not None) if vms.limits.budget_usd is not None else 0.0
-    spending = Spending(vms.limits, before_s=before_s)
-    if machines.provided is not None:
-        provisioning = Provisioning(
-            machines.provided.provider,
-            inbox,
-            spending,
-            nodes=found.state.workers if found else (),
-            look_every_s=PROVIDER_LOOK_S,
-            close_timeout_s=PROVIDER_CLOSE_S,
-        )
-    else:
-        left = inherited(found.state, found.vms) if found else Inherited()
-        provider = LocalProvider(fleet, max_vms=MAX_LOCAL_VMS, usd_per_h=vms.usd_per_h, inherited=left.vms)
-        provisioning = Provisioning(provider, inbox, spending, nodes=left.nodes)
-    ending.callback(provisioning.close)
-    return provisioning
-
-
-def _watch_joining(
-    provided: Provided,
-    provisioning: Provisioning,
-    inbox: Inbox,
-    ending: ExitStack,
-    found: Found | None,
-    state: ControllerState,
-) -> None:
-    """Go on with the VMs that the controller knows, end those of a manager that was given up, watch who joins."""
-    booting = {node for request in state.requests.values() for node in request.granted}
-    provisioning.begin({*state.workers, *booting}, [name for name, request in state.requests.items() if request.count])
-    joiner = Joiner(provided.joined, provisioning.request_of, inbox, found.appeared if found else ())
-    ending.callback(joiner.close)
-    joiner.start()
 
 
 def _opened(open_machines: OpenMachines, opening: Opening) -> Machines:

@@ -1,0 +1,81 @@
+"""From what a cluster file says of VMs to what opens them, asks for them and watches who joins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from manager.controller.state import ControllerState
+from manager.engine.attachment import Found
+from manager.engine.inbox import Inbox
+from manager.engine.inherited import Inherited, inherited
+from manager.engine.joiner import Joiner
+from manager.engine.machines import Machines, OpenMachines, Provided, open_ray
+from manager.engine.provided import Providing, open_provided
+from manager.engine.provisioning import Provisioning
+from manager.engine.ray_environment import adopt, prepare
+from manager.engine.spending import Spending
+from manager.engine.vm_fleet import VmFleet
+from manager.journal.journal import Journal
+from manager.journal.records import Fact
+from manager.providers.local import LocalProvider
+from morph.contract.cluster import LocalVms, Vms
+
+MAX_LOCAL_VMS = 64
+PROVIDER_LOOK_S = 60.0
+PROVIDER_CLOSE_S = 90.0
+
+
+def machines_of(vms: Vms, providing: Providing | None, found: Found | None) -> OpenMachines:
+    """Return what opens VMs of this kind. ``providing``: how their provider is opened, where one brings them.
+
+    Raises:
+        ClusterError: Ray was imported too early, or what was found is gone.
+    """
+    directory = adopt(found.attachment.door.parent) if found else prepare()
+    if isinstance(vms, LocalVms):
+        return open_ray(directory)
+    assert providing is not None, "nobody said how to open the provider"
+    return open_provided(directory, vms, providing)
+
+
+def provisioning_of(
+    vms: Vms, machines: Machines, fleet: VmFleet, inbox: Inbox, spending: Spending, found: Found | None
+) -> Provisioning:
+    """Open what asks for VMs in a run that is to keep a number of them."""
+    if machines.provided is not None:
+        return Provisioning(
+            machines.provided.provider,
+            inbox,
+            spending,
+            nodes=found.state.workers if found else (),
+            look_every_s=PROVIDER_LOOK_S,
+            close_timeout_s=PROVIDER_CLOSE_S,
+        )
+    left = inherited(found.state, found.vms) if found else Inherited()
+    provider = LocalProvider(fleet, max_vms=MAX_LOCAL_VMS, usd_per_h=vms.usd_per_h, inherited=left.vms)
+    return Provisioning(provider, inbox, spending, nodes=left.nodes)
+
+
+def watch_joining(
+    provided: Provided,
+    provisioning: Provisioning,
+    inbox: Inbox,
+    state: ControllerState,
+    appeared: Collection[str],
+) -> Joiner:
+    """Go on with the VMs that the controller knows, end those of a manager that was given up, watch who joins.
+
+    ``appeared``: VMs of which the controller was told by an earlier manager.
+    """
+    booting = {node for request in state.requests.values() for node in request.granted}
+    provisioning.begin({*state.workers, *booting}, [name for name, request in state.requests.items() if request.count])
+    joiner = Joiner(provided.joined, provisioning.request_of, inbox, appeared)
+    joiner.start()
+    return joiner
+
+
+def write_last_facts(inbox: Inbox, journal: Journal) -> None:
+    """Write down what was told after the driver's end, such as VMs that could not be ended."""
+    while (stamped := inbox.get(0.0)) is not None:
+        if isinstance(stamped.item, Fact):
+            journal.append_fact(stamped.time_s, stamped.item)
