@@ -147,7 +147,7 @@ class Provisioning:
             try:
                 self._provider.dismantle()
                 return
-            except ProviderError as error:
+            except Exception as error:  # whatever it is, the user must hear of it, and the rest be closed
                 asked_s = getattr(error, "retry_after_s", None) or wait_s
                 again = isinstance(error, Throttled | Transient) and time.monotonic() + asked_s < until_s
                 if not again:
@@ -165,8 +165,14 @@ class Provisioning:
                 task = self._look
             if task is None:
                 return
-            if not self._over.is_set():
+            if self._over.is_set():
+                continue
+            try:
                 task()
+            except (
+                Exception
+            ) as error:  # a bug, or a provider's own error: without this thread nothing is asked any more
+                self._fact("provider_failed", f"{type(error).__name__}: {error}")
 
     def _adopt(self, nodes: frozenset[str], requests: frozenset[RequestId]) -> None:
         with self._told("vms_left"):

@@ -139,6 +139,18 @@ def test_a_vm_that_is_gone_behind_our_back_is_told_of_as_lost() -> None:
     assert not any(isinstance(item.item, WorkerLost) for item in iter(lambda: world.inbox.get(0.0), None))
 
 
+def test_an_error_that_nobody_thought_of_ends_neither_the_run_nor_the_asking(world: World) -> None:
+    def broken() -> tuple[Vm, ...]:
+        raise RuntimeError("the SDK has a bug")
+
+    whole, world.cloud.list = world.cloud.list, broken  # type: ignore[method-assign]
+    world.shell.begin((), ())
+    assert world.next(Fact) == Fact(name="provider_failed", detail="RuntimeError: the SDK has a bug")
+    world.cloud.list = whole  # type: ignore[method-assign]
+    world.shell.request(RequestNodes(request="job-1", count=1))
+    assert world.next(NodesGranted) == NodesGranted(request="job-1", nodes=("job-1-0",))
+
+
 def test_the_end_does_not_wait_for_a_request_under_way_and_leaves_nothing(world: World) -> None:
     world.cloud.slow = True
     world.shell.request(RequestNodes(request="job-1", count=2))
@@ -156,10 +168,13 @@ def test_the_end_is_tried_again_while_the_provider_fails(world: World, monkeypat
     assert "vms_left" not in world.facts()
 
 
-def test_an_end_that_fails_for_good_is_told_to_the_user(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    world.cloud.ends = [Misconfigured("the right to delete is missing")]
+@pytest.mark.parametrize("error", [Misconfigured("the right to delete is missing"), RuntimeError("a bug")])
+def test_an_end_that_fails_for_good_is_told_to_the_user(
+    world: World, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    world.cloud.ends = [error]
     world.shell.close()
-    assert world.facts()["vms_left"] == "the right to delete is missing"
+    assert world.facts()["vms_left"] == str(error)
     assert "VMs of this run may be left" in caplog.text
 
 
