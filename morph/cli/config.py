@@ -106,6 +106,8 @@ def _is_given(given: Any, key: str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
+    if value is None or value == ():
         return "-"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
