@@ -75,6 +75,7 @@ class Provisioning:
         self._under_way: dict[RequestId, int] = {}
         self._granted: dict[str, RequestId] = {}
         self._missed: frozenset[str] = frozenset()
+        self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
         self._nodes = frozenset(nodes)
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="morph-provisioning", daemon=True)
@@ -103,7 +104,8 @@ class Provisioning:
 
         Others are what a manager left that was killed, and of which this one knows nothing.
         """
-        self._tasks.put(lambda: self._adopt(frozenset(nodes), frozenset(requests)))
+        self._inherited = (frozenset(nodes), frozenset(requests))
+        self._tasks.put(self._adopt)
 
     def request_of(self, node: str) -> RequestId | None:
         """Return the request that a VM answers, granted or under way; None: it is none of ours, or was given back."""
@@ -174,8 +176,11 @@ class Provisioning:
             ) as error:  # a bug, or a provider's own error: without this thread nothing is asked any more
                 self._fact("provider_failed", f"{type(error).__name__}: {error}")
 
-    def _adopt(self, nodes: frozenset[str], requests: frozenset[RequestId]) -> None:
-        with self._told("vms_left"):
+    def _adopt(self) -> None:
+        if self._inherited is None:
+            return
+        nodes, requests = self._inherited
+        with self._told("provider_silent"):
             ours = [vm for vm in self._provider.list() if vm.name in nodes or vm.request in requests]
             with self._lock:
                 self._granted |= {vm.name: vm.request for vm in ours}
@@ -183,12 +188,21 @@ class Provisioning:
             self._spending.living(len(ours), price)
             for vm in reconcile(self._provider, {vm.name for vm in ours}):
                 self._fact("vm_reconciled", f"{vm.name} of {vm.request} was left by an earlier manager: ended")
+            self._inherited = None
 
     def _look(self) -> None:
-        """Tell of VMs that were taken, or ended, behind our back: those that two looks in a row did not find."""
+        """Tell of VMs that were taken, or ended, behind our back: those that two looks in a row did not find.
+
+        And end those that should have been ended, where the provider failed.
+        """
+        if self._inherited is not None:  # the provider did not answer: until it does, nobody is known to be nobody's
+            self._adopt()
+            return
         with self._told("provider_silent"):
-            there = {vm.name for vm in self._provider.list()}
+            vms = self._provider.list()
+            there = {vm.name for vm in vms}
             with self._lock:
+                left = [vm for vm in vms if vm.name not in self._granted and vm.request not in self._under_way]
                 missing = frozenset(self._granted) - there
                 gone, self._missed = missing & self._missed, missing - self._missed
                 for node in gone:
@@ -196,6 +210,10 @@ class Provisioning:
             self._spending.living(len(there), self._provider.price())
             for node in sorted(gone):
                 self._inbox.put(WorkerLost(worker=node, cause="the provider has its VM no more"))
+        if left:
+            with self._told("vms_left"):
+                self._provider.delete([vm.name for vm in left])
+                self._fact("vm_reconciled", f"{', '.join(vm.name for vm in left)}: nobody's, ended")
 
     def _ask(self, action: RequestNodes) -> None:
         try:

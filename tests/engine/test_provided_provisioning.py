@@ -139,6 +139,49 @@ def test_a_vm_that_is_gone_behind_our_back_is_told_of_as_lost() -> None:
     assert not any(isinstance(item.item, WorkerLost) for item in iter(lambda: world.inbox.get(0.0), None))
 
 
+def test_a_vm_that_could_not_be_ended_is_ended_later() -> None:
+    world = World(look_every_s=0.02)
+    world.shell.request(RequestNodes(request="job-1", count=2))
+    world.next(NodesGranted)
+    works, calls = world.cloud.delete, list[Sequence[str]]()
+
+    def fails_first(names: Sequence[str]) -> None:
+        calls.append(names)
+        if len(calls) == 1:
+            raise Transient("no answer")
+        works(names)
+
+    world.cloud.delete = fails_first  # type: ignore[method-assign]
+    world.shell.release(ReleaseNodes(nodes=("job-1-1",)))
+    while (fact := world.next(Fact)) != Fact(name="vm_reconciled", detail="job-1-1: nobody's, ended"):
+        assert isinstance(fact, Fact)
+    assert set(world.cloud.there) == {"job-1-0"}
+    world.shell.close()
+    assert [list(names) for names in calls] == [["job-1-1"], ["job-1-1"]]
+
+
+def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent() -> None:
+    world = World(look_every_s=0.02)
+    world.cloud.add("job-1", 2)
+    works, calls = world.cloud.list, list[int]()
+
+    def silent_at_first() -> tuple[Vm, ...]:
+        calls.append(1)
+        if len(calls) <= 3:
+            raise Transient("no answer")
+        return works()
+
+    world.cloud.list = silent_at_first  # type: ignore[method-assign]
+    world.shell.begin({"job-1-0"}, ())
+    while (fact := world.next(Fact)) != Fact(
+        name="vm_reconciled", detail="job-1-1 of job-1 was left by an earlier manager: ended"
+    ):
+        assert fact == Fact(name="provider_silent", detail="no answer")
+    assert world.shell.request_of("job-1-0") == "job-1"
+    assert set(world.cloud.there) == {"job-1-0"}
+    world.shell.close()
+
+
 def test_an_error_that_nobody_thought_of_ends_neither_the_run_nor_the_asking(world: World) -> None:
     def broken() -> tuple[Vm, ...]:
         raise RuntimeError("the SDK has a bug")
