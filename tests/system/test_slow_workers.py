@@ -167,7 +167,8 @@ def test_nobody_is_found_slow_where_devices_only_jitter(tmp_path: Path, monkeypa
 def test_a_slow_worker_with_real_compute_is_left_out_and_taken_back_and_changes_no_bit(
     tiny_job: TinyJob, tmp_path: Path
 ) -> None:
-    """Cores are shared here, so that it is made much slower, and the rules are wider."""
+    """Cores are shared here, so that it is made much slower, the rules are wider, and it is slow for longer: where a
+    stage has two replicas, their first windows must have shown what is chance."""
     told, watched = Told(), []
 
     def attend(fleet: VmFleet) -> Observer:
@@ -183,7 +184,7 @@ def test_a_slow_worker_with_real_compute_is_left_out_and_taken_back_and_changes_
         checkpoint_every=50_000,
         observe=told,
         attend=attend,
-        slow_spells=(SlowSpell(worker="vm1", factor=5.0, first_step=SLOW_FROM, end_step=WELL_FROM),),
+        slow_spells=(SlowSpell(worker="vm1", factor=5.0, first_step=SLOW_FROM, end_step=3 * WELL_FROM),),
         stutter=StutterRules(ratio=2.0, probe_every_s=0.5),
     )
     (slowness,) = watched
