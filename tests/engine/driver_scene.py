@@ -170,6 +170,7 @@ class Run:
         self.provisioning = Provisioning(
             LocalProvider(self.fleet, max_vms=8, usd_per_h=0.5), self.inbox, Spending(limits or Limits())
         )
+        self.let_go: list[tuple[str, str]] = []
         self.driver = Driver(
             initial_state(self.config),
             self.inbox,
@@ -178,6 +179,7 @@ class Run:
             self.url,
             [self.observed.append, lambda observed: self.react(observed)],
             self.provisioning if asked_for else None,
+            lambda node, notice: self.let_go.append((node, notice)),
         )
         self.journal.append_config(0.0, self.config)
         if asked_for:

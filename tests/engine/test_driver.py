@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from manager.controller.actions import ProbeWorker, RequestNodes
+from manager.controller.events import NoticeGiven
 from manager.engine.driver import Observed
 from manager.journal.records import Fact
 from manager.journal.replay import replay
@@ -127,3 +128,21 @@ def test_a_probe_is_handed_to_the_pool_as_it_was_decided(make_run: Callable[...,
     assert run.pool.probes == [
         ("vm1", ProbeOrder(probe=2, step=5, first_section=0, end_section=1, healthy_s=0.25)),
     ]
+
+
+def test_a_node_with_a_notice_hears_that_it_may_go_once_a_step_is_decided_without_it(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run()
+
+    def notice(observed: Observed) -> None:
+        state = observed.decision.state
+        if state.version == 2 and "vm1" in {slot.worker for slot in state.slots} and not state.leaving:
+            run.inbox.put(NoticeGiven(worker="vm1", lead_s=30.0, notice="preempt-7"))
+
+    run.react = notice
+    assert run.driver.run().outcome == "finished"
+    assert run.let_go[:1] == [("vm1", "preempt-7")]
+    told = next(seen.decision for seen in run.observed if "nothing of value" in seen.decision.reason.sentence)
+    assert "vm1" not in {slot.worker for slot in told.state.slots}
+    assert told.state.workers["vm1"].holds == frozenset()
