@@ -124,17 +124,6 @@ def test_another_manager_goes_on_with_the_hosts_of_one_that_was_killed(
     check_end(hosts, tmp_path / "run", weights)
 
 
-def test_ctrl_c_gives_every_host_back(hosts: Hosts, calibrated: Path, tmp_path: Path) -> None:
-    path = job_file(tmp_path, hosts, calibrated)
-    with RunningMorph("run", path, "--plain", "--no-page") as run:
-        run.wait_for_line("generation 1 is formed")
-        hosts.note()
-        run.press_ctrl_c()
-        assert run.wait_for_end() == 130, run.output
-    assert hosts.wait_until_empty() == []
-    assert hosts.nodes() == {}
-
-
 class OneNotice:
     """A metadata service with a notice that stands; it knows when it was acknowledged."""
 
@@ -182,10 +171,10 @@ def test_a_noticed_host_is_left_out_and_let_go_and_no_step_is_lost(
     assert hosts.wait_until_empty() == []
 
 
-def test_a_run_that_begins_anew_takes_back_the_hosts_of_a_manager_that_was_given_up(
-    hosts: Hosts, calibrated: Path, tmp_path: Path, weights: dict[str, str]
+def test_a_run_that_begins_anew_takes_back_the_hosts_of_a_manager_that_was_given_up_and_ctrl_c_gives_all_back(
+    hosts: Hosts, calibrated: Path, tmp_path: Path
 ) -> None:
-    path = job_file(tmp_path, hosts, calibrated, takeover_patience_s=0)
+    path = job_file(tmp_path, hosts, calibrated, steps=LONG_STEPS, takeover_patience_s=0)
     with RunningMorph("run", path, "--plain", "--no-page") as first:
         first.wait_for_line("the checkpoint of version 10")
         before = hosts.note()
@@ -195,7 +184,9 @@ def test_a_run_that_begins_anew_takes_back_the_hosts_of_a_manager_that_was_given
             second.wait_for_line("going on from its newest checkpoint")
             second.wait_for_line("generation 1 is formed")
             assert not set(hosts.note()) & set(before)
-            assert second.wait_for_end() == 0, second.output
-    check_end(hosts, tmp_path / "run", weights)
-    named = json.loads((tmp_path / "run" / "vms.json").read_text())
-    assert named["num_starts"] == 2
+            second.press_ctrl_c()
+            assert second.wait_for_end() == 130, second.output
+    assert hosts.wait_until_empty() == []
+    assert hosts.nodes() == {}
+    assert json.loads((hosts.directory / "leases.json").read_text()) == {}
+    assert json.loads((tmp_path / "run" / "vms.json").read_text())["num_starts"] == 2
