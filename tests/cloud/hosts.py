@@ -8,13 +8,17 @@ namespace whose owner is gone is removed by the next one that makes some.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from manager.engine.namespaces import HostNetwork, check_permitted
 from morph.contract.errors import ConfigError
@@ -23,6 +27,7 @@ from tests.cloud.metadata import ADDRESS
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND_S = 30.0
+PREFIX = "morph-hosts-"
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "HF_HUB_OFFLINE": "1",
@@ -35,6 +40,7 @@ ENVIRONMENT = {
 """What an image has besides the interpreter."""
 
 
+@functools.cache
 def not_permitted() -> str:
     """Why there can be no virtual hosts here; "" when there can."""
     try:
@@ -120,12 +126,13 @@ class Hosts:
         self._shared = tuple(str(path.resolve()) for path in (ROOT, Path(sys.prefix), *shared))
         self._names = dict(names)
         self._trusted: Path | None = None
-        self.directory = Path(tempfile.mkdtemp(prefix="morph-hosts-"))
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self._numbers: dict[str, int] = {}
         self._next = 0
         self.living: dict[str, Host] = {}
 
     def __enter__(self) -> Hosts:
+        _remove_stale()
         self.network.open()
         for address in (ADDRESS, *self._names.values()):
             _ip(self.network.hub, "addr", "add", f"{address}/32", "dev", "lo")
@@ -187,9 +194,11 @@ class Hosts:
         (directory / "tmp").chmod(0o1777)
         shutil.copytree("/etc", directory / "etc", symlinks=True, dirs_exist_ok=True)
         lines = ["127.0.0.1 localhost", f"{address} {name}", *(f"{where} {who}" for who, where in self._names.items())]
-        hosts = directory / "etc" / "hosts"
-        hosts.unlink(missing_ok=True)
-        hosts.write_text("\n".join(lines) + "\n")
+        written = {"hosts": lines, "nsswitch.conf": ["passwd: files", "group: files", "hosts: files"]}
+        for file, content in written.items():  # nobody here answers for names: who asked would wait for 10 s
+            place = directory / "etc" / file
+            place.unlink(missing_ok=True)
+            place.write_text("\n".join(content) + "\n")
         trust: dict[str, str] = {}
         if self._trusted is not None:
             shutil.copy(self._trusted, directory / "etc" / "virtual-azure.pem")
@@ -202,6 +211,14 @@ class Hosts:
             environment={**ENVIRONMENT, **trust, **environment},
             cloud_config=cloud_config,
         )
+
+
+def _remove_stale() -> None:
+    """Remove the files of hosts whose maker was killed."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        found = re.match(rf"{PREFIX}(\d+)-", directory.name)
+        if found and not psutil.pid_exists(int(found[1])):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _ip(namespace: str, *arguments: str) -> None:

@@ -37,7 +37,7 @@ class Machines(Protocol):
 
 @dataclass
 class Life:
-    """One VM on the bill, in seconds of the monotonic clock."""
+    """One VM on the bill, in seconds since 1970, as a journal counts them."""
 
     name: str
     size: str
@@ -124,12 +124,12 @@ class Region(FakeArm):
     def dollars(self) -> float:
         """The bill so far."""
         with self.lock:
-            return sum(self.usd_per_h[life.size] * life.lived_s(time.monotonic()) for life in self.bill) / 3600
+            return sum(self.usd_per_h[life.size] * life.lived_s(time.time()) for life in self.bill) / 3600
 
     def node_seconds(self) -> float:
         """How long all VMs lived together."""
         with self.lock:
-            return sum(life.lived_s(time.monotonic()) for life in self.bill)
+            return sum(life.lived_s(time.time()) for life in self.bill)
 
     def left(self) -> dict[str, list[str]]:
         """What is there, by kind."""
@@ -232,6 +232,10 @@ class Region(FakeArm):
         self._due_s[number] = time.monotonic() + (self.delete_s if deletes else self.make_s)
         return headers
 
+    def poll(self, number: str) -> Answer:
+        status, body, headers = super().poll(number)
+        return status, body, {**headers, "Retry-After": "1"}
+
     def _remove(self, name: str, how: str) -> None:
         self.machines.pop(name, None)
         if name in self._lives and not self._lives[name].end:
@@ -244,6 +248,8 @@ class Region(FakeArm):
             except Exception as trouble:  # a fake that fails must say so, and not hang the test
                 self.troubles.append(f"{type(trouble).__name__}: {trouble}")
         for name in list(self._running):
+            with self.lock:
+                self._settle_bill(name)
             self._kill(name)
 
     def _tick(self) -> None:
@@ -268,26 +274,31 @@ class Region(FakeArm):
             }
             gone = [name for name, machine in self._running.items() if there.get(name) is not machine]
             new = [name for name in there if name not in self._running]
+            for name in gone:  # what is paid for is paid from and to the moment at which Azure says so
+                self._settle_bill(name)
+            for name in new:
+                self._open_bill(name, there[name])
         for name in gone:
             self._kill(name)
         for name in new:
-            self._boot(name, there[name], now_s)
+            self._boot(name, there[name])
 
-    def _boot(self, name: str, machine: dict[str, Any], now_s: float) -> None:
+    def _open_bill(self, name: str, machine: dict[str, Any]) -> None:
         size, zone = machine["properties"]["hardwareProfile"]["vmSize"], machine.get("zones", ["-"])[0]
-        with self.lock:
-            self._running[name] = machine
-            self._lives[name] = Life(name, size, zone, now_s)
-            self.bill.append(self._lives[name])
+        self._running[name] = machine
+        self._lives[name] = Life(name, size, zone, time.time())
+        self.bill.append(self._lives[name])
+
+    def _settle_bill(self, name: str) -> None:
+        self._running.pop(name, None)
+        life = self._lives.pop(name)
+        life.until_s, life.end = time.time(), life.end or "deleted"
+        self.evictions = [eviction for eviction in self.evictions if eviction.name != name]
+
+    def _boot(self, name: str, machine: dict[str, Any]) -> None:
         if self.play is not None:
             self.play.boot(name, machine["id"], self._cloud_configs[name])
 
     def _kill(self, name: str) -> None:
-        with self.lock:
-            self._running.pop(name, None)
-            life = self._lives.pop(name)
-            life.until_s = time.monotonic()
-            life.end = life.end or "deleted"
-            self.evictions = [eviction for eviction in self.evictions if eviction.name != name]
         if self.play is not None:
             self.play.kill(name)

@@ -26,21 +26,19 @@ GROUP = f"/subscriptions/{SUBSCRIPTION}/resourceGroups/train"
 USD_PER_H = {"Standard_NC6": 0.3, "Standard_NC24": 1.4}
 BOUND_S = 30.0
 
+SIZES = [{"name": name, "num_gpus": 0, "usd_per_h": price} for name, price in USD_PER_H.items()]
 CLOUD_FILE: dict[str, Any] = {
     "subscription_id": SUBSCRIPTION,
     "resource_group": "train",
     "location": "westus2",
     "zones": ["1", "2", "3"],
-    "sizes": [
-        {"name": "Standard_NC6", "num_gpus": 0, "usd_per_h": USD_PER_H["Standard_NC6"]},
-        {"name": "Standard_NC24", "num_gpus": 0, "usd_per_h": USD_PER_H["Standard_NC24"]},
-    ],
+    "sizes": SIZES[:1],
     "image": "microsoft-dsvm:ubuntu-hpc:2204:latest",
     "subnet_id": f"{GROUP}/providers/Microsoft.Network/virtualNetworks/net/subnets/nodes",
     "identity_id": f"{GROUP}/providers/Microsoft.ManagedIdentity/userAssignedIdentities/nodes",
     "ssh_public_key": "ssh-ed25519 AAAAC3Nz me",
 }
-"""A cloud file of this Azure. The sizes have no GPU."""
+"""A cloud file of this Azure, with one size, so that a VM has one price. It has no GPU."""
 
 
 class VirtualAzure:

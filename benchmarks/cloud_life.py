@@ -1,0 +1,192 @@
+"""The whole life of a run on spot VMs, from nothing to nothing, on a virtual Azure: what came, went, cost and is left.
+
+    python benchmarks/cloud_life.py
+    python benchmarks/cloud_life.py --keep 4 --steps 600 --evictions 6 --seed 1 --screenshot docs/images/page-cloud.png
+
+`morph run` with `vms.kind: azure` runs on a host of its own; Azure's resource manager and metadata services are fakes
+at their real names, VMs are network, process and mount namespaces of this machine that carry out the real cloud-config
+(tests/cloud). Evictions are seeded, every other one without a notice; each waits until all VMs train, and the run is
+stopped 50 steps after the last one is made good. In the end the bill is held against the run's own
+account, VM by VM, and the weights, bit for bit, against those of as many undisturbed steps on one worker. Needs Linux
+and root. Exit code 1: something does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from manager.report.accounting import Part
+from manager.report.values import RunReport
+from morph.checkpoint.manifest import read_manifest
+from tests.cloud.accounts import Split, requests, splits
+from tests.cloud.hosts import not_permitted
+from tests.cloud.life import JOB, Life, digests, seeded_takings
+from tests.cloud.virtual_azure import USD_PER_H, VirtualAzure
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER_TIMEOUT_S = 100.0
+USD = USD_PER_H["Standard_NC6"]
+M = 2
+MANY_STEPS, STEPS_AFTER = 10**6, 50
+
+
+class Photographer:
+    """Takes a picture of the run's page once: when all VMs train after so many were taken."""
+
+    def __init__(self, azure: VirtualAzure, path: Path | None, after: int) -> None:
+        self._azure, self._path, self._after = azure, path, after
+        self.life: Life | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        life = self.life
+        if self._path is None or life is None or self.process is not None or line["phase"] != "training":
+            return
+        if len(life.taken) < self._after or len(self._azure.region.living()) < life.keep:
+            return
+        assert BROWSER is not None, "no Chromium on PATH: the page cannot be looked at"
+        address = self._azure.popen([sys.executable, "-m", "morph.cli.main", "page", str(life.run_dir)])
+        url = address.communicate(timeout=BROWSER_TIMEOUT_S)[0].strip().splitlines()[-1]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+        options += ["--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"]
+        options += ["--hide-scrollbars", "--window-size=1200,1250", "--virtual-time-budget=6000"]
+        profile = life.directory / "browser"
+        where = ["nsenter", f"--net=/run/netns/{self._azure.manager.namespace}", "--"]
+        self.process = subprocess.Popen(
+            [*where, BROWSER, *options, f"--user-data-dir={profile}", f"--screenshot={self._path.resolve()}", url],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def wait(self) -> None:
+        """Until the picture is there."""
+        if self.process is not None:
+            self.process.wait(BROWSER_TIMEOUT_S)
+
+
+def undisturbed(directory: Path, steps: int) -> dict[str, str]:
+    """sha256 of every unit after as many steps on one worker."""
+    command = [sys.executable, "-m", "morph.runtime.single", f"{JOB}:job", "--steps", str(steps)]
+    command += ["--micro-batch", str(M), "--sections", "6", "--checkpoints", str(directory)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return {entry.unit: entry.sha256 for entry in read_manifest(str(directory), steps).units}
+
+
+def tell_of_vms(azure: VirtualAzure, life: Life, report: RunReport) -> None:
+    asked, region = requests(life.run_dir), azure.region
+    warned = [taken for taken in life.taken if taken.taking.notice_s is not None]
+    print(f"VMs: {asked.asked} asked for, {asked.granted} granted, {len(life.taken)} evicted")
+    print(f"evictions with a notice: {len(warned)}; {region.num_approved} acknowledged, and so over before their time")
+    for taken in life.taken:
+        found = [morph for morph in report.morphs if taken.vm in (*morph.lost_workers, *morph.cause.split())]
+        notice = f"a notice of {taken.taking.notice_s:g} s" if taken.taking.notice_s else "no notice"
+        what = "no shape was left for it"
+        if found:
+            pause = "" if found[0].pause_ms is None else f", {found[0].pause_ms:.0f} ms"
+            kind = "planned" if found[0].planned else "forced"
+            what = (
+                f"{kind} morph {found[0].from_shape} -> {found[0].to_shape}{pause}, {found[0].steps_redone} steps lost"
+            )
+        print(f"  {taken.vm} at version {taken.version}, {notice}: {what}")
+
+
+def tell_of_cost(azure: VirtualAzure, report: RunReport, parts: list[Split]) -> bool:
+    """Print the account beside the bill; whether they add up."""
+    account, bill_s = report.account, azure.region.node_seconds()
+    print(f"node-seconds of the run: {account.total_s:.1f}")
+    for part in Part:
+        if account.parts_ns[part]:
+            print(f"  {part:11} {account.part_s(part):8.1f}  {account.share(part):6.1%}")
+    before_s, after_s = sum(part.before_s for part in parts), sum(part.after_s for part in parts)
+    print(f"Azure's bill: {bill_s:.1f} node-seconds, {azure.region.dollars():.5f} dollars at {USD:g} an hour")
+    for name, figure_s in (("before", before_s), ("in the run", account.total_s), ("after", after_s)):
+        print(f"  {name:11} {figure_s:8.1f}  {figure_s * USD / 3600:.5f} dollars")
+    adds_up = sum(account.parts_ns.values()) == account.total_ns
+    adds_up &= abs(before_s + account.total_s + after_s - bill_s) < 0.05
+    adds_up &= abs(azure.region.dollars() - bill_s * USD / 3600) < 1e-9
+    for part in parts:
+        if not part.fits:
+            print(f"  {part.vm} lives otherwise for the run than for Azure: {part}")
+    return adds_up and all(part.fits for part in parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=600, help="over which evictions are spread")
+    parser.add_argument("--keep", type=int, default=4)
+    parser.add_argument("--evictions", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--notice-s", type=float, default=30.0)
+    parser.add_argument("--profile", type=Path, default=None, help="of tiny_gpt.py, m 2; absent: calibrated first")
+    parser.add_argument("--screenshot", type=Path, default=None, help="of the run's page, while it runs")
+    options = parser.parse_args()
+    if reason := not_permitted():
+        sys.exit(f"error: {reason}")
+    directory = Path(tempfile.mkdtemp(prefix="morph-life-"))
+    try:
+        holds = play(options, directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    sys.exit(0 if holds else 1)
+
+
+def play(options: argparse.Namespace, directory: Path) -> bool:
+    """Live, and print; whether everything holds."""
+    profile = directory / "profile.json"
+    if options.profile is None:
+        command = [sys.executable, "-m", "morph.cli.main", "calibrate", f"{JOB}:job", "-m", str(M), "-o", str(profile)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    else:
+        shutil.copy(options.profile, profile)
+    takings = seeded_takings(options.seed, options.evictions, options.steps, options.notice_s)
+    load, start_s = os.getloadavg()[0], time.monotonic()
+    with VirtualAzure(directory) as azure:
+        photographer = Photographer(azure, options.screenshot, max(1, options.evictions // 2))
+        life = Life(
+            azure,
+            directory,
+            profile,
+            MANY_STEPS,
+            options.keep,
+            takings,
+            seed=options.seed,
+            steps_after=STEPS_AFTER,
+            on_line=photographer,
+        )
+        photographer.life = life
+        report = life.live()
+        wall_s = time.monotonic() - start_s
+        photographer.wait()
+        left = azure.region.left() | {"processes of the manager's host": azure.processes()}
+        left["hosts"] = [name for name in azure.hosts.living if name != "manager"]
+        print(f"{report.outcome}: {report.version} steps, {report.steps_redone} redone; {wall_s:.0f} s", flush=True)
+        tell_of_vms(azure, life, report)
+        adds_up = tell_of_cost(azure, report, splits(azure.region.bill, life.run_dir))
+        troubles = [*azure.region.troubles, *azure.region.wrong]
+    left["namespaces"] = [path.name for path in Path("/run/netns").glob(f"morph-{os.getpid()}-*")]
+    print("left: " + ", ".join(f"{len(found)} {kind}" for kind, found in left.items()))
+    same = digests(life.run_dir) == undisturbed(directory / "alone", report.version)
+    for holds, what in (
+        (adds_up, "the parts add up to the whole, and with what is before and after to Azure's bill"),
+        (not any(left.values()), "nothing is left"),
+        (report.steps_redone == 0, "no step was lost"),
+        (same, "weights and optimizer state are bit-identical to an undisturbed run on one worker"),
+        (not troubles, "the fake had no trouble" + "".join(f": {trouble}" for trouble in troubles)),
+    ):
+        print(f"{'yes' if holds else 'NO '} {what}")
+    print(f"{os.cpu_count()} cores, load before {load:.1f}, seed {options.seed}")
+    return adds_up and same and not troubles and not any(left.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What a run's journal says of each VM, beside what Azure bills for it: the two must add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manager.controller.actions import RequestNodes
+from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.records import DecisionRecord, Fact
+from manager.report.reading import _Reader
+from tests.cloud.region import Life
+
+HEARD_S = 6.5
+"""The longest that a silent worker goes unnoticed (docs/manager.md)."""
+CLOCK_S = 0.2
+"""By which the region's look at its VMs may be late."""
+
+
+@dataclass
+class Booked:
+    """When Morph saw a VM, in seconds since 1970. None: it never came up."""
+
+    appeared_s: float | None = None
+    gone_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Seconds that Azure bills for a VM: before Morph counts it, while it does, and after it was gone for Morph.
+
+    ``late_s``: by how much Morph may hear late of its end: it learns of an eviction as of any lost worker.
+    """
+
+    vm: str
+    before_s: float
+    booked_s: float
+    after_s: float
+    late_s: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the VM's life for Morph lies in its life for Azure."""
+        return self.before_s > -CLOCK_S and self.booked_s >= 0.0 and self.after_s > -CLOCK_S - self.late_s
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How many VMs were asked for, each request once, and granted."""
+
+    asked: int
+    granted: int
+
+
+def booked(run_dir: Path) -> dict[str, Booked]:
+    """Each VM's life as the run's ledger counts it."""
+    lives: dict[str, Booked] = {}
+    reader, last_s = _Reader(), 0.0
+    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+        for entry in journal.read():
+            reader.take(entry)
+            known, last_s = set(reader.ledger.appeared_ns), max(last_s, entry.time_s)
+            for vm in known - set(lives):
+                lives[vm] = Booked(entry.time_s)
+            for vm, life in lives.items():
+                if vm not in known and life.gone_s is None:
+                    life.gone_s = entry.time_s
+    for life in lives.values():
+        life.gone_s = last_s if life.gone_s is None else life.gone_s
+    return lives
+
+
+def splits(bill: Sequence[Life], run_dir: Path) -> list[Split]:
+    """The bill, VM by VM, in three parts."""
+    lives, found = booked(run_dir), []
+    for life in bill:
+        assert life.until_s is not None, f"{life.name} is still there"
+        mine = lives.get(life.name, Booked())
+        appeared_s = life.until_s if mine.appeared_s is None else mine.appeared_s
+        gone_s = life.until_s if mine.gone_s is None else mine.gone_s
+        late_s = HEARD_S if life.end.startswith("evicted") else 0.0
+        found.append(Split(life.name, appeared_s - life.since_s, gone_s - appeared_s, life.until_s - gone_s, late_s))
+    return found
+
+
+def requests(run_dir: Path) -> Asked:
+    """How many VMs were asked for and granted."""
+    asked: dict[str, int] = {}
+    granted: set[str] = set()
+    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+        for entry in journal.read():
+            if entry.kind == "decision":
+                actions = DecisionRecord.model_validate_json(entry.payload_json).actions
+                asked |= {action.request: action.count for action in actions if isinstance(action, RequestNodes)}
+            elif entry.kind == "fact":
+                fact = Fact.model_validate_json(entry.payload_json)
+                if fact.name == "vm_granted" and fact.worker is not None:
+                    granted.add(fact.worker)
+    return Asked(sum(asked.values()), len(granted))

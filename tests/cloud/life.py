@@ -1,0 +1,173 @@
+"""A whole run on the virtual Azure: from nothing, over VMs that are taken, to nothing; and what it must add up to."""
+
+from __future__ import annotations
+
+import json
+import queue
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from manager.report.reading import read_report
+from manager.report.values import RunReport
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from tests.cloud.hosts import ROOT
+from tests.cloud.virtual_azure import CLOUD_FILE, VirtualAzure
+
+JOB = ROOT / "configs" / "jobs" / "tiny_gpt.py"
+LINE_BOUND_S = 180.0
+END_BOUND_S = 60.0
+STOPPED = 130
+READY, ALL_READY = re.compile(r"(\S+) is ready"), re.compile(r"all \d+ workers are ready")
+
+
+@dataclass(frozen=True)
+class Taking:
+    """A VM is taken once so many steps are decided and all VMs train. ``notice_s``: None for no notice."""
+
+    step: int
+    notice_s: float | None
+
+
+@dataclass
+class Taken:
+    """What became of it."""
+
+    vm: str
+    taking: Taking
+    version: int
+
+
+def seeded_takings(seed: int, count: int, steps: int, notice_s: float) -> list[Taking]:
+    """So many takings, spread over the first three quarters of a run; every other one has a notice, in random order."""
+    chooser = random.Random(seed)
+    with_notice = [index % 2 == 0 for index in range(count)]
+    chooser.shuffle(with_notice)
+    moments = sorted(chooser.sample(range(steps // 10, steps * 3 // 4), count))
+    return [Taking(step, notice_s if told else None) for step, told in zip(moments, with_notice, strict=True)]
+
+
+@dataclass
+class Life:
+    """One run. ``directory``: on storage that every host sees; made before.
+
+    ``steps_after``: it is stopped, as by Ctrl-C, so many steps after the last VM was taken or, if ``whole``, made
+    good; None: it goes on to its last step. ``on_line``: called with each line that the run tells.
+    """
+
+    azure: VirtualAzure
+    directory: Path
+    profile: Path
+    steps: int
+    keep: int
+    takings: Sequence[Taking]
+    seed: int = 0
+    checkpoint_every: int = 20
+    steps_after: int | None = None
+    whole: bool = True
+    policy: dict[str, Any] = field(default_factory=dict)
+    on_line: Callable[[dict[str, Any]], None] = lambda _line: None
+    taken: list[Taken] = field(default_factory=list)
+    ready: set[str] = field(default_factory=set)
+    output: list[str] = field(default_factory=list)
+    code: int | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory."""
+        return self.directory / "run"
+
+    def write_files(self) -> Path:
+        """Write job and cloud file, and return the job file's path."""
+        (self.directory / "azure.yaml").write_text(json.dumps(CLOUD_FILE))  # JSON is YAML
+        document = {
+            "job": {"code": f"{JOB}:job", "profile": str(self.profile), "steps": self.steps, "run_dir": "run"},
+            "vms": {
+                "kind": "azure",
+                "cloud": "azure.yaml",
+                "keep": self.keep,
+                "memory_bytes": 2_000_000_000,
+                "device": "cpu",
+                "address": self.azure.manager_address,
+                "shared_storage": True,
+                "environment": {"python": sys.executable},
+            },
+            "policy": {"checkpoint_every_steps": self.checkpoint_every, **self.policy},
+        }
+        path = self.directory / "job.yaml"
+        path.write_text(json.dumps(document, indent=1))
+        return path
+
+    def live(self) -> RunReport:
+        """Run to the end; blocks, and gives up when nothing is told for ``LINE_BOUND_S``."""
+        command = [sys.executable, "-m", "morph.cli.main", "run", str(self.write_files()), "--log-format", "json"]
+        waiting, chooser = list(self.takings), random.Random(self.seed)
+        stop_at: int | None = None
+        with self.azure.popen(command) as process:
+            for line in self._lines(process):
+                whole = self._is_whole(line)
+                if waiting and whole and line["version"] >= waiting[0].step:
+                    taking = waiting.pop(0)
+                    vm = chooser.choice(sorted(self.azure.region.living()))
+                    if self.azure.region.take(vm, taking.notice_s):
+                        self.taken.append(Taken(vm, taking, line["version"]))
+                elif not waiting and self.steps_after is not None and (whole or not self.whole):
+                    stop_at = line["version"] + self.steps_after if stop_at is None else stop_at
+                    if line["version"] >= stop_at:
+                        psutil.Process(process.pid).children()[0].send_signal(signal.SIGINT)
+                        self.steps_after = None
+                self.on_line(line)
+            self.code = process.wait(END_BOUND_S)
+        assert self.code == (0 if stop_at is None else STOPPED), self.told()
+        assert not waiting, f"the run was over before {waiting}"
+        return read_report(self.run_dir)
+
+    def told(self) -> str:
+        """Everything that the run and its VMs told, for a failure."""
+        hosts = [f"== {vm}\n{text[-2000:]}" for vm, text in self.azure.logs.items()]
+        return "\n".join([*self.output[-60:], *hosts, *self.azure.region.troubles])
+
+    def _is_whole(self, line: dict[str, Any]) -> bool:
+        """Whether it trains, all VMs are ready, and none of them is to be taken."""
+        self.ready |= set(READY.findall(line["sentence"]))
+        living = self.azure.region.living()
+        if ALL_READY.search(line["sentence"]):  # of those that were so before nothing is told at the start
+            self.ready |= set(living)
+        return line["phase"] == "training" and len(living) == self.keep and set(living) <= self.ready
+
+    def _lines(self, process: subprocess.Popen[str]) -> Any:
+        arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+        def read() -> None:
+            assert process.stdout is not None
+            for text in process.stdout:
+                arrived.put(text.rstrip("\n"))
+            arrived.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        while True:
+            try:
+                text = arrived.get(timeout=LINE_BOUND_S)
+            except queue.Empty:
+                process.kill()
+                raise AssertionError(f"nothing was told for {LINE_BOUND_S:g} s: {self.told()}") from None
+            if text is None:
+                return
+            self.output.append(text)
+            if text.startswith("{"):
+                yield json.loads(text)
+
+
+def digests(run_dir: Path) -> dict[str, str]:
+    """sha256 of every unit of the newest checkpoint."""
+    url = str(run_dir / "checkpoints")
+    return {entry.unit: entry.sha256 for entry in read_manifest(url, complete_versions(url)[-1]).units}

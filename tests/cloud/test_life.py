@@ -1,0 +1,56 @@
+"""The user's command on the virtual Azure, from nothing to nothing: VMs come, are taken, warned or not, and go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cloud.accounts import requests, splits
+from tests.cloud.hosts import not_permitted
+from tests.cloud.life import JOB, Life, Taking, digests
+from tests.cloud.virtual_azure import USD_PER_H, VirtualAzure
+from tests.system.commands import morph
+from tests.system.harness import uninterrupted
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(bool(not_permitted()), reason=not_permitted() or "-"),
+]
+KEEP, NOTICE_S, NUM_SECTIONS = 2, 30.0, 6
+
+
+def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    morph("calibrate", f"{JOB}:job", "-o", profile, "--samples", 5, "-m", 2)
+    takings = [Taking(10, NOTICE_S), Taking(20, None)]
+    with VirtualAzure(tmp_path) as azure:
+        life = Life(azure, tmp_path, profile, 100_000, KEEP, takings, steps_after=5, whole=False)
+        report = life.live()
+        assert [taken.taking for taken in life.taken] == takings
+        assert azure.processes() == []
+        assert azure.region.left() == {"VMs": [], "scale sets": [], "NICs": [], "disks": []}
+        assert (azure.region.troubles, azure.region.wrong) == ([], [])
+        assert list(azure.hosts.living) == ["manager"]
+        bill, dollars = azure.region.bill, azure.region.dollars()
+    noticed, killed = (taken.vm for taken in life.taken)
+    ends = {entry.name: entry.end for entry in bill}
+    assert (ends.pop(noticed), ends.pop(killed)) == ("evicted, acknowledged", "evicted")
+    assert set(ends.values()) == {"deleted"}
+    planned = [morph for morph in report.morphs if noticed in morph.cause]
+    assert [(morph.planned, morph.steps_redone) for morph in planned] == [(True, 0)]
+    assert report.steps_redone == 0
+    asked = requests(life.run_dir)
+    assert asked.asked == KEEP + 2
+    assert KEEP + 1 <= asked.granted <= len(bill) <= KEEP + 2  # the run ends while the last one is asked for
+    parts = splits(bill, life.run_dir)
+    assert [part for part in parts if not part.fits] == []
+    assert sum(report.account.parts_ns.values()) == report.account.total_ns
+    assert sum(part.booked_s for part in parts) == pytest.approx(report.account.total_s, abs=0.01)
+    whole_s = sum(part.before_s + part.after_s for part in parts) + report.account.total_s
+    assert whole_s * USD_PER_H["Standard_NC6"] / 3600 == pytest.approx(dollars, rel=1e-3)
+    assert digests(life.run_dir) == uninterrupted(report.version, tmp_path / "undisturbed", NUM_SECTIONS)
+    assert not azure.hosts.directory.exists()
+    assert not list(Path("/run/netns").glob(f"morph-{os.getpid()}-*"))
