@@ -14,7 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from manager.engine.names import RAY_SETTINGS
+from manager.engine.certificates import Certificates, make_certificates
+from manager.engine.names import LOOPBACK, RAY_SETTINGS
 from morph.contract.errors import ClusterError
 
 _ENVIRONMENT = {
@@ -28,15 +29,21 @@ _MAY_LEAVE_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _prepared: Path | None = None
 
 
-def prepare() -> Path:
+def prepare(*, tls: bool = False) -> Path:
     """Make this process's Ray directory and token (readable by the user alone), set Ray's environment; once.
 
     Returns the directory, below which Ray keeps its sessions; it goes when the process exits.
 
+    Args:
+        tls: Ray's processes encrypt what they send and take nobody without a certificate, which are made here too.
+
     Raises:
-        ClusterError: when Ray was imported before, without the token.
+        ClusterError: when Ray was imported before, without the token, or prepared before with another ``tls``.
+        ConfigError: certificates cannot be made.
     """
     if _prepared is not None:
+        if tls != _certificates(_prepared.parent).key.is_file():
+            raise ClusterError("Ray reads whether to use TLS once: another process is needed to change it")
         return _prepared
     _check_not_imported()
     directory = Path(tempfile.mkdtemp(prefix="morph-"))  # short: Ray puts sockets below it
@@ -44,6 +51,8 @@ def prepare() -> Path:
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32), encoding="utf-8")
     (directory / "ray").mkdir()
+    if tls:
+        make_certificates(_certificates(directory).key.parent, LOOPBACK)
     return _use(directory)
 
 
@@ -87,6 +96,10 @@ def _check_not_imported() -> None:
         raise ClusterError("Ray was imported before Morph could switch its token authentication on")
 
 
+def _certificates(directory: Path) -> Certificates:
+    return Certificates.below(directory / "tls")
+
+
 def _token(directory: Path) -> Path:
     return directory / "token"
 
@@ -94,6 +107,9 @@ def _token(directory: Path) -> Path:
 def _use(directory: Path) -> Path:
     global _prepared
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    certificates = _certificates(directory)
+    if certificates.key.is_file():
+        os.environ.update(certificates.ray_environment)
     os.environ.update(_ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(_token(directory)), RAY_TMPDIR=str(directory))
     _prepared = directory / "ray"
     return _prepared

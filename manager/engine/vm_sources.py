@@ -31,7 +31,8 @@ def machines_of(vms: Vms, providing: Providing | None, found: Found | None) -> O
     Raises:
         ClusterError: Ray was imported too early, or what was found is gone.
     """
-    directory = adopt(found.attachment.door.parent) if found else prepare()
+    tls = isinstance(vms, LocalVms) and vms.tls
+    directory = adopt(found.attachment.door.parent) if found else prepare(tls=tls)
     if isinstance(vms, LocalVms):
         return open_ray(directory)
     assert providing is not None, "nobody said how to open the provider"

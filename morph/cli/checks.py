@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,17 +67,24 @@ def check_output(path: Path, error_type: type[InputError]) -> None:
 
 
 def check_device(cluster: ClusterConfig, source: str) -> None:
-    """Refuse a device that this machine lacks, where VMs share its devices.
+    """Refuse a device that this machine lacks, where VMs share its devices, or a library that their TLS wants.
 
     Raises:
         ConfigError: naming the cluster file.
     """
     from morph.contract.cluster import LocalVms
+    from morph.contract.errors import ConfigError
 
+    if isinstance(cluster.vms, LocalVms) and cluster.vms.tls and find_spec("cryptography") is None:
+        raise ConfigError(
+            "certificates need a library that is not installed",
+            source=source,
+            field="vms.tls",
+            value=True,
+            allowed="pip install 'morph-train[tls]', or false",
+        )
     if isinstance(cluster.vms, LocalVms) and cluster.vms.device == "cuda":
         import torch
-
-        from morph.contract.errors import ConfigError
 
         if not torch.cuda.is_available():
             raise ConfigError(

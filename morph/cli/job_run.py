@@ -94,12 +94,28 @@ def asked_for(command: RunCommand, run_dir: Path | None) -> JobRun:
         cluster_path=command.cluster,
         cluster=load_cluster(command.cluster),
         steps=command.steps,
-        run_dir=run_dir or Path("runs") / measured.job.name,
+        run_dir=run_dir or _folder_of(measured, command.profile),
         schedule=command.schedule,
         recompute=command.recompute,
         checkpoint_url=_absolute_url(command.checkpoint_url, Path()),
     )
     return _with_cloud(run, str(command.cluster), "--checkpoint-url")
+
+
+def _folder_of(profile: Profile, path: Path) -> Path:
+    """The run directory where none is given; a profile may come from elsewhere, and names nothing outside of runs."""
+    from morph.contract.errors import ProfileError
+
+    name = profile.job.name
+    if not name.strip() or name.startswith(".") or any(sign in name for sign in "/\\\0"):
+        raise ProfileError(
+            "cannot be the name of a folder below runs",
+            source=str(path),
+            field="job.name",
+            value=name,
+            allowed="a plain name, or --run-dir (run_dir in a job file)",
+        )
+    return Path("runs") / name
 
 
 def resolve(path: Path, file: JobFile) -> JobRun:
@@ -135,7 +151,7 @@ def resolve(path: Path, file: JobFile) -> JobRun:
         cluster_path=path,
         cluster=file,
         steps=file.job.steps,
-        run_dir=folder / file.job.run_dir if file.job.run_dir else Path("runs") / profile.job.name,
+        run_dir=folder / file.job.run_dir if file.job.run_dir else _folder_of(profile, profile_path),
         schedule=file.job.schedule,
         recompute=file.job.recompute,
         checkpoint_url=_absolute_url(file.job.checkpoint_url, folder),

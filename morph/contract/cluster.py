@@ -36,6 +36,9 @@ class LocalVms(Value):
         description="memory of one VM's device as the planner sees it; absent: this machine's memory / num_vms",
     )
     device: Literal["cpu", "cuda"] = "cpu"
+    tls: bool = Field(
+        default=False, description="encrypt orders and answers (not tensors); wants pip install 'morph-train[tls]'"
+    )
     keep: Annotated[int, Field(ge=1, le=64)] | None = Field(
         default=None, description="ask for so many VMs, and again for each that is lost; absent: num_vms, once"
     )

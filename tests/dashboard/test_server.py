@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import secrets
 import stat
 import sys
 from collections.abc import Iterator
@@ -64,17 +65,72 @@ def test_the_run_is_told_to_whoever_has_the_token(page: tuple[PageAddress, Path]
         ({"Origin": "http://elsewhere.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Host": "elsewhere.example"}, 403),
+        ({"Host": "127.0.0.1"}, 403),  # of another port
+        ({"Host": "localhost.elsewhere.example:PORT"}, 403),
+        ({"Host": "elsewhere.example", "Authorization": "Bearer TOKEN"}, 403),  # its name was bound to loopback
+        ({"Origin": "http://127.0.0.1"}, 403),
+        ({"Origin": "https://127.0.0.1:PORT"}, 403),
+        ({"Authorization": "Bearer TOKEN "[:-1] + "x"}, 401),
+        ({"Authorization": "bearer"}, 401),
+        ({"Authorization": "Bearer \xe9\xff"}, 401),
     ],
 )
 @pytest.mark.parametrize("path", ["/api/run", "/metrics"])
 def test_strangers_and_other_origins_are_refused(
     page: tuple[PageAddress, Path], path: str, headers: dict[str, str], status: int
 ) -> None:
-    given = {name: value.replace("TOKEN", page[0].token) for name, value in headers.items()}
+    port = str(urlsplit(page[0].url).port)
+    given = {name: value.replace("TOKEN", page[0].token).replace("PORT", port) for name, value in headers.items()}
     refused, _, body = ask(page[0], path, **given)
     assert refused == status
     assert set(json.loads(body)) == {"error"}
     assert page[0].token.encode() not in body
+
+
+@pytest.mark.parametrize(
+    "path", ["/api/run?token=TOKEN", "/metrics?token=TOKEN", "/TOKEN", "/api/run?Authorization=Bearer%20TOKEN"]
+)
+def test_the_token_in_an_address_opens_nothing_and_is_not_repeated(page: tuple[PageAddress, Path], path: str) -> None:
+    status, _, body = ask(page[0], path.replace("TOKEN", page[0].token), Authorization="")
+    assert status in (401, 404)
+    assert page[0].token.encode() not in body
+
+
+def test_an_answer_lets_no_other_page_read_or_frame_it_and_tells_nobody_whence_one_came(
+    page: tuple[PageAddress, Path],
+) -> None:
+    for path in ("/", "/page.js", "/api/run", "/metrics", "/nothing"):
+        _, headers, _ = ask(page[0], path)
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert headers["X-Frame-Options"] == "DENY"
+        assert headers["Cache-Control"] == "no-store"
+        assert not any(name.lower().startswith("access-control-") for name in headers)
+        assert "Set-Cookie" not in headers
+
+
+def test_tokens_are_compared_in_constant_time_whatever_is_sent(
+    page: tuple[PageAddress, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[bytes] = []
+    compare = secrets.compare_digest
+
+    def noted(given: bytes, wanted: bytes) -> bool:
+        compared.append(given)
+        return compare(given, wanted)
+
+    monkeypatch.setattr("manager.dashboard.server.secrets.compare_digest", noted)
+    for kind in ("Bearer", "Basic"):
+        ask(page[0], "/api/run", Authorization=f"{kind} {page[0].token[:-1]}")
+        ask(page[0], "/metrics", Authorization=f"{kind} {page[0].token}")
+    assert compared == [page[0].token[:-1].encode(), page[0].token.encode()] * 2
+
+
+def test_nothing_that_is_asked_is_logged(page: tuple[PageAddress, Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(0):
+        ask(page[0], "/api/run")
+        ask(page[0], f"/api/run?token={page[0].token}", Authorization="Bearer wrong")
+        ask(page[0], "/nothing")
+    assert page[0].token not in caplog.text
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])

@@ -27,6 +27,38 @@ print(json.dumps({
 }))
 """
 
+WITH_TLS = """
+import json, os, stat, subprocess
+from pathlib import Path
+from manager.engine.ray_environment import prepare
+from morph.contract.errors import ClusterError
+
+directory = prepare(tls=True)
+assert prepare(tls=True) == directory
+try:
+    prepare()
+except ClusterError:
+    print("asked again without: refused")
+names = {key: Path(os.environ[f"RAY_TLS_{key}"]) for key in ("SERVER_CERT", "SERVER_KEY", "CA_CERT")}
+assert os.environ["RAY_USE_TLS"] == "1"
+folder = names["CA_CERT"].parent
+assert set(names.values()) == set(folder.iterdir())
+assert {stat.S_IMODE(path.stat().st_mode) for path in names.values()} == {0o600}
+assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+assert [path.name for path in folder.iterdir() if "PRIVATE KEY" in path.read_text()] == [names["SERVER_KEY"].name]
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+authority, node = (x509.load_pem_x509_certificate(names[key].read_bytes()) for key in ("CA_CERT", "SERVER_CERT"))
+node.verify_directly_issued_by(authority)
+key = load_pem_private_key(names["SERVER_KEY"].read_bytes(), None)
+assert key.public_key() == node.public_key() != authority.public_key()  # the authority's own key is gone
+names = node.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
+print(folder)
+"""
+
 TOO_LATE = """
 import sys, types
 sys.modules["ray"] = types.ModuleType("ray")
@@ -57,6 +89,12 @@ def test_the_token_is_the_users_alone_and_goes_with_the_process() -> None:
     assert facts["temporary"] == str(Path(facts["directory"]).parent)
     assert not facts["ray_imported"]
     assert not Path(facts["temporary"]).exists()
+
+
+def test_certificates_are_the_users_alone_and_the_key_that_signed_them_is_nowhere() -> None:
+    refused, folder = run(WITH_TLS).splitlines()
+    assert "refused" in refused
+    assert not Path(folder).exists()  # it went with the process
 
 
 def test_preparing_after_ray_was_imported_is_refused() -> None:

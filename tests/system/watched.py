@@ -96,6 +96,11 @@ class WatchedMorph:
         return self._output.decode(errors="replace")
 
     @property
+    def process_runs(self) -> bool:
+        """Whether the command itself has not ended."""
+        return self._process.poll() is None
+
+    @property
     def secrets(self) -> list[str]:
         """Every secret that the command's own process has made."""
         return self._secrets_path.read_text(encoding="ascii").split()

@@ -1,0 +1,80 @@
+"""A first signal asks for a saved end, a second ends at once; a hang-up that was ignored stays so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from manager.engine.signals import STOPPING, deaf_to_signals, stopping_on_signals
+
+
+@pytest.fixture(autouse=True)
+def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "__stdout__", None)  # a terminal of pytest's own would be let go
+    monkeypatch.setattr(sys, "__stderr__", None)
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    assert {number: signal.getsignal(number) for number in STOPPING} == before
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals) -> None:
+    asked: list[str] = []
+    with stopping_on_signals(asked.append):
+        signal.raise_signal(number)
+        assert asked == [number.name]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert asked == [number.name]
+
+
+def test_a_hang_up_that_was_ignored_stays_so() -> None:
+    asked: list[str] = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with stopping_on_signals(asked.append):
+            signal.raise_signal(signal.SIGHUP)
+            assert asked == []
+            signal.raise_signal(signal.SIGTERM)
+        assert asked == ["SIGTERM"]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_while_everything_is_ended_a_signal_changes_nothing(number: signal.Signals) -> None:
+    with deaf_to_signals():
+        signal.raise_signal(number)
+
+
+def test_what_is_shown_in_a_terminal_that_is_gone_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside, inside = os.openpty()
+    with os.fdopen(inside, "w") as terminal, os.fdopen(outside, "rb", buffering=0) as window:
+        monkeypatch.setattr(sys, "__stdout__", terminal)
+        with stopping_on_signals(lambda _name: None):
+            terminal.write("seen\n")
+            terminal.flush()
+            assert window.read(16) == b"seen\r\n"
+            window.close()
+            signal.raise_signal(signal.SIGHUP)
+            terminal.write("dropped\n")
+            terminal.flush()  # an error, were it still the terminal
+
+
+def test_outside_the_main_thread_nothing_is_changed() -> None:
+    seen: list[object] = []
+
+    def look() -> None:
+        with stopping_on_signals(lambda _name: None), deaf_to_signals():
+            seen.extend(signal.getsignal(number) for number in STOPPING)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(20)
+    assert seen == [signal.getsignal(number) for number in STOPPING]
