@@ -110,6 +110,7 @@ def _use(directory: Path) -> Path:
     certificates = _certificates(directory)
     if certificates.key.is_file():
         os.environ.update(certificates.ray_environment)
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # of another cluster: it would go before the path, and to every process
     os.environ.update(_ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(_token(directory)), RAY_TMPDIR=str(directory))
     _prepared = directory / "ray"
     return _prepared

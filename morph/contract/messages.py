@@ -65,6 +65,8 @@ class SlowSpell(Value):
 class Lifeline(Value):
     """Where a worker keeps a connection open for as long as it lives; its hello proves that it has the secret."""
 
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     host: str
     port: int = Field(ge=1, le=65535)
     secret: str = Field(repr=False)
@@ -81,6 +83,8 @@ class JobCode(Value):
 
 class WorkerSetup(Value):
     """Everything a fresh worker needs before it can be given a stage."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # the run's secret is among it
 
     worker: WorkerId
     job_path: str = Field(description="path/to/file.py:name")

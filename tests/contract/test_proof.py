@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
+from morph.contract.messages import Lifeline, WorkerSetup
 from morph.contract.proof import is_proven, new_secret, proof
 
 
@@ -18,3 +20,28 @@ def test_a_proof_holds_for_its_parts_and_its_secret_alone() -> None:
 @pytest.mark.parametrize("given", ["", "é", "\ud800", "x" * 10_000])
 def test_anything_else_is_no_proof_and_no_error(given: str) -> None:
     assert not is_proven(given, "secret", "part")
+
+
+def test_what_workers_are_set_up_with_shows_no_secret_not_even_where_it_is_wrong() -> None:
+    lifeline = {"host": "127.0.0.1", "port": 7, "secret": "s3cret-of-the-lifelines"}
+    given = {
+        "worker": "vm0",
+        "job_path": "job.py:job",
+        "fingerprint": "f",
+        "num_sections": 1,
+        "micro_batch_size": 1,
+        "checkpoint_url": "checkpoints",
+        "store_host": "127.0.0.1",
+        "store_port": 1,
+        "listen_host": "127.0.0.1",
+        "secret": "s3cret-of-the-run",
+        "lifeline": lifeline,
+    }
+    assert "s3cret" not in repr(WorkerSetup.model_validate(given))
+    for wrong in ({**given, "job_path": None}, {**given, "lifeline": {**lifeline, "port": 0}}, [given]):
+        with pytest.raises(ValidationError) as caught:
+            WorkerSetup.model_validate(wrong)
+        assert "s3cret" not in str(caught.value)
+    with pytest.raises(ValidationError) as caught:
+        Lifeline.model_validate({**lifeline, "extra": 1, "secret": ["s3cret"]})
+    assert "s3cret" not in str(caught.value)

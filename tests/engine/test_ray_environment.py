@@ -9,6 +9,7 @@ from pathlib import Path
 
 PREPARE = """
 import json, os, sys
+os.environ["RAY_AUTH_TOKEN"] = "of another cluster"
 from pathlib import Path
 from manager.engine.ray_environment import prepare
 
@@ -19,6 +20,7 @@ print(json.dumps({
     "directory": str(directory),
     "exists": directory.is_dir(),
     "mode": os.environ["RAY_AUTH_MODE"],
+    "in_the_environment": [key for key in os.environ if os.environ[key] in ("of another cluster", token.read_text())],
     "token_mode": token.stat().st_mode,
     "directory_mode": directory.parent.stat().st_mode,
     "token_length": len(token.read_text()),
@@ -83,6 +85,7 @@ def test_the_token_is_the_users_alone_and_goes_with_the_process() -> None:
     facts = json.loads(run(PREPARE))
     assert facts["mode"] == "token"
     assert facts["exists"]
+    assert facts["in_the_environment"] == []
     assert stat.S_IMODE(facts["token_mode"]) == 0o600
     assert stat.S_IMODE(facts["directory_mode"]) == 0o700
     assert facts["token_length"] >= 32

@@ -16,7 +16,7 @@ from tests.system.watched import WatchedMorph
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
-STEPS = 1500
+STEPS = 400
 SETTINGS = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 BOUND_S = 20.0
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -52,8 +52,9 @@ def test_a_run_with_tls_has_the_same_weights_and_refuses_whoever_has_no_certific
     calibrated: Path, tmp_path: Path
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
-    cluster.write_text("vms: {num_vms: 2, tls: true}\npolicy: {checkpoint_every_steps: 50}\n", encoding="utf-8")
+    cluster.write_text("vms: {num_vms: 2, tls: true}\npolicy: {checkpoint_every_steps: 10}\n", encoding="utf-8")
     arguments = ("--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS, "--plain")
+    other = make_certificates(tmp_path / "other", "127.0.0.1")
     with WatchedMorph(tmp_path / "made", "run", JOB, *arguments) as command:
         command.wait_for("the checkpoint of version")
         environments = [process.environ() for process in command.family() if process.is_running()]
@@ -64,7 +65,7 @@ def test_a_run_with_tls_has_the_same_weights_and_refuses_whoever_has_no_certific
             member["RAY_TLS_CA_CERT"],
             member["RAY_TLS_SERVER_CERT"],
             member["RAY_TLS_SERVER_KEY"],
-            make_certificates(tmp_path / "other", "127.0.0.1"),
+            other,
         )
         answered = {name for name, context in visitors.items() if let_in(head, context)}
         assert command.process_runs, command.output
