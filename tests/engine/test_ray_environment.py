@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PREPARE = """
 import json, os, sys
 os.environ["RAY_AUTH_TOKEN"] = "of another cluster"
@@ -61,6 +63,22 @@ assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] =
 print(folder)
 """
 
+ADOPTED = """
+import os, sys, tempfile
+from pathlib import Path
+from manager.engine.certificates import Certificates, make_certificates
+from manager.engine.ray_environment import adopt
+
+left = Path(tempfile.mkdtemp())
+(left / "token").write_text("of the killed manager")
+if sys.argv[1] == "with":
+    make_certificates(left / "tls", "127.0.0.1")
+assert adopt(left / "ray") == left / "ray"
+assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(left / "token")
+key = str(Certificates.below(left / "tls").key)
+print(os.environ.get("RAY_USE_TLS"), os.environ.get("RAY_TLS_SERVER_KEY") == key)
+"""
+
 TOO_LATE = """
 import sys, types
 sys.modules["ray"] = types.ModuleType("ray")
@@ -74,8 +92,10 @@ except ClusterError as error:
 """
 
 
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+def run(code: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=100, check=True
+    )
     return done.stdout
 
 
@@ -98,6 +118,11 @@ def test_certificates_are_the_users_alone_and_the_key_that_signed_them_is_nowher
     refused, folder = run(WITH_TLS).splitlines()
     assert "refused" in refused
     assert not Path(folder).exists()  # it went with the process
+
+
+@pytest.mark.parametrize(("tls", "expected"), [("with", "1 True\n"), ("without", "None False\n")])
+def test_who_takes_over_uses_what_the_killed_manager_made(tls: str, expected: str) -> None:
+    assert run(ADOPTED, tls) == expected
 
 
 def test_preparing_after_ray_was_imported_is_refused() -> None:
