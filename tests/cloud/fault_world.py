@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from azure.core.exceptions import ServiceRequestError
-
 from manager.controller.actions import ReleaseNodes, RequestNodes, StartWorker
 from manager.controller.config import ControllerConfig
 from manager.controller.decide import decide
@@ -84,7 +82,7 @@ class Dying(Line):
     def _stand(self) -> None:
         if self.dead.is_set():
             self.over.wait(BOUND_S)
-            raise ServiceRequestError("the manager is gone")
+            raise RuntimeError("the manager is gone")  # none of Azure's errors: nothing is tried again
 
 
 @dataclass

@@ -17,9 +17,11 @@ from manager.engine.signals import STOPPING, deaf_to_signals, stopping_on_signal
 def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "__stdout__", None)  # a terminal of pytest's own would be let go
     monkeypatch.setattr(sys, "__stderr__", None)
+    of_the_tests = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, where they were started with nohup
     before = {number: signal.getsignal(number) for number in STOPPING}
     yield
     assert {number: signal.getsignal(number) for number in STOPPING} == before
+    signal.signal(signal.SIGHUP, of_the_tests)
 
 
 @pytest.mark.parametrize("number", STOPPING)

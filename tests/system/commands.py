@@ -20,6 +20,7 @@ from manager.engine.gone import wait_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "morph.cli.main")
+KEPT = ("RAY_USAGE_STATS_ENABLED",)
 COMMAND_TIMEOUT_S = 100.0
 LINE_TIMEOUT_S = 100.0
 END_TIMEOUT_S = 40.0
@@ -40,8 +41,9 @@ def morph(*arguments: object, code: int = 0) -> str:
 
 
 def environment_of_commands() -> dict[str, str]:
-    """What a command of this tree is started with."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
+    """What a command of this tree is started with, and nothing of a cluster that this process had itself."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name in KEPT}
+    return {**own, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
 
 
 class RunningMorph:

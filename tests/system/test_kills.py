@@ -36,7 +36,7 @@ HISTORIES = {
     "in a morph, while its state moves, and in a checkpoint": (
         fault("vm3", "backward", 3),
         fault("vm1", "reshape", 3),
-        fault("vm2", "checkpoint", 6),
+        *(fault("vm2", "checkpoint", version) for version in range(6, 14)),  # the next one that is due
     ),
     # the two may hold the only copies of a stage: then the run goes back to a checkpoint, and vm2 dies loading it
     "two at once, then while state moves": (

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -51,6 +52,12 @@ class Listening:
     process: str
 
 
+def _as_in_a_terminal() -> None:
+    """Take the terminal, whose end is heard even where the tests were started with ``nohup``."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class WatchedMorph:
     """A Morph command with a controlling terminal; the secrets that it makes are written down for the test.
 
@@ -68,7 +75,7 @@ class WatchedMorph:
             stdout=inside,
             stderr=inside,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_as_in_a_terminal,
         )
         os.close(inside)
         self._wake, self._woken = os.pipe()[::-1]
