@@ -32,8 +32,6 @@ from manager.controller.state import Phase
 from manager.engine.driver import Observed, Observer
 from manager.engine.machines import Machines, Opening, OpenMachines, Processes, open_ray
 from manager.engine.namespaces import HostNetwork, check_permitted
-from manager.engine.process_vms import ProcessVms
-from manager.engine.ray_cluster import RayCluster
 from manager.engine.ray_environment import prepare
 from manager.engine.session import RunSpec, run_session
 from manager.engine.vm_fleet import VmFleet, VmHost
@@ -165,7 +163,9 @@ class Cluster:
             assert self.network is not None
             self.network.cut(self._host_of(vm))
         elif kind == VM_STOPPED:
-            assert isinstance(self._vms, ProcessVms | RayCluster)
+            from manager.engine.ray_cluster import RayCluster  # imports Ray, which must come after `prepare`
+
+            assert isinstance(self._vms, RayCluster)
             for each in self._vms.vm_pids(vm):
                 os.kill(each, signal.SIGSTOP)
         else:
