@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ unset RAY_TMPDIR RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH
 exec sh -c "$3"
 """
 END_S = 20.0
+TEMPORARY = "--temp-dir=/tmp/morph-"
 
 
 class Hosts:
@@ -25,6 +27,7 @@ class Hosts:
 
     def __init__(self, directory: Path, number: int) -> None:
         self.directory, self._seen = directory, dict[int, psutil.Process]()
+        self._temporary: set[str] = set()
         directory.mkdir()
         program = directory / "bin" / "ssh"
         program.parent.mkdir()
@@ -55,6 +58,10 @@ class Hosts:
             with contextlib.suppress(psutil.NoSuchProcess):
                 root = psutil.Process(pid)
                 self._seen |= {process.pid: process for process in (root, *root.children(recursive=True))}
+        for process in self._seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                arguments = [part for part in process.cmdline() if part.startswith(TEMPORARY)]
+                self._temporary |= {part.partition("=")[2] for part in arguments}
         return nodes
 
     def kill(self, node: str) -> None:
@@ -74,12 +81,15 @@ class Hosts:
         return left
 
     def close(self) -> None:
-        """End whatever is left."""
+        """End whatever is left, and remove what a host that died could not remove."""
         self.note()
         for process in self._seen.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if _runs(process):
                     process.kill()
+        self.wait_until_empty()
+        for folder in self._temporary:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _runs(process: psutil.Process) -> bool:
