@@ -70,12 +70,16 @@ def start_script(node: str, command: Sequence[str], directory: str = ".morph/nod
 
 
 def end_script(node: str, directory: str = ".morph/nodes") -> str:
-    """Build the remote shell line that ends a node's process group and removes its files; not there: nothing."""
+    """Build the remote shell line that ends a node's process group and removes its files; not there: nothing.
+
+    A folder elsewhere, which the node named in its ``elsewhere``, goes too: a node that had to be killed left it.
+    """
     place = f'"$HOME"/{shlex.quote(f"{directory}/{node}")}'
     return (
         f'd={place}; if [ -s $d/pid ]; then g=$(cat $d/pid); kill -s TERM -- -"$g" 2>/dev/null; '
         'for i in 1 2 3 4 5; do kill -s 0 -- -"$g" 2>/dev/null || break; sleep 1; done; '
-        'kill -s KILL -- -"$g" 2>/dev/null; fi; rm -rf $d'
+        'kill -s KILL -- -"$g" 2>/dev/null; fi; '
+        't=$(cat $d/elsewhere 2>/dev/null); rm -rf $d ${t:+"$t"}'
     )
 
 
