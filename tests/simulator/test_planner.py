@@ -17,8 +17,9 @@ def test_the_best_plan_is_the_fastest_of_all_shapes_simulated_one_by_one(num_gpu
     choice = plan(profile, num_gpus=num_gpus)
     total = choice.best.num_micro_batches
     rates = {
-        depth: simulate(profile, num_stages=depth, num_replicas=min(num_gpus // depth, total)).expected.examples_per_s
+        (depth, count): simulate(profile, num_stages=depth, num_replicas=count).expected.examples_per_s
         for depth in range(1, min(8, num_gpus) + 1)
+        for count in range(1, min(num_gpus // depth, total) + 1)
     }
     assert choice.best.expected.examples_per_s == pytest.approx(max(rates.values()))
     assert choice.best.num_workers <= num_gpus
@@ -26,7 +27,15 @@ def test_the_best_plan_is_the_fastest_of_all_shapes_simulated_one_by_one(num_gpu
     assert [one.expected.examples_per_s for one in ranked] == sorted(
         (one.expected.examples_per_s for one in ranked), reverse=True
     )
-    assert len({one.shape for one in ranked}) == len(ranked) == min(6, len(rates))
+    assert len({one.shape for one in ranked}) == len(ranked) == min(6, choice.num_shapes)
+
+
+def test_a_gpu_that_only_makes_the_reduction_longer_is_left_idle() -> None:
+    profile = _profile(batch_size=6, num_sections=1)  # 6 micro-batches take 3 replicas as long as 4 or 5
+    choice = plan(profile, num_gpus=5, micro_batch_size=1)
+    assert (choice.best.shape, choice.num_idle) == ("1x3", 2)
+    assert [one.shape for one in choice.runners_up] == ["1x5"]
+    assert plan_table(profile, 5, micro_batch_size=1)[5].shape == "1x3"
 
 
 def test_pruning_by_the_lower_bound_loses_no_runner_up() -> None:
