@@ -14,6 +14,7 @@ from manager.engine.job_code import pack
 from morph.contract.errors import ConfigError, JobError
 from morph.contract.messages import JobCode, WorkerSetup
 from morph.runtime.job_code import unpack
+from tests.worker_setup import SETUP
 
 
 @pytest.fixture
@@ -49,18 +50,7 @@ def test_what_is_packed_is_unpacked_in_a_folder_for_this_user_alone(folder: Path
 def test_the_same_files_give_the_same_bytes_which_a_setup_can_carry(folder: Path) -> None:
     code = packed(folder, "parts", "help.py")
     assert code == packed(folder, "help.py", "parts")
-    setup = WorkerSetup(
-        worker="a",
-        job_path="/elsewhere/train.py:job",
-        fingerprint="f",
-        num_sections=1,
-        micro_batch_size=1,
-        checkpoint_url="memory://x",
-        store_host="10.0.0.4",
-        store_port=1,
-        listen_host="10.0.0.5",
-        code=code,
-    )
+    setup = SETUP.model_copy(update={"code": code})
     assert WorkerSetup.model_validate_json(setup.model_dump_json()) == setup
     assert "archive" not in repr(setup)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from manager.controller.actions import SendAhead
@@ -12,8 +12,7 @@ from manager.engine.driver import Observed, Observer
 from manager.engine.machines import Processes
 from manager.engine.session import RunSpec, run_session
 from manager.engine.vm_fleet import VmFleet
-from manager.preparation import section_compute_s
-from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
+from manager.rehearsal.device import EmulationOptions
 from manager.report.reading import read_report
 from manager.report.values import RunReport
 from manager.run_dir import RunDir, RunFacts
@@ -24,6 +23,7 @@ from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.contract.rules import AheadRules, Rules, StutterRules
 from simulator import plan, synthetic_profile
+from tests.system.emulated import emulated_run
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, constant_vms, load_tiny_job
 
 M = 4
@@ -86,30 +86,17 @@ def best(profile: Profile, shape: str) -> Plan:
 
 def emulated(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
     """The case on emulated devices that take the profile's times."""
-    units = known_units(PROFILE)
-    config = ControllerConfig(
-        fingerprint=PROFILE.job.fingerprint,
-        plans={count: best(PROFILE, shape) for count, shape in case.shapes.items()},
-        units={unit.id: unit.sections for unit in units},
-        unit_bytes={unit.id: unit.parameter_bytes for unit in units},
-        num_steps=case.steps,
-        policy=case.policy,
-        expected_nodes=case.num_vms,
-        section_compute_s=section_compute_s(PROFILE, M),
-    )
-    spec = RunSpec(
-        job_path="emulated",
-        config=config,
-        cluster=ClusterConfig(policy=config.policy),
-        trace=constant_vms(case.num_vms),
-        num_sections=PROFILE.num_sections,
-        micro_batch_size=M,
+    plans = {count: best(PROFILE, shape) for count, shape in case.shapes.items()}
+    spec, facts = emulated_run(PROFILE, plans, case.num_vms, case.steps, EmulationOptions())
+    spec = replace(
+        spec,
+        config=spec.config.model_copy(update={"policy": case.policy}),
+        cluster=ClusterConfig(policy=case.policy),
         faults=case.faults,
         slow_spells=case.spells,
-        emulation=emulated_device(PROFILE, M, range(2, 9), EmulationOptions()),
         machines=Processes(log_path),
     )
-    return spec, _facts(spec, PROFILE.job.batch_size)
+    return spec, facts
 
 
 def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
@@ -134,17 +121,14 @@ def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
         faults=case.faults,
         machines=Processes(log_path),
     )
-    return spec, _facts(spec, job.batch_size)
-
-
-def _facts(spec: RunSpec, batch_size: int) -> RunFacts:
-    return RunFacts(
-        job=spec.job_path,
-        fingerprint=spec.config.fingerprint,
-        micro_batch_size=spec.micro_batch_size,
-        batch_size=batch_size,
-        num_sections=spec.num_sections,
+    facts = RunFacts(
+        job=JOB,
+        fingerprint=job.fingerprint,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        batch_size=job.batch_size,
+        num_sections=NUM_SECTIONS,
     )
+    return spec, facts
 
 
 def run(directory: Path, make: Callable[[Case, Path], tuple[RunSpec, RunFacts]], case: Case) -> Ran:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from manager.controller.config import ControllerConfig
@@ -31,6 +31,40 @@ def shape(profile: Profile, stages: int, replicas: int) -> Plan:
     return plan(profile, num_gpus=gpus, pipeline_depth=stages, num_replicas=replicas, micro_batch_size=M).best
 
 
+def emulated_run(
+    profile: Profile, plans: Mapping[int, Plan], num_vms: int, num_steps: int, options: EmulationOptions
+) -> tuple[RunSpec, RunFacts]:
+    """A run of a profile on emulated devices; ``plans[G]`` is for G workers. Policy and machines are the defaults."""
+    units, m = known_units(profile), next(iter(plans.values())).micro_batch_size
+    config = ControllerConfig(
+        fingerprint=profile.job.fingerprint,
+        plans=dict(plans),
+        units={unit.id: unit.sections for unit in units},
+        unit_bytes={unit.id: unit.parameter_bytes for unit in units},
+        num_steps=num_steps,
+        policy=Policy(),
+        expected_nodes=num_vms,
+        section_compute_s=section_compute_s(profile, m),
+    )
+    spec = RunSpec(
+        job_path="emulated",
+        config=config,
+        cluster=ClusterConfig(),
+        trace=constant_vms(num_vms),
+        num_sections=profile.num_sections,
+        micro_batch_size=m,
+        emulation=emulated_device(profile, m, range(2, 9), options),
+    )
+    facts = RunFacts(
+        job="emulated",
+        fingerprint=profile.job.fingerprint,
+        micro_batch_size=m,
+        batch_size=profile.job.batch_size,
+        num_sections=profile.num_sections,
+    )
+    return spec, facts
+
+
 @dataclass
 class Emulated:
     """What to run; ``plans`` are for as many workers as each needs."""
@@ -49,34 +83,16 @@ class Emulated:
 
     def run(self, directory: Path) -> tuple[dict[str, str], int]:
         """Run it to its end; returns sha256 of every unit's final state, and its version."""
-        profile, units = self.profile, known_units(self.profile)
-        config = ControllerConfig(
-            fingerprint=profile.job.fingerprint,
-            plans={best.num_workers: best for best in self.plans},
-            units={unit.id: unit.sections for unit in units},
-            unit_bytes={unit.id: unit.parameter_bytes for unit in units},
-            num_steps=self.num_steps,
-            policy=self.policy,
-            expected_nodes=self.num_vms,
-            section_compute_s=section_compute_s(profile, M),
+        options = EmulationOptions(jitter_seed=self.jitter_seed)
+        spec, facts = emulated_run(
+            self.profile, {best.num_workers: best for best in self.plans}, self.num_vms, self.num_steps, options
         )
-        spec = RunSpec(
-            job_path="emulated",
-            config=config,
+        spec = replace(
+            spec,
+            config=spec.config.model_copy(update={"policy": self.policy}),
             cluster=ClusterConfig(policy=self.policy),
-            trace=constant_vms(self.num_vms),
-            num_sections=profile.num_sections,
-            micro_batch_size=M,
-            emulation=emulated_device(profile, M, range(2, 9), EmulationOptions(jitter_seed=self.jitter_seed)),
             machines=self.machines or Processes(directory.parent / f"{directory.name}.log"),
             slow_spells=self.spells,
-        )
-        facts = RunFacts(
-            job="emulated",
-            fingerprint=profile.job.fingerprint,
-            micro_batch_size=M,
-            batch_size=profile.job.batch_size,
-            num_sections=profile.num_sections,
         )
         with RunDir(directory, facts) as opened:
             finish = run_session(spec, opened, self._observe, self.attend)
