@@ -26,6 +26,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "grid": _grid(run),
             "others": [{"node": node, "state": state} for node, state in run.nodes.items() if node not in run.places],
             "shapes": [list(entry) for entry in run.shapes],
+            "counts": [list(point) for point in run.counts.points],
             "losses": [list(point) for point in run.losses.points],
             "speeds": [list(point) for point in run.speeds.points],
             "events": [{"time_s": e.time_s, "code": e.code, "sentence": e.sentence} for e in run.recent],

@@ -66,7 +66,8 @@ class LiveRun:
     """See the module's docstring. Times are seconds as the shell stamped them.
 
     ``num_steps``: None when open-ended. ``version``: the one that the run goes on from. ``ledger``: what was booked
-    before; ``takes_over``: and by a manager whose nodes live on.
+    before; ``takes_over``: and by a manager whose nodes live on. ``shapes``: since when which one; None: none.
+    ``counts``: how many nodes there are, whenever that changes.
     """
 
     job: str
@@ -84,7 +85,8 @@ class LiveRun:
     nodes: dict[str, str] = field(default_factory=dict)
     decided_s: deque[float] = field(default_factory=lambda: deque(maxlen=SPEED_WINDOW + 1))
     recent: deque[Happened] = field(default_factory=lambda: deque(maxlen=RECENT))
-    shapes: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MOST_SHAPES))
+    shapes: deque[tuple[float, str | None]] = field(default_factory=lambda: deque(maxlen=MOST_SHAPES))
+    counts: Series = field(default_factory=Series)
     losses: Series = field(default_factory=Series)
     speeds: Series = field(default_factory=Series)
     ledger: Ledger = field(default_factory=Ledger)
@@ -178,8 +180,10 @@ class LiveRun:
     def _stand(self, state: ControllerState) -> None:
         self.version, self.phase, self.generation = state.version, state.phase.value, state.generation
         shape = state.plan.shape if state.plan and state.slots else None
-        if shape != self.shape and shape is not None:
+        if shape != self.shape:
             self.shapes.append((self.time_s, shape))
+        if len(state.workers) != len(self.nodes):
+            self.counts.add(self.time_s, len(state.workers))
         self.shape = shape
         self.places = {slot.worker: (slot.stage, slot.replica) for slot in state.slots}
         self.nodes = {name: worker.node.value for name, worker in state.workers.items()}

@@ -50,8 +50,9 @@ def test_the_page_draws_the_run(tmp_path: Path) -> None:
     assert len(re.findall(r'<td class="ready">n\d+</td>', document)) == 4
     assert "stage 1" in document
     assert "replica 1" in document
-    assert document.count("<polyline") == 2
+    assert document.count("<polyline") == 3  # nodes, examples per second, loss
     assert re.search(r"<b>2x2</b>", document)
+    assert re.findall(r'<div title="(\dx\d) from', document) == ["3x2", "2x2"]
     assert "compute " in document
     assert '<p id="problem" role="alert"></p>' in document
 

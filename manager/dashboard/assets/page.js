@@ -61,34 +61,48 @@ function showGrid(run) {
     ...run.others.map((node) => element("span", `${node.node}: ${node.state === "ready" ? "spare" : node.state}`, `node ${node.state}`)));
 }
 
-function showShapes(run) {
-  const begin = run.start_s, width = Math.max(run.time_s - begin, 1e-3), colours = new Map();
-  const bands = run.shapes.flatMap(([start, shape], index) => {
-    const end = index + 1 < run.shapes.length ? run.shapes[index + 1][0] : run.time_s;
-    if (!colours.has(shape)) colours.set(shape, SHAPE_COLOURS[colours.size % SHAPE_COLOURS.length]);
-    const x = Math.max(0, (start - begin) / width) * 1000, wide = Math.max(0, (end - start) / width) * 1000;
-    const band = [drawn("rect", { x, y: 0, width: wide, height: 60, fill: colours.get(shape), stroke: "#fff" })];
-    if (wide > 40) band.push(drawn("text", { x: x + wide / 2, y: 38, "text-anchor": "middle", style: "font-size:22px" }, shape));
-    return band;
-  });
-  at("shapes").replaceChildren(...bands);
+function duration(seconds) {
+  const whole = Math.round(seconds), hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
+  if (hours) return `${hours} h ${minutes} min`;
+  return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
 
-function showSeries(id, points, digits) {
-  const parts = [];
-  if (points.length > 1) {
-    const times = points.map((point) => point[0]), values = points.map((point) => point[1]);
-    const first = times[0], span = Math.max(times[times.length - 1] - first, 1e-9);
-    const low = Math.min(...values), high = Math.max(...values), range = Math.max(high - low, 1e-9);
-    const path = points.map(([time, value]) =>
-      `${(44 + (time - first) / span * 452).toFixed(1)},${(140 - (value - low) / range * 125).toFixed(1)}`).join(" ");
-    parts.push(
-      drawn("polyline", { points: path, fill: "none", stroke: "#2f6db3", "stroke-width": 1.8, "vector-effect": "non-scaling-stroke" }),
-      drawn("text", { x: 0, y: 18 }, high.toFixed(digits)), drawn("text", { x: 0, y: 142 }, low.toFixed(digits)));
-  } else {
-    parts.push(drawn("text", { x: 200, y: 75 }, "nothing yet"));
+function showShapes(run) {
+  const width = Math.max(run.time_s - run.start_s, 1e-3), colours = new Map();
+  const bands = run.shapes.flatMap(([start, shape], index) => {
+    if (shape === null) return [];
+    const end = index + 1 < run.shapes.length ? run.shapes[index + 1][0] : run.time_s;
+    if (!colours.has(shape)) colours.set(shape, SHAPE_COLOURS[colours.size % SHAPE_COLOURS.length]);
+    const share = Math.max(0, (end - start) / width);
+    const band = element("div", share > 0.04 ? shape : "");
+    band.title = `${shape} from ${duration(start - run.start_s)} for ${duration(end - start)}`;
+    band.style.left = `${Math.max(0, (start - run.start_s) / width) * 100}%`;
+    band.style.width = `${share * 100}%`;
+    band.style.background = colours.get(shape);
+    return [band];
+  });
+  at("shapes").replaceChildren(...bands);
+  at("clock").replaceChildren(element("span", "0 s"), element("span", duration(run.time_s - run.start_s)));
+}
+
+// Points (time, value) between two times; values start at zero where that is asked for.
+function showSeries(id, points, from, to, digits, fromZero) {
+  if (points.length < 2) {
+    at(id).replaceChildren(element("span", "nothing yet"));
+    return;
   }
-  at(id).replaceChildren(...parts);
+  const values = points.map((point) => point[1]), span = Math.max(to - from, 1e-9);
+  const low = fromZero ? 0 : Math.min(...values), high = Math.max(...values), range = Math.max(high - low, 1e-9);
+  const path = points.map(([time, value]) =>
+    `${((time - from) / span * 500).toFixed(1)},${(146 - (value - low) / range * 142).toFixed(1)}`).join(" ");
+  const plot = drawn("svg", { viewBox: "0 0 500 150", preserveAspectRatio: "none" });
+  plot.append(drawn("polyline", { points: path, fill: "none", stroke: "#2f6db3", "stroke-width": 1.8, "vector-effect": "non-scaling-stroke" }));
+  at(id).replaceChildren(element("span", high.toFixed(digits), "high"), element("span", low.toFixed(digits), "low"), plot);
+}
+
+// The same points as steps, the last one drawn on until now.
+function steps(points, now) {
+  return points.flatMap(([time, value], index) => [[time, value], [index + 1 < points.length ? points[index + 1][0] : now, value]]);
 }
 
 function showParts(run) {
@@ -117,12 +131,13 @@ function showEvents(run) {
 function show(run) {
   document.title = `${run.job}: ${run.shape ?? run.phase}, step ${run.version}`;
   at("job").textContent = run.job;
-  at("headline").textContent = `running for ${Math.round(run.time_s - run.start_s)} s`;
+  at("headline").textContent = `running for ${duration(run.time_s - run.start_s)}`;
   showFigures(run);
   showGrid(run);
   showShapes(run);
-  showSeries("speeds", run.speeds, 1);
-  showSeries("losses", run.losses, 3);
+  showSeries("counts", steps(run.counts, run.time_s), run.start_s, run.time_s, 0, true);
+  showSeries("speeds", run.speeds, run.start_s, run.time_s, 1, true);
+  showSeries("losses", run.losses, run.start_s, run.time_s, 3, false);
   showParts(run);
   showEvents(run);
   document.body.dataset.version = run.version;
