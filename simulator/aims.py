@@ -83,8 +83,7 @@ def _fallback(sweep: Sweep, num_gpus: int, num_nodes: int) -> Callable[[int], fl
     def rate(missing: int) -> float:
         left = num_gpus - round(missing * num_gpus / num_nodes)
         if left not in rates:
-            shapes = [(depth, min(left // depth, sweep.total)) for depth in sweep.fitting if depth <= left]
-            best = sweep.best(shapes, 1)
+            best = sweep.fastest(left, [depth for depth in sweep.fitting if depth <= left], 1)
             rates[left] = sweep.sections.profile.job.batch_size / (best[0].mini_batch_ns / 1e9) if best else 0.0
         return rates[left]
 

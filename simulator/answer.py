@@ -28,9 +28,12 @@ def deal(num_micro_batches: int, num_replicas: int) -> tuple[int, ...]:
     return tuple(share + (replica < extra) for replica in range(num_replicas))
 
 
-def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions) -> int:
-    """Lower bound of the whole mini-batch: nobody slow, every link as good as the best that a replica has there."""
-    num_replicas = len(counts)
+def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions, *, reducing: bool = True) -> int:
+    """Lower bound of the whole mini-batch: nobody slow, every link as good as the best that a replica has there.
+
+    ``reducing``: False leaves the all-reduces out; what is left only grows when there are fewer replicas.
+    """
+    num_replicas = len(counts) if reducing else 1
     reduce = costs.private_reduce_ns(num_replicas)
     for stages, duration in costs.tied_reduce_ns(num_replicas):
         reduce[list(stages)] += duration

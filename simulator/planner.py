@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from simulator.answer import Simulation, describe
 from simulator.conditions import NUM_DRAWS, AllReduceStart, Conditions
 from simulator.memory import memory_sentence
 from simulator.objectives import PAUSE_S, REPLACEMENT_S, ObjectiveName, Price, Shape
+from simulator.outcome import Outcome
 from simulator.placement import node_sizes
 from simulator.sweep import Sweep
 
@@ -94,9 +94,8 @@ def plan(
 ) -> PlanChoice:
     """Find the best shape for so many GPUs.
 
-    Every P from the smallest that fits in memory to min(K, G) is looked at, each with D = min(G // P, N) and with the
-    smallest D whose busiest replica has no more micro-batches (6 micro-batches take 3 replicas as long as 4, and 3
-    reduce faster); for other objectives than examples per second with every smaller D.
+    Every P from the smallest that fits in memory to min(K, G) is looked at, with every D up to min(G // P, N); where
+    the objective is examples per second, each P is answered with the D that suits it best alone.
 
     Args:
         profile: What calibration measured.
@@ -138,9 +137,13 @@ def plan(
     )
     aim = Aim(objective, usd_per_gpu_hour, revocations_per_hour, pause_s, replacement_s)
     sweep = Sweep(profile, schedule, memory_bytes, micro_batch_size, conditions, recompute=recompute)
-    shapes = _shapes(sweep, gpus, pipeline_depth, num_replicas, smaller=objective != "examples_per_s")
+    fastest = objective == "examples_per_s" and num_replicas is None
+    shapes = _shapes(sweep, gpus, pipeline_depth, num_replicas, smaller=not fastest)
     objectively = objective_for(aim, sweep, gpus)
-    ranked = sweep.best(shapes, 1 + num_runners_up, objectively)
+    if fastest:
+        ranked = sweep.fastest(gpus, [depth for depth, _ in shapes], 1 + num_runners_up)
+    else:
+        ranked = sweep.best(shapes, 1 + num_runners_up, objectively)
     simulations = [describe(one, sweep.rehearsal) for one in ranked]
     sentence = memory_sentence(sweep, shapes, ranked[0], objectively)
     simulations[0] = simulations[0].with_note(sentence)
@@ -149,7 +152,7 @@ def plan(
         values=tuple(objectively.value(one.shape, one.mini_batch_ns / 1e9) for one in ranked),
         objective=objective,
         num_gpus=gpus,
-        num_shapes=len(shapes),
+        num_shapes=sum(count for _, count in shapes) if fastest else len(shapes),
     )
 
 
@@ -183,16 +186,20 @@ def plan_table(
     sweep = Sweep(profile, *settings, conditions, recompute=recompute)
     described: dict[Shape, Plan] = {}
     plans: dict[int, Plan] = {}
+    one: Outcome | None = None
     for num_gpus in range(min_gpus, max_gpus + 1):
         if num_gpus_per_node is not None:
             described = {}  # the same shape lies elsewhere on other nodes
             placed = Conditions(compute_slots, node_sizes(num_gpus, num_gpus_per_node), share_links)
             sweep = sweep.under(placed)
         depths = [depth for depth in sweep.fitting if depth <= num_gpus]
-        shapes = [(depth, count) for depth in depths for count in _worthwhile(sweep.total, num_gpus // depth)]
-        if not shapes:
+        if not depths:
             continue
-        one = sweep.best(shapes, 1)[0]
+        if one is None or num_gpus_per_node is not None:
+            one = sweep.fastest(num_gpus, depths, 1)[0]
+        else:  # what is new are the shapes that use all of them
+            new = [(depth, num_gpus // depth) for depth in depths if num_gpus % depth == 0]
+            one = sweep.best([one.shape, *(shape for shape in new if shape[1] <= sweep.total)], 1)[0]
         if one.shape not in described:
             described[one.shape] = describe(one, sweep.rehearsal).plan
         plans[num_gpus] = described[one.shape]
@@ -218,17 +225,10 @@ def _nodes(num_gpus: int | None, num_gpus_per_node: int | Sequence[int] | None) 
 def _shapes(
     sweep: Sweep, num_gpus: int, pipeline_depth: int | None, num_replicas: int | None, *, smaller: bool
 ) -> list[Shape]:
-    """The (P, D) to look at."""
+    """The (P, D) to look at: with ``smaller`` every D, else the largest alone."""
     shapes = []
     for depth in sweep.depths(num_gpus, pipeline_depth, num_replicas):
-        most = min(num_gpus // depth, sweep.total)
-        counts: Sequence[int] = range(1, most + 1) if smaller else _worthwhile(sweep.total, most)
-        shapes += [(depth, count) for count in (counts if num_replicas is None else [num_replicas])]
+        most = num_replicas or min(num_gpus // depth, sweep.total)
+        least = 1 if smaller and num_replicas is None else most
+        shapes += [(depth, count) for count in range(least, most + 1)]
     return shapes
-
-
-def _worthwhile(total: int, most: int) -> Sequence[int]:
-    """Numbers of replicas for so many micro-batches: as many as there may be, and as few as are as fast."""
-    most = min(most, total)
-    fewest = math.ceil(total / math.ceil(total / most))
-    return sorted({fewest, most})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from copy import copy
 
@@ -20,7 +21,7 @@ from simulator.orders import WINDOW_SLOPES, stage_windows
 from simulator.outcome import Outcome, Rehearsal
 from simulator.partition import PartitionTable, partition_table
 
-_BOUND, _PLANNED, _KNOWN = 0, 1, 2
+_FEWER, _BOUND, _PLANNED, _KNOWN = -1, 0, 1, 2
 
 
 class Sweep:
@@ -110,12 +111,24 @@ class Sweep:
             raise self._too_little_memory(num_gpus, largest if wanted is None else wanted, num_replicas or 1)
         return depths
 
+    def fastest(self, num_gpus: int, depths: Iterable[int], count: int) -> list[Outcome]:
+        """The ``count`` fastest on so many GPUs, best first, each P with the D that suits it best, and no other.
+
+        Fewer replicas are looked at only while a mini-batch without any all-reduce might be as fast.
+        """
+        return self._ranked([(depth, min(num_gpus // depth, self.total)) for depth in depths], count, None, fewer=True)
+
     def best(self, shapes: Iterable[Shape], count: int, objective: Objective | None = None) -> list[Outcome]:
         """The ``count`` best of these (P, D), best first; ties go to fewer workers, then to the shallower pipeline.
 
         A shape is known first by its lower bound, then as planned, last under the conditions in which it will run.
         Always the most promising one is taken further, until enough of the most promising are known for good.
         """
+        return self._ranked(shapes, count, objective, fewer=False)
+
+    def _ranked(
+        self, shapes: Iterable[Shape], count: int, objective: Objective | None, *, fewer: bool
+    ) -> list[Outcome]:
         aim = objective or Fastest(self.sections.profile.job.batch_size)
         found: list[Outcome] = []
         heap: list[tuple[float, int, int, Shape]] = []
@@ -124,10 +137,19 @@ class Sweep:
             heapq.heappush(heap, (aim.cost(shape, time_ns / 1e9), known, shape[0] * shape[1], shape))
 
         for shape in shapes:
-            push(shape, self._bound_ns(shape), _BOUND)
+            if fewer:
+                push(shape, self._bound_ns(shape, reducing=False), _FEWER)
+            else:
+                push(shape, self._bound_ns(shape), _BOUND)
         while heap and len(found) < count:
             _, known, _, shape = heapq.heappop(heap)
-            if known == _BOUND:
+            if fewer and any(shape[0] == outcome.shape[0] for outcome in found):
+                continue
+            if known == _FEWER:
+                push(shape, self._bound_ns(shape), _BOUND)
+                if (next_shape := self._with_fewer(shape)) is not None:
+                    push(next_shape, self._bound_ns(next_shape, reducing=False), _FEWER)
+            elif known == _BOUND:
                 push(shape, self._planned_ns(shape), _PLANNED)
             elif known == _PLANNED:
                 push(shape, self.outcome(shape).mini_batch_ns, _KNOWN)
@@ -172,14 +194,36 @@ class Sweep:
             self._stages[key] = stage_costs(self.sections, boundaries, windows, schedule, layout)
         return self._stages[key]
 
-    def _bound_ns(self, shape: Shape) -> int:
+    def _with_fewer(self, shape: Shape) -> Shape | None:
+        """The next (P, D) below this one that may be as fast; None when there is none.
+
+        Where nothing makes workers differ, of all D whose busiest replica has as many micro-batches the smallest is
+        the fastest, for it reduces fastest: 6 micro-batches take 3 replicas as long as 4.
+        """
+        depth, replicas = shape
+        if replicas == 1:
+            return None
+        if self.rehearsal.conditions.uneven:
+            return depth, replicas - 1
+        same = self._fewest_as_busy(replicas)
+        return depth, same if same < replicas else self._fewest_as_busy(replicas - 1)
+
+    def _fewest_as_busy(self, replicas: int) -> int:
+        return math.ceil(self.total / math.ceil(self.total / replicas))
+
+    def _bound_ns(self, shape: Shape, *, reducing: bool = True) -> int:
+        if not reducing:
+            return self._least_ns(shape, reducing=False)
         if shape not in self._bounds:
-            slopes, counts = self._slopes_that_fit(shape[0]), deal(self.total, shape[1])
-            if self.memory_bytes is None:
-                slopes = slopes[-1:]  # the same stages under wider windows: never a higher bound
-            candidates = [self._stage_costs(shape, counts[0], slope) for slope in slopes]
-            self._bounds[shape] = min(bound_ns(costs, counts, self.rehearsal.conditions) for costs in candidates)
+            self._bounds[shape] = self._least_ns(shape, reducing=True)
         return self._bounds[shape]
+
+    def _least_ns(self, shape: Shape, *, reducing: bool) -> int:
+        slopes, counts = self._slopes_that_fit(shape[0]), deal(self.total, shape[1])
+        if self.memory_bytes is None:
+            slopes = slopes[-1:]  # the same stages under wider windows: never a higher bound
+        candidates = [self._stage_costs(shape, counts[0], slope) for slope in slopes]
+        return min(bound_ns(costs, counts, self.rehearsal.conditions, reducing=reducing) for costs in candidates)
 
     def _planned_ns(self, shape: Shape) -> int:
         """As planned; where windows are judged under the conditions, no more is known than the bound."""

@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
@@ -27,15 +29,31 @@ def test_the_best_plan_is_the_fastest_of_all_shapes_simulated_one_by_one(num_gpu
     assert [one.expected.examples_per_s for one in ranked] == sorted(
         (one.expected.examples_per_s for one in ranked), reverse=True
     )
-    assert len({one.shape for one in ranked}) == len(ranked) == min(6, choice.num_shapes)
+    assert len({one.shape for one in ranked}) == len(ranked) == min(6, num_gpus, 8)
 
 
 def test_a_gpu_that_only_makes_the_reduction_longer_is_left_idle() -> None:
     profile = _profile(batch_size=6, num_sections=1)  # 6 micro-batches take 3 replicas as long as 4 or 5
     choice = plan(profile, num_gpus=5, micro_batch_size=1)
     assert (choice.best.shape, choice.num_idle) == ("1x3", 2)
-    assert [one.shape for one in choice.runners_up] == ["1x5"]
+    assert choice.runners_up == ()
     assert plan_table(profile, 5, micro_batch_size=1)[5].shape == "1x3"
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=25, deadline=None)
+def test_more_gpus_never_make_the_best_plan_slower(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_sections = int(rng.integers(1, 9))
+    profile = _profile(
+        num_sections=num_sections,
+        forward_s=[float(value) for value in rng.uniform(0.0005, 0.01, num_sections)],
+        batch_size=int(rng.integers(2, 13)) * 4,
+        latency_s=float(rng.uniform(0.0, 0.01)),
+    )
+    table = plan_table(profile, 14)
+    rates = [table[num_gpus].expected.examples_per_s for num_gpus in range(1, 15)]
+    assert rates == sorted(rates)
 
 
 def test_pruning_by_the_lower_bound_loses_no_runner_up() -> None:
