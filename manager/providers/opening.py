@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from manager.providers.azure_prices import retail_price
+from manager.providers.azure_prices import RetailPrices, retail_price
 from manager.providers.azure_spec import AzureSpec
 from manager.providers.cloud_init import NodeStart, cloud_init, custom_data
 from manager.providers.provider import Price, Provider
@@ -52,7 +52,7 @@ def open_azure(spec: AzureSpec, name: RunName, run_dir: Path, start: NodeStart) 
         Identity(run=name.run, job=name.job),
         Operations(run_dir / OPERATIONS_NAME),
         lambda node: custom_data(cloud_init(start, node, "azure")),
-        find_price=lambda size: retail_price(spec.location, size.name, spot=spec.spot),
+        find_price=RetailPrices(spec),
     )
 
 

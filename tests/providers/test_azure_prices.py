@@ -5,8 +5,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from manager.providers.azure_prices import retail_price
+from manager.providers.azure_prices import AGAIN_S, RetailPrices, retail_price
+from manager.providers.azure_spec import AzureSize
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
+from tests.providers.azure_world import SPEC
 
 PATH = "/api/retail/prices"
 
@@ -46,3 +48,27 @@ def test_the_spot_price_is_told_apart_from_others_over_all_pages(prices: Metadat
 def test_a_list_without_an_answer_is_no_price(prices: MetadataServer, reply: Reply) -> None:
     prices.script("GET", PATH, reply)
     assert retail_price("westus2", "Standard_NC6", spot=True, url=prices.url + PATH) is None
+
+
+def test_a_price_that_the_list_did_not_say_is_asked_for_again_after_a_while_and_a_known_one_never() -> None:
+    now_s, asked = [5.0], list[tuple[str, float]]()
+    said: dict[str, float] = {"known": 0.3}
+
+    def find(size: str) -> float | None:
+        asked.append((size, now_s[0]))
+        return said.get(size)
+
+    prices, sizes = RetailPrices(SPEC, find, lambda: now_s[0]), [AzureSize(name="known"), AzureSize(name="silent")]
+
+    def look(at_s: float) -> list[float | None]:
+        now_s[0] = at_s
+        return [prices(size) for size in sizes]
+
+    for at_s in (5.0, 65.0, 4.9 + AGAIN_S, 5.0 + AGAIN_S, 65.0 + AGAIN_S):
+        assert look(at_s) == [0.3, None]
+    assert asked == [("known", 5.0), ("silent", 5.0), ("silent", 5.0 + AGAIN_S)]
+    said["silent"] = 1.4
+    assert look(65.0 + AGAIN_S) == [0.3, None]
+    assert look(5.0 + 2 * AGAIN_S) == [0.3, 1.4]
+    assert look(5.0 + 9 * AGAIN_S) == [0.3, 1.4]
+    assert len(asked) == 4
