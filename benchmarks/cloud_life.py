@@ -25,7 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from manager.report.accounting import Part
+from manager.report.account import Part
+from manager.report.spent import NOTHING
 from manager.report.values import RunReport
 from morph.checkpoint.manifest import read_manifest
 from tests.cloud.accounts import Split, requests, splits
@@ -111,7 +112,11 @@ def tell_of_cost(azure: VirtualAzure, report: RunReport, parts: list[Split]) -> 
     print(f"Azure's bill: {bill_s:.1f} node-seconds, {azure.region.dollars():.5f} dollars at {USD:g} an hour")
     for name, figure_s in (("before", before_s), ("in the run", account.total_s), ("after", after_s)):
         print(f"  {name:11} {figure_s:8.1f}  {figure_s * USD / 3600:.5f} dollars")
-    adds_up = sum(account.parts_ns.values()) == account.total_ns
+    paid = account.bill()
+    adds_up = sum(account.parts.values(), NOTHING) == account.total and paid is not None
+    if paid is not None:
+        adds_up &= sum(paid.parts.values()) == paid.total
+        adds_up &= abs(paid.total_usd - account.total_s * USD / 3600) < 1e-9
     adds_up &= abs(before_s + account.total_s + after_s - bill_s) < 0.05
     adds_up &= abs(azure.region.dollars() - bill_s * USD / 3600) < 1e-9
     for part in parts:

@@ -26,12 +26,24 @@ class NodeAppeared(Value):
     request: RequestId | None = None
 
 
+class Paid(Value):
+    """What a granted node costs: nothing that the controller decides by, but the run's account has it from here."""
+
+    usd_per_h: float | None = Field(default=None, ge=0, description="of its VM; None: not known")
+    num_nodes: int = Field(default=1, ge=1, description="that the VM carries, and that share its price")
+    before_s: float = Field(default=0.0, ge=0, description="how long before the grant it has been paid for")
+
+
 class NodesGranted(Value):
-    """The provider grants a request, or, with fewer nodes than asked for, a part of it and no more."""
+    """The provider grants a request, or, with fewer nodes than asked for, a part of it and no more.
+
+    A node that ``paid`` says nothing of is a VM without a price, paid from the grant on.
+    """
 
     kind: Literal["nodes_granted"] = "nodes_granted"
     request: RequestId
     nodes: tuple[WorkerId, ...] = Field(min_length=1)
+    paid: dict[WorkerId, Paid] = Field(default_factory=dict)
 
 
 class RequestRefused(Value):

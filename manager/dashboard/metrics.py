@@ -39,6 +39,10 @@ class _Figures(Collector):
         yield seconds
         if known["dollars"] is not None:
             yield CounterMetricFamily("morph_dollars", "Spent so far.", value=known["dollars"])
+            dollars = CounterMetricFamily("morph_part_dollars", "Dollars by what they went into.", labels=["part"])
+            for part, spent_usd in known["part_dollars"].items():
+                dollars.add_metric([part], spent_usd)
+            yield dollars
 
 
 def metrics_text(known: dict[str, Any]) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from manager.report.accounting import Part
+from manager.report.account import Part
 from manager.report.live import LiveRun
 
 
@@ -12,6 +12,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
     """Return a run as plain JSON values. Times are seconds since the epoch; ``grid``: by replica, then by stage."""
     with run.lock:
         account = run.ledger.account()
+        bill = account.bill(run.prices)
         return {
             "job": run.job,
             "phase": run.phase,
@@ -31,8 +32,9 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "speeds": [list(point) for point in run.speeds.points],
             "events": [{"time_s": e.time_s, "code": e.code, "sentence": e.sentence} for e in run.recent],
             "node_seconds": {part.value: account.part_s(part) for part in Part},
-            "dollars": run.dollars,
-            "dollars_on_demand": run.dollars_on_demand,
+            "dollars": None if bill is None else bill.total_usd,
+            "part_dollars": None if bill is None else {part.value: bill.part_usd(part) for part in Part},
+            "dollars_on_demand": account.on_demand_usd(run.prices),
         }
 
 

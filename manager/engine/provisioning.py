@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from manager.controller.actions import ReleaseNodes, RequestId, RequestNodes
-from manager.controller.events import NodesGranted, RequestRefused, WorkerLost
+from manager.controller.events import NodesGranted, Paid, RequestRefused, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.spending import Spending
 from manager.journal.records import Fact
@@ -184,8 +184,7 @@ class Provisioning:
             ours = [vm for vm in self._provider.list() if vm.name in nodes or vm.request in requests]
             with self._lock:
                 self._granted |= {vm.name: vm.request for vm in ours}
-            price = self._provider.price()
-            self._spending.living(len(ours), price)
+            self._spending.living(ours, self._provider.price())
             for vm in reconcile(self._provider, {vm.name for vm in ours}):
                 self._fact("vm_reconciled", f"{vm.name} of {vm.request} was left by an earlier manager: ended")
             self._inherited = None
@@ -207,7 +206,7 @@ class Provisioning:
                 gone, self._missed = missing & self._missed, missing - self._missed
                 for node in gone:
                     del self._granted[node]
-            self._spending.living(len(there), self._provider.price())
+            self._spending.living(vms, self._provider.price())
             for node in sorted(gone):
                 self._inbox.put(WorkerLost(worker=node, cause="the provider has its VM no more"))
         if left:
@@ -237,15 +236,15 @@ class Provisioning:
             try:
                 living = [vm for vm in self._provider.list() if vm.request != name]
                 price = self._provider.price()
-                allowed, why = self._spending.allowed(action.count, len(living), price)
+                allowed, why = self._spending.allowed(action.count, living, price)
                 if not allowed:
                     return RequestRefused(request=name, cause="limit", detail=why)
                 if why:
                     self._fact("request_reduced", f"{name}: {allowed} of {action.count} VMs: {why}")
                 vms = self._provider.request(name, allowed)
-                self._spending.living(len(living) + len(vms), price)
+                self._spending.living([*living, *vms], price)
                 self._told_of(vms)
-                return NodesGranted(request=name, nodes=tuple(vm.name for vm in vms))
+                return NodesGranted(request=name, nodes=tuple(vm.name for vm in vms), paid=_paid(vms, time.time()))
             except QuotaExceeded as error:
                 return RequestRefused(request=name, cause="quota", detail=str(error))
             except CapacityShort as error:
@@ -275,7 +274,7 @@ class Provisioning:
 
     def _count(self) -> None:
         with self._told("vms_not_counted"):
-            self._spending.living(len(self._provider.list()), self._provider.price())
+            self._spending.living(self._provider.list(), self._provider.price())
 
     def _told_of(self, vms: Sequence[Vm]) -> None:
         for vm in vms:
@@ -291,3 +290,13 @@ class Provisioning:
             yield
         except ProviderError as error:
             self._fact(name, str(error))
+
+
+def _paid(vms: Sequence[Vm], now_s: float) -> dict[str, Paid]:
+    """Say what VMs that are granted now cost; nothing of those of which nothing is known."""
+    told = {}
+    for vm in vms:
+        before_s = 0.0 if vm.paid_since_s is None else max(0.0, now_s - vm.paid_since_s)
+        if vm.usd_per_h is not None or before_s:
+            told[vm.name] = Paid(usd_per_h=vm.usd_per_h, before_s=before_s)
+    return told

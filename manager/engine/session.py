@@ -19,12 +19,12 @@ from manager.engine.provided import Providing
 from manager.engine.signals import deaf_to_signals, stopping_on_signals
 from manager.engine.silence import heartbeat_wait_s
 from manager.engine.spending import Spending
+from manager.engine.spent_before import before_now
 from manager.engine.take_over import take_over
 from manager.engine.vm_fleet import VmFleet
 from manager.engine.vm_player import VmPlayer
 from manager.engine.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
 from manager.journal.journal import Journal
-from manager.report.reading import node_seconds
 from manager.run_dir import RunDir
 from morph.contract.cluster import ClusterConfig
 from morph.contract.emulation import EmulatedDevice
@@ -109,8 +109,8 @@ def run_session(
         provisioning = None
         if spec.config.target_nodes:
             limits = spec.cluster.vms.limits
-            before_s = node_seconds(run_dir.path, lives_on=found is not None) if limits.budget_usd is not None else 0.0
-            spending = Spending(limits, before_s=before_s)
+            before = before_now(run_dir.path, lives_on=found is not None) if limits.budget_usd is not None else None
+            spending = Spending(limits, before=before)
             provisioning = provisioning_of(spec.cluster.vms, machines, player.fleet, inbox, spending, found)
             ending.callback(provisioning.close)
         driver = Driver(

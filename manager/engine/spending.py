@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
-from manager.providers.provider import Price
+from manager.providers.provider import Price, Vm
 from morph.contract.cluster import Limits
 
 SECONDS_PER_H = 3600.0
+
+
+@dataclass(frozen=True)
+class Before:
+    """What the run cost before, by all its managers: dollars, and VM-hours of VMs whose price nobody noted.
+
+    ``vms``: those of its VMs that live on; what they cost so far is in it.
+    """
+
+    usd: float = 0.0
+    unpriced_h: float = 0.0
+    vms: Collection[str] = ()
 
 
 class Spending:
@@ -18,15 +31,25 @@ class Spending:
     Args:
         limits: The user's.
         clock: Seconds, never going back.
-        before_s: Node-seconds that the run had before; they cost what a VM costs now.
+        before: What it cost before; hours without a price cost what a VM costs now.
+        wall_clock: Seconds since 1970, as a VM's ``paid_since_s`` is in.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic, *, before_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        before: Before | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self._limits = limits
         self._clock = clock
+        self._wall_clock = wall_clock
+        self._before = before or Before()
+        self._counted = frozenset(self._before.vms)
         self._usd_per_h = 0.0
-        self._spent_usd = 0.0
-        self._before_h = before_s / SECONDS_PER_H
+        self._spent_usd = self._before.usd
         self._since_s = clock()
         self._lock = threading.Lock()
 
@@ -34,26 +57,37 @@ class Spending:
         """So far, by all managers of the run."""
         with self._lock:
             self._add_up()
-            return self._spent_usd + self._before_h * price.usd_per_h
+            return self._spent_usd + self._before.unpriced_h * price.usd_per_h
 
-    def living(self, num_vms: int, price: Price | None) -> None:
-        """Take note of how many VMs there are from now on."""
+    def living(self, vms: Sequence[Vm], price: Price | None) -> None:
+        """Take note of which VMs there are from now on; one without a price of its own costs ``price``.
+
+        One that was not noted before has cost something since it is paid for.
+        """
         with self._lock:
             self._add_up()
-            self._usd_per_h = num_vms * price.usd_per_h if price is not None else 0.0
+            self._usd_per_h = sum(_usd_per_h(vm, price) for vm in vms)
+            for vm in vms:
+                if vm.name not in self._counted and vm.paid_since_s is not None:
+                    paid_s = max(0.0, self._wall_clock() - vm.paid_since_s)
+                    self._spent_usd += _usd_per_h(vm, price) * paid_s / SECONDS_PER_H
+            self._counted = frozenset(vm.name for vm in vms)
 
-    def allowed(self, count: int, num_living: int, price: Price | None) -> tuple[int, str]:
-        """Return how many of ``count`` further VMs may be asked for, and what forbids the rest."""
+    def allowed(self, count: int, living: Sequence[Vm], price: Price | None) -> tuple[int, str]:
+        """Return how many of ``count`` further VMs may be asked for beside these, and what forbids the rest.
+
+        Any of them may be the dearest that there is: ``price``.
+        """
         limits = self._limits
         bounds = [(count, "")]
         if limits.max_vms is not None:
-            bounds.append((limits.max_vms - num_living, f"vms.limits.max_vms is {limits.max_vms}"))
+            bounds.append((limits.max_vms - len(living), f"vms.limits.max_vms is {limits.max_vms}"))
         if limits.usd_per_h is not None or limits.budget_usd is not None:
             if price is None:
                 return 0, "vms.limits are in dollars, and the price of a VM is not known: set vms.usd_per_h"
             if limits.usd_per_h is not None and price.usd_per_h > 0:
-                most = int(limits.usd_per_h / price.usd_per_h + 1e-9)
-                bounds.append((most - num_living, f"vms.limits.usd_per_h is {limits.usd_per_h:g}"))
+                left = limits.usd_per_h - sum(_usd_per_h(vm, price) for vm in living)
+                bounds.append((int(left / price.usd_per_h + 1e-9), f"vms.limits.usd_per_h is {limits.usd_per_h:g}"))
             if limits.budget_usd is not None and (spent_usd := self.spent_usd(price)) >= limits.budget_usd:
                 sentence = f"{spent_usd:.2f} dollars are spent, vms.limits.budget_usd is {limits.budget_usd:g}"
                 bounds.append((0, sentence))
@@ -64,3 +98,9 @@ class Spending:
         now_s = self._clock()
         self._spent_usd += self._usd_per_h * (now_s - self._since_s) / SECONDS_PER_H
         self._since_s = now_s
+
+
+def _usd_per_h(vm: Vm, price: Price | None) -> float:
+    if vm.usd_per_h is not None:
+        return vm.usd_per_h
+    return 0.0 if price is None else price.usd_per_h

@@ -26,6 +26,7 @@ from manager.providers.azure_spec import (
     scale_set_name,
     vm_body,
 )
+from manager.providers.azure_times import paid_since_s
 from manager.providers.provider import (
     Capabilities,
     Price,
@@ -164,9 +165,7 @@ class AzureProvider:
     def price(self) -> Price | None:
         """See ``Provider``. A size without a price makes the whole unknown."""
         if self._price is None:
-            figures = [
-                size.usd_per_h if size.usd_per_h is not None else self._find_price(size) for size in self._spec.sizes
-            ]
+            figures = [self._usd_per_h(size) for size in self._spec.sizes]
             known = [figure for figure in figures if figure is not None]
             if len(known) < len(figures):
                 return None
@@ -186,25 +185,37 @@ class AzureProvider:
 
     def _found(self) -> Sequence[tuple[Vm, str]]:
         """Every VM with this run's tag, and its provisioning state in small letters."""
+        answered: list[str | None] = [None]
+
+        def note(response: Any) -> None:
+            answered[0] = response.http_response.headers.get("Date")
+
         with translating("the list of VMs"):
             try:
-                machines = [*self._machines.list(self._spec.resource_group)]
+                machines = [*self._machines.list(self._spec.resource_group, raw_response_hook=note)]
             except ResourceNotFoundError:
                 return []
-        found = []
+        found, now_s = [], time.time()
+        sizes = {size.name: size for size in self._spec.sizes}
         for machine in machines:
             tags = machine.tags or {}
             if tags.get(RUN_TAG) != self._identity.run or tags.get(JOB_TAG) != self._identity.job:
                 continue
             size = machine.hardware_profile.vm_size if machine.hardware_profile else ""
+            size = str(getattr(size, "value", size) or "")  # an enumeration where the SDK knows the size
             vm = Vm(
                 name=machine.name,
                 request=tags.get(REQUEST_TAG, ""),
                 zone=(machine.zones or ["unknown"])[0],
-                size=str(getattr(size, "value", size) or ""),  # an enumeration where the SDK knows the size
+                size=size,
+                usd_per_h=self._usd_per_h(sizes[size]) if size in sizes else None,
+                paid_since_s=paid_since_s(machine.time_created, answered[0], now_s),
             )
             found.append((vm, str(machine.provisioning_state or "").lower()))
         return found
+
+    def _usd_per_h(self, size: AzureSize) -> float | None:
+        return size.usd_per_h if size.usd_per_h is not None else self._find_price(size)
 
     def _make_set(self) -> None:
         if self._has_set:

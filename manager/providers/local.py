@@ -36,7 +36,7 @@ class LocalProvider:
         self._max_vms = max_vms
         self._usd_per_h = usd_per_h
         self._asked: dict[str, tuple[Vm, ...]] = {}
-        self._living: dict[str, Vm] = {vm.name: vm for vm in inherited}
+        self._living: dict[str, Vm] = {vm.name: vm.model_copy(update={"usd_per_h": usd_per_h}) for vm in inherited}
         self._lock = threading.Lock()
 
     def request(self, request: str, count: int) -> tuple[Vm, ...]:
@@ -48,7 +48,7 @@ class LocalProvider:
             if room <= 0:
                 raise CapacityShort(f"this machine has its {self._max_vms} VMs")
             names = [vm_name(request, index) for index in range(min(count, room))]
-            vms = tuple(self._living.get(name) or Vm(name=self._fleet.request(name), request=request) for name in names)
+            vms = tuple(self._living.get(name) or self._asked_for(name, request) for name in names)
             self._asked[request] = vms
             self._living.update((vm.name, vm) for vm in vms)
             return vms
@@ -79,3 +79,6 @@ class LocalProvider:
     def capabilities(self) -> Capabilities:
         """See ``Provider``."""
         return Capabilities(spot=False, max_vms=self._max_vms)
+
+    def _asked_for(self, name: str, request: str) -> Vm:
+        return Vm(name=self._fleet.request(name), request=request, usd_per_h=self._usd_per_h)

@@ -63,6 +63,11 @@ class Vm(Value):
     request: str = Field(description="the request that it answers")
     zone: str = "unknown"
     size: str = ""
+    usd_per_h: float | None = Field(default=None, ge=0, description="None: not known")
+    paid_since_s: float | None = Field(
+        default=None,
+        description="since when it is paid, in seconds since 1970 by this machine's clock; None: its grant",
+    )
 
 
 class Price(Value):

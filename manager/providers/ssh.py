@@ -24,6 +24,7 @@ class SshHost(Value):
     user: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9._-]*$")
     port: int = Field(default=22, ge=1, le=65535)
     identity_file: str | None = None
+    usd_per_h: float | None = Field(default=None, ge=0, description="absent: what the file says of each")
     node_address: str | None = Field(
         default=None,
         pattern=r"^\d+\.\d+\.\d+\.\d+$",

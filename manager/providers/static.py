@@ -22,10 +22,22 @@ class Hosts(Value):
     """Which hosts: what a file of hosts says."""
 
     hosts: tuple[SshHost, ...] = Field(min_length=1)
-    usd_per_h: float | None = Field(default=None, ge=0, description="what each of them costs")
+    usd_per_h: float | None = Field(default=None, ge=0, description="what each costs that says nothing itself")
     leases: str = Field(
         default="leases.json", min_length=1, description="who has which host; runs that share hosts share this file"
     )
+
+    @property
+    def dearest_usd_per_h(self) -> float | None:
+        """What the dearest host costs; None when one has no price."""
+        figures = [self.usd_per_h if host.usd_per_h is None else host.usd_per_h for host in self.hosts]
+        known = [figure for figure in figures if figure is not None]
+        return max(known) if len(known) == len(figures) else None
+
+    def at(self, usd_per_h: float) -> Self:
+        """Return the same hosts at one price for each."""
+        hosts = tuple(host.model_copy(update={"usd_per_h": None}) for host in self.hosts)
+        return self.model_copy(update={"hosts": hosts, "usd_per_h": usd_per_h})
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
@@ -44,7 +56,7 @@ class StaticSpec(Hosts):
 
 
 class Lease(Value):
-    """Who has a host."""
+    """Who has a host. What it costs is not written down: the file of hosts says it."""
 
     run: str
     vm: Vm
@@ -141,8 +153,8 @@ class StaticProvider:
 
     def price(self) -> Price | None:
         """See ``Provider``."""
-        usd_per_h = self._spec.usd_per_h
-        return None if usd_per_h is None else Price(usd_per_h=usd_per_h, source="the cluster file")
+        usd_per_h = self._spec.dearest_usd_per_h
+        return None if usd_per_h is None else Price(usd_per_h=usd_per_h, source="the file of hosts")
 
     def capabilities(self) -> Capabilities:
         """See ``Provider``."""
@@ -164,7 +176,7 @@ class StaticProvider:
             name = next(name for name in names if name not in granted)
             vm = Vm(name=name, request=request)
             write({**leases, free[0]: Lease(run=self._run, vm=vm)})
-            return free[0], vm
+            return free[0], self._priced(free[0], vm)
 
     def _give_back(self, keys: Sequence[str]) -> None:
         with self._leases() as (leases, write):
@@ -172,7 +184,12 @@ class StaticProvider:
 
     def _ours(self) -> dict[str, Vm]:
         with self._leases() as (leases, _):
-            return {key: entry.vm for key, entry in leases.items() if entry.run == self._run}
+            return {key: self._priced(key, entry.vm) for key, entry in leases.items() if entry.run == self._run}
+
+    def _priced(self, key: str, vm: Vm) -> Vm:
+        host = self._hosts.get(key)
+        usd_per_h = self._spec.usd_per_h if host is None or host.usd_per_h is None else host.usd_per_h
+        return vm.model_copy(update={"usd_per_h": usd_per_h})
 
     @contextmanager
     def _leases(self) -> Iterator[tuple[dict[str, Lease], Callable[[dict[str, Lease]], None]]]:
@@ -188,7 +205,7 @@ class StaticProvider:
 
     def _write(self, leases: dict[str, Lease]) -> None:
         temporary = self._path.with_suffix(".tmp")
-        text = json.dumps({key: entry.model_dump() for key, entry in leases.items()}, indent=2)
+        text = json.dumps({key: entry.model_dump(exclude_none=True) for key, entry in leases.items()}, indent=2)
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
             out.write(text + "\n")
         temporary.replace(self._path)

@@ -1,12 +1,9 @@
-"""Where every node-second of a run went. Integer nanoseconds inside, so that the parts add up to the whole exactly."""
+"""Books every node-second of a run and its price, line of the journal by line, into an ``Account``."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from enum import StrEnum
-
-from pydantic import Field
 
 from manager.controller.actions import EndWorker, Finish, ReleaseNodes
 from manager.controller.events import (
@@ -15,61 +12,16 @@ from manager.controller.events import (
     ManifestWritten,
     NodeAppeared,
     NodesGranted,
+    Paid,
     WorkerAnswered,
     WorkerLost,
 )
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import Phase
 from manager.journal.records import DecisionRecord
-from morph.contract.base import Value
+from manager.report.account import Account, Part
+from manager.report.spent import NOTHING, NS_PER_S, Spent, nano_usd, rate_of
 from morph.contract.messages import Prepared, WorkerId, WorkerReady
-
-NS_PER_S = 1_000_000_000
-
-
-class Part(StrEnum):
-    """What a node's time is spent on, from its grant (its appearance, where none is asked for) until it is gone.
-
-    ``COMPUTE``: forward, recompute and backward of steps that count. ``BUBBLE``: the rest of those steps: waiting for
-    messages, reducing, the manager's round. ``LOST``: steps that were given up or whose result was lost, and attempts
-    that overflowed. ``MORPH``: forming another shape. ``CHECKPOINT``: the last commit and its files, for which training
-    is over. ``WAITING``: ready while no shape is formed. ``WARMING``: booting, and until its worker is ready.
-    ``SPARE``: ready and without a place.
-    """
-
-    COMPUTE = "compute"
-    BUBBLE = "bubble"
-    LOST = "lost"
-    MORPH = "morph"
-    CHECKPOINT = "checkpoint"
-    WAITING = "waiting"
-    WARMING = "warming"
-    SPARE = "spare"
-
-
-class Account(Value):
-    """Node-seconds of a run, by part. ``total_ns`` is summed apart, over the nodes' lives."""
-
-    parts_ns: dict[Part, int]
-    total_ns: int = Field(ge=0)
-
-    def part_s(self, part: Part) -> float:
-        """Node-seconds of one part."""
-        return self.parts_ns[part] / NS_PER_S
-
-    def share(self, part: Part) -> float:
-        """Share of the whole, 0 to 1; 0 when there is no whole yet."""
-        return self.parts_ns[part] / self.total_ns if self.total_ns else 0.0
-
-    @property
-    def total_s(self) -> float:
-        """All node-seconds."""
-        return self.total_ns / NS_PER_S
-
-    def dollars(self, usd_per_node_hour: float) -> float:
-        """What all of it costs at a price per node and hour."""
-        return self.total_s / 3600 * usd_per_node_hour
-
 
 _OF_MEMBERS = {
     Phase.RESHAPING: Part.MORPH,
@@ -84,112 +36,167 @@ _UNFORMED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING)
 class Ledger:
     """Follows a journal's lines. Call ``advance`` with each line's time before what the line says is taken in.
 
-    A clock that was set back stands until it has caught up.
+    A clock that was set back stands until it has caught up. ``since_ns``: from when on the present rate of each living
+    node counts; ``rates``: what a nanosecond of it is; ``unheard``: those whose grant was not heard of.
     """
 
     now_ns: int = 0
     phase: Phase = Phase.STARTING
     members: frozenset[WorkerId] = frozenset()
-    appeared_ns: dict[WorkerId, int] = field(default_factory=dict)
+    since_ns: dict[WorkerId, int] = field(default_factory=dict)
+    rates: dict[WorkerId, Spent] = field(default_factory=dict)
+    unheard: set[WorkerId] = field(default_factory=set)
     warming: set[WorkerId] = field(default_factory=set)
-    parts_ns: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
-    lives_ns: int = 0
-    open_ns: int = 0
-    settled_ns: dict[int, tuple[int, int]] = field(default_factory=dict)
+    parts: dict[Part, Spent] = field(default_factory=lambda: dict.fromkeys(Part, NOTHING))
+    lives: Spent = NOTHING
+    open: Spent = NOTHING
+    settled: dict[int, tuple[Spent, Spent]] = field(default_factory=dict)
+    dearest: int | None = None
+    _all: Spent = NOTHING
+    _warming: Spent = NOTHING
+    _members: Spent = NOTHING
 
     def account(self) -> Account:
         """Return what is booked so far; the step under way counts as bubble until it is decided."""
-        parts_ns = {**self.parts_ns, Part.BUBBLE: self.parts_ns[Part.BUBBLE] + self.open_ns}
-        living_ns = sum(self.now_ns - appeared_ns for appeared_ns in self.appeared_ns.values())
-        return Account(parts_ns=parts_ns, total_ns=self.lives_ns + living_ns)
+        parts = {**self.parts, Part.BUBBLE: self.parts[Part.BUBBLE] + self.open}
+        total = self.lives
+        for node, since_ns in self.since_ns.items():
+            total += self.rates[node] * (self.now_ns - since_ns)
+        return Account(parts=parts, total=total, dearest=self.dearest)
 
     def begin_session(self, time_s: float) -> None:
         """A manager begins with nodes of its own; those of an earlier one were gone when its journal ended."""
         self._give_up_step()
-        self._gone(list(self.appeared_ns))
+        self._gone(list(self.since_ns))
         self.now_ns = max(self.now_ns, _ns(time_s))
-        self.phase, self.members = Phase.STARTING, frozenset()
-        self.settled_ns.clear()
+        self.phase, self.members, self._members = Phase.STARTING, frozenset(), NOTHING
+        self.settled.clear()
 
     def advance(self, time_s: float) -> None:
         """Book the time since the last line."""
         passed_ns = max(0, _ns(time_s) - self.now_ns)
+        if not passed_ns:
+            return
         self.now_ns += passed_ns
-        num_warming = len(self.warming)
-        num_members = 0 if self.phase in _UNFORMED else len(self.members)
-        num_idle = len(self.appeared_ns) - num_warming - num_members
-        self.parts_ns[Part.WARMING] += passed_ns * num_warming
-        self.parts_ns[Part.WAITING if self.phase in _UNFORMED else Part.SPARE] += passed_ns * num_idle
+        formed = self.phase not in _UNFORMED
+        members = self._members if formed else NOTHING
+        self.parts[Part.WARMING] += self._warming * passed_ns
+        self.parts[Part.SPARE if formed else Part.WAITING] += (self._all - self._warming - members) * passed_ns
         if self.phase is Phase.TRAINING:
-            self.open_ns += passed_ns * num_members
-        elif num_members:
-            self.parts_ns[_OF_MEMBERS[self.phase]] += passed_ns * num_members
+            self.open += members * passed_ns
+        elif members.node_ns:
+            self.parts[_OF_MEMBERS[self.phase]] += members * passed_ns
 
     def take(self, event: Event, record: DecisionRecord, decided: Collection[Prepared] = ()) -> None:
         """Take in an event and what was decided; ``decided``: every member's answer, if that decided a step."""
         match event:
-            case NodesGranted(nodes=nodes) if record.reason.code is ReasonCode.NODES_GRANTED:
-                for node in nodes:  # from now on it is paid for
-                    self._begin(node)
-            case NodeAppeared(node=node):
-                self._begin(node)
-            case WorkerAnswered(answer=WorkerReady()):
+            case NodesGranted():
+                self._granted(event, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
+            case NodeAppeared(node=node) if node not in self.since_ns:
+                self._begin(node, Paid())
+                self.unheard.add(node)
+            case WorkerAnswered(answer=WorkerReady()) if event.worker in self.warming:
                 self.warming.discard(event.worker)
+                self._warming -= self.rates[event.worker]
             case WorkerLost(worker=worker):
                 self._gone([worker])
             case ManagerResumed(living=living):  # of the others that warm up it is told apart
-                self._gone([node for node in self.appeared_ns if node not in self.warming and node not in living])
+                self._gone([node for node in self.since_ns if node not in self.warming and node not in living])
             case ManifestWritten(version=version):
-                for step in [step for step in self.settled_ns if step < version]:
-                    del self.settled_ns[step]  # it can be lost no more
+                for step in [step for step in self.settled if step < version]:
+                    del self.settled[step]  # it can be lost no more
         self._gone([action.worker for action in record.actions if isinstance(action, EndWorker)])
         self._gone([node for action in record.actions if isinstance(action, ReleaseNodes) for node in action.nodes])
         if decided:
             self._settle(decided)
         if record.reshape is not None:
-            self.members = frozenset(slot.worker for slot in record.reshape.slots) & set(self.appeared_ns)
+            self.members = frozenset(slot.worker for slot in record.reshape.slots) & set(self.since_ns)
+            self._members = sum((self.rates[node] for node in self.members), NOTHING)
         if record.reason.code is ReasonCode.OVERFLOW_RETRY or record.phase is not Phase.TRAINING:
             self._give_up_step()
         self._set_back(record.version)
         self.phase = record.phase
         if any(isinstance(action, Finish) for action in record.actions):
-            self._gone(list(self.appeared_ns))
+            self._gone(list(self.since_ns))
 
-    def _begin(self, node: WorkerId) -> None:
-        if node not in self.appeared_ns:
-            self.appeared_ns[node] = self.now_ns
-            self.warming.add(node)
+    def _granted(self, event: NodesGranted, *, is_open: bool) -> None:
+        for node in event.nodes:
+            paid = event.paid.get(node, Paid())
+            if paid.usd_per_h is not None:
+                self.dearest = max(self.dearest or 0, nano_usd(paid.usd_per_h))
+            if node in self.unheard:
+                self._priced(node, paid)
+            elif is_open and node not in self.since_ns:
+                self._begin(node, paid)
+
+    def _begin(self, node: WorkerId, paid: Paid) -> None:
+        before_ns, rate = _ns(paid.before_s), rate_of(paid)
+        self.since_ns[node], self.rates[node] = self.now_ns - before_ns, rate
+        self.warming.add(node)
+        self.parts[Part.WARMING] += rate * before_ns
+        self._all += rate
+        self._warming += rate
+
+    def _priced(self, node: WorkerId, paid: Paid) -> None:
+        """The grant of a node is heard of after it appeared: what it was paid for until then is booked now.
+
+        What it did since its worker was ready stays without a price of its own.
+        """
+        self.unheard.discard(node)
+        appeared_ns, old, new = self.since_ns[node], self.rates[node], rate_of(paid)
+        earlier_ns = max(0, appeared_ns - (self.now_ns - _ns(paid.before_s)))
+        self.parts[Part.WARMING] += new * earlier_ns
+        if node in self.warming:
+            self.parts[Part.WARMING] += (new - old) * (self.now_ns - appeared_ns)
+            self.since_ns[node] = appeared_ns - earlier_ns
+            self._warming += new - old
+        else:
+            self.lives += old * (self.now_ns - appeared_ns) + new * earlier_ns
+            self.since_ns[node] = self.now_ns
+        if node in self.members:
+            self._members += new - old
+        self._all += new - old
+        self.rates[node] = new
 
     def _gone(self, nodes: Collection[WorkerId]) -> None:
         """Nodes are gone, or were given up."""
-        for node in nodes:
-            appeared_ns = self.appeared_ns.pop(node, None)
-            if appeared_ns is not None:
-                self.lives_ns += self.now_ns - appeared_ns
+        for node in [node for node in nodes if node in self.since_ns]:
+            rate = self.rates.pop(node)
+            self.lives += rate * (self.now_ns - self.since_ns.pop(node))
+            self._all -= rate
+            if node in self.warming:
+                self._warming -= rate
+            if node in self.members:
+                self._members -= rate
+        self.unheard.difference_update(nodes)
         self.warming.difference_update(nodes)
         self.members = self.members.difference(nodes)
 
     def _settle(self, answers: Collection[Prepared]) -> None:
         """A step is decided: its time was computing, as its members say, and bubble."""
-        longest_ns = self.open_ns // max(1, len(self.members))
-        compute_ns = min(self.open_ns, sum(min(longest_ns, _compute_ns(answer)) for answer in answers))
-        bubble_ns = self.open_ns - compute_ns
-        self.parts_ns[Part.COMPUTE] += compute_ns
-        self.parts_ns[Part.BUBBLE] += bubble_ns
-        self.settled_ns[next(iter(answers)).step] = (compute_ns, bubble_ns)
-        self.open_ns = 0
+        longest_ns = self.open.node_ns // max(1, len(self.members))
+        compute = NOTHING
+        for answer in answers:
+            rate = self.rates.get(answer.worker) or rate_of(Paid())
+            compute += rate * min(longest_ns, _compute_ns(answer))
+        compute = compute.at_most(self.open)
+        bubble = self.open - compute
+        self.parts[Part.COMPUTE] += compute
+        self.parts[Part.BUBBLE] += bubble
+        self.settled[next(iter(answers)).step] = (compute, bubble)
+        self.open = NOTHING
 
     def _set_back(self, version: int) -> None:
         """Steps from ``version`` on are lost."""
-        for step in [step for step in self.settled_ns if step >= version]:
-            compute_ns, bubble_ns = self.settled_ns.pop(step)
-            self.parts_ns[Part.COMPUTE] -= compute_ns
-            self.parts_ns[Part.BUBBLE] -= bubble_ns
-            self.parts_ns[Part.LOST] += compute_ns + bubble_ns
+        for step in [step for step in self.settled if step >= version]:
+            compute, bubble = self.settled.pop(step)
+            self.parts[Part.COMPUTE] -= compute
+            self.parts[Part.BUBBLE] -= bubble
+            self.parts[Part.LOST] += compute + bubble
 
     def _give_up_step(self) -> None:
-        self.parts_ns[Part.LOST] += self.open_ns
-        self.open_ns = 0
+        self.parts[Part.LOST] += self.open
+        self.open = NOTHING
 
 
 def _compute_ns(answer: Prepared) -> int:

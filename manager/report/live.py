@@ -140,15 +140,14 @@ class LiveRun:
 
     @property
     def dollars(self) -> float | None:
-        """Spent so far; None without a price."""
-        return None if self.prices is None else self.ledger.account().dollars(self.prices.paid_usd_per_h)
+        """Spent so far; None where no price is known."""
+        bill = self.ledger.account().bill(self.prices)
+        return None if bill is None else bill.total_usd
 
     @property
     def dollars_on_demand(self) -> float | None:
-        """What the same node-seconds cost on demand; None without that price."""
-        if self.prices is None or self.prices.on_demand_usd_per_h is None:
-            return None
-        return self.ledger.account().dollars(self.prices.on_demand_usd_per_h)
+        """What the same VMs cost on demand; None without that price."""
+        return self.ledger.account().on_demand_usd(self.prices)
 
     @property
     def headline(self) -> str:
@@ -157,9 +156,9 @@ class LiveRun:
         loss = f"loss {self.loss:.4f}" if self.loss is not None else "loss -"
         step = f"step {self.version}" + (f"/{self.num_steps}" if self.num_steps else "")
         parts = [self.phase, self.shape or "-", step, speed, loss]
-        if self.dollars is not None:
-            on_demand = self.dollars_on_demand
-            parts.append(f"${self.dollars:.4f}" + (f" (on demand ${on_demand:.4f})" if on_demand is not None else ""))
+        dollars, on_demand = self.dollars, self.dollars_on_demand
+        if dollars is not None:
+            parts.append(f"${dollars:.4f}" + (f" (on demand ${on_demand:.4f})" if on_demand is not None else ""))
         return "  ".join(parts)
 
     def role(self, node: str) -> str:

@@ -8,7 +8,11 @@ from morph.contract.base import Value
 
 
 class Prices(Value):
-    """Dollars per node and hour: what is paid, and what the same node costs on demand (None: not known)."""
+    """Dollars per VM and hour as the user gives them: what is paid, and what the same VM costs on demand.
 
-    paid_usd_per_h: float = Field(ge=0)
+    None: not given. What is paid counts for VMs whose provider says no price, or, ``for_all``, for every one.
+    """
+
+    paid_usd_per_h: float | None = Field(default=None, ge=0)
     on_demand_usd_per_h: float | None = Field(default=None, ge=0)
+    for_all: bool = False

@@ -54,8 +54,8 @@ def read_ledger(run_dir: Path) -> Ledger:
     return reader.ledger
 
 
-def node_seconds(run_dir: Path, *, lives_on: bool) -> float:
-    """Return the node-seconds of all sessions of a run, as they are booked; 0 for a run that has not begun.
+def ledger_now(run_dir: Path, *, lives_on: bool) -> Ledger:
+    """Return what all sessions of a run have booked by now; an empty one for a run that has not begun.
 
     Args:
         run_dir: The run's directory.
@@ -67,7 +67,7 @@ def node_seconds(run_dir: Path, *, lives_on: bool) -> float:
     ledger = read_ledger(run_dir)
     if lives_on:
         ledger.advance(time.time())
-    return ledger.account().total_s
+    return ledger
 
 
 def report_of(entries: tuple[Entry, ...], source: str = "journal") -> RunReport:

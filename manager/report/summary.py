@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from manager.report.accounting import Account, Part
+from manager.report.account import Account, Part
 from manager.report.values import RunReport
 
 
@@ -22,7 +22,7 @@ def summarise(report: RunReport) -> str:
         lines.append(f"loss: {report.losses[first]:.4f} at step {first}, {report.losses[last]:.4f} at step {last}")
     lines += _training_lines(report)
     if report.account.total_ns:
-        lines.append(_account_line(report.account))
+        lines += _account_lines(report.account)
     for shape in report.shapes:
         if shape.num_steps:
             expected_ms, measured_ms = shape.expected_mini_batch_s * 1e3, (shape.measured_mini_batch_s or 0) * 1e3
@@ -47,9 +47,14 @@ def summarise(report: RunReport) -> str:
     return "\n".join(lines)
 
 
-def _account_line(account: Account) -> str:
+def _account_lines(account: Account) -> list[str]:
     shares = ", ".join(f"{part} {account.share(part):.1%}" for part in Part if account.share(part) >= 0.0005)
-    return f"node-time: {account.total_s:.1f} s: {shares}"
+    lines = [f"node-time: {account.total_s:.1f} s: {shares}"]
+    bill = account.bill()
+    if bill is not None:
+        parts = ", ".join(f"{part} {bill.part_usd(part):.4f}" for part in Part if account.share(part) >= 0.0005)
+        lines.append(f"dollars: {bill.total_usd:.4f}: {parts}")
+    return lines
 
 
 def _training_lines(report: RunReport) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from manager.report.accounting import Account
+from manager.report.account import Account
 from morph.contract.base import Value
 from morph.contract.messages import WorkerId
 

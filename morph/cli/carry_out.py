@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from morph.cli.errors import EXIT_INTERRUPTED, places
-from morph.cli.report import prices_of
+from morph.cli.report import no_price, prices_of
 
 if TYPE_CHECKING:
     from manager.controller.actions import Finish
+    from manager.report.prices import Prices
     from manager.report.values import RunReport
     from morph.cli.job_run import JobRun
     from morph.cli.kept_command import RunCommand
@@ -63,10 +64,7 @@ def carry_out(command: RunCommand, run_dir: Path | None, shown: Shown) -> None:
     trace, timeline_step, log_format = command.trace, command.timeline_step, shown.log_format
     if timeline_step is not None and timeline_step >= steps:
         raise ConfigError("is never run", field="--timeline-step", value=timeline_step, allowed=f"0 to {steps - 1}")
-    prices = prices_of(
-        _price(asked) if command.price is None else command.price,
-        described.vms.on_demand_usd_per_h if command.on_demand_price is None else command.on_demand_price,
-    )
+    prices = _prices(asked, command)
     events = from_its_first_event(load_trace(trace)).scaled(1 / command.trace_speed) if trace else None
     check_device(described, str(asked.cluster_path))
     if asked.cloud is not None:
@@ -120,11 +118,22 @@ def carry_out(command: RunCommand, run_dir: Path | None, shown: Shown) -> None:
     raise typer.Exit(EXIT_INTERRUPTED if finish.outcome == "stopped" else 0)
 
 
-def _price(asked: JobRun) -> float | None:
-    if asked.cloud is None:
-        return asked.cluster.vms.usd_per_h
-    price = asked.cloud.price()
-    return price.usd_per_h if price is not None else None
+def _prices(asked: JobRun, command: RunCommand) -> Prices | None:
+    """The command line's price counts for all VMs; else the provider's or the cluster file's for those without one.
+
+    Raises:
+        InputError: a price to compare with, and none that is paid.
+    """
+    vms = asked.cluster.vms
+    on_demand = vms.on_demand_usd_per_h if command.on_demand_price is None else command.on_demand_price
+    if command.price is not None:
+        return prices_of(command.price, on_demand)
+    price = asked.cloud.price() if asked.cloud is not None else None
+    paid = vms.usd_per_h if price is None else price.usd_per_h
+    prices = prices_of(paid, on_demand)
+    if paid is None and prices is not None and asked.cloud is None:
+        raise no_price()
+    return None if prices is None else prices.model_copy(update={"for_all": False})
 
 
 def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:

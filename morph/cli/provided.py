@@ -37,7 +37,7 @@ class Cloud:
             return Price(usd_per_h=self.vms.usd_per_h, source="the cluster file")
         if isinstance(self.described, AzureSpec):
             return azure_price(self.described)
-        known = self.described.usd_per_h
+        known = self.described.dearest_usd_per_h
         return None if known is None else Price(usd_per_h=known, source=str(self.path))
 
     def providing(self, name: RunName, run_dir: Path) -> Providing:
@@ -51,7 +51,7 @@ class Cloud:
             spec = azure_spec(described, vms.environment.image, vms.usd_per_h)
             elsewhere = "" if spec.resource_manager == PUBLIC_AZURE else spec.resource_manager
             return Providing(lambda start: open_azure(spec, name, run_dir, start), elsewhere)
-        hosts = described if vms.usd_per_h is None else described.model_copy(update={"usd_per_h": vms.usd_per_h})
+        hosts = described if vms.usd_per_h is None else described.at(vms.usd_per_h)
         return Providing(lambda start: open_static(hosts, self.path.parent, name, start))
 
 

@@ -9,9 +9,16 @@ import typer
 
 if TYPE_CHECKING:
     from manager.report.prices import Prices
+    from morph.contract.errors import InputError
 
 PriceOption = Annotated[
-    float | None, typer.Option("--price", min=0, help="Dollars per VM and hour that are paid.", show_default=False)
+    float | None,
+    typer.Option(
+        "--price",
+        min=0,
+        help="Dollars per VM and hour that are paid, for all VMs; else what is known of each.",
+        show_default=False,
+    ),
 ]
 OnDemandOption = Annotated[
     float | None,
@@ -43,7 +50,10 @@ def report_command(
     read_facts(run_dir)
     path = output or run_dir / "report.html"
     check_output(path, RunDirError)
-    page = report_page(read_report(run_dir), prices)
+    report = read_report(run_dir)
+    if prices is not None and report.account.bill(prices) is None:
+        raise no_price()
+    page = report_page(report, prices)
     temporary = path.with_name(f"{path.name}.new")
     temporary.write_text(page, encoding="utf-8")
     temporary.replace(path)
@@ -51,16 +61,16 @@ def report_command(
 
 
 def prices_of(price: float | None, on_demand_price: float | None) -> Prices | None:
-    """Return the prices given, None for none.
-
-    Raises:
-        InputError: a price to compare with, and none that is paid.
-    """
+    """Return the prices given on the command line, which count for all VMs; None for none."""
     from manager.report.prices import Prices
+
+    if price is None and on_demand_price is None:
+        return None
+    return Prices(paid_usd_per_h=price, on_demand_usd_per_h=on_demand_price, for_all=price is not None)
+
+
+def no_price() -> InputError:
+    """Return the error of a price to compare with where none that is paid is known."""
     from morph.contract.errors import InputError
 
-    if price is None:
-        if on_demand_price is not None:
-            raise InputError("is not given", field="--price", allowed="dollars per VM and hour, with --on-demand-price")
-        return None
-    return Prices(paid_usd_per_h=price, on_demand_usd_per_h=on_demand_price)
+    return InputError("is not given", field="--price", allowed="dollars per VM and hour, with --on-demand-price")

@@ -7,10 +7,10 @@ import io
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from manager.report.accounting import Part
+from manager.report.account import Part
 
 if TYPE_CHECKING:
-    from manager.report.accounting import Account
+    from manager.report.account import Account, Bill
     from manager.report.prices import Prices
     from manager.report.values import MorphRecord, RunReport, ShapeSpan
 
@@ -40,6 +40,7 @@ def report_page(report: RunReport, prices: Prices | None = None) -> str:
     """Return the page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
+    bill = report.account.bill(prices)
     pages = Environment(loader=PackageLoader("morph.cli", "pages"), autoescape=True, undefined=StrictUndefined)
     return pages.get_template("report.html.j2").render(
         report=report,
@@ -48,9 +49,9 @@ def report_page(report: RunReport, prices: Prices | None = None) -> str:
         duration=str(timedelta(seconds=round(report.end_s - report.start_s))),
         facts=_facts(report),
         picture=_picture(report),
-        parts=[_part(report.account, part, prices) for part in Part],
+        parts=[_part(report.account, part, bill) for part in Part],
         total_s=report.account.total_s,
-        costs=_costs(report.account, prices) if prices else None,
+        costs=_costs(report.account, bill, prices) if bill else None,
         shapes=[_shape(span, report.start_s) for span in report.shapes if span.num_steps],
         morphs=[_morph(morph, report.start_s) for morph in report.morphs],
     )
@@ -77,21 +78,19 @@ def _facts(report: RunReport) -> list[tuple[str, str]]:
     return facts
 
 
-def _part(account: Account, part: Part, prices: Prices | None) -> dict[str, Any]:
-    seconds = account.part_s(part)
+def _part(account: Account, part: Part, bill: Bill | None) -> dict[str, Any]:
     return {
         "name": part.value,
         "meaning": MEANINGS[part],
         "colour": COLOURS[part],
-        "seconds": seconds,
+        "seconds": account.part_s(part),
         "percent": account.share(part) * 100,
-        "dollars": seconds / 3600 * prices.paid_usd_per_h if prices else 0.0,
+        "dollars": bill.part_usd(part) if bill else 0.0,
     }
 
 
-def _costs(account: Account, prices: Prices) -> dict[str, float | None]:
-    spent = account.dollars(prices.paid_usd_per_h)
-    on_demand = None if prices.on_demand_usd_per_h is None else account.dollars(prices.on_demand_usd_per_h)
+def _costs(account: Account, bill: Bill, prices: Prices | None) -> dict[str, float | None]:
+    spent, on_demand = bill.total_usd, account.on_demand_usd(prices)
     return {"spent": spent, "on_demand": on_demand, "ratio": on_demand / spent if on_demand and spent else None}
 
 

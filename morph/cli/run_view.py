@@ -67,7 +67,8 @@ def _json_observer(run: LiveRun) -> Observer:
         told = run.take(observed.time_s, observed.event, observed.decision) is not None
         if not told and run.version == before:
             return
-        reason = observed.decision.reason
+        reason, account = observed.decision.reason, run.ledger.account()
+        bill = account.bill(run.prices)
         line = {
             "time_s": observed.time_s,
             "code": reason.code.value,
@@ -79,8 +80,9 @@ def _json_observer(run: LiveRun) -> Observer:
             "num_nodes": len(run.nodes),
             "loss": run.loss,
             "examples_per_s": run.examples_per_s,
-            "dollars": run.dollars,
-            "dollars_on_demand": run.dollars_on_demand,
+            "dollars": None if bill is None else bill.total_usd,
+            "part_dollars": None if bill is None else {part.value: bill.part_usd(part) for part in bill.parts},
+            "dollars_on_demand": account.on_demand_usd(run.prices),
         }
         print(json.dumps(line), flush=True)
 

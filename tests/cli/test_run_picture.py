@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from manager.report.accounting import Account, Part
+from manager.report.account import Account, Part
+from manager.report.spent import NOTHING
 from manager.report.values import MorphRecord, RunReport, ShapeSpan, SourceSum, StepRecord, VmCount
 from morph.cli.run_picture import LABEL_WIDTH_PX, PLANNED, UNPLANNED, draw_run, label_rows, run_figure
 
@@ -103,7 +104,7 @@ def report(**changes: object) -> RunReport:
         shapes=SPANS,
         morphs=MORPHS,
         steps=steps(),
-        account=Account(parts_ns=dict.fromkeys(Part, 0), total_ns=0),
+        account=Account(parts=dict.fromkeys(Part, NOTHING), total=NOTHING),
         vms=tuple(VmCount(time_s=START_S + time_s, num_vms=num_vms) for time_s, num_vms in counts),
     ).model_copy(update=changes)
 

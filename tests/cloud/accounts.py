@@ -10,19 +10,22 @@ from manager.controller.actions import RequestNodes
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import DecisionRecord, Fact
 from manager.report.reading import _Reader
+from manager.report.spent import NS_PER_S
 from tests.cloud.region import Life
 
 HEARD_S = 6.5
 """The longest that a silent worker goes unnoticed (docs/manager.md)."""
+BEGIN_S = 0.2
+"""By which the first moment that is paid may differ: from when a grant is made to when it is written down."""
 CLOCK_S = 0.2
 """By which the region's look at its VMs may be late."""
 
 
 @dataclass
 class Booked:
-    """When Morph saw a VM, in seconds since 1970. None: it never came up."""
+    """From when to when Morph pays for a VM, in seconds since 1970. None: it was never granted."""
 
-    appeared_s: float | None = None
+    since_s: float | None = None
     gone_s: float | None = None
 
 
@@ -31,6 +34,7 @@ class Split:
     """Seconds that Azure bills for a VM: before Morph counts it, while it does, and after it was gone for Morph.
 
     ``late_s``: by how much Morph may hear late of its end: it learns of an eviction as of any lost worker.
+    ``granted``: whether it ever was.
     """
 
     vm: str
@@ -38,11 +42,13 @@ class Split:
     booked_s: float
     after_s: float
     late_s: float
+    granted: bool
 
     @property
     def fits(self) -> bool:
-        """Whether the VM's life for Morph lies in its life for Azure."""
-        return self.before_s > -CLOCK_S and self.booked_s >= 0.0 and self.after_s > -CLOCK_S - self.late_s
+        """Whether a VM that was granted is paid for Morph from when it is for Azure, and not longer."""
+        begins = abs(self.before_s) < BEGIN_S if self.granted else self.booked_s == 0.0
+        return begins and self.booked_s >= 0.0 and self.after_s > -CLOCK_S - self.late_s
 
 
 @dataclass(frozen=True)
@@ -60,9 +66,9 @@ def booked(run_dir: Path) -> dict[str, Booked]:
     with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
         for entry in journal.read():
             reader.take(entry)
-            known, last_s = set(reader.ledger.appeared_ns), max(last_s, entry.time_s)
-            for vm in known - set(lives):
-                lives[vm] = Booked(entry.time_s)
+            known, last_s = reader.ledger.since_ns, max(last_s, entry.time_s)
+            for vm in known.keys() - set(lives):
+                lives[vm] = Booked(known[vm] / NS_PER_S)
             for vm, life in lives.items():
                 if vm not in known and life.gone_s is None:
                     life.gone_s = entry.time_s
@@ -77,10 +83,11 @@ def splits(bill: Sequence[Life], run_dir: Path) -> list[Split]:
     for life in bill:
         assert life.until_s is not None, f"{life.name} is still there"
         mine = lives.get(life.name, Booked())
-        appeared_s = life.until_s if mine.appeared_s is None else mine.appeared_s
+        since_s = life.until_s if mine.since_s is None else mine.since_s
         gone_s = life.until_s if mine.gone_s is None else mine.gone_s
         late_s = HEARD_S if life.end.startswith("evicted") else 0.0
-        found.append(Split(life.name, appeared_s - life.since_s, gone_s - appeared_s, life.until_s - gone_s, late_s))
+        parts = (since_s - life.since_s, gone_s - since_s, life.until_s - gone_s)
+        found.append(Split(life.name, *parts, late_s, granted=mine.since_s is not None))
     return found
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal, Protocol
@@ -286,7 +287,8 @@ class Region(FakeArm):
     def _open_bill(self, name: str, machine: dict[str, Any]) -> None:
         size, zone = machine["properties"]["hardwareProfile"]["vmSize"], machine.get("zones", ["-"])[0]
         self._running[name] = machine
-        self._lives[name] = Life(name, size, zone, time.time())
+        created = datetime.fromisoformat(machine["properties"]["timeCreated"])
+        self._lives[name] = Life(name, size, zone, created.timestamp())  # once it is allocated, from its creation on
         self.bill.append(self._lives[name])
 
     def _settle_bill(self, name: str) -> None:

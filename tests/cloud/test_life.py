@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cloud.accounts import requests, splits
+from manager.report.spent import NOTHING
+from tests.cloud.accounts import BEGIN_S, requests, splits
 from tests.cloud.hosts import not_permitted
 from tests.cloud.life import JOB, Life, Taking, digests
 from tests.cloud.virtual_azure import USD_PER_H, VirtualAzure
@@ -47,10 +48,17 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(tmp_path: Path
     assert KEEP + 1 <= asked.granted <= len(bill) <= KEEP + 2  # the run ends while the last one is asked for
     parts = splits(bill, life.run_dir)
     assert [part for part in parts if not part.fits] == []
-    assert sum(report.account.parts_ns.values()) == report.account.total_ns
+    assert sum(report.account.parts.values(), NOTHING) == report.account.total
     assert sum(part.booked_s for part in parts) == pytest.approx(report.account.total_s, abs=0.01)
     whole_s = sum(part.before_s + part.after_s for part in parts) + report.account.total_s
     assert whole_s * USD_PER_H["Standard_NC6"] / 3600 == pytest.approx(dollars, rel=1e-3)
+    paid = report.account.bill()
+    assert paid is not None
+    assert paid.total_usd == pytest.approx(report.account.total_s * USD_PER_H["Standard_NC6"] / 3600, rel=1e-9)
+    assert sum(paid.parts.values()) == paid.total
+    later_s = sum(part.after_s if part.granted else part.before_s for part in parts)
+    after_usd = later_s * USD_PER_H["Standard_NC6"] / 3600  # until Azure has deleted what Morph gave back
+    assert paid.total_usd + after_usd == pytest.approx(dollars, abs=len(parts) * BEGIN_S * 0.3 / 3600)
     assert digests(life.run_dir) == uninterrupted(report.version, tmp_path / "undisturbed", NUM_SECTIONS)
     assert not azure.hosts.directory.exists()
     assert not list(Path("/run/netns").glob(f"morph-{os.getpid()}-*"))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -115,6 +116,7 @@ def test_a_lonely_vm_deletes_itself_by_its_identity(tmp_path: Path) -> None:
         machine = {"id": "/subscriptions/x/resourceGroups/train/providers/Microsoft.Compute/virtualMachines/tiny-1-0"}
         machine |= {"name": "tiny-1-0", "zones": ["1"]}
         machine["properties"] = {"hardwareProfile": {"vmSize": "Standard_NC6"}, "provisioningState": "Succeeded"}
+        machine["properties"] |= {"timeCreated": datetime.now(UTC).isoformat()}
         azure.region.put_by_hand(machine, "#cloud-config\n" + json.dumps(document))
         until(lambda: azure.region.bill and azure.region.bill[0].until_s, "the VM to delete itself")
         assert azure.region.calls == ["DELETE virtualMachines/tiny-1-0"]

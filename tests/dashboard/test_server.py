@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "manager"))
 from live_history import played
 
 from manager.dashboard.server import FILE_NAME, PageAddress, read_address, serving
-from manager.report.accounting import Part
+from manager.report.account import Part
 from morph.contract.errors import RunDirError
 
 TIMEOUT_S = 20.0
@@ -54,6 +54,7 @@ def test_the_run_is_told_to_whoever_has_the_token(page: tuple[PageAddress, Path]
     assert run["losses"][-1][1] == pytest.approx(1 / 12)
     assert run["events"][-1]["code"] == "finished"
     assert run["dollars_on_demand"] == pytest.approx(3 * run["dollars"])
+    assert sum(run["part_dollars"].values()) == pytest.approx(run["dollars"], rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,9 @@ def test_the_metrics_are_prometheus_text_with_every_part_of_the_node_seconds(pag
     parts = {sample.labels["part"]: sample.value for sample in found["morph_node_seconds"].samples}
     assert set(parts) == {part.value for part in Part}
     assert parts["compute"] > 0
+    dollars = {sample.labels["part"]: sample.value for sample in found["morph_part_dollars"].samples}
+    assert set(dollars) == set(parts)
+    assert sum(dollars.values()) == pytest.approx(found["morph_dollars"].samples[0].value, rel=1e-12)
 
 
 def test_the_token_lies_in_a_file_of_its_owner_alone_and_is_in_no_text_of_the_address(

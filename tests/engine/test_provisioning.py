@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from manager.controller.actions import ReleaseNodes, RequestNodes
-from manager.controller.events import NodesGranted, RequestRefused
+from manager.controller.events import NodesGranted, Paid, RequestRefused
 from manager.engine.inbox import Inbox
 from manager.engine.provisioning import TRIES, WAIT_MAX_S, Provisioning
-from manager.engine.spending import Spending
+from manager.engine.spending import Before, Spending
 from manager.journal.records import Fact
 from manager.providers.provider import (
     Capabilities,
@@ -47,12 +49,14 @@ class FakeProvider:
         self.deleted: list[str] = []
         self.usd_per_h: float | None = 0.5
         self.held: threading.Event | None = None
+        self.made_as: list[dict[str, Any]] = []
 
     def request(self, request: str, count: int) -> tuple[Vm, ...]:
         if self.held is not None:
             assert self.held.wait(BOUND_S)
         self.requests.append((request, count))
-        vms = [Vm(name=vm_name(request, index), request=request) for index in range(count)]
+        made_as = self.made_as or [{}] * count
+        vms = [Vm(name=vm_name(request, index), request=request, **made_as[index]) for index in range(count)]
         if self.errors:
             self.there += [vm for vm in vms[:1] if vm not in self.there]
             raise self.errors.pop(0)
@@ -113,6 +117,23 @@ def world() -> Iterator[World]:
 def test_a_request_is_granted_by_name(world: World) -> None:
     assert world.ask() == NodesGranted(request="job-1", nodes=("job-1-0", "job-1-1"))
     assert [fact.worker for fact in world.facts if fact.name == "vm_granted"] == ["job-1-0", "job-1-1"]
+
+
+def test_a_grant_says_what_each_vm_costs_and_how_long_it_has_been_paid(world: World) -> None:
+    asked_s = time.time()
+    world.provider.made_as = [
+        {"usd_per_h": 0.3, "paid_since_s": asked_s - 60.0},
+        {"usd_per_h": 1.4, "paid_since_s": asked_s + 3600.0},  # a clock that is ahead: not paid in the future
+        {"usd_per_h": 0.3},
+        {},
+    ]
+    granted = world.ask(count=4)
+    answered_s = time.time()
+    assert isinstance(granted, NodesGranted)
+    first = granted.paid.pop("job-1-0")
+    assert first.usd_per_h == 0.3
+    assert 60.0 <= first.before_s <= 60.0 + answered_s - asked_s
+    assert granted.paid == {"job-1-1": Paid(usd_per_h=1.4), "job-1-2": Paid(usd_per_h=0.3)}
 
 
 def test_a_request_that_comes_again_makes_no_further_call(world: World) -> None:
@@ -206,7 +227,7 @@ def test_vms_of_another_manager_count_and_cost_and_are_ended_when_they_are_lost(
     world.shell.close()
     world.provider.there = list(there)
     clock = Clock()
-    spending = Spending(Limits(max_vms=2, budget_usd=2.0), clock, before_s=3600.0)
+    spending = Spending(Limits(max_vms=2, budget_usd=2.0), clock, before=Before(unpriced_h=1.0))
     nodes = [vm.name for vm in there]
     world.shell = Provisioning(world.provider, world.inbox, spending, world.pause, nodes=nodes)
     assert isinstance(refused := world.ask("job-2", 1), RequestRefused)

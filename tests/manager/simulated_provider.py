@@ -15,9 +15,16 @@ from manager.controller.events import (
     NodesGranted,
     NoticeGiven,
     NoticeWithdrawn,
+    Paid,
     RequestRefused,
     WorkerLost,
 )
+
+
+def priced(number: int) -> Paid:
+    """What VM number so and so costs: by its number, for no chance is to be drawn for what nobody decides by."""
+    usd_per_h = 0.1 * (number % 4) if number % 4 else None
+    return Paid(usd_per_h=usd_per_h, num_nodes=1 + number % 3, before_s=0.3 * (number % 7))
 
 
 class SimulatedProvider:
@@ -80,7 +87,8 @@ class SimulatedProvider:
             elif self.num_nodes % 2:  # it never comes up, and the provider says so or does not
                 lost = WorkerLost(worker=name, cause="taken while it booted")
                 world.at(world.between(0.2, 4), lambda lost=lost: self.tell(lost))
-        return NodesGranted(request=action.request, nodes=tuple(nodes))
+        paid = {name: priced(int(name[1:])) for name in nodes if int(name[1:]) % 5}  # of some nothing is known
+        return NodesGranted(request=action.request, nodes=tuple(nodes), paid=paid)
 
     def acknowledged(self, name: str) -> None:
         """A VM of which nothing is needed any more is taken at once, or was taken, or stays after all."""

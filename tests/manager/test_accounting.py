@@ -12,18 +12,23 @@ from simulated_job import make_config
 
 from manager.controller.decide import decide
 from manager.controller.events import (
+    EVENT,
     Event,
     ManagerResumed,
     NodeAppeared,
     NodesGranted,
+    Paid,
     Tick,
     WorkerAnswered,
     WorkerLost,
 )
 from manager.controller.state import initial_state
 from manager.journal.records import DecisionRecord
-from manager.report.accounting import Account, Ledger, Part
+from manager.report.account import Account, Part
+from manager.report.accounting import Ledger
+from manager.report.prices import Prices
 from manager.report.reading import read_report
+from manager.report.spent import NOTHING, NS_PER_S, SHARES, nano_usd
 from morph.contract.messages import WorkerReady
 
 COMPUTE_S = TIMES.forward_s + TIMES.recompute_s + TIMES.backward_s
@@ -59,8 +64,13 @@ def test_a_killed_step_is_lost_and_the_change_of_shape_is_no_bubble(tmp_path: Pa
 def test_the_parts_add_up_to_the_nodes_lives_in_any_history(tmp_path: Path, seed: int) -> None:
     faults, num_nodes, _ = random_faults(seed)
     account = account_of(tmp_path, faults, num_nodes, seed)
-    assert sum(account.parts_ns.values()) == account.total_ns, f"seed {seed}: {account}"
-    assert min(account.parts_ns.values()) >= 0
+    assert sum(account.parts.values(), NOTHING) == account.total, f"seed {seed}: {account}"
+    for spent in account.parts.values():
+        assert min(spent.node_ns, spent.vm_ns, spent.unpriced_ns, spent.cost) >= 0
+    for prices in (None, Prices(paid_usd_per_h=0.7), Prices(paid_usd_per_h=0.7, for_all=True)):
+        bill = account.bill(prices)
+        assert (bill is None) == (prices is None and account.dearest is None)
+        assert bill is None or sum(bill.parts.values()) == bill.total
 
 
 def test_a_worker_that_was_lost_while_there_was_no_manager_costs_no_more() -> None:
@@ -73,7 +83,7 @@ def test_a_worker_that_was_lost_while_there_was_no_manager_costs_no_more() -> No
         state = decision.state
         ledger.take(event, DecisionRecord.of(decision))
     ledger.advance(103.0)
-    assert set(ledger.appeared_ns) == set(state.workers) == {"a", "warms up"}
+    assert set(ledger.since_ns) == set(state.workers) == {"a", "warms up"}
     account = ledger.account()
     assert (account.total_s, sum(account.parts_ns.values())) == (6.0, account.total_ns)
 
@@ -91,7 +101,72 @@ def test_a_vm_that_boots_is_paid_for_from_its_grant_until_it_is_given_back() -> 
         decision = decide(state, event, now_s)
         state = decision.state
         ledger.take(event, DecisionRecord.of(decision))
-    assert set(ledger.appeared_ns) == {"a"}, "b did not appear in time"
+    assert set(ledger.since_ns) == {"a"}, "b did not appear in time"
     account = ledger.account()
     assert account.total_s == 2 * boot_s + 3.0
     assert account.part_s(Part.WARMING) == account.total_s
+
+
+def booked(timed: list[tuple[float, Event]], **fields: object) -> Ledger:
+    """Decide these events, seconds and what happens, and book them."""
+    ledger, state = Ledger(), initial_state(make_config(**fields))
+    for now_s, event in timed:
+        ledger.advance(now_s)
+        decision = decide(state, event, now_s)
+        state = decision.state
+        ledger.take(event, DecisionRecord.of(decision))
+    return ledger
+
+
+def ready(node: str) -> WorkerAnswered:
+    return WorkerAnswered(worker=node, answer=WorkerReady(worker=node, pid=1, setup_s=0))
+
+
+def test_each_vm_is_paid_at_its_own_price_from_when_it_was_made() -> None:
+    paid = {"a": Paid(usd_per_h=0.3, before_s=60.0), "b": Paid(usd_per_h=1.4), "c": Paid()}
+    granted = NodesGranted(request="job-1", nodes=("a", "b", "c"), paid=paid)
+    timed: list[tuple[float, Event]] = [(0.0, Tick()), (100.0, granted)]
+    timed += [(200.0, NodeAppeared(node=node)) for node in "abc"]
+    timed += [(300.0, ready("a")), (400.0, WorkerLost(worker="b", cause="taken")), (3700.0, Tick())]
+    account = booked(timed, target_nodes=3).account()
+    dollars = 0.3 * 3660 / 3600 + 1.4 * 300 / 3600
+    assert account.total_s == 3660 + 300 + 3600
+    bill, at_two = account.bill(), account.bill(Prices(paid_usd_per_h=2.0))
+    assert bill is not None
+    assert at_two is not None
+    assert bill.total_usd == pytest.approx(dollars + 1.4, rel=1e-12), "the one without a price is as dear as any"
+    assert at_two.total_usd == pytest.approx(dollars + 2.0, rel=1e-12)
+    all_at_two = account.bill(Prices(paid_usd_per_h=2.0, for_all=True))
+    assert all_at_two is not None
+    assert all_at_two.total_usd == pytest.approx(2.0 * 7560 / 3600, rel=1e-12)
+    assert bill.part_usd(Part.WARMING) == pytest.approx(0.3 * 260 / 3600 + 1.4 * 300 / 3600 + 1.4, rel=1e-12)
+    assert sum(bill.parts.values()) == bill.total
+
+
+@pytest.mark.parametrize("ready_first", [False, True])
+def test_a_grant_that_is_heard_of_after_its_vm_appeared_books_what_was_paid_until_then(ready_first: bool) -> None:
+    paid = {node: Paid(usd_per_h=3.6, num_nodes=2, before_s=50.0) for node in ("a.0", "a.1")}
+    granted = NodesGranted(request="job-1", nodes=("a.0", "a.1"), paid=paid)
+    timed: list[tuple[float, Event]] = [(0.0, Tick())]
+    timed += [(60.0, NodeAppeared(node=node, request="job-1")) for node in granted.nodes]
+    timed += [(70.0, ready("a.0"))] if ready_first else []
+    timed += [(80.0, granted), (90.0, granted)]  # told twice: nothing is paid twice
+    account = booked(timed, target_nodes=2).account()
+    assert account.total_s == 2 * 60.0
+    late_s = 20 if ready_first else 0  # of a.0, whose price came too late for them
+    assert account.total.unpriced_ns == late_s * NS_PER_S * SHARES, "and nobody knew that two share the VM"
+    assert account.total.cost * 2 == (120 - late_s) * nano_usd(3.6) * NS_PER_S * SHARES
+    bill, on_demand = account.bill(), account.on_demand_usd(Prices(on_demand_usd_per_h=36.0))
+    assert bill is not None
+    assert bill.total_usd == pytest.approx((60 + late_s / 2) * 3.6 / 3600, rel=1e-12), "two nodes cost one VM"
+    assert on_demand == pytest.approx((60 + late_s / 2) * 36 / 3600, rel=1e-12)
+    assert sum(account.parts.values(), NOTHING) == account.total
+
+
+def test_a_journal_without_prices_is_read_as_before() -> None:
+    old = EVENT.validate_json('{"kind": "nodes_granted", "request": "job-1", "nodes": ["a"]}')
+    account = booked([(0.0, Tick()), (10.0, old), (3610.0, Tick())], target_nodes=1).account()
+    assert account.bill() is None
+    bill = account.bill(Prices(paid_usd_per_h=0.5))
+    assert bill is not None
+    assert bill.total_usd == 0.5

@@ -13,9 +13,10 @@ from simulated_cluster import Faults
 from typer.testing import CliRunner
 
 from manager.journal.journal import FILE_NAME
-from manager.report.accounting import Account, Part
+from manager.report.account import Account, Part
 from manager.report.prices import Prices
 from manager.report.reading import read_report
+from manager.report.spent import NOTHING
 from manager.run_dir import RunFacts
 from morph.cli.main import app
 from morph.cli.report_page import report_page
@@ -86,7 +87,7 @@ def test_names_from_the_job_are_text_and_never_markup(run_dir: Path) -> None:
 
 
 def test_a_run_that_did_nothing_yet_has_a_page(run_dir: Path) -> None:
-    empty = Account(parts_ns=dict.fromkeys(Part, 0), total_ns=0)
+    empty = Account(parts=dict.fromkeys(Part, NOTHING), total=NOTHING)
     report = read_report(run_dir).model_copy(
         update={"account": empty, "shapes": (), "morphs": (), "steps": (), "vms": ()}
     )

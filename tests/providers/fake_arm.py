@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -187,7 +188,8 @@ class FakeArm:
         if size in self.at_once:
             return error(*self.at_once[size])
         machine = {**body, "id": path, "name": name, "type": "Microsoft.Compute/virtualMachines"}
-        machine["properties"] = {**body["properties"], "provisioningState": "Creating"}
+        created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f0+00:00")  # Azure tells seven places
+        machine["properties"] = {**body["properties"], "provisioningState": "Creating", "timeCreated": created}
         machine["properties"]["osProfile"] = {**body["properties"]["osProfile"]}
         machine["properties"]["osProfile"].pop("customData")  # never told again
         self.machines[name] = machine

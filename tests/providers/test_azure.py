@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,22 @@ def test_a_zone_that_is_full_is_followed_by_the_next_and_then_by_the_next_size(a
     (vm,) = provider(arm, tmp_path).request("b", 1)
     assert vm.size == "Standard_NC24"
     assert len(arm.machines) == 2
+
+
+def test_each_vm_has_the_price_of_its_size_and_is_paid_from_its_creation_on(arm: FakeArm, tmp_path: Path) -> None:
+    begin_s = time.time()
+    cheap = provider(arm, tmp_path).request("a", 2)
+    made_s = time.time()
+    arm.shortages = {("Standard_NC6", zone): "AllocationFailed" for zone in SPEC.zones}
+    (dear,) = provider(arm, tmp_path).request("b", 1)
+    assert [vm.usd_per_h for vm in (*cheap, dear)] == [0.3, 0.3, 1.4]
+    for vm in cheap:
+        assert vm.paid_since_s is not None
+        assert begin_s <= vm.paid_since_s <= made_s
+    assert set(provider(arm, tmp_path).list()) == {*cheap, dear}
+    sizes = tuple(size.model_copy(update={"usd_per_h": None}) for size in SPEC.sizes)
+    listed = provider(arm, tmp_path, spec=SPEC.model_copy(update={"sizes": sizes}), find_price=lambda _: None).list()
+    assert {vm.usd_per_h for vm in listed} == {None}
 
 
 @pytest.mark.parametrize("code", ["AllocationFailed", "OverconstrainedAllocationRequest", "SkuNotAvailable"])

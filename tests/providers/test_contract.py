@@ -141,6 +141,10 @@ def test_price_and_capabilities_are_told(case: Case) -> None:
     assert price is not None
     assert price.usd_per_h > 0
     assert price.source
+    (vm,) = case.provider.request("a", 1)
+    assert vm.usd_per_h is not None
+    assert 0 < vm.usd_per_h <= price.usd_per_h
+    assert case.provider.list() == (vm,)
     most = case.provider.capabilities().max_vms
     assert most is None or most == ROOM
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from manager.providers.provider import CapacityShort, Misconfigured, Transient
 from manager.providers.ssh import SshHost, run_ssh, ssh_command
-from manager.providers.static import StaticProvider, StaticSpec
+from manager.providers.static import Hosts, StaticProvider, StaticSpec
 
 SECRET = "s3cr3t-8810"
 FAKE_SSH = """#!/bin/sh
@@ -94,6 +94,22 @@ def test_another_manager_starts_nothing_twice(world: Path) -> None:
     assert provider(world, "h1", "h2").request("a", 1) == (vm,)
     assert node_pid(world, "h1", vm.name) == pid
     assert not (world / "h2").exists()
+
+
+def test_a_host_costs_what_it_says_or_what_the_file_says_of_each(world: Path) -> None:
+    hosts = (SshHost(address="h1", usd_per_h=0.4), SshHost(address="h2"))
+    spec = StaticSpec(hosts=hosts, usd_per_h=0.1, command=("true",))
+    path = world / "leases.json"
+    static = StaticProvider(spec, "tiny", path, SECRET, lambda host, remote, secret="": None)
+    granted = static.request("a", 2)
+    assert [vm.usd_per_h for vm in granted] == [0.4, 0.1]
+    assert set(static.list()) == set(granted)
+    assert "usd_per_h" not in path.read_text(), "the file of hosts says it"
+    assert (price := static.price()) is not None
+    assert price.usd_per_h == 0.4
+    assert Hosts(hosts=hosts).dearest_usd_per_h is None, "one has no price"
+    assert spec.at(0.7).dearest_usd_per_h == 0.7
+    assert {host.usd_per_h for host in spec.at(0.7).hosts} == {None}
 
 
 def test_a_host_that_is_not_reached_is_passed_over(world: Path) -> None:

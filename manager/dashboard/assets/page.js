@@ -116,7 +116,8 @@ function showParts(run) {
     bars.push(bar);
     const entry = element("span"), mark = element("i");
     mark.style.background = COLOURS[part];
-    entry.append(mark, `${part} ${share.toFixed(1)} %`);
+    const dollars = run.part_dollars === null ? "" : `, $${run.part_dollars[part].toFixed(4)}`;
+    entry.append(mark, `${part} ${share.toFixed(1)} %${dollars}`);
     legend.push(entry);
   }
   at("parts").replaceChildren(...bars);

@@ -1,0 +1,28 @@
+"""What a run cost before, out of its journal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manager.engine.spending import Before
+from manager.report.reading import ledger_now
+from manager.report.spent import NS_PER_S, SHARES, UNITS_PER_USD
+
+
+def before_now(run_dir: Path, *, lives_on: bool) -> Before:
+    """Add up what all sessions of a run have cost by now.
+
+    Args:
+        run_dir: The run's directory.
+        lives_on: The nodes of the last session live.
+
+    Raises:
+        RunDirError: the journal cannot be read.
+    """
+    ledger = ledger_now(run_dir, lives_on=lives_on)
+    total = ledger.account().total
+    return Before(
+        usd=total.cost / UNITS_PER_USD,
+        unpriced_h=total.unpriced_ns / (SHARES * NS_PER_S * 3600),
+        vms=frozenset(ledger.since_ns) if lives_on else (),
+    )
