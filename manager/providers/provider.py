@@ -20,6 +20,7 @@ from pydantic import Field
 
 from morph.contract.base import Value
 from morph.contract.errors import MorphError
+from morph.contract.vm_names import MAX_DEVICES, workers_of
 
 NAME_CHARACTERS = 48
 
@@ -57,7 +58,7 @@ class Misconfigured(ProviderError):
 
 
 class Vm(Value):
-    """One VM that exists, or is being made. ``name`` becomes the node's."""
+    """One VM that exists, or is being made. Each of its devices has a worker, which is a node to the controller."""
 
     name: str
     request: str = Field(description="the request that it answers")
@@ -68,6 +69,12 @@ class Vm(Value):
         default=None,
         description="since when it is paid, in seconds since 1970 by this machine's clock; None: its grant",
     )
+    num_devices: int = Field(default=1, ge=1, le=MAX_DEVICES, description="that Morph drives")
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Their names, by device."""
+        return workers_of(self.name, self.num_devices)
 
 
 class Price(Value):

@@ -1,0 +1,32 @@
+"""Names of workers and of the VMs that they are on: a worker drives one device, and a VM has one or several.
+
+The only worker of a VM has the VM's name, so that nothing changes where every VM has one device; of several the names
+are ``VM.d0``, ``VM.d1``, ... A local VM that comes back is ``VM.2``, which is a name of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+MAX_DEVICES = 64
+_OF_SEVERAL = re.compile(r"(?P<vm>.+)\.d\d+")
+
+
+def workers_of(vm: str, num_devices: int) -> tuple[str, ...]:
+    """Name the workers of a VM with so many devices, by device."""
+    return (vm,) if num_devices == 1 else tuple(f"{vm}.d{device}" for device in range(num_devices))
+
+
+def vm_of(worker: str) -> str:
+    """Return the VM that a worker is on."""
+    found = _OF_SEVERAL.fullmatch(worker)
+    return found["vm"] if found else worker
+
+
+def beside(worker: str, workers: Iterable[str]) -> tuple[str, ...]:
+    """Return those of some workers that are on the same VM as this one, in their order, without itself."""
+    vm = vm_of(worker)
+    if vm == worker:
+        return ()
+    return tuple(other for other in workers if other != worker and vm_of(other) == vm)
