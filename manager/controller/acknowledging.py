@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from manager.controller.actions import AcknowledgeNotice
 from manager.controller.changes import changed, debtors, followed, said
+from manager.controller.nodes import NodeState
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import ControllerState, Decision, Phase
 from morph.contract.messages import WorkerId
+from morph.contract.vm_names import beside, vm_of
 
 ROUTINE = frozenset(
     {
@@ -24,17 +26,26 @@ ROUTINE = frozenset(
 
 
 def acknowledged(decision: Decision) -> Decision:
-    """Acknowledge, after a decision, the notices of those workers that have nothing left which anybody needs."""
+    """Acknowledge, after a decision, the notices of those VMs that have nothing left which anybody needs."""
     state = decision.state
     if not state.leaving or state.phase is Phase.ENDED:
         return decision
-    free = tuple(worker for worker in sorted(state.leaving) if _is_free(state, worker))
+    free = tuple(worker for worker in sorted(state.leaving) if _is_free_with_its_vm(state, worker))
     if not free:
         return decision
-    actions = [AcknowledgeNotice(worker=worker, notice=state.workers[worker].notice or "") for worker in free]
+    notices = dict.fromkeys((vm_of(worker), state.workers[worker].notice or "") for worker in free)
+    first = {vm_of(worker): worker for worker in reversed(free)}
+    actions = [AcknowledgeNotice(worker=first[vm], notice=notice) for vm, notice in notices]
     sentence = f"nothing of value is left on {', '.join(free)}: it may go"
     told = said(changed(state, leaving=state.leaving - set(free)), ReasonCode.NOTICE_ACKNOWLEDGED, sentence, *actions)
     return followed(decision, told, None if decision.reason.code in ROUTINE else decision.reason.code)
+
+
+def _is_free_with_its_vm(state: ControllerState, worker: WorkerId) -> bool:
+    """Whether a worker is free, and so are the others on its VM, which drain too."""
+    others = beside(worker, state.workers)
+    drain = all(state.workers[other].node is NodeState.DRAINING for other in others)
+    return drain and all(_is_free(state, each) for each in (worker, *others))
 
 
 def _is_free(state: ControllerState, worker: WorkerId) -> bool:

@@ -103,9 +103,8 @@ def _node_appeared(state: ControllerState, event: NodeAppeared, now_s: float) ->
 
 
 def _worker_lost(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:
-    if event.worker not in state.workers:
-        return lost_booting(state, event)
-    return lose(state, {event.worker: event.cause}, now_s)
+    lost = {worker: event.cause for worker in event.workers if worker in state.workers}
+    return lose(state, lost, now_s) if lost else lost_booting(state, event)
 
 
 def _worker_lost_at_start(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:

@@ -80,11 +80,17 @@ class WorkerAnswered(Value):
 
 
 class WorkerLost(Value):
-    """A worker died, its VM went away, or it fell silent."""
+    """A worker died, its VM went away, or it fell silent; ``beside``: with it further workers of its VM."""
 
     kind: Literal["worker_lost"] = "worker_lost"
     worker: WorkerId
     cause: str = Field(description="one sentence")
+    beside: tuple[WorkerId, ...] = ()
+
+    @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        """All that were lost."""
+        return (self.worker, *self.beside)
 
 
 class WorkerTimes(Value):

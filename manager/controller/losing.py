@@ -27,7 +27,13 @@ def lose(state: ControllerState, lost: Mapping[WorkerId, str], now_s: float) -> 
     dropped: tuple[SendAhead, ...] = ()
     if state.ahead is not None and not set(state.ahead.parties).isdisjoint(lost):
         state, dropped = without_ahead(state)
-    sentence = "; ".join(f"{worker} was lost: {cause}" for worker, cause in lost.items())
+    by_cause: dict[str, list[WorkerId]] = {}
+    for worker, cause in lost.items():
+        by_cause.setdefault(cause, []).append(worker)
+    sentence = "; ".join(
+        f"{', '.join(workers)} {'was' if len(workers) == 1 else 'were'} lost: {cause}"
+        for cause, workers in by_cause.items()
+    )
     removed = said(state, ReasonCode.WORKER_REMOVED, sentence, *dropped)
     if state.phase is Phase.ABORTING:
         return followed(removed, settle(state, now_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,14 +25,16 @@ from manager.controller.actions import (
     WriteManifest,
 )
 from manager.controller.decide import decide
-from manager.controller.events import Event, StopRequested, Tick
+from manager.controller.events import Event, StopRequested, Tick, WorkerLost
 from manager.controller.state import ControllerState, Decision
 from manager.engine.inbox import Inbox, Stamped
 from manager.engine.manifest_writer import ManifestWriter
 from manager.engine.silence import watch_every_s
+from manager.engine.vm_losses import with_its_vm
 from manager.journal.journal import Journal
 from manager.journal.records import Fact
 from morph.contract.messages import AheadOrder, CommitOrder, ProbeOrder, ReshapeOrder, StepOrder
+from morph.contract.vm_names import vm_of
 
 TIMES_EVERY_S = 1.0
 TIMES_PATIENCE_S = 10.0
@@ -123,6 +126,7 @@ class Driver:
     ) -> None:
         self.state = state
         self._inbox = inbox
+        self._passed_over: deque[Stamped] = deque()
         self._pool = pool
         self._journal = journal
         self._manifests = ManifestWriter(checkpoint_url, inbox)
@@ -154,7 +158,7 @@ class Driver:
     def _run(self) -> Finish:
         while self._finish is None:
             # what is there is taken before time-outs are judged: it may have waited while this process stood still
-            for _ in range(len(self._inbox)):
+            for _ in range(len(self._inbox) + len(self._passed_over)):
                 self._take_next(0.0)
             self._pool.watch()
             now_s = time.time()
@@ -167,8 +171,11 @@ class Driver:
         return self._finish
 
     def _take_next(self, timeout_s: float) -> None:
-        if self._finish is None and (stamped := self._inbox.get(timeout_s)) is not None:
+        if self._finish is None and (stamped := self._next(timeout_s)) is not None:
             self._take(stamped)
+
+    def _next(self, timeout_s: float) -> Stamped | None:
+        return self._passed_over.popleft() if self._passed_over else self._inbox.get(timeout_s)
 
     def _hand_on_times(self) -> None:
         """Tell the controller of everybody's compute times, now and then and when nothing else waits."""
@@ -185,6 +192,10 @@ class Driver:
     def _take(self, stamped: Stamped) -> None:
         if isinstance(stamped.item, Fact):
             self._journal.append_fact(stamped.time_s, stamped.item)
+        elif isinstance(stamped.item, WorkerLost):
+            lost, others = with_its_vm(stamped.item, self.state.workers, self._next)
+            self._passed_over.extendleft(reversed(others))
+            self._handle(stamped.time_s, lost)
         else:
             self._handle(stamped.time_s, stamped.item)
 
@@ -213,7 +224,7 @@ class Driver:
             case SendAhead(worker=worker, order=ahead):
                 self._pool.ahead(worker, ahead)
             case StartWorker(worker=worker):
-                self._pool.start(worker, worker)
+                self._pool.start(worker, vm_of(worker))
             case EndWorker(worker=worker):
                 self._pool.end(worker)
             case WriteManifest(manifest=manifest):

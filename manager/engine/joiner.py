@@ -1,4 +1,4 @@
-"""Watches which VMs have joined the cluster, and which have left it."""
+"""Watches for which workers VMs have joined the cluster, and for which they have left it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ CLOSE_TIMEOUT_S = 15.0
 
 
 class Joiner:
-    """Looks once a second, in a thread of its own; each VM is told of once, and once more when it is gone.
+    """Looks once a second, in a thread of its own; each worker's VM is told of once, and once more when it is gone.
 
     Args:
-        nodes: The VMs that are in the cluster now, with their addresses; raises ClusterError when it cannot say.
-        request_of: The request that a VM answers; None: it is none of ours, and is passed over.
+        nodes: The workers whose VMs are in the cluster now, with their addresses; raises ClusterError when it cannot
+            say. A VM with several devices has several.
+        request_of: The request that a worker's VM answers; None: it is none of ours, and is passed over.
         inbox: Where ``NodeAppeared`` and ``WorkerLost`` go.
-        appeared: VMs of which the controller was told by an earlier manager.
+        appeared: Workers of whose VMs the controller was told by an earlier manager.
     """
 
     def __init__(
@@ -58,15 +59,15 @@ class Joiner:
                 self._inbox.put(Fact(name="cluster_silent", detail=self._trouble))
             return
         self._trouble = ""
-        for vm in sorted(set(nodes) - self._appeared):
-            request = self._request_of(vm)
+        for worker in sorted(set(nodes) - self._appeared):
+            request = self._request_of(worker)
             if request is None:
                 continue
-            self._appeared.add(vm)
-            self._inbox.put(NodeAppeared(node=vm, request=request))
-            self._inbox.put(Fact(name=VM_UP, worker=vm, detail=nodes[vm]))
-        for vm in sorted((self._here - set(nodes)) & self._appeared):
-            self._inbox.put(WorkerLost(worker=vm, cause="its VM left the cluster"))
+            self._appeared.add(worker)
+            self._inbox.put(NodeAppeared(node=worker, request=request))
+            self._inbox.put(Fact(name=VM_UP, worker=worker, detail=nodes[worker]))
+        for worker in sorted((self._here - set(nodes)) & self._appeared):
+            self._inbox.put(WorkerLost(worker=worker, cause="its VM left the cluster"))
         self._here = frozenset(nodes)
 
     def _run(self) -> None:

@@ -44,7 +44,10 @@ class KeptVms(VmHost, Protocol):
 
 @dataclass(frozen=True)
 class Provided:
-    """Beside the machines, where a provider brings the VMs. ``joined``: those in the cluster, with addresses."""
+    """Beside the machines, where a provider brings the VMs.
+
+    ``joined``: the workers for which there are VMs in the cluster, with addresses.
+    """
 
     provider: Provider
     notices: NoticeDoor
@@ -57,8 +60,8 @@ class Machines:
 
     ``lifeline`` is None where the pool itself sees at once that a worker died. ``attach`` goes on with the workers
     that another manager left, given those that were set up, and returns those that answer. ``attachment`` is what a
-    successor needs. ``up``: VMs that another manager left, or that joined since. ``provided``: None where VMs are of
-    this machine.
+    successor needs. ``up``: workers of VMs that another manager left, or that joined since. ``provided``: None where
+    VMs are of this machine.
     """
 
     vms: KeptVms

@@ -14,6 +14,7 @@ from manager.engine.inbox import Inbox
 from manager.journal.records import Fact
 from manager.notices.line import Lines, is_proven, new_nonce
 from manager.notices.watch import Given, Trouble, Withdrawn
+from morph.contract.vm_names import MAX_DEVICES, vm_of, workers_of
 
 HELLO_TIMEOUT_S = 10.0
 SILENT_S = 30.0
@@ -24,6 +25,8 @@ JOIN_TIMEOUT_S = 5.0
 
 class NoticeDoor:
     """Listens for agents; notices go to ``inbox`` as events, recommendations and troubles as facts.
+
+    An agent speaks for its VM: a notice is told of each of the VM's workers.
 
     Args:
         inbox: Where they go.
@@ -44,10 +47,10 @@ class NoticeDoor:
         self._thread = threading.Thread(target=self._accept, name="morph-notice-door", daemon=True)
         self._thread.start()
 
-    def left(self, node: str, notice: str) -> bool:
-        """Tell a node that nothing of value is left on it, so that it acknowledges; False when it is not there."""
+    def left(self, worker: str, notice: str) -> bool:
+        """Tell a worker's VM that nothing of value is left on it, so that it acknowledges; False: it is not there."""
         with self._lock:
-            lines = self._lines.get(node)
+            lines = self._lines.get(vm_of(worker))
         if lines is None:
             return False
         try:
@@ -87,12 +90,12 @@ class NoticeDoor:
     def _serve(self, connection: socket.socket) -> None:
         lines, node = Lines(connection), ""
         try:
-            node = self._greeted(lines)
+            node, workers = self._greeted(lines)
             with self._lock:
                 self._lines[node] = lines
             lines.write(welcome=True)
             while not self._over.is_set():
-                self._take(node, lines.read(SILENT_S))
+                self._take(node, workers, lines.read(SILENT_S))
                 lines.write(heard=True)
         except (OSError, ValidationError, KeyError, TypeError):
             pass  # a stranger, or an agent that is gone or silent: it comes again if it can
@@ -103,28 +106,32 @@ class NoticeDoor:
                     del self._lines[node]
             lines.close()
 
-    def _greeted(self, lines: Lines) -> str:
+    def _greeted(self, lines: Lines) -> tuple[str, tuple[str, ...]]:
+        """Return which VM speaks, and its workers."""
         nonce = new_nonce()
         lines.write(nonce=nonce)
         hello = lines.read(HELLO_TIMEOUT_S)
-        node, answer = hello["node"], hello["proof"]
-        if not (isinstance(node, str) and isinstance(answer, str) and is_proven(self._secret, nonce, node, answer)):
+        node, number, answer = hello["node"], hello["devices"], hello["proof"]
+        fit = isinstance(node, str) and isinstance(answer, str) and isinstance(number, int)
+        if not (fit and 1 <= number <= MAX_DEVICES and is_proven(self._secret, nonce, node, number, answer)):
             raise ConnectionError("not one of ours")
-        return node
+        return node, workers_of(node, number)
 
-    def _take(self, node: str, line: dict[str, Any]) -> None:
+    def _take(self, node: str, workers: tuple[str, ...], line: dict[str, Any]) -> None:
         kind = line.pop("kind")
         if kind == "given":
             given = Given.model_validate(line)
             if given.certain:
-                self._inbox.put(NoticeGiven(worker=node, lead_s=given.lead_s or 0.0, notice=given.notice))
+                for worker in workers:
+                    self._inbox.put(NoticeGiven(worker=worker, lead_s=given.lead_s or 0.0, notice=given.notice))
             else:
                 self._inbox.put(Fact(name="notice_recommended", worker=node, detail=given.notice))
         elif kind == "withdrawn":
             withdrawn = Withdrawn.model_validate(line)
             self._inbox.put(Fact(name="notice_withdrawn", worker=node, detail=withdrawn.notice))
             if withdrawn.certain:
-                self._inbox.put(NoticeWithdrawn(worker=node))
+                for worker in workers:
+                    self._inbox.put(NoticeWithdrawn(worker=worker))
         elif kind == "trouble":
             trouble = Trouble.model_validate(line)
             self._inbox.put(Fact(name="notice_trouble", worker=node, detail=f"{trouble.source}: {trouble.sentence}"))

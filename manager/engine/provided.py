@@ -61,7 +61,13 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
             cluster.take_over(found.line, found.greeting)
             known = found.attachment
             store_host, store_port, notice_port = known.store_host, known.store_port, known.notice_port
-        pool = WorkerPool(opening.inbox, opening.make_setup, opening.heartbeat_timeout_s, cluster.check_head)
+        pool = WorkerPool(
+            opening.inbox,
+            opening.make_setup,
+            opening.heartbeat_timeout_s,
+            cluster.check_head,
+            gpus=vms.device == "cuda",
+        )
         ending.callback(pool.close)
         try:
             lifelines = Lifelines(vms.address, pool.connection_closed)
@@ -77,7 +83,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
             node_secret=SecretStr(secret),
             setup=setup_lines(vms),
             python=vms.environment.python,
-            num_gpus=1 if vms.device == "cuda" else 0,
+            gpus=vms.device == "cuda",
             lonely_s=vms.lonely_s,
             management_url=providing.management_url,
         )
@@ -118,7 +124,7 @@ def setup_lines(vms: ProvidedVms) -> tuple[str, ...]:
 
 
 class _Addresses:
-    """Where VMs are reached; remembered, for a VM that has just left is still asked for now and then."""
+    """Where workers are reached; remembered, for one whose VM has just left is still asked for now and then."""
 
     def __init__(self, joined: Callable[[], dict[str, str]]) -> None:
         self._joined = joined
@@ -131,9 +137,9 @@ class _Addresses:
             self._known |= found
         return found
 
-    def of(self, vm: str) -> str:
+    def of(self, worker: str) -> str:
         with self._lock:
-            return self._known[vm]
+            return self._known[worker]
 
 
 def _node_secret(path: Path, *, make: bool) -> str:

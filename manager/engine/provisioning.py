@@ -25,6 +25,7 @@ from manager.providers.provider import (
     vm_name,
 )
 from manager.providers.reconcile import reconcile
+from morph.contract.vm_names import vm_of
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +40,9 @@ LEAVE_PATIENCE_S = 300.0
 class Provisioning:
     """Asks a provider for VMs and gives them back; answers come through the inbox.
 
-    A request that comes again under its name while it is under way, or was answered, makes no further call: its
-    answer is given again. A VM whose worker the controller gave up is ended.
+    The controller's nodes are workers, one for each device of a VM. A request that comes again under its name while it
+    is under way, or was answered, makes no further call: its answer is given again. A VM is ended once the controller
+    gave up all of its workers.
 
     Args:
         provider: Asked from this object's thread alone.
@@ -74,6 +76,7 @@ class Provisioning:
         self._look_every_s, self._close_timeout_s = look_every_s, close_timeout_s
         self._under_way: dict[RequestId, int] = {}
         self._granted: dict[str, RequestId] = {}
+        self._wanted: dict[str, set[str]] = {}
         self._missed: frozenset[str] = frozenset()
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
         self._nodes = frozenset(nodes)
@@ -96,8 +99,8 @@ class Provisioning:
             self._tasks.put(lambda: self._ask(action))
 
     def release(self, action: ReleaseNodes) -> None:
-        """Give VMs back; returns at once."""
-        self._tasks.put(lambda: self._end(action.nodes))
+        """Give VMs back of which all workers are given up by now; returns at once."""
+        self._give_up(action.nodes)
 
     def begin(self, nodes: Collection[str], requests: Collection[RequestId]) -> None:
         """Before anything else: go on with the VMs of these nodes and requests, end any other; returns at once.
@@ -109,16 +112,17 @@ class Provisioning:
 
     def request_of(self, node: str) -> RequestId | None:
         """Return the request that a VM answers, granted or under way; None: it is none of ours, or was given back."""
+        vm = vm_of(node)
         with self._lock:
-            if node in self._granted:
-                return self._granted[node]
+            if vm in self._granted:
+                return self._granted[vm]
             for request, count in self._under_way.items():
-                if node in {vm_name(request, index) for index in range(count)}:
+                if vm in {vm_name(request, index) for index in range(count)}:
                     return request
         return None
 
     def know(self, nodes: Collection[str]) -> None:
-        """End the VMs of nodes that the controller knows no more; returns at once.
+        """End the VMs of which the controller knows no node any more; returns at once.
 
         Called before what was decided is carried out: a lost VM makes room for the one that replaces it.
         """
@@ -127,7 +131,7 @@ class Provisioning:
         known = frozenset(nodes)
         gone, self._nodes = tuple(sorted(self._nodes - known)), known
         if gone:
-            self._tasks.put(lambda: self._end(gone))
+            self._give_up(gone)
 
     def close(self) -> None:
         """Ask for nothing any more, and end every VM of the run; blocks while a call is under way, for a bounded time.
@@ -159,6 +163,23 @@ class Provisioning:
                 time.sleep(asked_s)
                 wait_s = min(2 * wait_s, WAIT_MAX_S)
 
+    def _give_up(self, nodes: Sequence[str]) -> None:
+        """Take note that the controller needs nodes no more, and end the VMs of which it needs none.
+
+        Of a VM whose grant was not heard of only its one worker is known.
+        """
+        vms = []
+        with self._lock:
+            for node in nodes:
+                vm = vm_of(node)
+                wanted = self._wanted.setdefault(vm, {known for known in self._nodes if vm_of(known) == vm})
+                wanted.discard(node)
+                if not wanted:
+                    del self._wanted[vm]
+                    vms.append(vm)
+        if vms:
+            self._tasks.put(lambda: self._end(vms))
+
     def _run(self) -> None:
         while True:
             try:
@@ -181,9 +202,12 @@ class Provisioning:
             return
         nodes, requests = self._inherited
         with self._told("provider_silent"):
-            ours = [vm for vm in self._provider.list() if vm.name in nodes or vm.request in requests]
+            known = {vm_of(node) for node in nodes}
+            ours = [vm for vm in self._provider.list() if vm.name in known or vm.request in requests]
             with self._lock:
                 self._granted |= {vm.name: vm.request for vm in ours}
+                for vm in ours:
+                    self._wanted.setdefault(vm.name, set(nodes.intersection(vm.workers) or vm.workers))
             self._spending.living(ours, self._provider.price())
             for vm in reconcile(self._provider, {vm.name for vm in ours}):
                 self._fact("vm_reconciled", f"{vm.name} of {vm.request} was left by an earlier manager: ended")
@@ -204,10 +228,11 @@ class Provisioning:
                 left = [vm for vm in vms if vm.name not in self._granted and vm.request not in self._under_way]
                 missing = frozenset(self._granted) - there
                 gone, self._missed = missing & self._missed, missing - self._missed
-                for node in gone:
-                    del self._granted[node]
+                for name in gone:
+                    del self._granted[name]
+                lost = sorted(node for name in gone for node in self._wanted.pop(name, ()))
             self._spending.living(vms, self._provider.price())
-            for node in sorted(gone):
+            for node in lost:
                 self._inbox.put(WorkerLost(worker=node, cause="the provider has its VM no more"))
         if left:
             with self._told("vms_left"):
@@ -216,20 +241,25 @@ class Provisioning:
 
     def _ask(self, action: RequestNodes) -> None:
         try:
-            answer = self._answer(action)
+            found = self._answer(action)
         except Exception as error:  # a bug, or a provider's own error: the controller must hear of the refusal
             detail = f"{type(error).__name__}: {error}"
-            answer = RequestRefused(request=action.request, cause="error", detail=detail)
-        if isinstance(answer, RequestRefused):
+            found = RequestRefused(request=action.request, cause="error", detail=detail)
+        if isinstance(found, RequestRefused):
             self._end_what_came(action.request)
+            answer: NodesGranted | RequestRefused = found
+        else:
+            nodes = tuple(node for vm in found for node in vm.workers)
+            answer = NodesGranted(request=action.request, nodes=nodes, paid=_paid(found, time.time()))
         with self._lock:
             self._answers[action.request] = answer
             self._under_way.pop(action.request, None)
-            if isinstance(answer, NodesGranted):
-                self._granted |= dict.fromkeys(answer.nodes, action.request)
+            for vm in () if isinstance(found, RequestRefused) else found:
+                self._granted[vm.name] = action.request
+                self._wanted.setdefault(vm.name, set(vm.workers))
         self._inbox.put(answer)
 
-    def _answer(self, action: RequestNodes) -> NodesGranted | RequestRefused:
+    def _answer(self, action: RequestNodes) -> tuple[Vm, ...] | RequestRefused:
         name = action.request
         waited = ""
         for attempt in range(TRIES):
@@ -239,12 +269,13 @@ class Provisioning:
                 allowed, why = self._spending.allowed(action.count, living, price)
                 if not allowed:
                     return RequestRefused(request=name, cause="limit", detail=why)
-                if why:
-                    self._fact("request_reduced", f"{name}: {allowed} of {action.count} VMs: {why}")
-                vms = self._provider.request(name, allowed)
+                vms = self._provider.request(name, action.count, allowed)
+                num_devices = sum(vm.num_devices for vm in vms)
+                if why and num_devices < action.count:
+                    self._fact("request_reduced", f"{name}: {num_devices} of {action.count} workers: {why}")
                 self._spending.living([*living, *vms], price)
                 self._told_of(vms)
-                return NodesGranted(request=name, nodes=tuple(vm.name for vm in vms), paid=_paid(vms, time.time()))
+                return vms
             except QuotaExceeded as error:
                 return RequestRefused(request=name, cause="quota", detail=str(error))
             except CapacityShort as error:
@@ -264,12 +295,12 @@ class Provisioning:
             if names:
                 self._provider.delete(names)
 
-    def _end(self, nodes: Sequence[str]) -> None:
+    def _end(self, vms: Sequence[str]) -> None:
         with self._lock:
-            for node in nodes:
-                self._granted.pop(node, None)
+            for vm in vms:
+                self._granted.pop(vm, None)
         with self._told("vms_left"):
-            self._provider.delete(nodes)
+            self._provider.delete(vms)
         self._count()
 
     def _count(self) -> None:
@@ -293,10 +324,11 @@ class Provisioning:
 
 
 def _paid(vms: Sequence[Vm], now_s: float) -> dict[str, Paid]:
-    """Say what VMs that are granted now cost; nothing of those of which nothing is known."""
-    told = {}
+    """Say what the nodes of VMs that are granted now cost, a VM's evenly; nothing where nothing is known."""
+    told: dict[str, Paid] = {}
     for vm in vms:
         before_s = 0.0 if vm.paid_since_s is None else max(0.0, now_s - vm.paid_since_s)
         if vm.usd_per_h is not None or before_s:
-            told[vm.name] = Paid(usd_per_h=vm.usd_per_h, before_s=before_s)
+            share = None if vm.usd_per_h is None else vm.usd_per_h / vm.num_devices
+            told |= dict.fromkeys(vm.workers, Paid(usd_per_h=share, before_s=before_s))
     return told

@@ -25,6 +25,7 @@ from manager.engine.gone import wait_gone
 from manager.engine.host_line import HostLine
 from manager.engine.names import LOOPBACK, VM_RESOURCE
 from morph.contract.errors import ClusterError
+from morph.contract.vm_names import workers_of
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class RayCluster:
             self._vms[name] = answer["pids"]
 
     def joined(self) -> dict[str, str]:
-        """The VMs that are in the cluster now, whoever started them, with their addresses.
+        """The workers for which there are VMs in the cluster now, whoever started these, with their addresses.
 
         Raises:
             ClusterError: Ray does not say.
@@ -153,11 +154,12 @@ class RayCluster:
         except Exception as error:  # Ray's own, which have no common class
             raise ClusterError(f"Ray does not say which nodes there are: {type(error).__name__}: {error}") from error
         return {
-            resource.removeprefix(VM_RESOURCE): node["NodeManagerAddress"]
+            worker: node["NodeManagerAddress"]
             for node in nodes
             if node["Alive"]
-            for resource in node["Resources"]
+            for resource, num_devices in node["Resources"].items()
             if resource.startswith(VM_RESOURCE)
+            for worker in workers_of(resource.removeprefix(VM_RESOURCE), int(num_devices))
         }
 
     def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:

@@ -66,7 +66,7 @@ def watch_joining(
 ) -> Joiner:
     """Go on with the VMs that the controller knows, end those of a manager that was given up, watch who joins.
 
-    ``appeared``: VMs of which the controller was told by an earlier manager.
+    ``appeared``: workers of whose VMs the controller was told by an earlier manager.
     """
     booting = {node for request in state.requests.values() for node in request.granted}
     provisioning.begin({*state.workers, *booting}, [name for name, request in state.requests.items() if request.count])

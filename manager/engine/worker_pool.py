@@ -1,4 +1,4 @@
-"""Worker actors: one Ray actor a VM, orders on one lane, control beside it.
+"""Worker actors: one Ray actor a device, orders on one lane, control beside it.
 
 Every answer and every loss becomes an event on the driver's queue. A worker is lost when Ray says
 that its process died (10-20 ms after a kill) or when its heartbeat has been silent for too long.
@@ -53,7 +53,8 @@ class _Handle(Signs):
 class WorkerPool:
     """Starts, orders, watches and ends workers. Events go to ``inbox``; callbacks run in Ray's threads.
 
-    ``check_cluster`` is called while workers are watched, and raises what ends the run.
+    ``check_cluster`` is called while workers are watched, and raises what ends the run. ``gpus``: each VM's GPUs are
+    dealt by Ray, which lets each worker see one of its own (CUDA_VISIBLE_DEVICES).
     """
 
     def __init__(
@@ -62,12 +63,15 @@ class WorkerPool:
         make_setup: Callable[[str], WorkerSetup],
         heartbeat_timeout_s: float,
         check_cluster: Callable[[], None] = lambda: None,
+        *,
+        gpus: bool = False,
     ) -> None:
         self._inbox = inbox
         self._make_setup = make_setup
         self._silence = Silence(heartbeat_timeout_s)
         self._wait_s = heartbeat_wait_s(heartbeat_timeout_s)
         self._check_cluster = check_cluster
+        self._num_gpus = 1 if gpus else 0
         self._handles: dict[str, _Handle] = {}
         self._ray_lock = threading.RLock()
         self._closed = False
@@ -85,6 +89,7 @@ class WorkerPool:
                 name=worker,
                 lifetime="detached",
                 num_cpus=1,
+                num_gpus=self._num_gpus,
                 resources={VM_RESOURCE + vm: 1},
                 max_restarts=0,
                 max_task_retries=0,

@@ -1,7 +1,7 @@
 """Runs on each cloud VM from boot: polls for notices, tells the manager, and ends the VM when it is forgotten.
 
-``python -m manager.notices.agent --manager HOST:PORT --node NAME --secret-file PATH --lonely-s S --source SOURCE
---end WAY [--management-url URL]``
+``python -m manager.notices.agent --manager HOST:PORT --node NAME --devices N --secret-file PATH --lonely-s S
+--source SOURCE --end WAY [--management-url URL]``
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Agent:
         lonely_s: Without the manager for this long, ``end`` is called, again and again.
         end: Ends this VM.
         every_s: Between two polls, and between two tries to connect.
+        num_devices: That this VM has, with a worker each.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class Agent:
         lonely_s: float,
         end: Callable[[], None],
         every_s: float = RETRY_S,
+        num_devices: int = 1,
     ) -> None:
+        self._num_devices = num_devices
         self._address, self._node, self._secret = address, node, secret
         self._lonely_s, self._end, self._every_s = lonely_s, end, every_s
         self._standing: dict[str, tuple[Given, float]] = {}
@@ -92,7 +95,8 @@ class Agent:
                 with socket.create_connection(self._address, CONNECT_TIMEOUT_S) as connection:
                     lines = Lines(connection)
                     nonce = str(lines.read(CONNECT_TIMEOUT_S)["nonce"])
-                    lines.write(node=self._node, proof=proof(self._secret, nonce, self._node))
+                    given = proof(self._secret, nonce, self._node, self._num_devices)
+                    lines.write(node=self._node, devices=self._num_devices, proof=given)
                     if lines.read(CONNECT_TIMEOUT_S).get("welcome") is True:
                         heard_s = self._talk(lines)
             except (OSError, KeyError):
@@ -195,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m manager.notices.agent")
     parser.add_argument("--manager", required=True, metavar="HOST:PORT")
     parser.add_argument("--node", required=True)
+    parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--secret-file", required=True, type=Path)
     parser.add_argument("--lonely-s", required=True, type=float)
     parser.add_argument("--source", default="", choices=["azure", "aws", "gcp", ""])
@@ -212,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sources_of(given.source),
         lonely_s=given.lonely_s,
         end=lambda: _end(given.end, given.management_url),
+        num_devices=given.devices,
     )
     agent.run()
 

@@ -1,8 +1,8 @@
 """What a node's agent and the manager say to one another: lines of JSON over TCP.
 
-The manager sends a nonce; the agent answers with its node and an HMAC of both, so that the secret never travels, and a
-node cannot speak for another job. After that the agent sends ``Told`` values and beats, the manager ``left`` lines.
-Nothing but numbers and names is sent: a listener learns no secret.
+The manager sends a nonce; the agent answers with its node, the number of its devices, and an HMAC of all three, so that
+the secret never travels, and a node cannot speak for another job. After that the agent sends ``Told`` values and beats,
+the manager ``left`` lines. Nothing but numbers and names is sent: a listener learns no secret.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ def new_nonce() -> str:
     return secrets.token_hex(NONCE_BYTES)
 
 
-def proof(secret: str, nonce: str, node: str) -> str:
+def proof(secret: str, nonce: str, node: str, num_devices: int) -> str:
     """Return the HMAC with which a node answers a nonce."""
-    return hmac.new(secret.encode(), f"morph-notices {nonce} {node}".encode(), hashlib.sha256).hexdigest()
+    told = f"morph-notices {nonce} {node} {num_devices}"
+    return hmac.new(secret.encode(), told.encode(), hashlib.sha256).hexdigest()
 
 
-def is_proven(secret: str, nonce: str, node: str, answer: str) -> bool:
+def is_proven(secret: str, nonce: str, node: str, num_devices: int, answer: str) -> bool:
     """Whether the answer is right, in constant time."""
-    return hmac.compare_digest(proof(secret, nonce, node).encode(), answer.encode("utf-8", errors="replace"))
+    known = proof(secret, nonce, node, num_devices)
+    return hmac.compare_digest(known.encode(), answer.encode("utf-8", errors="replace"))
 
 
 class Lines:

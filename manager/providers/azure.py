@@ -6,6 +6,7 @@ Names are made from the request, so that a request that comes again, from whoeve
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from azure.core.exceptions import ResourceNotFoundError
 from manager.providers.azure_errors import translating
 from manager.providers.azure_operations import Operations
 from manager.providers.azure_spec import (
+    DEVICES_TAG,
     JOB_TAG,
     REQUEST_TAG,
     RUN_TAG,
@@ -59,12 +61,13 @@ class Identity:
     job: str
 
 
-@dataclass
+@dataclass(eq=False)
 class _Making:
     """A VM on its way: offers that are left, and the operation under way."""
 
     name: str
     offers: list[Offer]
+    num_devices: int
     poller: Any = None
     error: Refused | None = None
     offer: Offer | None = field(default=None)
@@ -78,7 +81,7 @@ class AzureProvider:
         spec: Where and what.
         identity: Whose VMs they are.
         operations: What is under way.
-        custom_data: The encoded cloud-config for a VM of this name.
+        custom_data: The encoded cloud-config for a VM of this name, with so many devices.
         find_price: The price of one hour of a size whose price the user does not give; None when it is not known.
         bounds: How long to wait.
     """
@@ -89,7 +92,7 @@ class AzureProvider:
         spec: AzureSpec,
         identity: Identity,
         operations: Operations,
-        custom_data: Callable[[str], str],
+        custom_data: Callable[[str, int], str],
         *,
         find_price: Callable[[AzureSize], float | None] = lambda _size: None,
         bounds: Bounds | None = None,
@@ -106,23 +109,34 @@ class AzureProvider:
         self._price: Price | None = None
         self._stopped = threading.Event()
 
-    def request(self, request: str, count: int) -> tuple[Vm, ...]:
-        """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size."""
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+        """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size.
+
+        Sizes with more devices are tried once those with fewer are refused, for what is then missing.
+        """
         answer = self._operations.answer(request)
         if answer is not None:
             return tuple(vm for vm in self.list() if vm.name in answer)
         self._make_set()
         until_s = time.monotonic() + self._bounds.make_s
-        states = {vm.name: state for vm, state in self._found() if vm.request == request}
-        making: Sequence[_Making] = [
-            _Making(vm_name(request, index), self._spec.offers_of(index)) for index in range(count)
-        ]
+        most = count if max_vms is None else max_vms
+        found = [(vm, state) for vm, state in self._found() if vm.request == request]
+        states = {vm.name: state for vm, state in found}
+        there = {vm.name: vm.num_devices for vm, state in found if state == "succeeded"}
+        making = [_Making(vm.name, [], vm.num_devices) for vm, state in found if state not in ENDED]
         refused: list[Refused] = []
-        while making:
-            for one in making:
-                self._begin(one, request, states.pop(one.name, None), until_s)
-            making, given_up = self._round(making, until_s)
-            refused += given_up
+        for num_devices in self._spec.turns(count, most):
+            known = there | {one.name: one.num_devices for one in making}
+            num_vms = max(0, min(-(-(count - sum(known.values())) // num_devices), most - len(known)))
+            free = (index for index in itertools.count() if vm_name(request, index) not in known)
+            making += [
+                _Making(vm_name(request, index), self._spec.offers_of(index, num_devices), num_devices)
+                for index in itertools.islice(free, num_vms)
+            ]
+            given_up = self._make(making, request, states, until_s)
+            there |= {one.name: one.num_devices for one in making if one not in given_up}
+            refused += [one.error for one in given_up if one.error is not None]
+            making = []
         found = [(vm, state) for vm, state in self._found() if vm.request == request]
         made = tuple(vm for vm, state in found if state == "succeeded")
         for vm, state in found:
@@ -210,6 +224,7 @@ class AzureProvider:
                 size=size,
                 usd_per_h=self._usd_per_h(sizes[size]) if size in sizes else None,
                 paid_since_s=paid_since_s(machine.time_created, answered[0], now_s),
+                num_devices=int(tags.get(DEVICES_TAG) or 1),
             )
             found.append((vm, str(machine.provisioning_state or "").lower()))
         return found
@@ -232,6 +247,18 @@ class AzureProvider:
         self._wait(poller, "the scale set", until_s)
         self._has_set = True
 
+    def _make(
+        self, making: Sequence[_Making], request: str, states: dict[str, str], until_s: float
+    ) -> Sequence[_Making]:
+        """Make VMs at once, each by the first of its offers that is taken; returns those without a further one."""
+        given_up: list[_Making] = []
+        while making:
+            for one in making:
+                self._begin(one, request, states.pop(one.name, None), until_s)
+            making, without = self._round(making, until_s)
+            given_up += without
+        return given_up
+
     def _begin(self, one: _Making, request: str, state: str | None, until_s: float) -> None:
         """Begin to make a VM, or go on with what an earlier manager began."""
         if state == "succeeded":
@@ -244,7 +271,7 @@ class AzureProvider:
             self._discard(one.name, until_s)
         one.offer = one.offers.pop(0)
         names = {"run": self._identity.run, "job": self._identity.job, "request": request}
-        body = vm_body(self._spec, names, one.name, one.offer, self._custom_data(one.name))
+        body = vm_body(self._spec, names, one.name, one.offer, self._custom_data(one.name, one.num_devices))
         try:
             with translating(f"VM {one.name}"):
                 one.poller = self._machines.begin_create_or_update(
@@ -275,9 +302,10 @@ class AzureProvider:
                 break
         raise Transient(f"VM {one.name} is still being made")
 
-    def _round(self, making: Sequence[_Making], until_s: float) -> tuple[Sequence[_Making], Sequence[Refused]]:
-        """Wait for what was begun; returns those with a further offer, and the errors of those without."""
-        left, given_up = [], []
+    def _round(self, making: Sequence[_Making], until_s: float) -> tuple[Sequence[_Making], Sequence[_Making]]:
+        """Wait for what was begun; returns those with a further offer, and those without, with their errors."""
+        left: list[_Making] = []
+        given_up: list[_Making] = []
         for one in making:
             if one.poller is not None:
                 try:
@@ -294,7 +322,8 @@ class AzureProvider:
             if one.offers:
                 left.append(one)
             else:
-                given_up.append(why)
+                one.error = why
+                given_up.append(one)
         return left, given_up
 
     def _discard(self, name: str, until_s: float) -> None:

@@ -39,5 +39,5 @@ def end_run(spec: AzureSpec, run: str, job: str, client: Any = None) -> tuple[Vm
     return ended
 
 
-def _none_is_made(node: str) -> str:
+def _none_is_made(node: str, _num_devices: int) -> str:
     raise AssertionError(f"{node} is to be ended, not made")

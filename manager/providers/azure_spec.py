@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from manager.providers.provider import vm_name
 from morph.contract.base import Value
+from morph.contract.vm_names import MAX_DEVICES
 
-RUN_TAG, JOB_TAG, REQUEST_TAG = "morph-run", "morph-job", "morph-request"
+RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-request", "morph-devices"
 PUBLIC_AZURE = "https://management.azure.com"
 NETWORK_API_VERSION = "2022-07-01"
 _RESOURCE_ID = r"^/subscriptions/[^/]+/resourceGroups/[^/]+/providers/.+$"
@@ -19,8 +20,13 @@ class AzureSize(Value):
     """A VM size that may be taken."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$", description="such as Standard_NC4as_T4_v3")
-    num_gpus: int = Field(default=1, ge=0)
+    num_gpus: int = Field(default=1, ge=0, le=MAX_DEVICES, description="that Morph drives; 0: its processor, as one")
     usd_per_h: float | None = Field(default=None, ge=0, description="None: the retail price of Azure's price list")
+
+    @property
+    def num_devices(self) -> int:
+        """Each has a worker."""
+        return max(1, self.num_gpus)
 
 
 class AzureSpec(Value):
@@ -57,17 +63,21 @@ class AzureSpec(Value):
             raise ValueError("image: neither publisher:offer:sku:version nor the id of an image")
         return self
 
-    @property
-    def offers(self) -> tuple[tuple[AzureSize, str | None], ...]:
-        """Sizes with fewest GPUs first, and each in every zone."""
-        sizes = sorted(self.sizes, key=lambda size: size.num_gpus)
-        return tuple((size, zone) for size in sizes for zone in (self.zones or (None,)))
+    def turns(self, count: int, max_vms: int) -> list[int]:
+        """Return how many devices the VMs have that are tried first, next, ... for ``count`` devices.
 
-    def offers_of(self, index: int) -> list[tuple[AzureSize, str | None]]:
-        """Return the offers for VM number ``index``: neighbours begin in different zones."""
+        Fewest first; where so many VMs would be more than ``max_vms``, those with most come before them.
+        """
+        known = sorted({size.num_devices for size in self.sizes})
+        enough = [number for number in known if number * max_vms >= count]
+        return enough + [number for number in reversed(known) if number not in enough]
+
+    def offers_of(self, index: int, num_devices: int) -> list[tuple[AzureSize, str | None]]:
+        """Return the offers with so many devices for VM number ``index``: neighbours begin in different zones."""
         turn = index % max(1, len(self.zones))
         zones = (self.zones[turn:] + self.zones[:turn]) or (None,)
-        return [(size, zone) for size in dict.fromkeys(size for size, _ in self.offers) for zone in zones]
+        sizes = sorted(self.sizes, key=lambda size: size.num_gpus)
+        return [(size, zone) for size in sizes if size.num_devices == num_devices for zone in zones]
 
 
 def scale_set_name(run: str) -> str:
@@ -107,7 +117,12 @@ def vm_body(
     size, zone = offer
     body: dict[str, Any] = {
         "location": spec.location,
-        "tags": {RUN_TAG: names["run"], JOB_TAG: names["job"], REQUEST_TAG: names["request"]},
+        "tags": {
+            RUN_TAG: names["run"],
+            JOB_TAG: names["job"],
+            REQUEST_TAG: names["request"],
+            DEVICES_TAG: str(size.num_devices),
+        },
         "properties": {
             "virtualMachineScaleSet": {"id": scale_set_id(spec, names["run"])},
             "hardwareProfile": {"vmSize": size.name},
@@ -130,13 +145,14 @@ def vm_body(
 
 
 def planned(spec: AzureSpec, run: str, job: str, request: str, count: int) -> list[dict[str, Any]]:
-    """Return what a request would create, in order, without the secrets; for the user to look at."""
+    """Return what a request for ``count`` devices would create, in order, without the secrets; for the user."""
     group = scale_set_id(spec, run).rsplit("/", 2)[0]
     calls = [{"put": scale_set_id(spec, run), "body": scale_set_body(spec, run, job)}]
-    for index in range(count):
+    num_devices = spec.turns(count, count)[0]
+    for index in range(-(-count // num_devices)):
         name = vm_name(request, index)
         names = {"run": run, "job": job, "request": request}
-        body = vm_body(spec, names, name, spec.offers_of(index)[0], "(the cloud-config; it holds secrets)")
+        body = vm_body(spec, names, name, spec.offers_of(index, num_devices)[0], "(the cloud-config; it holds secrets)")
         calls.append({"put": f"{group}/virtualMachines/{name}", "body": body})
     return calls
 

@@ -31,20 +31,21 @@ class NodeStart(Value):
     node_secret: SecretStr
     setup: tuple[str, ...] = Field(default=(), description="shell lines run once, as root, before anything starts")
     python: str = Field(default="/usr/bin/python3", description="the interpreter that has Morph and Ray")
-    num_gpus: int = Field(default=1, ge=0)
+    gpus: bool = Field(default=True, description="its devices are GPUs, of which each worker sees one alone")
     lonely_s: float = Field(default=900.0, gt=0, description="without the manager for this long a VM ends itself")
     management_url: str = Field(
         default="", pattern=r"^(https?://[^\s'\"]+)?$", description="of the resource manager; empty: public Azure's"
     )
 
 
-def cloud_init(start: NodeStart, node: str, source: str) -> str:
+def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -> str:
     """Write the cloud-config of one node.
 
     Args:
         start: How it finds its cluster.
         node: Its name.
         source: The notice source on this cloud.
+        num_devices: Each has a worker.
 
     Raises:
         ValueError: a name that could break out of the unit file.
@@ -55,8 +56,10 @@ def cloud_init(start: NodeStart, node: str, source: str) -> str:
         "write_files": [
             _secret_file(TOKEN_PATH, start.ray_token),
             _secret_file(SECRET_PATH, start.node_secret),
-            _unit("morph-node", ray_command(start, node), RAY_SETTINGS | {"RAY_AUTH_TOKEN_PATH": TOKEN_PATH}),
-            _unit("morph-agent", agent_command(start, node, source), {}),
+            _unit(
+                "morph-node", ray_command(start, node, num_devices), RAY_SETTINGS | {"RAY_AUTH_TOKEN_PATH": TOKEN_PATH}
+            ),
+            _unit("morph-agent", agent_command(start, node, source, num_devices), {}),
         ],
         "runcmd": [
             *(["sh", "-c", line] for line in start.setup),
@@ -80,24 +83,32 @@ def custom_data(text: str) -> str:
     return encoded
 
 
-def ray_command(start: NodeStart, node: str) -> list[str]:
-    """Write the command that joins a node to the cluster, and runs until it leaves it."""
-    resources = json.dumps({VM_RESOURCE + node: 1})
+def ray_command(start: NodeStart, node: str, num_devices: int | str) -> list[str]:
+    """Write the command that joins a node to the cluster, and runs until it leaves it.
+
+    ``num_devices``: or what the number replaces later.
+    """
+    resources = f'{{"{VM_RESOURCE}{node}": {num_devices}}}'
     return [
         start.python, "-m", "ray.scripts.scripts", "start", "--block", f"--address={start.ray_address}",
-        f"--object-store-memory={OBJECT_STORE_BYTES}", "--num-cpus=1", f"--num-gpus={start.num_gpus}",
-        f"--resources={resources}", "--disable-usage-stats",
+        f"--object-store-memory={OBJECT_STORE_BYTES}", f"--num-cpus={num_devices}",
+        f"--num-gpus={num_devices if start.gpus else 0}", f"--resources={resources}", "--disable-usage-stats",
     ]  # fmt: skip
 
 
 def agent_command(
-    start: NodeStart, node: str, source: str, end: str | None = None, secret_path: str = SECRET_PATH
+    start: NodeStart,
+    node: str,
+    source: str,
+    num_devices: int | str,
+    end: str | None = None,
+    secret_path: str = SECRET_PATH,
 ) -> list[str]:
     """Write the command of a node's agent. ``end``: what it does when it is forgotten; None: what ``source`` takes."""
     command = [
         start.python, "-m", "manager.notices.agent", f"--manager={start.manager_address}", f"--node={node}",
-        f"--secret-file={secret_path}", f"--lonely-s={start.lonely_s:g}", f"--source={source}",
-        f"--end={source if end is None else end}",
+        f"--devices={num_devices}", f"--secret-file={secret_path}", f"--lonely-s={start.lonely_s:g}",
+        f"--source={source}", f"--end={source if end is None else end}",
     ]  # fmt: skip
     return [*command, f"--management-url={start.management_url}"] if start.management_url else command
 

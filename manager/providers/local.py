@@ -39,15 +39,16 @@ class LocalProvider:
         self._living: dict[str, Vm] = {vm.name: vm.model_copy(update={"usd_per_h": usd_per_h}) for vm in inherited}
         self._lock = threading.Lock()
 
-    def request(self, request: str, count: int) -> tuple[Vm, ...]:
-        """See ``Provider``."""
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+        """See ``Provider``: a VM of this machine has one device."""
         with self._lock:
             if request in self._asked:
                 return self._asked[request]
             room = self._max_vms - sum(vm.request != request for vm in self._living.values())
             if room <= 0:
                 raise CapacityShort(f"this machine has its {self._max_vms} VMs")
-            names = [vm_name(request, index) for index in range(min(count, room))]
+            most = min(count, room, count if max_vms is None else max_vms)
+            names = [vm_name(request, index) for index in range(most)]
             vms = tuple(self._living.get(name) or self._asked_for(name, request) for name in names)
             self._asked[request] = vms
             self._living.update((vm.name, vm) for vm in vms)

@@ -51,7 +51,7 @@ def open_azure(spec: AzureSpec, name: RunName, run_dir: Path, start: NodeStart) 
         spec,
         Identity(run=name.run, job=name.job),
         Operations(run_dir / OPERATIONS_NAME),
-        lambda node: custom_data(cloud_init(start, node, "azure")),
+        lambda node, num_devices: custom_data(cloud_init(start, node, "azure", num_devices)),
         find_price=RetailPrices(spec),
     )
 

@@ -99,8 +99,12 @@ class Provider(Protocol):
     Calls block, for a bounded time; one thread at a time makes them.
     """
 
-    def request(self, request: str, count: int) -> tuple[Vm, ...]:
-        """Get up to ``count`` VMs under a name; the same name again gets no further ones, whoever asks.
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+        """Get VMs that together have ``count`` devices under a name; the same name again gets no further ones.
+
+        Whoever asks. A VM comes only while those that are there have fewer devices, so that none is one too many; the
+        last one may bring more devices than were missing. All together have fewer where there are no more VMs, or where
+        ``max_vms`` (None: ``count``) of them are there.
 
         Raises:
             Refused: there is not even one.

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from manager.providers.provider import Misconfigured, Transient
 from morph.contract.base import Value
+from morph.contract.vm_names import MAX_DEVICES
 
 CONNECT_TIMEOUT_S = 10
 RUN_TIMEOUT_S = 120.0
@@ -30,6 +31,7 @@ class SshHost(Value):
         pattern=r"^\d+\.\d+\.\d+\.\d+$",
         description="under which the other nodes reach it; absent: that of its way to the manager",
     )
+    num_gpus: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices that Morph drives, a worker each")
 
     @property
     def shown(self) -> str:

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count as numbers
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -51,7 +52,9 @@ class StaticSpec(Hosts):
     """Which hosts, and what is started on one."""
 
     command: tuple[str, ...] = Field(
-        min_length=1, description="runs the node; {node} is replaced by its name, {address} by the host's node_address"
+        min_length=1,
+        description="runs the node; {node} is replaced by its name, {address} by the host's node_address, {devices} by "
+        "its num_gpus",
     )
 
 
@@ -94,8 +97,9 @@ class StaticProvider:
         self._stopped = threading.Event()
         self._hosts = {f"{host.address}:{host.port}": host for host in spec.hosts}
 
-    def request(self, request: str, count: int) -> tuple[Vm, ...]:
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
         """See ``Provider``. A host that does not start is given back, and the next free one is tried."""
+        most = count if max_vms is None else max_vms
         leased = {key: vm for key, vm in self._ours().items() if vm.request == request}
         granted: list[Vm] = []
         for key, vm in leased.items():  # an earlier manager's; starting again changes nothing
@@ -103,8 +107,9 @@ class StaticProvider:
             granted.append(vm)
         trouble = ""
         tried: set[str] = set()
-        while len(granted) < count and not leased and not self._stopped.is_set():
-            taken = self._lease(request, {vm.name for vm in granted}, count, tried)
+        while len(granted) < most and not leased and not self._stopped.is_set():
+            missing = count - sum(vm.num_devices for vm in granted)
+            taken = self._lease(request, {vm.name for vm in granted}, missing, tried) if missing > 0 else None
             if taken is None:
                 break
             key, vm = taken
@@ -162,21 +167,24 @@ class StaticProvider:
 
     def _start(self, key: str, vm: Vm) -> None:
         host = self._hosts[key]
-        command = [
-            part.replace("{node}", vm.name).replace("{address}", host.node_address or "") for part in self._spec.command
-        ]
+        known = {"{node}": vm.name, "{address}": host.node_address or "", "{devices}": str(vm.num_devices)}
+        command = list(self._spec.command)
+        for name, value in known.items():
+            command = [part.replace(name, value) for part in command]
         self._shell(host, start_script(vm.name, command), self._secret)
 
-    def _lease(self, request: str, granted: set[str], count: int, tried: set[str]) -> tuple[str, Vm] | None:
+    def _lease(self, request: str, granted: set[str], missing: int, tried: set[str]) -> tuple[str, Vm] | None:
+        """Take the free host with most devices of those that bring no more than is missing, else with fewest."""
         with self._leases() as (leases, write):
             free = [key for key in self._hosts if key not in leases and key not in tried]
             if not free:
                 return None
-            names = (vm_name(request, index) for index in range(count))
-            name = next(name for name in names if name not in granted)
-            vm = Vm(name=name, request=request)
-            write({**leases, free[0]: Lease(run=self._run, vm=vm)})
-            return free[0], self._priced(free[0], vm)
+            sizes = {key: self._hosts[key].num_gpus for key in free}
+            key = min(free, key=lambda key: (sizes[key] > missing, abs(missing - sizes[key])))
+            name = next(name for index in numbers() if (name := vm_name(request, index)) not in granted)
+            vm = Vm(name=name, request=request, num_devices=sizes[key])
+            write({**leases, key: Lease(run=self._run, vm=vm)})
+            return key, self._priced(key, vm)
 
     def _give_back(self, keys: Sequence[str]) -> None:
         with self._leases() as (leases, write):

@@ -8,6 +8,7 @@ from manager.engine.names import RAY_SETTINGS
 from manager.providers.cloud_init import NodeStart, agent_command, ray_command
 
 NODE = "{node}"
+DEVICES = "{devices}"
 
 
 def static_node(start: NodeStart) -> tuple[str, ...]:
@@ -17,8 +18,8 @@ def static_node(start: NodeStart) -> tuple[str, ...]:
     for the names of its sockets must be short.
     """
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in RAY_SETTINGS.items())
-    agent = agent_command(start, NODE, "", "group", "SECRET")
-    ray = ray_command(start, NODE)
+    agent = agent_command(start, NODE, "", DEVICES, "group", "SECRET")
+    ray = ray_command(start, NODE, DEVICES)
     lines = [
         "umask 077",
         'd=$(dirname "$MORPH_SECRET_FILE")',

@@ -102,9 +102,10 @@ class _Follower:
 
     def _event(self, event: Event, now_s: float) -> None:
         match event:
-            case WorkerLost(worker=worker, cause=cause):
-                self._instant(now_s, f"{worker} lost", cause)
-                self.since_s.pop(worker, None)
+            case WorkerLost(cause=cause):
+                for worker in event.workers:
+                    self._instant(now_s, f"{worker} lost", cause)
+                    self.since_s.pop(worker, None)
             case WorkerAnswered(worker=worker, answer=Aborted() as answer):
                 self._close(worker, now_s, "give up the order", answer.detail)
             case WorkerAnswered(worker=worker, answer=Reshaped() as answer):

@@ -79,7 +79,7 @@ class MorphReader:
         if record.reason.code is ReasonCode.WORKER_REMOVED and record.phase is not Phase.WAITING:
             return ()
         if isinstance(event, WorkerLost) and record.reason.code not in (ReasonCode.IGNORED, ReasonCode.NODE_ABSENT):
-            return (event.worker,)
+            return event.workers
         return tuple(action.worker for action in record.actions if isinstance(action, EndWorker))
 
     def _add_lost(self, lost: tuple[str, ...]) -> None:

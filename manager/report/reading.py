@@ -175,8 +175,8 @@ class _Reader:
                 self.morphs.reshaped(reshaped)
             case NodeAppeared(node=node):
                 self.living.add(node)
-            case WorkerLost(worker=worker):
-                self.living.discard(worker)
+            case WorkerLost():
+                self.living.difference_update(event.workers)
             case ManagerResumed(living=living):
                 self.living &= self.ledger.warming.union(living)
             case ManifestWritten(version=version):

@@ -24,7 +24,9 @@ JobOption = Annotated[str, typer.Option("--job", help="Name of the job, as its V
 @cloud_app.command("dry-run")
 def dry_run_command(
     file: CloudFile,
-    count: Annotated[int, typer.Option(min=1, max=1000, help="VMs to ask for.")] = 1,
+    count: Annotated[
+        int, typer.Option(min=1, max=1000, help="Devices to ask for: VMs with one, or fewer with several.")
+    ] = 1,
     run: RunOption = "run",
     job: JobOption = "job",
 ) -> None:

@@ -26,4 +26,4 @@ def test_a_local_vm_that_came_back_is_another_vm() -> None:
 
 
 def test_beside_a_worker_are_the_others_of_its_vm() -> None:
-    assert beside("a.d1", ["b.d0", "a.d0", "a.d1", "a.d11", "a"]) == ("a.d0", "a.d11")
+    assert beside("a.d1", ["b.d0", "a.d0", "a.d1", "a.d11", "ab.d0"]) == ("a.d0", "a.d11")

@@ -29,14 +29,17 @@ class Cloud:
         self.dismantled = False
         self.asking, self.stopped = threading.Event(), threading.Event()
         self.slow = False
+        self.num_devices = 1
 
     def add(self, request: str, count: int) -> tuple[Vm, ...]:
-        vms = [Vm(name=vm_name(request, index), request=request) for index in range(count)]
+        """So many VMs."""
+        each = self.num_devices
+        vms = [Vm(name=vm_name(request, index), request=request, num_devices=each) for index in range(count)]
         self.there |= {vm.name: vm for vm in vms}
         return tuple(vms)
 
-    def request(self, request: str, count: int) -> tuple[Vm, ...]:
-        vms = self.add(request, count)
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+        vms = self.add(request, -(-count // self.num_devices))
         if self.slow:
             self.asking.set()
             assert self.stopped.wait(BOUND_S)
@@ -137,6 +140,55 @@ def test_a_vm_that_is_gone_behind_our_back_is_told_of_as_lost() -> None:
     assert world.shell.request_of("job-1-0") == "job-1"
     world.shell.close()
     assert not any(isinstance(item.item, WorkerLost) for item in iter(lambda: world.inbox.get(0.0), None))
+
+
+def test_a_vm_with_several_devices_is_ended_once_none_of_its_workers_is_known_or_awaited(world: World) -> None:
+    world.cloud.num_devices = 2
+    world.shell.request(RequestNodes(request="job-1", count=4))
+    assert world.next(NodesGranted) == NodesGranted(
+        request="job-1", nodes=("job-1-0.d0", "job-1-0.d1", "job-1-1.d0", "job-1-1.d1")
+    )
+    assert world.shell.request_of("job-1-1.d1") == "job-1"
+    world.shell.know(["job-1-0.d0", "job-1-1.d0", "job-1-1.d1"])
+    world.shell.know(["job-1-1.d0", "job-1-1.d1"])  # the other worker of the first VM is still to appear
+    world.shell.request(RequestNodes(request="job-2", count=2))
+    world.next(NodesGranted)
+    assert set(world.cloud.there) == {"job-1-0", "job-1-1", "job-2-0"}
+    world.shell.release(ReleaseNodes(nodes=("job-1-0.d1",)))
+    world.shell.know(["job-1-1.d1"])
+    world.shell.request(RequestNodes(request="job-3", count=2))
+    world.next(NodesGranted)
+    assert set(world.cloud.there) == {"job-1-1", "job-2-0", "job-3-0"}
+    world.shell.know([])
+    world.shell.request(RequestNodes(request="job-4", count=2))
+    world.next(NodesGranted)
+    assert set(world.cloud.there) == {"job-2-0", "job-3-0", "job-4-0"}
+
+
+def test_all_workers_of_a_vm_that_is_gone_behind_our_back_are_lost() -> None:
+    world = World(look_every_s=0.02)
+    world.cloud.num_devices = 2
+    world.shell.request(RequestNodes(request="job-1", count=4))
+    world.next(NodesGranted)
+    world.cloud.delete(["job-1-1"])
+    cause = "the provider has its VM no more"
+    assert world.next(WorkerLost) == WorkerLost(worker="job-1-1.d0", cause=cause)
+    assert world.next(WorkerLost) == WorkerLost(worker="job-1-1.d1", cause=cause)
+    assert world.shell.request_of("job-1-1.d0") is None
+    world.shell.close()
+
+
+def test_a_manager_that_takes_over_ends_a_vm_with_the_last_worker_that_lived() -> None:
+    world = World()
+    world.cloud.num_devices = 2
+    world.cloud.add("job-1", 2)
+    world.shell.begin({"job-1-0.d1"}, ())  # the other had been lost
+    world.shell.know(["job-1-0.d1"])
+    world.shell.know([])
+    world.shell.request(RequestNodes(request="job-2", count=1))
+    assert world.next(NodesGranted) == NodesGranted(request="job-2", nodes=("job-2-0.d0", "job-2-0.d1"))
+    assert set(world.cloud.there) == {"job-2-0"}
+    world.shell.close()
 
 
 def test_a_vm_that_could_not_be_ended_is_ended_later() -> None:

@@ -50,13 +50,18 @@ class FakeProvider:
         self.usd_per_h: float | None = 0.5
         self.held: threading.Event | None = None
         self.made_as: list[dict[str, Any]] = []
+        self.num_devices = 1
 
-    def request(self, request: str, count: int) -> tuple[Vm, ...]:
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
         if self.held is not None:
             assert self.held.wait(BOUND_S)
         self.requests.append((request, count))
-        made_as = self.made_as or [{}] * count
-        vms = [Vm(name=vm_name(request, index), request=request, **made_as[index]) for index in range(count)]
+        num_vms = min(-(-count // self.num_devices), count if max_vms is None else max_vms)
+        made_as = self.made_as or [{}] * num_vms
+        vms = [
+            Vm(name=vm_name(request, index), request=request, num_devices=self.num_devices, **made_as[index])
+            for index in range(num_vms)
+        ]
         if self.errors:
             self.there += [vm for vm in vms[:1] if vm not in self.there]
             raise self.errors.pop(0)
@@ -205,6 +210,30 @@ def test_the_users_limits_cut_requests_short_and_then_refuse_them(limits: dict[s
         assert len(world.provider.there) == sum(granted)
     finally:
         world.shell.close()
+
+
+def test_a_vm_with_several_devices_counts_once_to_the_limits_and_brings_a_node_for_each() -> None:
+    world = World(max_vms=2, usd_per_h=1.0)
+    world.provider.num_devices = 4
+    try:
+        answer = world.ask(count=8)
+        assert isinstance(answer, NodesGranted)
+        assert answer.nodes == tuple(f"job-1-{vm}.d{device}" for vm in (0, 1) for device in range(4))
+        assert not [fact for fact in world.facts if fact.name == "request_reduced"]
+        assert isinstance(world.ask("job-2", 1), RequestRefused)
+    finally:
+        world.shell.close()
+
+
+def test_a_limit_that_leaves_workers_out_is_told() -> None:
+    limited = World(max_vms=1)
+    limited.provider.num_devices = 4
+    try:
+        limited.ask(count=6)
+    finally:
+        limited.shell.close()
+    (fact,) = [fact for fact in limited.facts if fact.name == "request_reduced"]
+    assert fact.detail == "job-1: 4 of 6 workers: vms.limits.max_vms is 1"
 
 
 def test_the_vm_of_a_worker_that_is_lost_is_ended_and_room_is_made(world: World) -> None:

@@ -101,7 +101,7 @@ def provider(
         spec,
         Identity(run=run, job="tiny"),
         Operations(directory / f"operations-{run}.json"),
-        lambda node: custom_data(cloud_init(START, node, "azure")),
+        lambda node, num_devices: custom_data(cloud_init(START, node, "azure", num_devices)),
         bounds=Bounds(make_s=make_s, delete_s=30, poll_s=0.02),
         **options,
     )
