@@ -7,6 +7,7 @@ from pathlib import Path
 from manager.engine.spending import Before
 from manager.report.reading import ledger_now
 from manager.report.spent import NS_PER_S, SHARES, UNITS_PER_USD
+from morph.contract.vm_names import vm_of
 
 
 def before_now(run_dir: Path, *, lives_on: bool) -> Before:
@@ -24,5 +25,5 @@ def before_now(run_dir: Path, *, lives_on: bool) -> Before:
     return Before(
         usd=total.cost / UNITS_PER_USD,
         unpriced_h=total.unpriced_ns / (SHARES * NS_PER_S * 3600),
-        vms=frozenset(ledger.since_ns) if lives_on else (),
+        vms=frozenset(map(vm_of, ledger.since_ns)) if lives_on else (),
     )

@@ -97,14 +97,9 @@ class Ledger:
                 self.unheard.add(node)
             case WorkerAnswered(answer=WorkerReady()) if event.worker in self.warming:
                 self.warming.discard(event.worker)
-<<<<<<< HEAD
                 self._warming -= self.rates[event.worker]
-            case WorkerLost(worker=worker):
-                self._gone([worker])
-=======
             case WorkerLost():
                 self._gone(event.workers)
->>>>>>> ff8dd8f (Drive every device of a VM: a worker for each, a VM ended with its last one)
             case ManagerResumed(living=living):  # of the others that warm up it is told apart
                 self._gone([node for node in self.since_ns if node not in self.warming and node not in living])
             case ManifestWritten(version=version):
