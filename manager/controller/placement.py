@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
+from manager.controller.spreading import spread
 from manager.controller.transport import largest_overlap
 from morph.contract.messages import Slot, Source, UnitId, WorkerId
 from morph.contract.plan import Plan
@@ -30,21 +31,17 @@ def place(
 
     Exact: the assignment has the largest overlap (bytes a worker holds of what its stage needs). Workers that hold
     the same are interchangeable, so kinds of workers are dealt to stages, and the cost hardly grows with their
-    number. There must be enough workers; some may be left over, later ones first where it makes no difference.
+    number. There must be enough workers; some may be left over, later ones first where it makes no difference. Among
+    workers that hold the same, replicas of a stage go to different VMs; see ``spreading``.
     """
     kinds: dict[frozenset[UnitId], list[int]] = {}
     for index, worker in enumerate(workers):
         kinds.setdefault(frozenset(held.get(worker, ())), []).append(index)
     overlap = [[sum(sizes[unit] for unit in units if unit in kind) for kind in kinds] for units in needed]
     dealt = largest_overlap(overlap, [plan.num_replicas] * len(needed), [len(queue) for queue in kinds.values()])
-    queues = [iter(queue) for queue in kinds.values()]
-    drivers = [
-        sorted(next(queue) for queue, count in zip(queues, counts, strict=True) for _ in range(count))
-        for counts in dealt
-    ]
     return tuple(
         Slot(worker=workers[index], stage=stage, replica=replica)
-        for stage, indices in enumerate(drivers)
+        for stage, indices in enumerate(spread(workers, list(kinds.values()), dealt))
         for replica, index in enumerate(indices)
     )
 

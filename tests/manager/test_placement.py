@@ -40,7 +40,7 @@ def test_placement_moves_the_fewest_bytes_there_are(seed: int) -> None:
     draw = random.Random(seed)
     plan = make_plan(*draw.choice([(2, 1), (3, 1), (2, 2)]))
     needed = units_by_stage(plan, UNITS)
-    workers = [f"n{number}" for number in range(5)]
+    workers = [f"n{number}" for number in range(5)] if seed % 2 else ["a.d0", "a.d1", "b.d0", "b.d1", "b.d2"]
     held = {worker: frozenset(draw.sample(sorted(UNITS), draw.randrange(5))) for worker in workers}
     slots = place(plan, workers, held, needed, SIZES)
     stages = [slot.stage for slot in slots]
