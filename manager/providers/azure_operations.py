@@ -6,6 +6,7 @@ A continuation token holds parts of requests and answers: it is a secret.
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -22,12 +23,15 @@ class _Kept(Value):
 class Operations:
     """Tokens by VM name, and the VMs that each request got. Every change is on disk before the call returns.
 
+    Thread-safe: VMs are ended while others are asked for.
+
     Raises:
         Misconfigured: the file holds something else.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.Lock()
         try:
             self._kept = _Kept.model_validate_json(path.read_bytes()) if path.exists() else _Kept()
         except ValidationError as error:
@@ -39,12 +43,14 @@ class Operations:
 
     def begun(self, vm: str, token: str) -> None:
         """Note an operation."""
-        self._keep(tokens={**self._kept.tokens, vm: token})
+        with self._lock:
+            self._keep(tokens={**self._kept.tokens, vm: token})
 
     def ended(self, vm: str) -> None:
         """Forget it."""
-        if vm in self._kept.tokens:
-            self._keep(tokens={name: token for name, token in self._kept.tokens.items() if name != vm})
+        with self._lock:
+            if vm in self._kept.tokens:
+                self._keep(tokens={name: token for name, token in self._kept.tokens.items() if name != vm})
 
     def answer(self, request: str) -> tuple[str, ...] | None:
         """The VMs that a request got; None while it has no answer."""
@@ -52,7 +58,8 @@ class Operations:
 
     def answered(self, request: str, vms: tuple[str, ...]) -> None:
         """Note an answer."""
-        self._keep(answers={**self._kept.answers, request: vms})
+        with self._lock:
+            self._keep(answers={**self._kept.answers, request: vms})
 
     def _keep(self, **changes: object) -> None:
         self._kept = self._kept.model_copy(update=changes)

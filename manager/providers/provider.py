@@ -96,7 +96,8 @@ class Capabilities(Value):
 class Provider(Protocol):
     """Asks for VMs and ends them. Every implementation passes ``tests/providers/test_contract.py``.
 
-    Calls block, for a bounded time; one thread at a time makes them.
+    Calls block, for a bounded time. One thread at a time calls ``request``; others may make the other calls meanwhile,
+    several of them at once, too, but end no VM of a request that is under way, except for its end with ``stop``.
     """
 
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:

@@ -118,10 +118,10 @@ class StaticProvider:
                 self._start(key, vm)
             except Transient as error:
                 trouble = str(error)
-                self._give_back([key])
+                self._give_back(key, vm)
                 continue
             except Misconfigured:
-                self._give_back([key])
+                self._give_back(key, vm)
                 raise
             granted.append(vm)
         if not granted:
@@ -144,7 +144,7 @@ class StaticProvider:
             except Transient as error:
                 failed.append(str(error))
                 continue
-            self._give_back([key])
+            self._give_back(key, vm)
         if failed:
             raise Transient("; ".join(failed))
 
@@ -186,9 +186,12 @@ class StaticProvider:
             write({**leases, key: Lease(run=self._run, vm=vm)})
             return key, self._priced(key, vm)
 
-    def _give_back(self, keys: Sequence[str]) -> None:
+    def _give_back(self, key: str, vm: Vm) -> None:
+        """Give a host back, unless another thread did and it has somebody else already."""
         with self._leases() as (leases, write):
-            write({key: entry for key, entry in leases.items() if key not in keys})
+            entry = leases.get(key)
+            if entry is not None and (entry.run, entry.vm.name) == (self._run, vm.name):
+                write({other: lease for other, lease in leases.items() if other != key})
 
     def _ours(self) -> dict[str, Vm]:
         with self._leases() as (leases, _):

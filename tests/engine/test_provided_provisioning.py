@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from manager.controller.actions import ReleaseNodes, RequestNodes
-from manager.controller.events import NodesGranted, RequestRefused, WorkerLost
+from manager.controller.events import NodesGranted, Paid, RequestRefused, WorkerLost
 from manager.engine import provisioning
 from manager.engine.inbox import Inbox
 from manager.engine.provisioning import Provisioning
@@ -80,6 +80,13 @@ class World:
             if isinstance(stamped.item, kind):
                 return stamped.item
 
+    def there(self) -> set[str]:
+        """The VMs that are there once all that was to be ended is."""
+        done = threading.Event()
+        self.shell._ends.put(done.set)
+        assert done.wait(BOUND_S)
+        return set(self.cloud.there)
+
     def facts(self) -> dict[str, str]:
         items = [self.inbox.get(0.0) for _ in range(len(self.inbox))]
         return {item.item.name: item.item.detail for item in items if item and isinstance(item.item, Fact)}
@@ -145,24 +152,25 @@ def test_a_vm_that_is_gone_behind_our_back_is_told_of_as_lost() -> None:
 def test_a_vm_with_several_devices_is_ended_once_none_of_its_workers_is_known_or_awaited(world: World) -> None:
     world.cloud.num_devices = 2
     world.shell.request(RequestNodes(request="job-1", count=4))
+    nodes = ("job-1-0.d0", "job-1-0.d1", "job-1-1.d0", "job-1-1.d1")
     assert world.next(NodesGranted) == NodesGranted(
-        request="job-1", nodes=("job-1-0.d0", "job-1-0.d1", "job-1-1.d0", "job-1-1.d1")
+        request="job-1", nodes=nodes, paid=dict.fromkeys(nodes, Paid(num_nodes=2))
     )
     assert world.shell.request_of("job-1-1.d1") == "job-1"
     world.shell.know(["job-1-0.d0", "job-1-1.d0", "job-1-1.d1"])
     world.shell.know(["job-1-1.d0", "job-1-1.d1"])  # the other worker of the first VM is still to appear
     world.shell.request(RequestNodes(request="job-2", count=2))
     world.next(NodesGranted)
-    assert set(world.cloud.there) == {"job-1-0", "job-1-1", "job-2-0"}
+    assert world.there() == {"job-1-0", "job-1-1", "job-2-0"}
     world.shell.release(ReleaseNodes(nodes=("job-1-0.d1",)))
     world.shell.know(["job-1-1.d1"])
     world.shell.request(RequestNodes(request="job-3", count=2))
     world.next(NodesGranted)
-    assert set(world.cloud.there) == {"job-1-1", "job-2-0", "job-3-0"}
+    assert world.there() == {"job-1-1", "job-2-0", "job-3-0"}
     world.shell.know([])
     world.shell.request(RequestNodes(request="job-4", count=2))
     world.next(NodesGranted)
-    assert set(world.cloud.there) == {"job-2-0", "job-3-0", "job-4-0"}
+    assert world.there() == {"job-2-0", "job-3-0", "job-4-0"}
 
 
 def test_all_workers_of_a_vm_that_is_gone_behind_our_back_are_lost() -> None:
@@ -186,8 +194,10 @@ def test_a_manager_that_takes_over_ends_a_vm_with_the_last_worker_that_lived() -
     world.shell.know(["job-1-0.d1"])
     world.shell.know([])
     world.shell.request(RequestNodes(request="job-2", count=1))
-    assert world.next(NodesGranted) == NodesGranted(request="job-2", nodes=("job-2-0.d0", "job-2-0.d1"))
-    assert set(world.cloud.there) == {"job-2-0"}
+    granted = world.next(NodesGranted)
+    assert isinstance(granted, NodesGranted)
+    assert granted.nodes == ("job-2-0.d0", "job-2-0.d1")
+    assert world.there() == {"job-2-0"}
     world.shell.close()
 
 

@@ -102,6 +102,13 @@ class World:
         self.shell.request(RequestNodes(request=request, count=count))
         return self.answer()
 
+    def ended(self) -> list[str]:
+        """What is ended, when all that was to be is."""
+        done = threading.Event()
+        self.shell._ends.put(done.set)
+        assert done.wait(BOUND_S)
+        return self.provider.deleted
+
     def answer(self) -> NodesGranted | RequestRefused:
         while True:
             stamped = self.inbox.get(BOUND_S)
@@ -169,8 +176,8 @@ def test_a_refusal_says_why_and_what_had_come_is_ended(world: World, error: Exce
     assert isinstance(refused, RequestRefused)
     assert refused.cause == cause
     assert str(error) in refused.detail
+    assert world.ended() == ["job-1-0"]
     assert world.provider.there == []
-    assert world.provider.deleted == ["job-1-0"]
 
 
 def test_a_throttled_call_waits_as_it_is_told_and_goes_on_under_its_name(world: World) -> None:
@@ -187,7 +194,7 @@ def test_what_stays_in_vain_is_refused_after_some_tries_and_leaves_nothing(world
     assert isinstance(refused, RequestRefused)
     assert (refused.cause, refused.detail) == ("error", "502")
     assert len(world.provider.requests) == TRIES
-    assert world.provider.there == []
+    assert world.ended() == ["job-1-0"]
 
 
 @pytest.mark.parametrize(
@@ -240,15 +247,15 @@ def test_the_vm_of_a_worker_that_is_lost_is_ended_and_room_is_made(world: World)
     world.ask()
     world.shell.know({"job-1-0": 1, "job-1-1": 2, "of another kind": 3})
     world.shell.know({"job-1-1": 2})
-    world.ask("job-2", 1)  # after what was to be ended
-    assert world.provider.deleted == ["job-1-0"]
+    world.ask("job-2", 1)
+    assert world.ended() == ["job-1-0"]
 
 
 def test_what_the_controller_gives_back_is_ended(world: World) -> None:
     world.ask()
     world.shell.release(ReleaseNodes(nodes=("job-1-1", "never-there")))
     world.ask("job-2", 1)
-    assert world.provider.deleted == ["job-1-1"]
+    assert world.ended() == ["job-1-1"]
 
 
 def test_vms_of_another_manager_count_and_cost_and_are_ended_when_they_are_lost(world: World) -> None:
@@ -263,11 +270,12 @@ def test_vms_of_another_manager_count_and_cost_and_are_ended_when_they_are_lost(
     assert "max_vms" in refused.detail
     world.shell.know(nodes[1:])
     assert world.ask("job-3", 1) == NodesGranted(request="job-3", nodes=("job-3-0",))
-    assert world.provider.deleted == ["job-1-0"]
+    assert world.ended() == ["job-1-0"]
     clock.now_s += 3600  # two VMs for an hour, and the one of before: 1.50 dollars
     world.shell.know(["job-1-1", "job-3-0"])
     world.shell.know(["job-3-0"])
     assert isinstance(world.ask("job-4", 1), NodesGranted)
+    assert world.ended() == ["job-1-0", "job-1-1"]
     clock.now_s += 1800
     world.shell.know(["job-3-0", "job-4-0"])
     world.shell.know(["job-4-0"])

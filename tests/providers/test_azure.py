@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import stat
+import threading
 import time
 from pathlib import Path
 
@@ -158,6 +159,28 @@ def test_the_file_with_operations_is_for_its_owner_alone_and_is_emptied(arm: Fak
     path.write_text("no")
     with pytest.raises(Misconfigured, match="damaged"):
         Operations(path)
+
+
+def test_operations_are_noted_and_forgotten_by_two_threads_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "operations.json"
+    kept = Operations(path)
+    for number in range(50):
+        kept.begun(f"old-{number}", "token")
+
+    def end() -> None:
+        for number in range(50):
+            kept.ended(f"old-{number}")
+
+    ends = threading.Thread(target=end)
+    ends.start()
+    for number in range(50):
+        kept.begun(f"new-{number}", "token")
+        kept.answered(f"r-{number}", (f"new-{number}",))
+    ends.join(20)
+    again = Operations(path)
+    assert [again.token(f"old-{number}") for number in range(50)] == [None] * 50
+    assert [again.token(f"new-{number}") for number in range(50)] == ["token"] * 50
+    assert [again.answer(f"r-{number}") for number in range(50)] == [(f"new-{number}",) for number in range(50)]
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

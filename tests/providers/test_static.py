@@ -134,6 +134,25 @@ def test_a_host_that_is_not_reached_stays_leased_until_its_node_was_ended(world:
     assert static.list() == ()
 
 
+def test_a_host_that_another_run_has_got_meanwhile_is_not_taken_from_it(world: Path) -> None:
+    hosts = (SshHost(address="h1"),)
+    spec, path = StaticSpec(hosts=hosts, command=("true",)), world / "leases.json"
+    other = StaticProvider(spec, "other", path, SECRET, lambda host, remote, secret="": None)
+    both: list[StaticProvider] = []
+
+    def shell(host: SshHost, remote: str, secret: str = "") -> None:
+        if both:  # while its node is being ended, another thread of the run ends it too, and another run gets the host
+            both.pop().delete(["a-0"])
+            other.request("b", 1)
+
+    static = StaticProvider(spec, "tiny", path, SECRET, shell)
+    static.request("a", 1)
+    both.append(static)
+    static.delete(["a-0"])
+    assert static.list() == ()
+    assert [vm.name for vm in other.list()] == ["b-0"]
+
+
 def test_a_program_that_is_not_there_is_the_users_to_mend(world: Path) -> None:
     with pytest.raises(Misconfigured, match="cannot be run"):
         run_ssh(SshHost(address="h1"), "true", program=[str(world / "no-such")])

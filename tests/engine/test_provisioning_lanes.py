@@ -1,0 +1,310 @@
+"""Asking for VMs and ending them at the same time: neither waits for the other, and nothing is mixed up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from manager.controller.actions import ReleaseNodes, RequestNodes
+from manager.controller.events import NodesGranted, RequestRefused
+from manager.engine.inbox import Inbox
+from manager.engine.provisioning import Provisioning
+from manager.engine.spending import Spending
+from manager.journal.records import Fact
+from manager.providers.provider import Capabilities, CapacityShort, Price, QuotaExceeded, Transient, Vm, vm_name
+from morph.contract.cluster import Limits
+
+BOUND_S = 20.0
+
+
+class Gate:
+    """Holds up calls while it is shut. ``reached``: one has come."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self.open.set()
+
+    def shut(self) -> None:
+        self.reached.clear()
+        self.open.clear()
+
+    def pass_through(self) -> None:
+        self.reached.set()
+        assert self.open.wait(BOUND_S)
+
+
+class Cloud:
+    """VMs that are names, with room for so many; requests and ends can be held up. ``calls`` in order of their end."""
+
+    def __init__(self) -> None:
+        self.there: dict[str, Vm] = {}
+        self.room = 100
+        self.full: Exception = CapacityShort("no room")
+        self.requests, self.ends = Gate(), Gate()
+        self.fail_ends = 0
+        self.calls: list[str] = []
+        self.lock = threading.Lock()
+
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+        with self.lock:
+            vms = [Vm(name=vm_name(request, index), request=request) for index in range(min(count, max_vms or count))]
+            vms = vms[: max(0, self.room - sum(vm.request != request for vm in self.there.values()))]
+            if not vms:
+                self.calls.append(f"refuse {request}")
+                raise self.full
+            self.there |= {vm.name: vm for vm in vms}
+        self.requests.pass_through()  # they are there before the grant is
+        with self.lock:
+            self.calls.append(f"grant {request}")
+            return tuple(vms)
+
+    def list(self) -> tuple[Vm, ...]:
+        with self.lock:
+            return tuple(self.there.values())
+
+    def delete(self, names: Sequence[str]) -> None:
+        found = [name for name in names if name in self.there]
+        if not found:
+            return
+        self.ends.pass_through()
+        if self.fail_ends:
+            self.fail_ends -= 1
+            raise Transient("no answer")
+        with self.lock:
+            for name in found:
+                self.there.pop(name, None)
+            self.calls.append(f"end {', '.join(found)}")
+
+    def stop(self) -> None:
+        self.requests.open.set()
+
+    def dismantle(self) -> None:
+        with self.lock:
+            self.there = {}
+            self.calls.append("dismantle")
+
+    def price(self) -> Price | None:
+        return Price(usd_per_h=3600.0, source="test")  # a dollar a second
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(spot=True)
+
+
+class World:
+    def __init__(self, **limits: float) -> None:
+        self.cloud, self.inbox, self.now_s = Cloud(), Inbox(), 0.0
+        spending = Spending(Limits.model_validate(limits), lambda: self.now_s)
+        self.shell = Provisioning(self.cloud, self.inbox, spending)
+        self.facts: list[str] = []
+
+    def ask(self, request: str, count: int = 1) -> None:
+        self.shell.request(RequestNodes(request=request, count=count))
+
+    def answer(self) -> NodesGranted | RequestRefused:
+        while True:
+            stamped = self.inbox.get(BOUND_S)
+            assert stamped is not None, "no answer"
+            if isinstance(stamped.item, NodesGranted | RequestRefused):
+                return stamped.item
+            assert isinstance(stamped.item, Fact)
+            self.facts.append(stamped.item.detail)
+
+    def until_told(self, detail: str) -> None:
+        """Wait for a fact, and see that there is no answer before it."""
+        while detail not in self.facts:
+            stamped = self.inbox.get(BOUND_S)
+            assert stamped is not None, self.facts
+            assert isinstance(stamped.item, Fact), stamped.item
+            self.facts.append(stamped.item.detail)
+
+    def have(self, request: str, count: int = 1) -> list[str]:
+        """Get VMs that the controller knows."""
+        self.ask(request, count)
+        granted = self.answer()
+        assert isinstance(granted, NodesGranted)
+        self.shell.know(granted.nodes)
+        return list(granted.nodes)
+
+    def settle(self) -> None:
+        """Wait until all that is to be ended is."""
+        done = threading.Event()
+        self.shell._ends.put(done.set)
+        assert done.wait(BOUND_S)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    yield from opened()
+
+
+def opened(**limits: float) -> Iterator[World]:
+    world = World(**limits)
+    yield world
+    for gate in (world.cloud.requests, world.cloud.ends):
+        gate.open.set()
+    world.shell.close()
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_vms": 2}, {"usd_per_h": 7200.0}], ids=str)
+def test_a_replacement_does_not_wait_until_the_lost_vm_is_gone_whatever_the_limits(limits: dict[str, float]) -> None:
+    for world in opened(**limits):
+        lost, other = world.have("job-1", 2)
+        world.cloud.ends.shut()
+        world.shell.know([other])
+        world.ask("job-2")
+        assert world.answer() == NodesGranted(request="job-2", nodes=("job-2-0",))
+        assert world.cloud.ends.reached.wait(BOUND_S)
+        assert lost in world.cloud.there
+        world.ask("job-3")
+        refused = world.answer()
+        assert isinstance(refused, RequestRefused) == bool(limits), "one more than are kept"
+        world.cloud.ends.open.set()
+        world.settle()
+        assert lost not in world.cloud.there
+
+
+def test_a_vm_is_ended_while_a_request_is_under_way(world: World) -> None:
+    lost, other = world.have("job-1", 2)
+    world.cloud.requests.shut()
+    world.ask("job-2")
+    assert world.cloud.requests.reached.wait(BOUND_S)
+    world.shell.know([other])
+    world.settle()
+    assert lost not in world.cloud.there
+    world.cloud.requests.open.set()
+    assert world.answer() == NodesGranted(request="job-2", nodes=("job-2-0",))
+    assert world.cloud.calls == ["grant job-1", f"end {lost}", "grant job-2"]
+
+
+def test_a_vm_that_is_being_ended_is_paid_until_it_is_gone() -> None:
+    for world in opened(budget_usd=1000.0):
+        _, other = world.have("job-1", 2)
+        world.cloud.ends.shut()
+        world.shell.know([other])
+        assert world.cloud.ends.reached.wait(BOUND_S)
+        world.now_s += 300  # two VMs, 600 dollars
+        world.cloud.ends.open.set()
+        world.settle()
+        world.now_s += 399
+        world.ask("job-2")
+        assert isinstance(world.answer(), NodesGranted)
+        world.now_s += 1  # and one of two for a second more
+        world.ask("job-3")
+        refused = world.answer()
+        assert isinstance(refused, RequestRefused)
+        assert refused.detail == "1001.00 dollars are spent, vms.limits.budget_usd is 1000"
+
+
+@pytest.mark.parametrize("full", [CapacityShort("no host is free"), QuotaExceeded("0 cores left")])
+def test_where_there_is_no_room_beside_it_a_replacement_waits_for_the_end(world: World, full: Exception) -> None:
+    world.cloud.room, world.cloud.full = 2, full
+    lost, other = world.have("job-1", 2)
+    world.cloud.ends.shut()
+    world.shell.know([other])
+    assert world.cloud.ends.reached.wait(BOUND_S)
+    world.ask("job-2")
+    world.until_told(f"job-2: {full}; again when {lost} are ended")
+    world.cloud.ends.open.set()
+    assert world.answer() == NodesGranted(request="job-2", nodes=("job-2-0",))
+    assert world.cloud.calls == ["grant job-1", "refuse job-2", f"end {lost}", "grant job-2"]
+
+
+def test_a_refusal_with_nothing_being_ended_or_an_end_that_fails_is_an_answer(world: World) -> None:
+    world.cloud.room = 1
+    (lost,) = world.have("job-1")
+    world.ask("job-2")
+    assert isinstance(world.answer(), RequestRefused)
+    world.cloud.ends.shut()
+    world.cloud.fail_ends = 1
+    world.shell.know(())
+    world.ask("job-3")
+    assert world.cloud.ends.reached.wait(BOUND_S)
+    world.cloud.ends.open.set()
+    refused = world.answer()
+    assert isinstance(refused, RequestRefused)
+    assert refused.cause == "capacity"
+    assert lost in world.cloud.there
+
+
+def test_a_vm_that_is_given_up_before_its_grant_is_ended_after_it_and_not_awaited(world: World) -> None:
+    world.cloud.requests.shut()
+    world.ask("job-1", 3)
+    assert world.cloud.requests.reached.wait(BOUND_S)
+    world.shell.know(["job-1-0", "job-1-1"])
+    world.shell.know(["job-1-1"])  # it was lost while others of its request were being made
+    world.settle()
+    assert "job-1-0" in world.cloud.there, "a request that is tried again would make it anew"
+    world.cloud.requests.open.set()
+    assert world.answer() == NodesGranted(request="job-1", nodes=("job-1-1", "job-1-2"))
+    world.settle()
+    assert set(world.cloud.there) == {"job-1-1", "job-1-2"}
+    assert world.cloud.calls == ["grant job-1", "end job-1-0"]
+    assert world.shell.request_of("job-1-0") is None
+
+
+def test_a_request_all_of_whose_vms_were_given_up_is_no_grant_and_leaves_nothing(world: World) -> None:
+    world.cloud.requests.shut()
+    world.ask("job-1", 2)
+    assert world.cloud.requests.reached.wait(BOUND_S)
+    world.shell.release(ReleaseNodes(nodes=("job-1-0", "job-1-1")))
+    world.cloud.requests.open.set()
+    refused = world.answer()
+    assert isinstance(refused, RequestRefused)
+    assert refused.detail == "its VMs were lost before it was granted"
+    world.settle()
+    assert world.cloud.there == {}
+
+
+def test_the_end_of_the_run_ends_everything_though_one_end_hangs() -> None:
+    world = World()
+    _, other = world.have("job-1", 2)
+    world.shell._close_timeout_s = 0.05
+    world.cloud.ends.shut()
+    world.shell.know([other])
+    assert world.cloud.ends.reached.wait(BOUND_S)
+    world.shell.close()
+    assert world.cloud.calls[-1] == "dismantle"
+    assert world.cloud.there == {}
+    world.cloud.ends.open.set()
+
+
+def test_a_request_that_waits_for_room_does_not_hold_up_the_end_of_the_run() -> None:
+    world = World()
+    world.cloud.room = 1
+    world.have("job-1")
+    world.cloud.ends.shut()
+    world.shell.know(())
+    world.ask("job-2")
+    assert world.cloud.ends.reached.wait(BOUND_S)
+    world.until_told("job-2: no room; again when job-1-0 are ended")
+    world.shell._close_timeout_s = 0.5
+    world.shell.close()
+    assert isinstance(world.answer(), RequestRefused)
+    assert world.cloud.calls[-1] == "dismantle"
+    world.cloud.ends.open.set()
+
+
+def test_vms_that_came_meanwhile_are_not_ended_as_those_of_an_earlier_manager() -> None:
+    cloud, inbox = Cloud(), Inbox()
+    cloud.there = {"job-1-0": Vm(name="job-1-0", request="job-1")}
+    works, silent = cloud.list, [True]
+
+    def silent_at_first() -> tuple[Vm, ...]:
+        if silent:
+            silent.pop()
+            raise Transient("no answer")
+        return works()
+
+    cloud.list = silent_at_first  # type: ignore[method-assign]
+    shell = Provisioning(cloud, inbox, Spending(Limits()), look_every_s=0.02)
+    shell.begin((), ())
+    shell.request(RequestNodes(request="job-2", count=1))
+    told: list[object] = []
+    while Fact(name="vm_reconciled", detail="job-1-0 of job-1 was left by an earlier manager: ended") not in told:
+        stamped = inbox.get(BOUND_S)
+        assert stamped is not None, told
+        told.append(stamped.item)
+    shell.close()
+    assert cloud.calls == ["grant job-2", "end job-1-0", "dismantle"]
