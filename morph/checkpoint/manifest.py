@@ -12,11 +12,14 @@ import uuid
 import fsspec
 from pydantic import ValidationError
 
+from morph.checkpoint.storage import reading
 from morph.contract.base import first_problem
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+"""Where a file appears whole or not at all, when its upload is complete; they have no folders and no renaming."""
 
 
 def version_url(url: str, version: int) -> str:
@@ -27,10 +30,14 @@ def version_url(url: str, version: int) -> str:
 def write_atomically(url: str, data: bytes) -> None:
     """Write a file so that a reader sees all of it or nothing."""
     filesystem, path = fsspec.core.url_to_fs(url)
+    protocols = (filesystem.protocol,) if isinstance(filesystem.protocol, str) else filesystem.protocol
+    if not OBJECT_STORES.isdisjoint(protocols):
+        filesystem.pipe_file(path, data)
+        return
     parent = path.rsplit("/", 1)[0]
     filesystem.makedirs(parent, exist_ok=True)
     temporary = f"{parent}/.{uuid.uuid4().hex}.tmp"
-    local = "file" in filesystem.protocol
+    local = "file" in protocols
     try:
         with filesystem.open(temporary, "wb") as out:
             out.write(data)
@@ -68,13 +75,13 @@ def read_manifest(url: str, version: int) -> Manifest:
         CheckpointError: when it is missing, unreadable or damaged.
     """
     where = f"{version_url(url, version)}/{MANIFEST}"
-    filesystem, path = fsspec.core.url_to_fs(where)
     try:
-        manifest = Manifest.model_validate_json(filesystem.cat_file(path))
+        with reading(where):
+            filesystem, path = fsspec.core.url_to_fs(where)
+            data = filesystem.cat_file(path)
+        manifest = Manifest.model_validate_json(data)
     except FileNotFoundError as error:
         raise CheckpointError(f"{where}: there is no such checkpoint") from error
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {error}") from error
     except ValidationError as error:
         field, problem, _ = first_problem(error)
         raise CheckpointError(": ".join(part for part in (where, field, problem) if part)) from error
@@ -89,10 +96,8 @@ def complete_versions(url: str) -> tuple[int, ...]:
     Raises:
         CheckpointError: when the storage cannot be read.
     """
-    try:
+    with reading(url):
         return _list_complete(url)
-    except OSError as error:
-        raise CheckpointError(f"{url}: cannot be read: {error}") from error
 
 
 def _list_complete(url: str) -> tuple[int, ...]:
@@ -121,4 +126,5 @@ def drop_versions(url: str, keep: int) -> None:
             manifest = f"{entry}/{MANIFEST}"
             if filesystem.exists(manifest):
                 filesystem.rm_file(manifest)  # first it stops being a checkpoint, then its files go
-            filesystem.rm(entry, recursive=True)
+            with contextlib.suppress(FileNotFoundError):  # an object store has no empty folders
+                filesystem.rm(entry, recursive=True)

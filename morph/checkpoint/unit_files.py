@@ -10,6 +10,7 @@ import safetensors.torch
 from torch import Tensor
 
 from morph.checkpoint.manifest import version_url, write_atomically
+from morph.checkpoint.storage import reading
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointError
 from morph.contract.messages import UnitWritten
@@ -45,13 +46,12 @@ def read_unit(url: str, manifest: Manifest, unit: str) -> dict[str, Tensor]:
     if entry is None:
         raise CheckpointError(f"{version_url(url, manifest.version)}: the manifest lacks unit {unit}")
     where = f"{version_url(url, manifest.version)}/{entry.file}"
-    filesystem, path = fsspec.core.url_to_fs(where)
     try:
-        payload = filesystem.cat_file(path)
+        with reading(where):
+            filesystem, path = fsspec.core.url_to_fs(where)
+            payload = filesystem.cat_file(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{where}: the file is missing") from error
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {error}") from error
     if len(payload) != entry.size_bytes or hashlib.sha256(payload).hexdigest() != entry.sha256:
         raise CheckpointError(f"{where}: the file differs from its manifest (size or sha256)")
     return from_payload(payload)

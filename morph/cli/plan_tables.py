@@ -157,8 +157,8 @@ def count_text(number: float) -> str:
 
 
 def bytes_text(size_bytes: int) -> str:
-    """Three significant digits in GiB, MiB or KiB."""
+    """Three significant digits in GiB, MiB or KiB, of which it is below 1000."""
     for factor, unit in ((2**30, "GiB"), (2**20, "MiB")):
-        if size_bytes >= factor:
+        if size_bytes >= 999.5 / 1024 * factor:
             return f"{size_bytes / factor:.3g} {unit}"
     return f"{size_bytes / 2**10:.3g} KiB"

@@ -19,6 +19,7 @@ from morph.checkpoint.manifest import (
 )
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import CheckpointError
+from tests.checkpoint.fake_blobs import CONTAINER, BlobService
 
 
 def make_manifest(version: int = 3) -> Manifest:
@@ -29,10 +30,13 @@ def make_manifest(version: int = 3) -> Manifest:
     )
 
 
-@pytest.fixture(params=["path", "file", "memory"])
+@pytest.fixture(params=["path", "file", "memory", "blobs"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A checkpoint directory that does not exist yet, on each kind of storage."""
+    if request.param == "blobs":
+        request.getfixturevalue("blobs")
     return {
+        "blobs": f"abfs://{CONTAINER}/runs/{uuid4().hex}/checkpoints",
         "path": str(tmp_path / "checkpoints"),
         "file": f"file://{tmp_path}/checkpoints",
         "memory": f"memory://run-{uuid4().hex}/checkpoints",
@@ -181,3 +185,41 @@ def test_a_version_that_is_dropped_first_stops_being_a_checkpoint(
     with pytest.raises(OSError, match="gone"):
         drop_versions(str(tmp_path), keep=1)
     assert complete_versions(str(tmp_path)) == (2,)
+
+
+def test_a_version_of_which_only_the_manifest_is_left_is_dropped_too(url: str) -> None:
+    for version in (1, 2, 3):
+        write_manifest(url, make_manifest(version))
+    drop_versions(url, 1)
+    assert complete_versions(url) == (3,)
+    assert names_in(url) == [MANIFEST]
+
+
+def test_storage_that_refuses_is_told_in_one_sentence(blobs: BlobService) -> None:
+    url = f"abfs://{CONTAINER}/runs"
+    write_manifest(url, make_manifest())
+    for read in (lambda: complete_versions(url), lambda: read_manifest(url, 3)):
+        blobs.faults = [(403, "AuthorizationPermissionMismatch")] * 9
+        with pytest.raises(CheckpointError, match=rf"^{url}\S*: cannot be read: [^\n]+$"):
+            read()
+    assert blobs.key not in "".join(blobs.asked)
+
+
+def test_what_is_refused_leaves_what_was_there(blobs: BlobService) -> None:
+    url = f"abfs://{CONTAINER}/runs/file"
+    write_atomically(url, b"first")
+    blobs.faults = [(403, "AuthorizationPermissionMismatch")]
+    with pytest.raises(Exception, match="AuthorizationPermissionMismatch"):
+        write_atomically(url, b"second")
+    assert blobs.blobs == {"runs/file": b"first"}
+
+
+def test_a_file_is_put_on_an_object_store_whole_and_in_place(blobs: BlobService) -> None:
+    write_atomically(f"abfs://{CONTAINER}/runs/file", b"x" * 2**20)
+    assert blobs.asked == ["PUT runs/file"]
+
+
+def test_a_key_that_is_not_the_accounts_is_refused(blobs: BlobService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs, "key", "b3RoZXI=")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        complete_versions(f"abfs://{CONTAINER}/runs")
