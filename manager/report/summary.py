@@ -12,10 +12,11 @@ from manager.report.values import RunReport
 def summarise(report: RunReport) -> str:
     """Return what ``morph status`` prints: where the run stands, its shapes, its morphs, its loss."""
     saved = "none" if report.checkpoint_version is None else f"version {report.checkpoint_version}"
+    when = "now" if report.outcome == "running" else "at the end"
     lines = [
         f"{report.job}: {report.outcome} ({report.sentence})",
         f"steps: {report.version} of {report.num_steps} decided, {report.steps_redone} redone; checkpoint: {saved}",
-        f"time: {report.end_s - report.start_s:.1f} s; VMs now: {report.vms[-1].num_vms if report.vms else 0}",
+        f"time: {report.end_s - report.start_s:.1f} s; VMs {when}: {report.vms[-1].num_vms if report.vms else 0}",
     ]
     if report.losses:
         first, last = min(report.losses), max(report.losses)
