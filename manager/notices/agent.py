@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import psutil
 
 from manager.notices.aws import AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.notices.azure import AzureNotices
@@ -31,7 +34,7 @@ CONNECT_TIMEOUT_S = 10.0
 BEAT_S = 5.0
 RETRY_S = 2.0
 END_AGAIN_S = 60.0
-GROUP_GRACE_S = 5.0
+GROUP_GRACE_S = 10.0
 
 
 def sources_of(name: str) -> list[NoticeSource]:
@@ -179,17 +182,40 @@ def power_off() -> None:
     subprocess.run(["systemctl", "poweroff"], check=False, timeout=60)
 
 
-def end_group() -> None:
-    """End this process group: a node on a host that goes on living."""
+def end_group(folder: Path, grace_s: float = GROUP_GRACE_S) -> None:
+    """End this process group: a node on a host that goes on living; whoever does not go within ``grace_s`` is killed.
+
+    ``folder``: the node's, of which its log alone is left; its ``elsewhere`` names another one that goes with it.
+    """
+    named = folder / "elsewhere"
+    elsewhere = named.read_text(encoding="utf-8") if named.exists() else ""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)
-    time.sleep(GROUP_GRACE_S)
+    _, left = psutil.wait_procs(_others_of_group(), timeout=grace_s)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    left_behind = [path for path in folder.iterdir() if path.name != "log"]  # nothing, unless the node was killed
+    for path in [*left_behind, Path(elsewhere)] if elsewhere else left_behind:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     os.killpg(0, signal.SIGKILL)
 
 
-def _end(kind: str, management_url: str) -> None:
+def _others_of_group() -> list[psutil.Process]:
+    found, mine = [], os.getpgid(0)
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if process.pid != os.getpid() and os.getpgid(process.pid) == mine:
+                found.append(process)
+    return found
+
+
+def _end(kind: str, management_url: str, folder: Path) -> None:
     if kind == "group":
-        end_group()
+        end_group(folder)
     elif not (kind == "azure" and end_on_azure(management_url=management_url)):
         power_off()
 
@@ -216,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         secret,
         sources_of(given.source),
         lonely_s=given.lonely_s,
-        end=lambda: _end(given.end, given.management_url),
+        end=lambda: _end(given.end, given.management_url, given.secret_file.parent),
         num_devices=given.devices,
     )
     agent.run()

@@ -14,8 +14,8 @@ DEVICES = "{devices}"
 def static_node(start: NodeStart) -> tuple[str, ...]:
     """Write the command of ``StaticSpec``: a shell that ends with its node, in a process group of its own.
 
-    Files that hold secrets, and the job's, lie in the node's folder, which goes with it; Ray's in a new one below /tmp,
-    for the names of its sockets must be short.
+    Files that hold secrets, and the job's, lie in the node's folder; Ray's in a new one below /tmp, for the names of
+    its sockets must be short. When the node ends by itself, its log alone is left, until its host is given back.
     """
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in RAY_SETTINGS.items())
     agent = agent_command(start, NODE, "", DEVICES, "group", "SECRET")
@@ -26,7 +26,7 @@ def static_node(start: NodeStart) -> tuple[str, ...]:
         'sed -n 1p "$MORPH_SECRET_FILE" >"$d/ray-token"; sed -n 2p "$MORPH_SECRET_FILE" >"$d/node-secret"',
         ': >"$MORPH_SECRET_FILE"',
         'mkdir -p "$d/tmp"; t=$(mktemp -d /tmp/morph-XXXXXX); printf %s "$t" >"$d/elsewhere"',
-        'trap \'rm -rf "$t"\' EXIT; trap "exit 143" TERM',
+        'trap \'cd "$d" && rm -rf "$t" tmp ray-token node-secret secret elsewhere pid\' EXIT; trap "exit 143" TERM',
         f'export {settings} RAY_AUTH_TOKEN_PATH="$d/ray-token" TMPDIR="$d/tmp"',
         *start.setup,
         shlex.join(agent).replace("--secret-file=SECRET", '--secret-file="$d/node-secret"') + " &",

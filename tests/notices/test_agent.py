@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shlex
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import quote
 
+import psutil
 import pytest
 
 from manager.controller.events import NoticeGiven, NoticeWithdrawn
@@ -23,6 +30,7 @@ from tests.notices.metadata_server import MetadataServer, Reply, json_reply
 
 SECRET = "s3cret-of-this-run"
 BOUND_S = 20.0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class FakeSource:
@@ -182,6 +190,35 @@ def test_a_vm_ends_itself_once_it_was_lonely_for_long_and_not_before(world: Worl
     assert not world.ended.wait(2.0)  # the manager is there
     world.door.close()
     assert world.ended.wait(BOUND_S)
+
+
+def test_a_node_that_does_not_end_is_killed_and_leaves_its_log_alone(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "of-ray", tmp_path / "node"
+    (folder / "tmp").mkdir(parents=True)
+    elsewhere.mkdir()
+    for name, content in {"elsewhere": str(elsewhere), "node-secret": SECRET, "log": "told"}.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    program = (
+        "from pathlib import Path; from manager.notices.agent import end_group\n"
+        f"end_group(Path({str(folder)!r}), grace_s=0.3)"
+    )
+    script = f"trap '' TERM; {shlex.join([sys.executable, '-c', program])} & exec sleep 100"
+    with subprocess.Popen(["sh", "-c", script], start_new_session=True, cwd=ROOT) as node:
+        assert node.wait(BOUND_S) == -signal.SIGKILL
+        agent = [
+            process for process in psutil.process_iter() if process.pid != node.pid and _group(process) == node.pid
+        ]
+        psutil.wait_procs(agent, timeout=BOUND_S)
+    assert not elsewhere.exists()
+    assert [path.name for path in folder.iterdir()] == ["log"]
+    assert not [process for process in agent if process.is_running()]
+
+
+def _group(process: psutil.Process) -> int:
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return 0
 
 
 ID = "/subscriptions/s/resourceGroups/g/providers/Microsoft.Compute/virtualMachines/tiny-1-0"
