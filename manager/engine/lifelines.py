@@ -26,10 +26,10 @@ class Lifelines:
     Each is sent a nonce, for which its hello must prove the secret: a stranger's connection is closed and forgotten.
     """
 
-    def __init__(self, host: str, closed: Callable[[str], None]) -> None:
+    def __init__(self, host: str, closed: Callable[[str], None], port: int = 0) -> None:
         self.secret = new_secret()
         self._closed = closed
-        self._listener = socket.create_server((host, 0), backlog=BACKLOG)
+        self._listener = socket.create_server((host, port), backlog=BACKLOG)
         self._listener.setblocking(False)
         self.host, self.port = host, int(self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()

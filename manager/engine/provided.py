@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
+import socket
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from manager.engine.attachment import Attachment
 from manager.engine.lifelines import Lifelines
 from manager.engine.machines import Machines, Opening, OpenMachines, Provided
 from manager.engine.notice_door import NoticeDoor
+from manager.engine.ports import Ports
 from manager.engine.ray_environment import leave_loopback
 from manager.providers.cloud_init import NodeStart
 from manager.providers.provider import Provider
@@ -50,13 +53,15 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
         from manager.engine.worker_pool import Store, WorkerPool
 
         found, ending = opening.found, opening.ending
-        cluster = RayCluster(directory, opening.patience_s, vms.address, vms.ray_port)
+        ports = Ports(vms.first_port or 0)
+        cluster = RayCluster(directory, opening.patience_s, vms.address, vms.ray_port or ports.head, ports.first)
         ending.callback(cluster.close)
         secret = _node_secret(directory.parent / "node-secret", make=found is None)
         if found is None:
+            check_free(vms.address, ports.of_manager())
             cluster.start()
-            store = Store(vms.address)
-            store_host, store_port, notice_port = store.host, store.port, vms.notice_port
+            store = Store(vms.address, ports.store)
+            store_host, store_port, notice_port = store.host, store.port, vms.notice_port or ports.notices
         else:
             cluster.take_over(found.line, found.greeting)
             known = found.attachment
@@ -70,7 +75,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
         )
         ending.callback(pool.close)
         try:
-            lifelines = Lifelines(vms.address, pool.connection_closed)
+            lifelines = Lifelines(vms.address, pool.connection_closed, ports.lifelines)
             ending.callback(lifelines.close)
             door = NoticeDoor(opening.inbox, secret, vms.address, notice_port)
             ending.callback(door.close)
@@ -84,6 +89,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
             setup=setup_lines(vms),
             python=vms.environment.python,
             gpus=vms.device == "cuda",
+            first_port=ports.first,
             lonely_s=vms.lonely_s,
             management_url=providing.management_url,
         )
@@ -114,6 +120,20 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
         )
 
     return open_machines
+
+
+def check_free(address: str, ports: Collection[int]) -> None:
+    """See that nobody listens on ports that the run is to have.
+
+    Raises:
+        ClusterError: naming the first one that is taken.
+    """
+    for port in ports:
+        try:
+            socket.create_server((address, port)).close()
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            raise ClusterError(f"vms.first_port: cannot listen on {address}:{port}: {why}") from error
 
 
 def setup_lines(vms: ProvidedVms) -> tuple[str, ...]:

@@ -45,11 +45,14 @@ class RayCluster:
         patience_s: How long everything outlives this process, should it be killed.
         host: The address of the head node; VMs elsewhere must reach it.
         port: Of the head node; 0: any free one.
+        first_port: Of those on which the head node's other processes listen; 0: any free ones.
     """
 
-    def __init__(self, directory: Path, patience_s: float = 0.0, host: str = LOOPBACK, port: int = 0) -> None:
+    def __init__(
+        self, directory: Path, patience_s: float = 0.0, host: str = LOOPBACK, port: int = 0, first_port: int = 0
+    ) -> None:
         self._directory = directory
-        self._where = (host, str(port))
+        self._where = (host, str(port), str(first_port))
         self.address = ""
         self._patience_s = patience_s
         self._line: HostLine | None = None

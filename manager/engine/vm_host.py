@@ -1,6 +1,6 @@
-"""The process that owns the local Ray nodes: ``python -m manager.engine.vm_host FD PATIENCE_S HOST PORT``; see ``door``
+"""The process that owns the local Ray nodes: ``python -m manager.engine.vm_host FD PATIENCE_S HOST PORT FIRST``.
 
-HOST and PORT: of the head node; 0: any free port.
+FD: see ``door``. HOST and PORT: of the head node; FIRST: of the ports of its other processes. 0: any free port.
 
 A process of its own, because the nodes must die with the thread that started them (the kernel's
 parent-death signal), Ray wants that to be a main thread, and Ctrl-C in the user's terminal must reach
@@ -29,6 +29,7 @@ from ray.cluster_utils import Cluster
 from manager.engine.door import Door, hear, tell
 from manager.engine.gone import wait_gone
 from manager.engine.names import HEAD_RESOURCE, LOOPBACK, VM_RESOURCE
+from manager.engine.ports import Ports
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 END_TIMEOUT_S = 10.0
@@ -74,7 +75,7 @@ class _Nodes:
         self.vms = {name: pids for name, pids in self.vms.items() if any(map(_runs, pids))}
 
 
-def _start_head(host: str, port: int) -> _Nodes:
+def _start_head(host: str, port: int, first_port: int) -> _Nodes:
     return _Nodes(
         Cluster(
             initialize_head=True,
@@ -84,8 +85,10 @@ def _start_head(host: str, port: int) -> _Nodes:
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "include_dashboard": False,
                 "include_log_monitor": False,  # it holds a file for each worker there ever was, and nobody reads them
+                "no_monitor": True,  # of the autoscaler: its metrics are open to everybody, at a port of Ray's choice
                 "node_ip_address": host,
                 **({"gcs_server_port": port} if port else {}),
+                **Ports(first_port).of_node(),
             },
         )
     )
@@ -133,7 +136,7 @@ def main() -> None:
     try:
         manager = door.next()
         try:
-            nodes = _start_head(sys.argv[3], int(sys.argv[4]))
+            nodes = _start_head(sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
         except Exception as error:
             if manager is not None:
                 tell(manager, error=f"{type(error).__name__}: {error}")

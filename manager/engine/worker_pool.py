@@ -259,13 +259,13 @@ class Store:
         ClusterError: when it does not come up within ``STORE_TIMEOUT_S``.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, port: int = 0) -> None:
         remote: Any = ray.remote
         options = {"name": STORE_NAME, "lifetime": "detached", "num_cpus": 0, "resources": {HEAD_RESOURCE: 0.01}}
-        self._actor: Any = remote(StoreHost).options(**options).remote(host)
+        self._actor: Any = remote(StoreHost).options(**options).remote(host, port)
         self.host = host
         try:
-            port: Any = ray.get(self._actor.port.remote(), timeout=STORE_TIMEOUT_S)
+            found: Any = ray.get(self._actor.port.remote(), timeout=STORE_TIMEOUT_S)
         except RayError as error:
             raise ClusterError(f"the rendezvous store did not start within {STORE_TIMEOUT_S:g} s: {error}") from error
-        self.port = int(port)
+        self.port = int(found)

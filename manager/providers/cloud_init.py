@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field, SecretStr
 
 from manager.engine.names import RAY_SETTINGS, VM_RESOURCE
+from manager.engine.ports import Ports
 from morph.contract.base import Value
 
 DIRECTORY = "/etc/morph"
@@ -32,6 +33,7 @@ class NodeStart(Value):
     setup: tuple[str, ...] = Field(default=(), description="shell lines run once, as root, before anything starts")
     python: str = Field(default="/usr/bin/python3", description="the interpreter that has Morph and Ray")
     gpus: bool = Field(default=True, description="its devices are GPUs, of which each worker sees one alone")
+    first_port: int = Field(default=0, description="of the ports on which the node listens; 0: any free ones")
     lonely_s: float = Field(default=900.0, gt=0, description="without the manager for this long a VM ends itself")
     management_url: str = Field(
         default="", pattern=r"^(https?://[^\s'\"]+)?$", description="of the resource manager; empty: public Azure's"
@@ -93,6 +95,7 @@ def ray_command(start: NodeStart, node: str, num_devices: int | str) -> list[str
         start.python, "-m", "ray.scripts.scripts", "start", "--block", f"--address={start.ray_address}",
         f"--object-store-memory={OBJECT_STORE_BYTES}", f"--num-cpus={num_devices}",
         f"--num-gpus={num_devices if start.gpus else 0}", f"--resources={resources}", "--disable-usage-stats",
+        *Ports(start.first_port).options(),
     ]  # fmt: skip
 
 

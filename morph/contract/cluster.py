@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from morph.contract.base import Value
 from morph.contract.rules import Rules
@@ -14,6 +14,10 @@ from morph.contract.rules import Rules
 Positive = Annotated[float, Field(gt=0)]
 Line = Annotated[str, Field(min_length=1, pattern=r"^[^\r\n]+$")]
 Port = Annotated[int, Field(ge=0, le=65535)]
+NUM_PORTS = 100
+"""In the block that ``ProvidedVms.first_port`` begins."""
+EPHEMERAL = 32768
+"""From here on Linux gives ports out by itself, unless it was told otherwise (net.ipv4.ip_local_port_range)."""
 
 
 class Limits(Value):
@@ -95,6 +99,11 @@ class ProvidedVms(Value):
     )
     ray_port: Port = Field(default=0, description="of Ray's head node; 0: any free one")
     notice_port: Port = Field(default=0, description="to which the VMs' agents come; 0: any free one")
+    first_port: Annotated[int, Field(ge=1024, le=EPHEMERAL - NUM_PORTS)] | None = Field(
+        default=None,
+        description=f"of {NUM_PORTS} ports, the same on each VM and here, on which all but tensors arrives; "
+        "absent: any free ones",
+    )
     lonely_s: Positive = Field(default=900.0, description="a VM without a manager for so long ends itself")
     shared_storage: bool = Field(
         default=False, description="every VM sees this machine's folders under their paths: checkpoints may lie there"
@@ -118,6 +127,14 @@ class ProvidedVms(Value):
         if found.is_unspecified or found.is_multicast:
             raise ValueError("is no address that a VM can reach")
         return address
+
+    @model_validator(mode="after")
+    def _ports_apart(self) -> Self:
+        for name in ("ray_port", "notice_port"):
+            port: int = getattr(self, name)
+            if self.first_port is not None and self.first_port <= port < self.first_port + NUM_PORTS:
+                raise ValueError(f"{name}: {port} is one of the {NUM_PORTS} ports of first_port")
+        return self
 
 
 class AzureVms(ProvidedVms):

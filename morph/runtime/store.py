@@ -16,8 +16,8 @@ class StoreHost:
     It listens on ``host`` alone: left to itself, a TCPStore listens on every interface, to anyone.
     """
 
-    def __init__(self, host: str) -> None:
-        listener = socket.create_server((host, 0))
+    def __init__(self, host: str, port: int = 0) -> None:
+        listener = socket.create_server((host, port))
         self._store = TCPStore(
             host,
             listener.getsockname()[1],

@@ -77,6 +77,7 @@ def set_in(described: Described, dotted: str, value: object) -> None:
         ("vms.address", "0.0.0.0", "vms.address: is no address that a VM can reach"),
         ("vms.address", "10.250.250.250", "vms.address: cannot be listened on"),
         ("vms.notice_port", 65536, "vms.notice_port"),
+        ("vms.first_port", 40000, "vms.first_port"),
         ("vms.lonely_s", 0, "vms.lonely_s"),
         ("vms.cloud", "nowhere.yaml", "nowhere.yaml: cannot be read"),
         ("vms.environment.python", "python3", "vms.environment.python"),

@@ -91,6 +91,13 @@ def splits(bill: Sequence[Life], run_dir: Path) -> list[Split]:
     return found
 
 
+def facts(run_dir: Path, name: str) -> list[str]:
+    """The details of every fact of a name, in order."""
+    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+        told = [Fact.model_validate_json(entry.payload_json) for entry in journal.read() if entry.kind == "fact"]
+    return [fact.detail for fact in told if fact.name == name]
+
+
 def requests(run_dir: Path) -> Asked:
     """How many VMs were asked for and granted."""
     asked: dict[str, int] = {}

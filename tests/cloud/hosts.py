@@ -90,6 +90,11 @@ class Host:
         path = self.directory / "log" / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs in this host, whoever started it there."""
+        mine = _namespace_of(self.pid)
+        return [process for process in psutil.process_iter() if _namespace_of(process.pid) == mine]
+
     def inside(self, *command: str) -> list[str]:
         """The command that runs one in this host. Its environment is that of the caller."""
         where = ["--mount", "--net", "--pid", "--uts", "--ipc"]
@@ -211,6 +216,13 @@ class Hosts:
             environment={**ENVIRONMENT, **trust, **environment},
             cloud_config=cloud_config,
         )
+
+
+def _namespace_of(pid: int) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+    except OSError:  # it is gone
+        return ""
 
 
 def _remove_stale() -> None:

@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -22,6 +23,7 @@ from manager.report.values import RunReport
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from tests.cloud.hosts import ROOT
 from tests.cloud.virtual_azure import CLOUD_FILE, VirtualAzure
+from tests.system.exposure import RECORDED
 
 JOB = ROOT / "configs" / "jobs" / "tiny_gpt.py"
 LINE_BOUND_S = 180.0
@@ -47,6 +49,18 @@ class Taken:
     version: int
 
 
+@dataclass(frozen=True)
+class Death:
+    """The manager is killed once so many steps are decided and all VMs train, after every taking.
+
+    ``then``: what is given to go on. ``with_head``: Ray's head node dies too, so that there is nothing to take over.
+    """
+
+    step: int
+    then: Literal["the same", "resume"] = "the same"
+    with_head: bool = False
+
+
 def seeded_takings(seed: int, count: int, steps: int, notice_s: float) -> list[Taking]:
     """So many takings, spread over the first three quarters of a run; every other one has a notice, in random order."""
     chooser = random.Random(seed)
@@ -61,7 +75,8 @@ class Life:
     """One run. ``directory``: on storage that every host sees; made before.
 
     ``steps_after``: it is stopped, as by Ctrl-C, so many steps after the last VM was taken or, if ``whole``, made
-    good; None: it goes on to its last step. ``on_line``: called with each line that the run tells.
+    good; None: it goes on to its last step. ``on_line``: called with each line that the run tells. ``secrets_path``:
+    where the run's secrets are written down. ``vms``: further settings. ``killed``: the VMs that lived at each death.
     """
 
     azure: VirtualAzure
@@ -74,12 +89,20 @@ class Life:
     checkpoint_every: int = 20
     steps_after: int | None = None
     whole: bool = True
+    secrets_path: Path | None = None
+    deaths: list[Death] = field(default_factory=list)
+    vms: dict[str, Any] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     on_line: Callable[[dict[str, Any]], None] = lambda _line: None
     taken: list[Taken] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
     output: list[str] = field(default_factory=list)
     code: int | None = None
+    killed: list[list[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._chooser = random.Random(self.seed)
+        self._stop_at: int | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -100,6 +123,7 @@ class Life:
                 "address": self.azure.manager_address,
                 "shared_storage": True,
                 "environment": {"python": sys.executable},
+                **self.vms,
             },
             "policy": {"checkpoint_every_steps": self.checkpoint_every, **self.policy},
         }
@@ -109,27 +133,50 @@ class Life:
 
     def live(self) -> RunReport:
         """Run to the end; blocks, and gives up when nothing is told for ``LINE_BOUND_S``."""
-        command = [sys.executable, "-m", "morph.cli.main", "run", str(self.write_files()), "--log-format", "json"]
-        waiting, chooser = list(self.takings), random.Random(self.seed)
-        stop_at: int | None = None
-        with self.azure.popen(command) as process:
+        arguments = ["run", str(self.write_files())]
+        waiting = deque(self.takings)
+        while (death := self._manage(arguments, waiting)) is not None:
+            if death.then == "resume":
+                arguments = ["resume", str(self.run_dir)]
+        assert self.code == (0 if self._stop_at is None else STOPPED), self.told()
+        assert not waiting, f"the run was over before {waiting}"
+        return read_report(self.run_dir)
+
+    def _manage(self, arguments: Sequence[str], waiting: deque[Taking]) -> Death | None:
+        """One manager to its end; returns how it was killed."""
+        program = ["-m", "morph.cli.main"] if self.secrets_path is None else ["-c", RECORDED, str(self.secrets_path)]
+        death = None
+        with self.azure.popen([sys.executable, *program, *arguments, "--log-format", "json"]) as process:
             for line in self._lines(process):
                 whole = self._is_whole(line)
+                if death is not None:
+                    continue  # what it had told before
                 if waiting and whole and line["version"] >= waiting[0].step:
-                    taking = waiting.pop(0)
-                    vm = chooser.choice(sorted(self.azure.region.living()))
+                    taking = waiting.popleft()
+                    vm = self._chooser.choice(sorted(self.azure.region.living()))
                     if self.azure.region.take(vm, taking.notice_s):
                         self.taken.append(Taken(vm, taking, line["version"]))
+                elif not waiting and self.deaths:
+                    if whole and line["version"] >= self.deaths[0].step:
+                        death = self.deaths.pop(0)
+                        self._kill(process.pid, death)
                 elif not waiting and self.steps_after is not None and (whole or not self.whole):
-                    stop_at = line["version"] + self.steps_after if stop_at is None else stop_at
-                    if line["version"] >= stop_at:
+                    self._stop_at = line["version"] + self.steps_after if self._stop_at is None else self._stop_at
+                    if line["version"] >= self._stop_at:
                         psutil.Process(process.pid).children()[0].send_signal(signal.SIGINT)
                         self.steps_after = None
                 self.on_line(line)
             self.code = process.wait(END_BOUND_S)
-        assert self.code == (0 if stop_at is None else STOPPED), self.told()
-        assert not waiting, f"the run was over before {waiting}"
-        return read_report(self.run_dir)
+        return death
+
+    def _kill(self, pid: int, death: Death) -> None:
+        self.killed.append(self.azure.region.living())
+        manager = psutil.Process(pid).children()[0]
+        heads = [process for process in self.azure.manager.processes() if "manager.engine.vm_host" in process.cmdline()]
+        assert len(heads) == 1
+        manager.kill()
+        if death.with_head:
+            heads[0].kill()
 
     def told(self) -> str:
         """Everything that the run and its VMs told, for a failure."""

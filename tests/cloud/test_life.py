@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from manager.report.spent import NOTHING
-from tests.cloud.accounts import BEGIN_S, requests, splits
+from tests.cloud.accounts import BEGIN_S, facts, requests, splits
+from tests.cloud.exposed import Watch
 from tests.cloud.hosts import not_permitted
-from tests.cloud.life import JOB, Life, Taking, digests
+from tests.cloud.life import JOB, Death, Life, Taking, digests
 from tests.cloud.virtual_azure import USD_PER_H, VirtualAzure
 from tests.system.commands import morph
 from tests.system.harness import uninterrupted
@@ -20,16 +21,24 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(bool(not_permitted()), reason=not_permitted() or "-"),
 ]
-KEEP, NOTICE_S, NUM_SECTIONS = 2, 30.0, 6
+KEEP, NOTICE_S, NUM_SECTIONS, FIRST_PORT = 2, 30.0, 6, 20000
 
 
-def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(tmp_path: Path) -> None:
-    profile = tmp_path / "profile.json"
-    morph("calibrate", f"{JOB}:job", "-o", profile, "--samples", 5, "-m", 2)
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("calibrated") / "profile.json"
+    morph("calibrate", f"{JOB}:job", "-o", path, "--samples", 5, "-m", 2)
+    return path
+
+
+def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(profile: Path, tmp_path: Path) -> None:
     takings = [Taking(10, NOTICE_S), Taking(20, None)]
-    with VirtualAzure(tmp_path) as azure:
+    with VirtualAzure(profile.parent, tmp_path) as azure:
         life = Life(azure, tmp_path, profile, 100_000, KEEP, takings, steps_after=5, whole=False)
+        life.vms, life.secrets_path = {"first_port": FIRST_PORT}, tmp_path / "made"
+        watch = Watch(azure, life, FIRST_PORT)
         report = life.live()
+        watch.check()
         assert [taken.taking for taken in life.taken] == takings
         assert azure.processes() == []
         assert azure.region.left() == {"VMs": [], "scale sets": [], "NICs": [], "disks": []}
@@ -62,3 +71,25 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(tmp_path: Path
     assert digests(life.run_dir) == uninterrupted(report.version, tmp_path / "undisturbed", NUM_SECTIONS)
     assert not azure.hosts.directory.exists()
     assert not list(Path("/run/netns").glob(f"morph-{os.getpid()}-*"))
+
+
+def test_a_killed_manager_is_succeeded_with_the_same_vms_and_one_that_lost_its_head_node_with_new_ones(
+    profile: Path, tmp_path: Path
+) -> None:
+    deaths = [Death(5), Death(10, then="resume", with_head=True)]
+    with VirtualAzure(profile.parent, tmp_path) as azure:
+        life = Life(azure, tmp_path, profile, 100_000, KEEP, [], steps_after=3, deaths=deaths)
+        report = life.live()
+        assert azure.region.left() == {"VMs": [], "scale sets": [], "NICs": [], "disks": []}
+        assert (azure.region.troubles, azure.region.wrong) == ([], [])
+        bill = {entry.name: entry.end for entry in azure.region.bill}
+    old, kept = life.killed
+    assert len(old) == KEEP
+    assert kept == old
+    assert f"{KEEP} VMs of this run live: going on with them" in life.told()
+    new = set(bill) - set(old)
+    assert len(new) == KEEP
+    assert set(bill.values()) == {"deleted"}
+    reconciled = facts(life.run_dir, "vm_reconciled")
+    assert [vm for vm in old if not any(vm in detail for detail in reconciled)] == []
+    assert digests(life.run_dir) == uninterrupted(report.version, tmp_path / "undisturbed", NUM_SECTIONS)

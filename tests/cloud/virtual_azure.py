@@ -55,6 +55,7 @@ class VirtualAzure:
         self.hosts = Hosts(shared, {MANAGEMENT: MANAGEMENT_ADDRESS}, bytes_per_s=bytes_per_s)
         self.services: dict[str, MetadataService] = {}
         self.logs: dict[str, str] = {}
+        self.before_removal: Callable[[Host], None] = lambda _host: None
         self._ending = ExitStack()
         self.region: Region
         self.manager: Host
@@ -109,6 +110,7 @@ class VirtualAzure:
             self.logs[name] = "\n".join(
                 f"-- {unit}\n{host.log(unit)}" for unit in ("host", "morph-node", "morph-agent")
             )
+            self.before_removal(host)
         if (service := self.services.pop(name, None)) is not None:
             service.close()
         self.hosts.remove(name)

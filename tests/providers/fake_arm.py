@@ -70,6 +70,7 @@ class FakeArm:
         self.at_once: dict[str, tuple[int, str, str]] = {}  # by size: refused before an operation begins
         self.faults: list[Fault] = []
         self.calls: list[str] = []
+        self.urls: list[str] = []
         self.wrong: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.num_polls = 1
@@ -94,6 +95,7 @@ class FakeArm:
         text = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         path = urlsplit(handler.path).path
         with self.lock:
+            self.urls.append(handler.path)
             self.calls.append(f"{handler.command} {path.rsplit('Microsoft.Compute/', 1)[-1]}")
             fault = self._fault(handler.command, path)
             if fault is None or fault.carried_out:

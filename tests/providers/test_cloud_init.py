@@ -6,7 +6,14 @@ import pytest
 import yaml
 
 from manager.providers.azure_spec import planned
-from manager.providers.cloud_init import MAX_CUSTOM_DATA_BYTES, SECRET_PATH, TOKEN_PATH, cloud_init, custom_data
+from manager.providers.cloud_init import (
+    MAX_CUSTOM_DATA_BYTES,
+    SECRET_PATH,
+    TOKEN_PATH,
+    cloud_init,
+    custom_data,
+    ray_command,
+)
 from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, START
 
 
@@ -44,6 +51,12 @@ def test_the_node_joins_with_its_token_and_its_own_resource() -> None:
     command = shlex.split(line.removeprefix("ExecStart="))
     assert "--address=10.0.0.4:6379" in command
     assert '--resources={"morph_vm_tiny-1-0": 1}' in command
+
+
+def test_the_node_listens_where_a_firewall_lets_it() -> None:
+    options = ray_command(START.model_copy(update={"first_port": 20000}), "tiny-1-0", 1)
+    assert {"--node-manager-port=20010", "--min-worker-port=20020", "--max-worker-port=20099"} <= set(options)
+    assert not [option for option in ray_command(START, "tiny-1-0", 1) if "-port" in option]
 
 
 def test_the_agent_ends_a_vm_that_is_forgotten() -> None:

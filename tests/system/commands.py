@@ -17,6 +17,7 @@ from types import TracebackType
 import psutil
 
 from manager.engine.gone import wait_gone
+from tests.system.exposure import RECORDED
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "morph.cli.main")
@@ -47,11 +48,15 @@ def environment_of_commands() -> dict[str, str]:
 
 
 class RunningMorph:
-    """A command in a session of its own, as in a terminal; a context manager after which none of it is left."""
+    """A command in a session of its own, as in a terminal; a context manager after which none of it is left.
 
-    def __init__(self, *arguments: object) -> None:
+    ``secrets_path``: where its own process writes down every secret that it makes.
+    """
+
+    def __init__(self, *arguments: object, secrets_path: Path | None = None) -> None:
+        program = COMMAND if secrets_path is None else (sys.executable, "-c", RECORDED, str(secrets_path))
         self._process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)],
+            [*program, *map(str, arguments)],
             cwd=ROOT,
             env=environment_of_commands(),
             stdout=subprocess.PIPE,
@@ -97,6 +102,11 @@ class RunningMorph:
     def press_ctrl_c(self) -> None:
         """What a terminal does: SIGINT to the whole foreground process group."""
         os.killpg(self._process.pid, signal.SIGINT)
+
+    def family(self) -> list[psutil.Process]:
+        """Every process below the command that was seen and runs."""
+        self._record()
+        return [process for process in self._family.values() if process.is_running()]
 
     def kill(self) -> None:
         """SIGKILL to the command's own process, and to no other."""

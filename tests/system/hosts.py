@@ -64,10 +64,18 @@ class Hosts:
                 self._temporary |= {part.partition("=")[2] for part in arguments}
         return nodes
 
+    def temporary(self) -> list[Path]:
+        """Folders outside of the nodes' own that nodes made and that are there."""
+        return [path for path in map(Path, sorted(self._temporary)) if path.exists()]
+
+    def processes(self, node: str) -> list[psutil.Process]:
+        """What runs of a node."""
+        root = psutil.Process(self.note()[node])
+        return [root, *root.children(recursive=True)]
+
     def kill(self, node: str) -> None:
         """A host dies: everything of its node ends at once."""
-        root = psutil.Process(self.note()[node])
-        for process in (root, *root.children(recursive=True)):
+        for process in self.processes(node):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from manager.notices.source import Standing
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from tests.system.commands import RunningMorph, morph
+from tests.system.exposure import files_below, files_with, holds, recorded, shown_by, with_secrets
 from tests.system.harness import uninterrupted
 from tests.system.hosts import Hosts
 
@@ -48,6 +50,7 @@ def job_file(
     memory_bytes: int = 2_000_000_000,
     steps: int = STEPS,
     takeover_patience_s: float = 60,
+    **vms: object,
 ) -> Path:
     """The tiny job in a folder of its own, with a neighbour that it imports: the VMs must get both."""
     (directory / "code").mkdir()
@@ -65,6 +68,7 @@ def job_file(
             "address": "127.0.0.2",
             "shared_storage": True,
             "environment": {"python": sys.executable, "files": ["neighbour.py"]},
+            **vms,
         },
         "policy": {"checkpoint_every_steps": 10, "takeover_patience_s": takeover_patience_s},
     }
@@ -76,6 +80,33 @@ def job_file(
 def digests(run_dir: Path) -> dict[str, str]:
     url = str(run_dir / "checkpoints")
     return {entry.unit: entry.sha256 for entry in read_manifest(url, complete_versions(url)[-1]).units}
+
+
+def named(directory: Path) -> dict[str, bytes]:
+    """Every file of a folder, by its path in it."""
+    return {str(path.relative_to(directory)): data for path, data in files_below(directory)}
+
+
+def check_exposure(hosts: Hosts, run: RunningMorph, run_dir: Path, secrets: list[str]) -> None:
+    """Where both sides listen, and that secrets stand in the files of docs/safety.md alone."""
+    assert len(secrets) >= 4
+    sides = {"127.0.0.2": run.family()}
+    of_nodes = set()
+    for node in hosts.nodes():
+        (place,) = hosts.directory.glob(f"h*/.morph/nodes/{node}")
+        host = place.parents[2]
+        sides[f"127.0.0.{11 + int(host.name[1:])}"] = hosts.processes(node)
+        of_nodes |= {f"{host.name}/.morph/nodes/{node}/{name}" for name in ("ray-token", "node-secret")}
+    for address, processes in sides.items():
+        shown = shown_by(processes)
+        assert with_secrets(shown, secrets) == []
+        assert {found.address for found in shown.listening} <= {address, "::"}, address
+        inside = {found.process for found in shown.listening if found.address == address}
+        assert inside >= {"ray::RuntimeEnvAgent"}, address  # it was looked at the right processes
+    assert files_with(named(hosts.directory), secrets) == of_nodes
+    assert {stat.S_IMODE((hosts.directory / name).stat().st_mode) for name in of_nodes} == {0o600}
+    assert [folder for folder in hosts.temporary() if files_with(named(folder), secrets)] == []
+    assert files_with(named(run_dir), secrets) == {"attach.json"}
 
 
 def check_end(hosts: Hosts, run_dir: Path, weights: dict[str, str]) -> None:
@@ -92,16 +123,20 @@ def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
 ) -> None:
     path = job_file(tmp_path, hosts, calibrated, memory_bytes=TOO_SMALL_ALONE_BYTES)
     assert "with 2 VMs in shape 2x1, with 2 at least" in morph("config", "check", path)
-    with RunningMorph("run", path, "--plain", "--no-page") as run:
+    made = tmp_path / "made"
+    with RunningMorph("run", path, "--plain", "--no-page", secrets_path=made) as run:
         run.wait_for_line("generation 1 is formed")
         run.wait_for_line("the checkpoint of version 10")
         first = hosts.note()
+        check_exposure(hosts, run, tmp_path / "run", recorded(made))
         hosts.kill(sorted(first)[0])
         lost = run.wait_for_line(f"{sorted(first)[0]} was lost")
         assert "connection closed" in lost or "left the cluster" in lost or "is gone" in lost
         assert "generation 2 is formed" in run.wait_for_line("-2-0 is ready")
         hosts.note()
         assert run.wait_for_end() == 0, run.output
+        assert not any(holds(run.output.encode(), secret) for secret in recorded(made))
+    assert files_with(named(tmp_path / "run"), recorded(made)) == set()
     check_end(hosts, tmp_path / "run", weights)
     account = read_report(tmp_path / "run").account
     assert account.total_ns == sum(account.parts_ns.values())
@@ -171,7 +206,7 @@ def test_a_noticed_host_is_left_out_and_let_go_and_no_step_is_lost(
     assert hosts.wait_until_empty() == []
 
 
-def test_a_run_that_begins_anew_takes_back_the_hosts_of_a_manager_that_was_given_up_and_ctrl_c_gives_all_back(
+def test_a_run_that_is_resumed_takes_back_the_hosts_of_a_manager_that_was_given_up_and_ctrl_c_gives_all_back(
     hosts: Hosts, calibrated: Path, tmp_path: Path
 ) -> None:
     path = job_file(tmp_path, hosts, calibrated, steps=LONG_STEPS, takeover_patience_s=0)
@@ -180,7 +215,7 @@ def test_a_run_that_begins_anew_takes_back_the_hosts_of_a_manager_that_was_given
         before = hosts.note()
         first.kill()
         first.wait_for_exit()
-        with RunningMorph("run", path, "--plain", "--no-page") as second:
+        with RunningMorph("resume", tmp_path / "run", "--plain", "--no-page") as second:
             second.wait_for_line("going on from its newest checkpoint")
             second.wait_for_line("generation 1 is formed")
             assert not set(hosts.note()) & set(before)
@@ -190,3 +225,27 @@ def test_a_run_that_begins_anew_takes_back_the_hosts_of_a_manager_that_was_given
     assert hosts.nodes() == {}
     assert json.loads((hosts.directory / "leases.json").read_text()) == {}
     assert json.loads((tmp_path / "run" / "vms.json").read_text())["num_starts"] == 2
+    version = read_report(tmp_path / "run").version
+    assert digests(tmp_path / "run") == uninterrupted(version, tmp_path / "undisturbed", NUM_SECTIONS)
+
+
+def test_hosts_without_a_manager_end_by_themselves_and_leave_nothing_but_a_lease_that_reconcile_gives_back(
+    hosts: Hosts, calibrated: Path, tmp_path: Path
+) -> None:
+    path = job_file(tmp_path, hosts, calibrated, steps=LONG_STEPS, takeover_patience_s=0, lonely_s=0.5)
+    with RunningMorph("run", path, "--plain", "--no-page") as run:
+        run.wait_for_line("the checkpoint of version 10")
+        nodes = hosts.note()
+        assert len(nodes) == 2
+        assert len(hosts.temporary()) == 2
+        run.kill()
+        run.wait_for_exit()
+        assert hosts.wait_until_empty() == []
+    assert hosts.temporary() == []
+    left = {path.parent.name: path.name for path in hosts.directory.glob("h*/.morph/nodes/*/*")}
+    assert left == dict.fromkeys(nodes, "log")
+    name = json.loads((tmp_path / "run" / "vms.json").read_text())
+    told = morph("cloud", "reconcile", hosts.file, "--run", name["run"], "--job", name["job"])
+    assert "2 VMs of" in told
+    assert json.loads((hosts.directory / "leases.json").read_text()) == {}
+    assert list(hosts.directory.glob("h*/.morph/nodes/*")) == []

@@ -7,7 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +18,9 @@ from manager.journal.journal import Journal
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions
 from tests.system.commands import ROOT, environment_of_commands, morph
+from tests.system.exposure import Shown, files_below, files_with, holds, shown_by, with_secrets
 from tests.system.harness import JOB
-from tests.system.watched import Listening, WatchedMorph, files_below
+from tests.system.watched import WatchedMorph
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -41,15 +41,13 @@ except Exception as error:
 class Seen:
     """What was seen of one run, while it trained and after its terminal was closed.
 
-    ``environments`` and ``command_lines`` by process id and name; ``ray_files`` are Ray's logs and sessions, ``files``
-    the run directory; ``live_modes`` of the files with secrets.
+    ``shown`` by its processes; ``ray_files`` are Ray's logs and sessions, ``files`` the run directory; ``live_modes``
+    of the files with secrets.
     """
 
     secrets: dict[str, str]
     all_secrets: tuple[str, ...]
-    listening: frozenset[Listening]
-    environments: dict[str, dict[str, str]]
-    command_lines: dict[str, str]
+    shown: Shown
     live_modes: dict[str, int]
     ray_files: dict[str, bytes]
     files: dict[str, bytes]
@@ -71,16 +69,15 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     with WatchedMorph(folder / "made", *arguments) as command:
         command.wait_for("the checkpoint of version")
         family = [process for process in command.family() if process.is_running()]
-        environments = {f"{process.pid} {process.name()}": process.environ() for process in family}
-        ray_directory = Path(next(found["RAY_TMPDIR"] for found in environments.values() if "RAY_TMPDIR" in found))
+        shown = shown_by(family)
+        environments = shown.environments.values()
+        ray_directory = Path(next(found["RAY_TMPDIR"] for found in environments if "RAY_TMPDIR" in found))
         token = ray_directory / "token"
         live_modes = {path.name: path.stat().st_mode for path in (token, *(run_dir / name for name in PRIVATE))}
         live_modes["the directory of Ray"] = ray_directory.stat().st_mode
         address = read_address(run_dir)
         secrets = {"Ray's token": token.read_text(encoding="ascii"), "the page's token": address.token}
-        command_lines = {f"{process.pid} {process.name()}": "\0".join(process.cmdline()) for process in family}
-        listening = frozenset(command.listening())
-        (head,) = [found.port for found in listening if found.process == "gcs_server"]
+        (head,) = [found.port for found in shown.listening if found.process == "gcs_server"]
         address_of_head = f"127.0.0.1:{head}"
         strangers = {
             "another token": _stranger(address_of_head, RAY_AUTH_TOKEN="f" * 64),
@@ -109,8 +106,7 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         files["the journal, line by line"] = "\n".join(entry.payload_json for entry in journal.read()).encode()
     return Seen(
-        secrets, all_secrets, listening, environments, command_lines, live_modes, ray_files, files, outputs, strangers,
-        code, run_dir,
+        secrets, all_secrets, shown, live_modes, ray_files, files, outputs, strangers, code, run_dir
     )  # fmt: skip
 
 
@@ -132,27 +128,15 @@ def _error_of(*arguments: object) -> str:
     return done.stderr
 
 
-def _forms(secret: str) -> Iterator[bytes]:
-    """How a secret may stand in a file: as it is, or in base 64, wherever that begins."""
-    yield secret.encode()
-    for shift in range(3):
-        yield base64.b64encode(b"\0" * shift + secret.encode())[4:-4]
-
-
-def _holds(data: bytes, secret: str) -> bool:
-    return any(form in data for form in _forms(secret))
-
-
 def test_the_search_finds_what_it_looks_for() -> None:
     for text in (b"x s3cret-of-many-letters y", base64.b64encode(b"ab s3cret-of-many-letters y")):
-        assert _holds(text, "s3cret-of-many-letters")
-    assert not _holds(b"s3cret of many letters", "s3cret-of-many-letters")
+        assert holds(text, "s3cret-of-many-letters")
+    assert not holds(b"s3cret of many letters", "s3cret-of-many-letters")
 
 
 def test_everything_listens_on_loopback_alone(seen: Seen) -> None:
-    elsewhere = {found for found in seen.listening if found.address not in ("127.0.0.1", "::ffff:127.0.0.1")}
-    assert elsewhere == set()
-    names = {found.process.split("::")[-1] for found in seen.listening}
+    assert {found for found in seen.shown.listening if found.address != "127.0.0.1"} == set()
+    names = {found.process.split("::")[-1] for found in seen.shown.listening}
     assert {"gcs_server", "raylet"} <= names  # it was looked at the right processes
 
 
@@ -165,28 +149,24 @@ def test_the_secrets_of_the_run_are_known_to_this_test(seen: Seen) -> None:
 def test_no_secret_is_in_the_run_directory(seen: Seen) -> None:
     assert {"run.json", JOURNAL, "report.html"} <= seen.files.keys()
     assert any(name.endswith(".safetensors") for name in seen.files)
-    assert [name for name, data in seen.files.items() for secret in seen.all_secrets if _holds(data, secret)] == []
+    assert files_with(seen.files, seen.all_secrets) == set()
     assert not any((seen.run_dir / name).exists() for name in PRIVATE)
 
 
 def test_no_secret_is_in_ray_s_logs_and_only_its_token_in_a_file_of_its_own(seen: Seen) -> None:
     assert any(name.endswith(".log") or name.endswith(".out") for name in seen.ray_files)
-    found = {name for name, data in seen.ray_files.items() for secret in seen.all_secrets if _holds(data, secret)}
-    assert found == {"token"}
+    assert files_with(seen.ray_files, seen.all_secrets) == {"token"}
 
 
 def test_no_secret_is_in_a_command_line_or_an_environment(seen: Seen) -> None:
-    for name, line in seen.command_lines.items():
-        assert not any(_holds(line.encode(), secret) for secret in seen.all_secrets), name
-    for name, environment in seen.environments.items():
-        held = [key for key, value in environment.items() for one in seen.all_secrets if _holds(value.encode(), one)]
-        assert held == [], name
+    assert seen.shown.command_lines
+    assert with_secrets(seen.shown, seen.all_secrets) == []
 
 
 def test_no_secret_is_shown_by_any_command_or_error(seen: Seen) -> None:
     for name, text in {**seen.outputs, **seen.strangers}.items():
         assert text, name
-        assert not any(_holds(text.encode(), secret) for secret in seen.all_secrets), name
+        assert not any(holds(text.encode(), secret) for secret in seen.all_secrets), name
 
 
 def test_files_with_a_secret_are_their_owner_s_alone(seen: Seen) -> None:

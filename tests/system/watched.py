@@ -12,44 +12,13 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
 from tests.system.commands import END_TIMEOUT_S, LINE_TIMEOUT_S, ROOT, environment_of_commands
-
-FEWEST_SIGNS = 16
-RECORDED = """
-import secrets, sys
-from pathlib import Path
-
-known = Path(sys.argv[1])
-
-def recorded(make):
-    def made(*arguments):
-        value = make(*arguments)
-        with known.open("a", encoding="ascii") as file:
-            file.write(value + "\\n")
-        return value
-    return made
-
-secrets.token_hex, secrets.token_urlsafe = recorded(secrets.token_hex), recorded(secrets.token_urlsafe)
-sys.argv = ["morph", *sys.argv[2:]]
-from morph.cli.main import main
-main()
-"""
-
-
-@dataclass(frozen=True)
-class Listening:
-    """A socket that takes in whoever comes."""
-
-    address: str
-    port: int
-    process: str
+from tests.system.exposure import RECORDED, Listening, recorded, shown_by
 
 
 def _as_in_a_terminal() -> None:
@@ -110,9 +79,8 @@ class WatchedMorph:
 
     @property
     def secrets(self) -> list[str]:
-        """Every secret that the command's own process has made; a few random signs that tell names apart are none."""
-        made = self._secrets_path.read_text(encoding="ascii").split()
-        return [value for value in made if len(value) >= FEWEST_SIGNS]
+        """Every secret that the command's own process has made."""
+        return recorded(self._secrets_path)
 
     def wait_for(self, part: str, timeout_s: float = LINE_TIMEOUT_S) -> None:
         """Block until the output holds ``part``."""
@@ -130,14 +98,9 @@ class WatchedMorph:
             pass
         return list(self._family.values())
 
-    def listening(self) -> set[Listening]:
-        """Every listening TCP socket and bound UDP socket of its processes."""
-        names = {process.pid: _name(process) for process in self.family()}
-        return {
-            Listening(found.laddr.ip, found.laddr.port, names[found.pid])
-            for found in psutil.net_connections("inet")
-            if found.pid in names and found.laddr and (found.status == psutil.CONN_LISTEN or not found.raddr)
-        }
+    def listening(self) -> frozenset[Listening]:
+        """Every listening socket of its processes."""
+        return shown_by(self.family()).listening
 
     def close_terminal(self) -> None:
         """What happens when the window is closed: SIGHUP to the processes of its session."""
@@ -170,17 +133,3 @@ class WatchedMorph:
                 self._output += chunk
                 self._ended = not chunk
                 self._more.notify_all()
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return "gone"
-
-
-def files_below(directory: Path) -> Iterator[tuple[Path, bytes]]:
-    """Every file and its bytes."""
-    for path in sorted(directory.rglob("*")):
-        if path.is_file() and not path.is_symlink():
-            yield path, path.read_bytes()

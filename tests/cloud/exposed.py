@@ -1,0 +1,123 @@
+"""What a run on the virtual Azure shows to others: its sockets, and every secret searched for in all that it leaves."""
+
+from __future__ import annotations
+
+import base64
+import json
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from manager.engine.ports import Ports
+from tests.cloud.hosts import Host
+from tests.cloud.life import Life
+from tests.cloud.virtual_azure import VirtualAzure
+from tests.system.exposure import Listening, Shown, files_below, files_with, holds, recorded, shown_by, with_secrets
+
+Socket = tuple[str, str, str]
+FROM_VERSION = 3
+SEARCHED = ("etc/morph", "tmp", "log")
+NODE_FILES = {"etc/morph/ray-token", "etc/morph/node-secret"}
+RUN_FILES = {"attach.json", "page.json"}
+OF_MANAGER: set[Socket] = {
+    ("gcs_server", "all", "head"),
+    ("raylet", "all", "node_manager_port"),
+    ("raylet", "all", "object_manager_port"),
+    ("ray::RuntimeEnvAgent", "own", "runtime_env_agent_port"),
+    ("ray::StoreHost", "all", "workers"),
+    ("ray::StoreHost", "own", "store"),
+    ("python", "all", "workers"),
+    ("python", "own", "notices"),
+    ("python", "own", "lifelines"),
+    ("python", "loopback", "any"),
+}
+"""Who listens on the manager's VM, on which addresses, at which of the ports of docs/azure.md. The last: the page."""
+OF_VM: set[Socket] = {
+    ("raylet", "all", "node_manager_port"),
+    ("raylet", "all", "object_manager_port"),
+    ("ray::RuntimeEnvAgent", "own", "runtime_env_agent_port"),
+    ("ray::Worker", "all", "workers"),
+    ("ray::Worker", "own", "any"),
+}
+"""The last: tensors."""
+WAITING = ("ray::IDLE", "all", "workers")
+"""A process of Ray's without work, which there may be."""
+
+
+class Watch:
+    """Looks once all VMs train, and at each VM before it goes. ``check`` is for when the run is over."""
+
+    def __init__(self, azure: VirtualAzure, life: Life, first_port: int) -> None:
+        self._azure, self._life, self._ports = azure, life, Ports(first_port)
+        self.shown: dict[str, Shown] = {}
+        self.modes: dict[str, int] = {}
+        self.found: dict[str, set[str]] = {}
+        life.on_line, azure.before_removal = self._on_line, self._before_removal
+
+    @property
+    def secrets(self) -> list[str]:
+        """Those that the manager made, and the tokens that the cloud gave to anybody."""
+        assert self._life.secrets_path is not None
+        return [*recorded(self._life.secrets_path), *self._azure.region.tokens]
+
+    def check(self) -> None:
+        """See that nothing listens, and no secret stands, where docs/safety.md and docs/azure.md do not say so."""
+        assert len(self.shown) == 1 + self._life.keep, "it was not looked in time"
+        secrets = self.secrets
+        for name, shown in self.shown.items():
+            sockets = {self._kind(found) for found in shown.listening} - {WAITING}
+            assert sockets == (OF_MANAGER if name == "manager" else OF_VM), name
+            assert with_secrets(shown, secrets) == []
+        assert {stat.S_IMODE(mode) for mode in self.modes.values()} == {0o600}, self.modes
+        assert {Path(name).name for name in self.found.pop("manager")} == {"token", "node-secret"}
+        assert self.found.pop("the run") == RUN_FILES
+        assert len(self.found) >= self._life.keep
+        assert self.found == dict.fromkeys(self.found, NODE_FILES)
+        assert files_with(self._files(self._life.run_dir, ("",)), secrets) == set()
+        told = {"the run": "\n".join(self._life.output), **self._azure.logs}
+        assert files_with({name: text.encode() for name, text in told.items()}, secrets) == set()
+        self._check_requests(secrets)
+
+    def _check_requests(self, secrets: Iterable[str]) -> None:
+        """Custom data has the two secrets of a node, and nothing else that is sent to Azure has any."""
+        urls, configs = "\n".join(self._azure.region.urls), []
+        for body in self._azure.region.bodies:
+            profile: dict[str, Any] = body["properties"].get("osProfile", {})
+            shown = {**body, "properties": {**body["properties"], "osProfile": {**profile, "customData": ""}}}
+            assert files_with({"body": json.dumps(shown).encode(), "url": urls.encode()}, secrets) == set()
+            if profile:
+                configs.append(base64.b64decode(profile["customData"]))
+        assert len(configs) >= self._life.keep
+        for config in configs:
+            assert len({secret for secret in secrets if holds(config, secret)}) == len(NODE_FILES)
+
+    def _on_line(self, line: dict[str, Any]) -> None:
+        living = self._azure.region.living()
+        training = line["phase"] == "training" and line["version"] >= FROM_VERSION
+        if self.shown or not training or len(living) < self._life.keep or not set(living) <= self._life.ready:
+            return
+        for name, host in self._azure.hosts.living.items():
+            self.shown[name] = shown_by(host.processes())
+            self._search(name, host.directory, SEARCHED)
+        self._search("the run", self._life.run_dir, ("",))
+
+    def _before_removal(self, host: Host) -> None:
+        self._search(f"{host.name} in the end", host.directory, SEARCHED)
+
+    def _search(self, name: str, directory: Path, below: Iterable[str]) -> None:
+        self.found[name] = files_with(self._files(directory, below), self.secrets)
+        self.modes |= {f"{name} {file}": (directory / file).stat().st_mode for file in self.found[name]}
+
+    def _files(self, directory: Path, below: Iterable[str]) -> dict[str, bytes]:
+        return {
+            str(path.relative_to(directory)): data for part in below for path, data in files_below(directory / part)
+        }
+
+    def _kind(self, found: Listening) -> Socket:
+        addresses = {"::": "all", "0.0.0.0": "all", "127.0.0.1": "loopback"}
+        ports, node = self._ports, self._ports.of_node()
+        names = {ports.head: "head", ports.notices: "notices", ports.store: "store", ports.lifelines: "lifelines"}
+        names |= {port: name for name, port in node.items()}
+        names |= dict.fromkeys(range(node["min_worker_port"], node["max_worker_port"] + 1), "workers")
+        return found.process, addresses.get(found.address, "own"), names.get(found.port, "any")
