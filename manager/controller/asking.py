@@ -5,6 +5,7 @@ from __future__ import annotations
 from manager.controller.actions import Action, ReleaseNodes, RequestId, RequestNodes
 from manager.controller.changes import changed, followed, said, wake_by
 from manager.controller.config import ControllerConfig
+from manager.controller.early import notice_of, without_kept
 from manager.controller.events import NodeAppeared, NodesGranted, NoticeGiven, RequestRefused, WorkerLost
 from manager.controller.nodes import NodeState
 from manager.controller.reasons import ReasonCode
@@ -49,14 +50,22 @@ def nodes_granted(state: ControllerState, event: NodesGranted, now_s: float) -> 
         return said(state, ReasonCode.IGNORED, f"{event.request} is not open")
     new = {node: now_s for node in event.nodes if node not in state.workers and node not in request.granted}
     short = len(new) < request.count
+    notices = [notice for node in new if (notice := notice_of(state, node, now_s)) is not None]
     state = with_request(
         state, event.request, request.model_copy(update={"count": 0, "granted": request.granted | new})
     )
     state = wake_by(state, now_s + state.config.policy.rules.requests.boot_s)
     granted = said(state, ReasonCode.NODES_GRANTED, f"{', '.join(event.nodes)} boot")
     if short:
-        return followed(granted, _refused(state, f"{event.request} is granted in part", now_s), granted.reason.code)
-    return granted.model_copy(update={"state": changed(state, num_refused=0, ask_at_s=None)})
+        refused = _refused(state, f"{event.request} is granted in part", now_s)
+        granted = followed(granted, refused, granted.reason.code)
+    else:
+        granted = granted.model_copy(update={"state": changed(state, num_refused=0, ask_at_s=None)})
+    for notice in notices:
+        given_back = noticed_booting(granted.state, notice)
+        if given_back is not None:
+            granted = followed(granted, given_back, granted.reason.code)
+    return granted.model_copy(update={"state": without_kept(granted.state, *event.nodes)})
 
 
 def request_refused(state: ControllerState, event: RequestRefused, now_s: float) -> Decision:
@@ -64,7 +73,7 @@ def request_refused(state: ControllerState, event: RequestRefused, now_s: float)
     request = state.requests.get(event.request)
     if request is None or not request.count:
         return said(state, ReasonCode.IGNORED, f"{event.request} is not open")
-    state = with_request(state, event.request, request.model_copy(update={"count": 0}))
+    state = without_kept(with_request(state, event.request, request.model_copy(update={"count": 0})))
     why = f"{event.request} is refused: {event.cause}" + (f", {event.detail}" if event.detail else "")
     return _refused(state, why, now_s)
 
@@ -82,6 +91,7 @@ def with_appeared(state: ControllerState, event: NodeAppeared) -> ControllerStat
 
 def lost_booting(state: ControllerState, event: WorkerLost) -> Decision:
     """Await a VM no longer that was taken before it appeared; anybody else is not known."""
+    state = without_kept(state, *event.workers)
     for name, request in state.requests.items():
         if event.worker in request.granted:
             state = with_request(state, name, without_granted(request, event.worker))
@@ -136,7 +146,7 @@ def without_granted(request: NodeRequest, *nodes: WorkerId) -> NodeRequest:
 def _unanswered(state: ControllerState, name: RequestId, now_s: float) -> Decision:
     request = state.requests[name]
     if request.num_sent >= MAX_SENT:
-        state = with_request(state, name, request.model_copy(update={"count": 0}))
+        state = without_kept(with_request(state, name, request.model_copy(update={"count": 0})))
         return _refused(state, f"{name} was not answered, {MAX_SENT} times", now_s)
     again = request.model_copy(update={"num_sent": request.num_sent + 1, "asked_s": now_s})
     state = with_request(state, name, again)

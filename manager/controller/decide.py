@@ -12,6 +12,7 @@ from manager.controller.ahead import ahead_reported
 from manager.controller.answering import answered
 from manager.controller.asking import asked, lost_booting, nodes_granted, request_refused, with_appeared
 from manager.controller.changes import changed, ended, followed, said, wake_by
+from manager.controller.early import notice_of, without_kept
 from manager.controller.events import (
     AheadReported,
     CheckpointFailed,
@@ -93,13 +94,16 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
 def _node_appeared(state: ControllerState, event: NodeAppeared, now_s: float) -> Decision:
     if event.node in state.workers:
         return said(state, ReasonCode.IGNORED, f"{event.node} is known already")
+    notice = notice_of(state, event.node, now_s)
     workers = {**state.workers, event.node: WorkerState(appeared_s=now_s, host=event.host or event.node)}
-    state = changed(with_appeared(state, event), workers=workers, num_appeared=state.num_appeared + 1)
+    state = without_kept(with_appeared(state, event), event.node)
+    state = changed(state, workers=workers, num_appeared=state.num_appeared + 1)
     if state.phase is Phase.STARTING and state.waiting_since_s is None:
         state = changed(state, waiting_since_s=now_s)
     state = wake_by(state, now_s + state.config.policy.order_timeout_s)
     sentence = f"{event.node} appeared: its worker is started"
-    return said(state, ReasonCode.NODE_REGISTERED, sentence, StartWorker(worker=event.node))
+    registered = said(state, ReasonCode.NODE_REGISTERED, sentence, StartWorker(worker=event.node))
+    return registered if notice is None else followed(registered, notice_given(state, notice, now_s))
 
 
 def _worker_lost(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manager.controller.asking import noticed_booting
 from manager.controller.changes import changed, followed, said, wake_by, with_node
+from manager.controller.early import kept, without_kept
 from manager.controller.events import NoticeGiven, NoticeWithdrawn
 from manager.controller.flapping import flapped, hold_s
 from manager.controller.forming import form_or_hold
@@ -19,7 +20,7 @@ def notice_given(state: ControllerState, event: NoticeGiven, now_s: float) -> De
     entry = state.workers.get(event.worker)
     if entry is None:
         ignored = said(state, ReasonCode.IGNORED, f"{event.worker} is not known, or was lost")
-        return noticed_booting(state, event) or ignored
+        return noticed_booting(state, event) or kept(state, event, now_s) or ignored
     if event.notice and event.notice == entry.notice:
         if entry.node is NodeState.DRAINING:  # who tells it again has not heard that it may go
             state = changed(state, leaving=state.leaving | {event.worker})
@@ -36,6 +37,7 @@ def notice_given(state: ControllerState, event: NoticeGiven, now_s: float) -> De
 
 def notice_withdrawn(state: ControllerState, event: NoticeWithdrawn, now_s: float) -> Decision:
     """Take a worker back of which the provider says that it stays."""
+    state = without_kept(state, event.worker)
     entry = state.workers.get(event.worker)
     if entry is None or entry.node is not NodeState.DRAINING:
         return said(state, ReasonCode.IGNORED, f"{event.worker} is not draining")

@@ -16,6 +16,7 @@ class ReasonCode(StrEnum):
     NODES_GRANTED = "nodes_granted"
     REQUEST_REFUSED = "request_refused"
     NODE_ABSENT = "node_absent"
+    NOTICE_KEPT = "notice_kept"
     NOTICE_TAKEN = "notice_taken"
     NOTICE_ACKNOWLEDGED = "notice_acknowledged"
     NODE_SPARED = "node_spared"

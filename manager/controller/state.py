@@ -144,6 +144,13 @@ class NodeRequest(Value):
     granted: dict[WorkerId, float] = Field(default_factory=dict)
 
 
+class KeptNotice(Value):
+    """A notice of a VM that may be one of those that are asked for: its agent can be faster than the grant."""
+
+    notice: str
+    taken_s: float
+
+
 class Flaps(Value):
     """How often a machine came back lately."""
 
@@ -243,6 +250,9 @@ class ControllerState(Value):
         default=frozenset(), description="who drains by a notice that is to be acknowledged"
     )
     requests: dict[RequestId, NodeRequest] = Field(default_factory=dict)
+    kept_notices: dict[WorkerId, KeptNotice] = Field(
+        default_factory=dict, description="of nodes that are not known; empty while no request is open"
+    )
     num_requests: int = 0
     num_refused: int = Field(default=0, description="refusals since the last grant")
     ask_at_s: float | None = Field(default=None, description="no further request before that")

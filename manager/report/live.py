@@ -28,6 +28,7 @@ TOLD = frozenset(
         ReasonCode.NODES_REQUESTED,
         ReasonCode.REQUEST_REFUSED,
         ReasonCode.NODE_ABSENT,
+        ReasonCode.NOTICE_KEPT,
         ReasonCode.NOTICE_TAKEN,
         ReasonCode.NOTICE_ACKNOWLEDGED,
         ReasonCode.NODE_SPARED,

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from controller_script import Script, receivers, script_in
 from simulated_job import PLANS
 
-from manager.controller.actions import AcknowledgeNotice, Action, SendReshape, SendStep
-from manager.controller.events import NoticeGiven, NoticeWithdrawn, Tick, WorkerLost
+from manager.controller.actions import (
+    AcknowledgeNotice,
+    Action,
+    ReleaseNodes,
+    RequestNodes,
+    SendReshape,
+    SendStep,
+    StartWorker,
+)
+from manager.controller.events import (
+    Event,
+    NodeAppeared,
+    NodesGranted,
+    NoticeGiven,
+    NoticeWithdrawn,
+    RequestRefused,
+    Tick,
+    WorkerLost,
+)
 from manager.controller.nodes import NodeState
 from manager.controller.state import Phase
 
@@ -181,3 +199,66 @@ def test_who_holds_the_only_copy_is_not_let_go() -> None:
     assert script.state.phase is Phase.WAITING
     assert acknowledged(actions) == []
     assert script.state.leaving == {"n2"}
+
+
+def asking() -> Script:
+    script = Script(target_nodes=4, num_steps=20)
+    script.tell(Tick())
+    return script
+
+
+def test_a_notice_that_comes_before_the_grant_gives_the_vm_back_when_it_is_granted() -> None:
+    script = asking()
+    assert script.tell(NoticeGiven(worker="n3", lead_s=30.0, notice="first")) == ()
+    assert script.code == "notice_kept"
+    actions = script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")), at_s=script.now_s + 10.0)
+    assert ReleaseNodes(nodes=("n3",)) in actions
+    assert script.code == "nodes_granted"
+    assert "n3 will be taken in 20 s and is not up yet: it is given back" in script.sentence
+    assert set(script.state.requests["job-1"].granted) == {"n1", "n2", "n4"}
+    assert [action.count for action in actions if isinstance(action, RequestNodes)] == [1]
+    assert script.state.kept_notices == {}
+
+
+def test_a_node_that_appears_before_its_grant_drains_by_the_notice_that_was_there_already() -> None:
+    script = asking()
+    script.tell(NoticeGiven(worker="n1", lead_s=30.0, notice="first"))
+    actions = script.tell(NodeAppeared(node="n1", request="job-1"), at_s=script.now_s + 10.0)
+    assert script.state.workers["n1"].node is NodeState.DRAINING
+    grace_s = script.state.config.policy.rules.requests.notice_grace_s
+    assert script.state.workers["n1"].drain_until_s == script.now_s + 20.0 + grace_s
+    assert acknowledged(actions) == [("n1", "first")], "nothing of value is on it"
+    assert StartWorker(worker="n1") in actions
+    assert script.state.kept_notices == {}
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        NoticeWithdrawn(worker="n1"),
+        WorkerLost(worker="n1", cause="the provider has its VM no more"),
+        RequestRefused(request="job-1", cause="capacity"),
+    ],
+    ids=lambda event: event.kind,
+)
+def test_a_kept_notice_is_forgotten_when_it_is_withdrawn_or_its_vm_will_not_come(meanwhile: Event) -> None:
+    script = asking()
+    script.tell(NoticeGiven(worker="n1", lead_s=30.0, notice="first"))
+    script.tell(meanwhile)
+    assert script.state.kept_notices == {}
+    script.tell(NodeAppeared(node="n1"))
+    assert script.state.workers["n1"].node is NodeState.WARMING
+
+
+def test_a_notice_that_is_void_by_the_time_its_node_is_known_changes_nothing() -> None:
+    script = asking()
+    script.tell(NoticeGiven(worker="n1", lead_s=5.0, notice="first"))
+    late_s = script.now_s + 5.0 + script.state.config.policy.rules.requests.notice_grace_s
+    script.tell(NodeAppeared(node="n1", request="job-1"), at_s=late_s)
+    assert script.state.workers["n1"].node is NodeState.WARMING
+
+
+def test_a_notice_of_a_stranger_is_not_kept_while_nothing_is_asked_for() -> None:
+    script = training()
+    assert script.tell(NoticeGiven(worker="stranger", lead_s=30.0, notice="first")) == ()
+    assert (script.code, script.state.kept_notices) == ("ignored", {})

@@ -1,0 +1,41 @@
+"""Notices that come before their VM is known: an agent may reach the manager while the request is under way."""
+
+from __future__ import annotations
+
+from manager.controller.changes import changed, said
+from manager.controller.events import NoticeGiven
+from manager.controller.reasons import ReasonCode
+from manager.controller.state import ControllerState, Decision, KeptNotice
+from morph.contract.messages import WorkerId
+
+
+def kept(state: ControllerState, event: NoticeGiven, now_s: float) -> Decision | None:
+    """Keep the notice of a node that is not known; None: no request is open that it could answer."""
+    if not is_awaited(state):
+        return None
+    entry = KeptNotice(notice=event.notice, taken_s=now_s + event.lead_s)
+    state = changed(state, kept_notices={**state.kept_notices, event.worker: entry})
+    return said(
+        state, ReasonCode.NOTICE_KEPT, f"{event.worker} will be taken in {event.lead_s:g} s and is not known yet"
+    )
+
+
+def notice_of(state: ControllerState, node: WorkerId, now_s: float) -> NoticeGiven | None:
+    """Return the notice that was kept of a node which is known now; None: there is none, or it is void by now."""
+    entry = state.kept_notices.get(node)
+    if entry is None or now_s >= entry.taken_s + state.config.policy.rules.requests.notice_grace_s:
+        return None
+    return NoticeGiven(worker=node, lead_s=max(0.0, entry.taken_s - now_s), notice=entry.notice)
+
+
+def without_kept(state: ControllerState, *nodes: WorkerId) -> ControllerState:
+    """Forget the notices of these nodes, and all once no request is open that their VMs could answer."""
+    if not state.kept_notices:
+        return state
+    left = {node: entry for node, entry in state.kept_notices.items() if node not in nodes and is_awaited(state)}
+    return changed(state, kept_notices=left)
+
+
+def is_awaited(state: ControllerState) -> bool:
+    """Whether a request is open, so that VMs may come that nobody has named."""
+    return any(request.count for request in state.requests.values())
