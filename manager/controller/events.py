@@ -14,24 +14,26 @@ MANIFEST_WRITER = "manager"
 """The name under which the shell reports that a manifest could not be written."""
 
 
+class Paid(Value):
+    """What a node costs: nothing that the controller decides by, but the run's account has it from here."""
+
+    usd_per_h: float | None = Field(default=None, ge=0, description="of its VM; None: not known")
+    num_nodes: int = Field(default=1, ge=1, description="that the VM carries, and that share its price")
+    before_s: float = Field(default=0.0, ge=0, description="how long it has been paid for already")
+
+
 class NodeAppeared(Value):
     """A VM is up; its worker is not started yet. The id is new for each incarnation, and becomes the worker's.
 
-    ``host`` names the machine if it can come back under another id; ``request`` the request that it answers.
+    ``host`` names the machine if it can come back under another id; ``request`` the request that it answers. ``paid``:
+    of one that appears before its grant, where that is known.
     """
 
     kind: Literal["node_appeared"] = "node_appeared"
     node: WorkerId
     host: str | None = None
     request: RequestId | None = None
-
-
-class Paid(Value):
-    """What a granted node costs: nothing that the controller decides by, but the run's account has it from here."""
-
-    usd_per_h: float | None = Field(default=None, ge=0, description="of its VM; None: not known")
-    num_nodes: int = Field(default=1, ge=1, description="that the VM carries, and that share its price")
-    before_s: float = Field(default=0.0, ge=0, description="how long before the grant it has been paid for")
+    paid: Paid | None = None
 
 
 class NodesGranted(Value):

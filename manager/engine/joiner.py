@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping
 
-from manager.controller.events import NodeAppeared, WorkerLost
+from manager.controller.events import NodeAppeared, Paid, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.journal.records import VM_UP, Fact
 from morph.contract.errors import ClusterError
@@ -23,6 +23,7 @@ class Joiner:
         request_of: The request that a worker's VM answers; None: it is none of ours, and is passed over.
         inbox: Where ``NodeAppeared`` and ``WorkerLost`` go.
         appeared: Workers of whose VMs the controller was told by an earlier manager.
+        paid_of: What workers cost, of those whose grant was not told yet; may block for as long as a provider's list.
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class Joiner:
         request_of: Callable[[str], str | None],
         inbox: Inbox,
         appeared: Collection[str] = (),
+        paid_of: Callable[[Collection[str]], Mapping[str, Paid]] = lambda _: {},
     ) -> None:
         self._nodes, self._request_of, self._inbox = nodes, request_of, inbox
+        self._paid_of = paid_of
         self._appeared = set(appeared)
         self._here: frozenset[str] = frozenset()
         self._trouble = ""
@@ -59,12 +62,12 @@ class Joiner:
                 self._inbox.put(Fact(name="cluster_silent", detail=self._trouble))
             return
         self._trouble = ""
-        for worker in sorted(set(nodes) - self._appeared):
-            request = self._request_of(worker)
-            if request is None:
-                continue
+        requests = {worker: self._request_of(worker) for worker in sorted(set(nodes) - self._appeared)}
+        new = {worker: request for worker, request in requests.items() if request is not None}
+        paid = self._paid_of(new) if new else {}
+        for worker, request in new.items():
             self._appeared.add(worker)
-            self._inbox.put(NodeAppeared(node=worker, request=request))
+            self._inbox.put(NodeAppeared(node=worker, request=request, paid=paid.get(worker)))
             self._inbox.put(Fact(name=VM_UP, worker=worker, detail=nodes[worker]))
         for worker in sorted((self._here - set(nodes)) & self._appeared):
             self._inbox.put(WorkerLost(worker=worker, cause="its VM left the cluster"))

@@ -128,6 +128,19 @@ class Provisioning:
                 return self._granted[vm]
             return self._under_way_of(vm)
 
+    def paid_of(self, nodes: Collection[str]) -> dict[str, Paid]:
+        """Return what nodes cost whose VMs came before their grant, as far as is known; blocks for a list of VMs."""
+        with self._lock:
+            vms = {vm_of(node) for node in nodes}
+            early = {vm for vm in vms if (self._granted.get(vm) or self._under_way_of(vm)) in self._under_way}
+        if not early:
+            return {}
+        try:
+            listed = self._listed()
+        except Exception:  # whatever it is, the node joins; what it costs is told with its grant
+            return {}
+        return _paid([vm for vm in listed if vm.name in early], time.time())
+
     def know(self, nodes: Collection[str]) -> None:
         """End the VMs of which the controller knows no node any more; returns at once.
 
@@ -390,10 +403,16 @@ def _granted(request: RequestId, found: Sequence[Vm], given_up: Collection[str])
     vms, now_s = [vm for vm in found if vm.name not in given_up], time.time()
     if not vms:
         return RequestRefused(request=request, cause="error", detail="its VMs were lost before it was granted")
+    nodes = tuple(node for vm in vms for node in vm.workers)
+    return NodesGranted(request=request, nodes=nodes, paid=_paid(vms, now_s))
+
+
+def _paid(vms: Sequence[Vm], now_s: float) -> dict[str, Paid]:
+    """Say what the workers of VMs cost; nothing of those of which nothing is known."""
     paid: dict[str, Paid] = {}
     for vm in vms:
         before_s = 0.0 if vm.paid_since_s is None else max(0.0, now_s - vm.paid_since_s)
         if vm.usd_per_h is not None or before_s or vm.num_devices > 1:
             said = Paid(usd_per_h=vm.usd_per_h, num_nodes=vm.num_devices, before_s=before_s)
             paid |= dict.fromkeys(vm.workers, said)
-    return NodesGranted(request=request, nodes=tuple(node for vm in vms for node in vm.workers), paid=paid)
+    return paid

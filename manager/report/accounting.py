@@ -37,7 +37,8 @@ class Ledger:
     """Follows a journal's lines. Call ``advance`` with each line's time before what the line says is taken in.
 
     A clock that was set back stands until it has caught up. ``since_ns``: from when on the present rate of each living
-    node counts; ``rates``: what a nanosecond of it is; ``unheard``: those whose grant was not heard of.
+    node counts; ``rates``: what a nanosecond of it is; ``unheard``: those of which nobody said yet what they
+    cost.
     """
 
     now_ns: int = 0
@@ -92,9 +93,12 @@ class Ledger:
         match event:
             case NodesGranted():
                 self._granted(event, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
-            case NodeAppeared(node=node) if node not in self.since_ns:
-                self._begin(node, Paid())
-                self.unheard.add(node)
+            case NodeAppeared(node=node, paid=paid) if node not in self.since_ns:
+                self._begin(node, paid or Paid())
+                if paid is None:
+                    self.unheard.add(node)
+                else:
+                    self._noted(paid)
             case WorkerAnswered(answer=WorkerReady()) if event.worker in self.warming:
                 self.warming.discard(event.worker)
                 self._warming -= self.rates[event.worker]
@@ -122,12 +126,15 @@ class Ledger:
     def _granted(self, event: NodesGranted, *, is_open: bool) -> None:
         for node in event.nodes:
             paid = event.paid.get(node, Paid())
-            if paid.usd_per_h is not None:
-                self.dearest = max(self.dearest or 0, nano_usd(paid.usd_per_h))
+            self._noted(paid)
             if node in self.unheard:
                 self._priced(node, paid)
             elif is_open and node not in self.since_ns:
                 self._begin(node, paid)
+
+    def _noted(self, paid: Paid) -> None:
+        if paid.usd_per_h is not None:
+            self.dearest = max(self.dearest or 0, nano_usd(paid.usd_per_h))
 
     def _begin(self, node: WorkerId, paid: Paid) -> None:
         before_ns, rate = _ns(paid.before_s), rate_of(paid)

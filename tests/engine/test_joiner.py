@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from manager.controller.events import NodeAppeared, WorkerLost
+from collections.abc import Collection
+
+from manager.controller.events import NodeAppeared, Paid, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.joiner import Joiner
 from manager.journal.records import Fact
@@ -40,6 +42,27 @@ def test_a_vm_is_told_of_once_it_is_granted_and_in_the_cluster_and_only_once() -
     assert world.seen() == []
     world.granted["stranger"] = "job-2"  # its grant was heard of later than its node
     assert world.seen()[0] == NodeAppeared(node="stranger", request="job-2")
+
+
+def test_what_a_vm_costs_that_joins_before_its_grant_is_asked_once_and_told_of_each_worker() -> None:
+    world, asked = World(), list[list[str]]()
+    paid = Paid(usd_per_h=1.4, num_nodes=2, before_s=20.0)
+
+    def paid_of(workers: Collection[str]) -> dict[str, Paid]:
+        asked.append(list(workers))
+        return {worker: paid for worker in workers if worker != "b"}
+
+    world.joiner = Joiner(world._nodes, world.granted.get, world.inbox, (), paid_of)
+    world.nodes = {"a.d0": "10.0.0.5", "a.d1": "10.0.0.5", "b": "10.0.0.6", "stranger": "10.0.0.7"}
+    world.granted |= dict.fromkeys(("a.d0", "a.d1", "b"), "job-1")
+    told = [item for item in world.seen() if isinstance(item, NodeAppeared)]
+    assert told == [
+        NodeAppeared(node="a.d0", request="job-1", paid=paid),
+        NodeAppeared(node="a.d1", request="job-1", paid=paid),
+        NodeAppeared(node="b", request="job-1"),
+    ]
+    assert world.seen() == []
+    assert asked == [["a.d0", "a.d1", "b"]]
 
 
 def test_a_vm_that_leaves_the_cluster_is_lost_and_does_not_come_back_under_its_name() -> None:

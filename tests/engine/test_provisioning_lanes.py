@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from manager.controller.actions import ReleaseNodes, RequestNodes
-from manager.controller.events import NodesGranted, RequestRefused
+from manager.controller.events import NodesGranted, Paid, RequestRefused
 from manager.engine.inbox import Inbox
 from manager.engine.provisioning import Provisioning
 from manager.engine.spending import Spending
@@ -41,6 +41,7 @@ class Cloud:
     def __init__(self) -> None:
         self.there: dict[str, Vm] = {}
         self.room = 100
+        self.usd_per_h: float | None = None
         self.full: Exception = CapacityShort("no room")
         self.requests, self.ends = Gate(), Gate()
         self.fail_ends = 0
@@ -49,7 +50,10 @@ class Cloud:
 
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
         with self.lock:
-            vms = [Vm(name=vm_name(request, index), request=request) for index in range(min(count, max_vms or count))]
+            vms = [
+                Vm(name=vm_name(request, index), request=request, usd_per_h=self.usd_per_h)
+                for index in range(min(count, max_vms or count))
+            ]
             vms = vms[: max(0, self.room - sum(vm.request != request for vm in self.there.values()))]
             if not vms:
                 self.calls.append(f"refuse {request}")
@@ -242,6 +246,20 @@ def test_a_vm_that_is_given_up_before_its_grant_is_ended_after_it_and_not_awaite
     assert set(world.cloud.there) == {"job-1-1", "job-1-2"}
     assert world.cloud.calls == ["grant job-1", "end job-1-0"]
     assert world.shell.request_of("job-1-0") is None
+
+
+def test_what_a_vm_costs_is_known_before_its_grant(world: World) -> None:
+    paid = Paid(usd_per_h=1.4)
+    world.cloud.usd_per_h = 1.4
+    world.cloud.requests.shut()
+    world.ask("job-1", 2)
+    assert world.cloud.requests.reached.wait(BOUND_S)
+    assert world.shell.paid_of(["job-1-0", "never-there"]) == {"job-1-0": paid}
+    world.cloud.requests.open.set()
+    assert world.answer() == NodesGranted(
+        request="job-1", nodes=("job-1-0", "job-1-1"), paid={"job-1-0": paid, "job-1-1": paid}
+    )
+    assert world.shell.paid_of(["job-1-0"]) == {}, "its grant says it"
 
 
 def test_a_request_all_of_whose_vms_were_given_up_is_no_grant_and_leaves_nothing(world: World) -> None:

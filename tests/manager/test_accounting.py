@@ -163,6 +163,21 @@ def test_a_grant_that_is_heard_of_after_its_vm_appeared_books_what_was_paid_unti
     assert sum(account.parts.values(), NOTHING) == account.total
 
 
+def test_a_vm_of_which_it_is_known_what_it_costs_when_it_appears_has_its_price_from_its_creation_on() -> None:
+    paid = Paid(usd_per_h=3.6, num_nodes=2, before_s=30.0)
+    timed: list[tuple[float, Event]] = [(0.0, Tick())]
+    timed += [(60.0, NodeAppeared(node=node, request="job-1", paid=paid)) for node in ("a.d0", "a.d1")]
+    timed += [(70.0, ready("a.d0"))]
+    late = Paid(usd_per_h=3.6, num_nodes=2, before_s=50.0)  # the same, from its grant
+    granted = NodesGranted(request="job-1", nodes=("a.d0", "a.d1"), paid={"a.d0": late, "a.d1": late})
+    account = booked([*timed, (80.0, granted), (90.0, Tick())], target_nodes=2).account()
+    assert (account.total_s, account.total.unpriced_ns) == (120.0, 0)
+    bill = account.bill()
+    assert bill is not None
+    assert bill.total_usd == pytest.approx(60 * 3.6 / 3600, rel=1e-12)
+    assert account.part_s(Part.WARMING) == 100.0
+
+
 def test_a_journal_without_prices_is_read_as_before() -> None:
     old = EVENT.validate_json('{"kind": "nodes_granted", "request": "job-1", "nodes": ["a"]}')
     account = booked([(0.0, Tick()), (10.0, old), (3610.0, Tick())], target_nodes=1).account()
