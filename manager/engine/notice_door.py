@@ -1,11 +1,14 @@
-"""Where the nodes' agents tell the manager of notices: the manager's end of ``manager.notices.line``."""
+"""Where the nodes' agents tell the manager of notices: the manager's end of ``manager.notices.line``.
+
+VMs get their certificates at the same port, where the run's Ray is encrypted.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -15,6 +18,9 @@ from manager.journal.records import Fact
 from manager.notices.line import Lines, is_proven, new_nonce
 from manager.notices.watch import Given, Trouble, Withdrawn
 from morph.contract.vm_names import MAX_DEVICES, vm_of, workers_of
+
+if TYPE_CHECKING:
+    from manager.engine.enrolment_desk import EnrolmentDesk
 
 HELLO_TIMEOUT_S = 10.0
 SILENT_S = 30.0
@@ -33,10 +39,19 @@ class NoticeDoor:
         secret: Shared with the nodes; whoever does not prove it is sent away.
         host: Address to listen on.
         port: 0: any free one.
+        desk: Signs for VMs that ask for a certificate; None: they are sent away.
     """
 
-    def __init__(self, inbox: Inbox, secret: str, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        inbox: Inbox,
+        secret: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        desk: EnrolmentDesk | None = None,
+    ) -> None:
         self._inbox = inbox
+        self._desk = desk
         self._secret = secret
         self._listener = socket.create_server((host, port), backlog=BACKLOG)
         self.host, self.port = host, int(self._listener.getsockname()[1])
@@ -90,7 +105,13 @@ class NoticeDoor:
     def _serve(self, connection: socket.socket) -> None:
         lines, node = Lines(connection), ""
         try:
-            node, workers = self._greeted(lines)
+            nonce = new_nonce()
+            lines.write(nonce=nonce)
+            hello = lines.read(HELLO_TIMEOUT_S)
+            if self._desk is not None and "request" in hello:
+                self._desk.serve(lines, nonce, hello, str(connection.getpeername()[0]))
+                return
+            node, workers = self._greeted(nonce, hello)
             with self._lock:
                 self._lines[node] = lines
             lines.write(welcome=True)
@@ -106,11 +127,8 @@ class NoticeDoor:
                     del self._lines[node]
             lines.close()
 
-    def _greeted(self, lines: Lines) -> tuple[str, tuple[str, ...]]:
+    def _greeted(self, nonce: str, hello: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
         """Return which VM speaks, and its workers."""
-        nonce = new_nonce()
-        lines.write(nonce=nonce)
-        hello = lines.read(HELLO_TIMEOUT_S)
         node, number, answer = hello["node"], hello["devices"], hello["proof"]
         fit = isinstance(node, str) and isinstance(answer, str) and isinstance(number, int)
         if not (fit and 1 <= number <= MAX_DEVICES and is_proven(self._secret, nonce, node, number, answer)):

@@ -10,10 +10,13 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
 from manager.engine.attachment import Attachment
+from manager.engine.certificates import load_authority
+from manager.engine.inbox import Inbox
 from manager.engine.lifelines import Lifelines
 from manager.engine.machines import Machines, Opening, OpenMachines, Provided
 from manager.engine.notice_door import NoticeDoor
@@ -25,6 +28,9 @@ from morph.contract.cluster import ProvidedVms
 from morph.contract.errors import ClusterError
 from morph.contract.messages import Lifeline
 from morph.contract.proof import new_secret
+
+if TYPE_CHECKING:
+    from manager.engine.enrolment_desk import EnrolmentDesk
 
 MakeProvider = Callable[[NodeStart], Provider]
 """Opens the provider, whose VMs start like this."""
@@ -66,6 +72,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
             cluster.take_over(found.line, found.greeting)
             known = found.attachment
             store_host, store_port, notice_port = known.store_host, known.store_port, known.notice_port
+        desk, authority = _desk(directory.parent, opening.inbox, secret) if vms.tls else (None, "")
         pool = WorkerPool(
             opening.inbox,
             opening.make_setup,
@@ -77,7 +84,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
         try:
             lifelines = Lifelines(vms.address, pool.connection_closed, ports.lifelines)
             ending.callback(lifelines.close)
-            door = NoticeDoor(opening.inbox, secret, vms.address, notice_port)
+            door = NoticeDoor(opening.inbox, secret, vms.address, notice_port, desk)
             ending.callback(door.close)
         except OSError as error:
             raise ClusterError(f"cannot listen on {vms.address}: {error.strerror}") from error
@@ -92,6 +99,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
             first_port=ports.first,
             lonely_s=vms.lonely_s,
             management_url=providing.management_url,
+            authority=authority,
         )
         lifeline = Lifeline(host=lifelines.host, port=lifelines.port, secret=lifelines.secret)
         addresses = _Addresses(cluster.joined)
@@ -160,6 +168,18 @@ class _Addresses:
     def of(self, worker: str) -> str:
         with self._lock:
             return self._known[worker]
+
+
+def _desk(directory: Path, inbox: Inbox, secret: str) -> tuple[EnrolmentDesk, str]:
+    """Return what signs for the VMs, and the certificate by which they know what it signed.
+
+    Raises:
+        ClusterError: what it signs with is gone.
+    """
+    from manager.engine.enrolment_desk import EnrolmentDesk
+
+    authority = load_authority(directory)
+    return EnrolmentDesk(inbox, secret, authority), authority.pem.decode()
 
 
 def _node_secret(path: Path, *, make: bool) -> str:

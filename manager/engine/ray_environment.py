@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from manager.engine.certificates import Certificates, make_certificates
-from manager.engine.names import LOOPBACK, RAY_SETTINGS
+from manager.engine.certificates import Tls, certificates_of, make_certificates
+from manager.engine.names import RAY_SETTINGS
 from morph.contract.errors import ClusterError
 
 _ENVIRONMENT = {
@@ -26,38 +26,39 @@ _ENVIRONMENT = {
 
 
 _MAY_LEAVE_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_prepared: Path | None = None
+_prepared: tuple[Path, Tls | None] | None = None
 
 
-def prepare(*, tls: bool = False) -> Path:
+def prepare(tls: Tls | None = None) -> Path:
     """Make this process's Ray directory and token (readable by the user alone), set Ray's environment; once.
 
     Returns the directory, below which Ray keeps its sessions; it goes when the process exits.
 
     Args:
-        tls: Ray's processes encrypt what they send and take nobody without a certificate, which are made here too.
+        tls: Ray's processes encrypt what they send and take nobody without a certificate, which are made here too;
+            None: they do not.
 
     Raises:
         ClusterError: when Ray was imported before, without the token, or prepared before with another ``tls``.
         ConfigError: certificates cannot be made.
     """
     if _prepared is not None:
-        if tls != _certificates(_prepared.parent).key.is_file():
+        if tls != _prepared[1]:
             raise ClusterError("Ray reads whether to use TLS once: another process is needed to change it")
-        return _prepared
+        return _prepared[0]
     _check_not_imported()
     directory = Path(tempfile.mkdtemp(prefix="morph-"))  # short: Ray puts sockets below it
     token = _token(directory)
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32), encoding="utf-8")
     (directory / "ray").mkdir()
-    if tls:
-        make_certificates(_certificates(directory).key.parent, LOOPBACK)
-    return _use(directory)
+    if tls is not None:
+        make_certificates(directory, tls)
+    return _use(directory, tls)
 
 
-def adopt(ray_directory: Path) -> Path:
-    """Instead of ``prepare``: use the directory and the token of a manager that was killed, and remove them at exit.
+def adopt(ray_directory: Path, tls: Tls | None = None) -> Path:
+    """Instead of ``prepare``: use the directory, token and certificates of a manager that was killed; removed at exit.
 
     Raises:
         ClusterError: there are none, or Ray was imported before.
@@ -65,7 +66,9 @@ def adopt(ray_directory: Path) -> Path:
     _check_not_imported()
     if not _token(ray_directory.parent).is_file():
         raise ClusterError("Ray's token is gone")
-    return _use(ray_directory.parent)
+    if tls is not None and not certificates_of(ray_directory.parent).key.is_file():
+        raise ClusterError("the run's certificates are gone")
+    return _use(ray_directory.parent, tls)
 
 
 def stay_on_loopback() -> None:
@@ -96,21 +99,16 @@ def _check_not_imported() -> None:
         raise ClusterError("Ray was imported before Morph could switch its token authentication on")
 
 
-def _certificates(directory: Path) -> Certificates:
-    return Certificates.below(directory / "tls")
-
-
 def _token(directory: Path) -> Path:
     return directory / "token"
 
 
-def _use(directory: Path) -> Path:
+def _use(directory: Path, tls: Tls | None) -> Path:
     global _prepared
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    certificates = _certificates(directory)
-    if certificates.key.is_file():
-        os.environ.update(certificates.ray_environment)
+    if tls is not None:
+        os.environ.update(certificates_of(directory).ray_environment)
     os.environ.pop("RAY_AUTH_TOKEN", None)  # of another cluster: it would go before the path, and to every process
     os.environ.update(_ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(_token(directory)), RAY_TMPDIR=str(directory))
-    _prepared = directory / "ray"
-    return _prepared
+    _prepared = (directory / "ray", tls)
+    return _prepared[0]

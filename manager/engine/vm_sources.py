@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from manager.controller.state import ControllerState
 from manager.engine.attachment import Found
+from manager.engine.certificates import Tls
 from manager.engine.inbox import Inbox
 from manager.engine.inherited import Inherited, inherited
 from manager.engine.joiner import Joiner
@@ -31,12 +32,18 @@ def machines_of(vms: Vms, providing: Providing | None, found: Found | None) -> O
     Raises:
         ClusterError: Ray was imported too early, or what was found is gone.
     """
-    tls = isinstance(vms, LocalVms) and vms.tls
-    directory = adopt(found.attachment.door.parent) if found else prepare(tls=tls)
+    tls = _tls(vms)
+    directory = adopt(found.attachment.door.parent, tls) if found else prepare(tls)
     if isinstance(vms, LocalVms):
         return open_ray(directory)
     assert providing is not None, "nobody said how to open the provider"
     return open_provided(directory, vms, providing)
+
+
+def _tls(vms: Vms) -> Tls | None:
+    if not vms.tls:
+        return None
+    return Tls() if isinstance(vms, LocalVms) else Tls(vms.address, enrols=True)
 
 
 def provisioning_of(

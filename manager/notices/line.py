@@ -13,6 +13,7 @@ import hmac
 import json
 import secrets
 import socket
+import time
 from typing import Any
 
 MAX_LINE_BYTES = 65536
@@ -52,9 +53,13 @@ class Lines:
         self._connection.sendall(json.dumps(entries).encode() + b"\n")
 
     def read(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next object."""
-        self._connection.settimeout(timeout_s)
+        """Return the next object; ``timeout_s`` is for all of it, however slowly it comes."""
+        until_s = time.monotonic() + timeout_s
         while b"\n" not in self._received:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"no whole line came within {timeout_s:g} s")
+            self._connection.settimeout(left_s)
             chunk = self._connection.recv(MAX_LINE_BYTES)
             if not chunk:
                 raise ConnectionError("the other end closed the connection")

@@ -17,6 +17,8 @@ from morph.contract.base import Value
 DIRECTORY = "/etc/morph"
 TOKEN_PATH = f"{DIRECTORY}/ray-token"
 SECRET_PATH = f"{DIRECTORY}/node-secret"
+AUTHORITY_PATH = f"{DIRECTORY}/authority.pem"
+TLS_DIRECTORY = f"{DIRECTORY}/tls"
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 """Ray would take 30 % of the memory; what goes through it is the job's files and orders."""
 MAX_CUSTOM_DATA_BYTES = 65535
@@ -35,6 +37,7 @@ class NodeStart(Value):
     gpus: bool = Field(default=True, description="its devices are GPUs, of which each worker sees one alone")
     first_port: int = Field(default=0, description="of the ports on which the node listens; 0: any free ones")
     lonely_s: float = Field(default=900.0, gt=0, description="without the manager for this long a VM ends itself")
+    authority: str = Field(default="", description="whose certificates Ray takes, in PEM; empty: Ray is not encrypted")
     management_url: str = Field(
         default="", pattern=r"^(https?://[^\s'\"]+)?$", description="of the resource manager; empty: public Azure's"
     )
@@ -56,10 +59,11 @@ def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -
         raise ValueError(f"{node!r} and {source!r} are no names for a node and a notice source")
     config = {
         "write_files": [
-            _secret_file(TOKEN_PATH, start.ray_token),
-            _secret_file(SECRET_PATH, start.node_secret),
+            _file(TOKEN_PATH, start.ray_token.get_secret_value(), "0600"),
+            _file(SECRET_PATH, start.node_secret.get_secret_value(), "0600"),
+            *([_file(AUTHORITY_PATH, start.authority, "0644")] if start.authority else []),
             _unit(
-                "morph-node", ray_command(start, node, num_devices), RAY_SETTINGS | {"RAY_AUTH_TOKEN_PATH": TOKEN_PATH}
+                "morph-node", node_command(start, node, num_devices), RAY_SETTINGS | {"RAY_AUTH_TOKEN_PATH": TOKEN_PATH}
             ),
             _unit("morph-agent", agent_command(start, node, source, num_devices), {}),
         ],
@@ -99,6 +103,23 @@ def ray_command(start: NodeStart, node: str, num_devices: int | str) -> list[str
     ]  # fmt: skip
 
 
+def node_command(start: NodeStart, node: str, num_devices: int) -> list[str]:
+    """Write the command of a node: Ray's, behind what gets its certificate where Ray is encrypted."""
+    ray = ray_command(start, node, num_devices)
+    if not start.authority:
+        return ray
+    return [*enrol_command(start, node, SECRET_PATH, AUTHORITY_PATH, TLS_DIRECTORY), "--", *ray]
+
+
+def enrol_command(start: NodeStart, node: str, secret_path: str, authority_path: str, directory: str) -> list[str]:
+    """Write what stands, with ``--``, before the command of a node that is to be encrypted."""
+    return [
+        start.python, "-m", "manager.enrolment.node", f"--manager={start.manager_address}", f"--node={node}",
+        f"--secret-file={secret_path}", f"--authority={authority_path}", f"--directory={directory}",
+        f"--patience-s={start.lonely_s:g}",
+    ]  # fmt: skip
+
+
 def agent_command(
     start: NodeStart,
     node: str,
@@ -116,8 +137,8 @@ def agent_command(
     return [*command, f"--management-url={start.management_url}"] if start.management_url else command
 
 
-def _secret_file(path: str, secret: SecretStr) -> dict[str, Any]:
-    return {"path": path, "permissions": "0600", "owner": "root:root", "content": secret.get_secret_value()}
+def _file(path: str, content: str, permissions: str) -> dict[str, Any]:
+    return {"path": path, "permissions": permissions, "owner": "root:root", "content": content}
 
 
 def _unit(name: str, command: list[str], environment: dict[str, str]) -> dict[str, Any]:

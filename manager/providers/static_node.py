@@ -5,10 +5,12 @@ from __future__ import annotations
 import shlex
 
 from manager.engine.names import RAY_SETTINGS
-from manager.providers.cloud_init import NodeStart, agent_command, ray_command
+from manager.providers.cloud_init import NodeStart, agent_command, enrol_command, ray_command
 
 NODE = "{node}"
 DEVICES = "{devices}"
+FOLDER = "FOLDER/"
+"""Of the node, known to its shell alone."""
 
 
 def static_node(start: NodeStart) -> tuple[str, ...]:
@@ -18,25 +20,36 @@ def static_node(start: NodeStart) -> tuple[str, ...]:
     its sockets must be short. When the node ends by itself, its log alone is left, until its host is given back.
     """
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in RAY_SETTINGS.items())
-    agent = agent_command(start, NODE, "", DEVICES, "group", "SECRET")
-    ray = ray_command(start, NODE, DEVICES)
+    agent = agent_command(start, NODE, "", DEVICES, "group", f"{FOLDER}node-secret")
+    ray = shlex.join(ray_command(start, NODE, DEVICES)) + ' --temp-dir="$t"'
+    if start.authority:
+        enrol = enrol_command(start, NODE, f"{FOLDER}node-secret", f"{FOLDER}authority.pem", f"{FOLDER}tls")
+        node = f'{_in_folder(enrol)} ${{ip:+--address="$ip"}} -- {ray}'
+    else:
+        node = ray + ' ${ip:+--node-ip-address="$ip"}'
     lines = [
         "umask 077",
         'd=$(dirname "$MORPH_SECRET_FILE")',
         'sed -n 1p "$MORPH_SECRET_FILE" >"$d/ray-token"; sed -n 2p "$MORPH_SECRET_FILE" >"$d/node-secret"',
+        *(['sed 1,2d "$MORPH_SECRET_FILE" >"$d/authority.pem"'] if start.authority else []),
         ': >"$MORPH_SECRET_FILE"',
         'mkdir -p "$d/tmp"; t=$(mktemp -d /tmp/morph-XXXXXX); printf %s "$t" >"$d/elsewhere"',
         'trap \'cd "$d" && rm -rf "$t" tmp ray-token node-secret secret elsewhere pid\' EXIT; trap "exit 143" TERM',
         f'export {settings} RAY_AUTH_TOKEN_PATH="$d/ray-token" TMPDIR="$d/tmp"',
         *start.setup,
-        shlex.join(agent).replace("--secret-file=SECRET", '--secret-file="$d/node-secret"') + " &",
+        f"{_in_folder(agent)} &",
         "ip={address}",
-        shlex.join(ray) + ' --temp-dir="$t" ${ip:+--node-ip-address="$ip"}',
+        node,
         "kill -s TERM 0",
     ]
     return ("sh", "-c", "\n".join(lines))
 
 
 def secret_of(start: NodeStart) -> str:
-    """Return what goes to the node's standard input."""
-    return f"{start.ray_token.get_secret_value()}\n{start.node_secret.get_secret_value()}\n"
+    """Return what goes to the node's standard input; the authority's certificate, no secret, must be the run's own."""
+    return f"{start.ray_token.get_secret_value()}\n{start.node_secret.get_secret_value()}\n{start.authority}"
+
+
+def _in_folder(command: list[str]) -> str:
+    """Write a command, part of which are files in the node's folder, as a line of the shell."""
+    return shlex.join(command).replace(FOLDER, '"$d"/')

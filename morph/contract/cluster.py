@@ -104,6 +104,10 @@ class ProvidedVms(Value):
         description=f"of {NUM_PORTS} ports, the same on each VM and here, on which all but tensors arrives; "
         "absent: any free ones",
     )
+    tls: bool = Field(
+        default=False,
+        description="encrypt orders and answers (not tensors); wants morph-train[tls] here and on the VMs",
+    )
     lonely_s: Positive = Field(default=900.0, description="a VM without a manager for so long ends itself")
     shared_storage: bool = Field(
         default=False, description="every VM sees this machine's folders under their paths: checkpoints may lie there"

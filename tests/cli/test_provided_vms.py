@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from morph.cli.checks import check_device
 from morph.cli.cluster_file import load_job_file, load_yaml
 from morph.cli.job_run import resolve
 from morph.cli.main import app
@@ -99,6 +100,33 @@ def test_a_mistake_is_one_line_that_names_it(
 ) -> None:
     set_in(described, dotted, value)
     assert told in refused(tmp_path, described)
+
+
+@pytest.mark.parametrize(
+    ("packages", "known"),
+    [
+        (["morph-train", "adlfs"], False),
+        (["Morph_Train==1.2"], False),
+        (["morph-train[examples]"], False),
+        ([], True),
+        (["adlfs"], True),
+        (["morph-train[tls]==1.2"], True),
+        (["morph-train [examples, tls]"], True),
+        (["morph-train[azure]"], True),
+        (["morph-train", "cryptography>=42"], True),
+        (["/wheels/morph_train-1.2-py3-none-any.whl"], True),
+    ],
+    ids=str,
+)
+def test_a_vm_that_cannot_have_a_certificate_is_told_of_before_anything_starts(
+    tmp_path: Path, described: Described, packages: list[str], known: bool
+) -> None:
+    described["vms"] |= {"tls": True, "environment": {"packages": packages}}
+    cluster = resolved(tmp_path, described).cluster
+    if known:
+        check_device(cluster, "job.yaml")
+    else:
+        assert "vms.environment.packages: vms.tls wants cryptography on the VMs" in refused(tmp_path, described)
 
 
 @pytest.mark.parametrize(

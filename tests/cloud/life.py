@@ -87,6 +87,7 @@ class Life:
     takings: Sequence[Taking]
     seed: int = 0
     checkpoint_every: int = 20
+    tls: bool = False
     steps_after: int | None = None
     whole: bool = True
     secrets_path: Path | None = None
@@ -122,6 +123,7 @@ class Life:
                 "device": "cpu",
                 "address": self.azure.manager_address,
                 "shared_storage": True,
+                "tls": self.tls,
                 "environment": {"python": sys.executable},
                 **self.vms,
             },

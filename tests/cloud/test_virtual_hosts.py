@@ -14,12 +14,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from pydantic import SecretStr
 
-from manager.providers.cloud_init import SECRET_PATH, NodeStart, cloud_init
+from manager.engine.certificates import Tls, load_authority, make_certificates
+from manager.engine.enrolment_desk import EnrolmentDesk
+from manager.engine.inbox import Inbox
+from manager.engine.notice_door import NoticeDoor
+from manager.enrolment.authority import check_certificate
+from manager.enrolment.files import Certificates
+from manager.journal.records import Fact
+from manager.providers.cloud_init import SECRET_PATH, TLS_DIRECTORY, NodeStart, cloud_init
 from tests.cloud.hosts import ROOT, Host, Hosts, not_permitted
 from tests.cloud.units import UnitError, read_unit
-from tests.cloud.virtual_azure import VirtualAzure
+from tests.cloud.virtual_azure import VirtualAzure, in_namespace
 from tests.cloud.waiting import until
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(not_permitted()), reason=not_permitted() or "-")]
@@ -123,6 +132,30 @@ def test_a_lonely_vm_deletes_itself_by_its_identity(tmp_path: Path) -> None:
         assert azure.region.left()["VMs"] == []
         assert set(azure.region.tokens.values()) == {"node"}
         assert azure.region.troubles == []
+
+
+def test_a_vm_has_its_key_certified_for_its_own_address_before_its_node_starts(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path, Tls(enrols=True))
+    inbox, secret, pem = Inbox(), START.node_secret.get_secret_value(), made.authority.read_text()
+    with Hosts([tmp_path], {}) as hosts:
+        desk = EnrolmentDesk(inbox, secret, load_authority(tmp_path))
+        door = in_namespace(hosts.network.hub, lambda: NoticeDoor(inbox, secret, hosts.network.hub_address, desk=desk))
+        try:
+            manager = f"{hosts.network.hub_address}:{door.port}"
+            start = START.model_copy(update={"authority": pem, "manager_address": manager, "lonely_s": 60.0})
+            host = booted(hosts, cloud_init(start, "vm-0", "azure").replace("ray.scripts.scripts", "json.tool"))
+            found = Certificates.below(host.directory / TLS_DIRECTORY.lstrip("/"))
+            until(lambda: "json.tool: error" in host.log("morph-node"), "what stands for the node")
+            key = load_pem_private_key(found.key.read_bytes(), None)
+            assert isinstance(key, ec.EllipticCurvePrivateKey)
+            address = hosts.network.address(0)
+            check_certificate(found.certificate.read_text(), pem.encode(), key, address)
+            assert [found.key.stat().st_mode & 0o777, found.key.parent.stat().st_mode & 0o777] == [0o600, 0o700]
+            assert found.key.read_text().splitlines()[1] not in "".join(map(host.log, ("host", "morph-node")))
+        finally:
+            door.close()
+    told = [stamped.item for _ in range(len(inbox)) if (stamped := inbox.get(0.0)) is not None]
+    assert Fact(name="node_enrolled", detail=f"vm-0 at {address}") in told
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ class VirtualAzure:
         hub = self.hosts.network.hub
         context, trusted = server_context(self.hosts.directory, MANAGEMENT)
         self.hosts.trust(trusted)
-        self.region = _in_namespace(
+        self.region = in_namespace(
             hub,
             lambda: Region(
                 (MANAGEMENT_ADDRESS, 443),
@@ -143,7 +143,7 @@ class VirtualAzure:
         return Facts(name, resource_id, lambda: region.new_token(role), region.events, region.start)
 
 
-def _in_namespace(namespace: str, make: Callable[[], Any]) -> Any:
+def in_namespace(namespace: str, make: Callable[[], Any]) -> Any:
     """Call something in a thread that has moved to a network namespace."""
     made: list[Any] = []
 

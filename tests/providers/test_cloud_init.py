@@ -7,13 +7,16 @@ import yaml
 
 from manager.providers.azure_spec import planned
 from manager.providers.cloud_init import (
+    AUTHORITY_PATH,
     MAX_CUSTOM_DATA_BYTES,
     SECRET_PATH,
+    TLS_DIRECTORY,
     TOKEN_PATH,
     cloud_init,
     custom_data,
     ray_command,
 )
+from manager.providers.static_node import secret_of, static_node
 from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, START
 
 
@@ -63,6 +66,40 @@ def test_the_agent_ends_a_vm_that_is_forgotten() -> None:
     unit = written()["/etc/systemd/system/morph-agent.service"]["content"]
     assert "--lonely-s=900 --source=azure --end=azure" in unit
     assert "StartLimitAction=poweroff-force" in unit
+
+
+PEM = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+
+
+def test_an_encrypted_node_gets_its_certificate_before_it_joins() -> None:
+    config = yaml.safe_load(cloud_init(START.model_copy(update={"authority": PEM}), "tiny-1-0", "azure"))
+    files = {entry["path"]: entry for entry in config["write_files"]}
+    assert (files[AUTHORITY_PATH]["content"], files[AUTHORITY_PATH]["permissions"]) == (PEM, "0644")
+    (line,) = [
+        line
+        for line in files["/etc/systemd/system/morph-node.service"]["content"].splitlines()
+        if line.startswith("ExecStart=")
+    ]
+    enrolling, _, node = line.removeprefix("ExecStart=").partition(" -- ")
+    assert shlex.split(enrolling) == [
+        "/usr/bin/python3",
+        *("-m", "manager.enrolment.node", "--manager=10.0.0.4:7070", "--node=tiny-1-0"),
+        *(f"--secret-file={SECRET_PATH}", f"--authority={AUTHORITY_PATH}", f"--directory={TLS_DIRECTORY}"),
+        "--patience-s=900",
+    ]
+    assert shlex.split(node) == ray_command(START, "tiny-1-0", 1)
+    assert AUTHORITY_PATH not in written()
+
+
+def test_an_encrypted_node_on_a_host_comes_from_the_address_that_it_is_given() -> None:
+    start = START.model_copy(update={"authority": PEM})
+    plain, encrypted = (static_node(given)[-1].splitlines() for given in (START, start))
+    added = [line for line in encrypted if line not in plain]
+    assert added[0] == 'sed 1,2d "$MORPH_SECRET_FILE" >"$d/authority.pem"'
+    assert '--secret-file="$d"/node-secret --authority="$d"/authority.pem --directory="$d"/tls' in added[1]
+    assert '${ip:+--address="$ip"} -- /usr/bin/python3 -m ray.scripts.scripts start' in added[1]
+    assert secret_of(start) == f"{RAY_TOKEN}\n{NODE_SECRET}\n{PEM}"
+    assert secret_of(START) == f"{RAY_TOKEN}\n{NODE_SECRET}\n"
 
 
 @pytest.mark.parametrize("node", ["a b", "a\nExecStart=/bin/sh", "A", ""])

@@ -1,0 +1,46 @@
+"""Files of certificates, readable by their owner alone, and what Ray is told of them. Needs no ``cryptography``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+FILES = ("authority.pem", "certificate.pem", "key.pem", "authority-key.pem")
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Paths of what one machine shows and whom it trusts.
+
+    ``authority_key``: there only at the manager of a run whose VMs ask for certificates.
+    """
+
+    authority: Path
+    certificate: Path
+    key: Path
+    authority_key: Path
+
+    @classmethod
+    def below(cls, directory: Path) -> Certificates:
+        """Where they are, or are to be."""
+        return cls(*(directory / name for name in FILES))
+
+    @property
+    def ray_environment(self) -> dict[str, str]:
+        """What Ray reads once, when it is imported."""
+        return {
+            "RAY_USE_TLS": "1",
+            "RAY_TLS_SERVER_CERT": str(self.certificate),
+            "RAY_TLS_SERVER_KEY": str(self.key),
+            "RAY_TLS_CA_CERT": str(self.authority),
+        }
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write or replace a file of mode 0600, whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    temporary.replace(path)

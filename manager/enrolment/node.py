@@ -1,0 +1,152 @@
+"""Runs on a VM before its Ray node: gets a certificate from the manager, then becomes the node, which uses it.
+
+``python -m manager.enrolment.node --manager HOST:PORT --node NAME --secret-file PATH --authority PATH --directory PATH
+--patience-s S [--address IP] -- COMMAND...``
+
+The key is made here, for each start anew, and leaves the VM never. COMMAND is given ``--node-ip-address``: the address
+that the certificate is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from manager.enrolment.exchange import Answered, Exchange
+from manager.enrolment.files import Certificates, write_private
+from manager.notices.line import Lines
+from morph.contract.errors import MorphError
+from morph.contract.proof import new_secret
+
+CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 10.0
+RETRY_S = 2.0
+MakeRequest = Callable[[str], str]
+"""Writes a signing request for an address."""
+
+
+class NotEnrolled(MorphError):
+    """There is no certificate, and asking again does not help."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node asks, and as who. ``source``: the address it comes from; empty: that of its way there."""
+
+    manager: tuple[str, int]
+    node: str
+    secret: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Granted:
+    """A certificate in PEM, and the address that it is for."""
+
+    certificate: str
+    address: str
+
+
+def ask(place: Place, make_request: MakeRequest) -> Granted:
+    """Ask once.
+
+    Raises:
+        OSError: the manager is not there, is slow, or whoever answers does not prove to be it.
+        NotEnrolled: the manager refuses.
+    """
+    source = (place.source, 0) if place.source else None
+    with socket.create_connection(place.manager, CONNECT_TIMEOUT_S, source) as connection:
+        lines, address = Lines(connection), str(connection.getsockname()[0])
+        nonce = str(lines.read(ANSWER_TIMEOUT_S).get("nonce"))
+        exchange = Exchange(place.secret, nonce, new_secret(), place.node, make_request(address))
+        lines.write(**exchange.ask().model_dump())
+        try:
+            answered = Answered.model_validate(lines.read(ANSWER_TIMEOUT_S))
+        except ValidationError as error:
+            raise ConnectionError("the answer is none") from error
+    if not exchange.is_answered(answered):
+        raise ConnectionError("who answered does not have this run's secret")
+    if answered.refused:
+        raise NotEnrolled(answered.refused)
+    return Granted(answered.certificate, address)
+
+
+def ask_for_long(place: Place, make_request: MakeRequest, patience_s: float, retry_s: float = RETRY_S) -> Granted:
+    """Ask until there is an answer, for so many seconds and a try.
+
+    Raises:
+        NotEnrolled: none came, or the manager refuses.
+    """
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return ask(place, make_request)
+        except OSError as error:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                host, port = place.manager
+                raise NotEnrolled(f"no certificate came from {host}:{port} within {patience_s:g} s: {error}") from error
+            time.sleep(min(retry_s, left_s))
+
+
+def enrol(place: Place, authority: Path, directory: Path, patience_s: float) -> tuple[Certificates, str]:
+    """Get a certificate for a new key; returns where both are, and the address that it is for.
+
+    Raises:
+        NotEnrolled: there is none.
+    """
+    try:
+        from manager.enrolment.authority import WrongCertificate, check_certificate, key_pem, new_key, signing_request
+    except ImportError:
+        ask_for_long(place, lambda _address: "", patience_s)  # which it refuses, so that its user reads why
+        raise NotEnrolled("the package cryptography is not installed") from None
+    key, trusted = new_key(), authority.read_bytes()
+    granted = ask_for_long(place, lambda address: signing_request(key, place.node, address), patience_s)
+    try:
+        check_certificate(granted.certificate, trusted, key, granted.address)
+    except WrongCertificate as error:
+        raise NotEnrolled(str(error)) from error
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    files = Certificates.below(directory)
+    write_private(files.authority, trusted)
+    write_private(files.key, key_pem(key))
+    write_private(files.certificate, granted.certificate.encode())
+    return files, granted.address
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Enrol, then become the command."""
+    parser = argparse.ArgumentParser(prog="python -m manager.enrolment.node")
+    parser.add_argument("--manager", required=True, metavar="HOST:PORT")
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--secret-file", required=True, type=Path)
+    parser.add_argument("--authority", required=True, type=Path)
+    parser.add_argument("--directory", required=True, type=Path)
+    parser.add_argument("--patience-s", required=True, type=float)
+    parser.add_argument("--address", default="")
+    parser.add_argument("command", nargs="+")
+    given = parser.parse_args(arguments)
+    host, _, port = given.manager.rpartition(":")
+    if not host or not port.isdigit():
+        sys.exit("error: --manager is not HOST:PORT")
+    secret = given.secret_file.read_text(encoding="utf-8").strip()
+    place = Place((host, int(port)), given.node, secret, given.address)
+    try:
+        files, address = enrol(place, given.authority, given.directory, given.patience_s)
+    except NotEnrolled as error:
+        sys.exit(f"error: no TLS: {error}")
+    command = [*given.command, f"--node-ip-address={address}"]
+    os.execve(command[0], command, {**os.environ, **files.ray_environment})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""A node, its manager's door, and whoever stands between them, over real connections."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+import manager.engine.notice_door as notice_door
+from manager.engine.certificates import Tls, certificates_of, load_authority, make_certificates
+from manager.engine.enrolment_desk import LIFE, EnrolmentDesk
+from manager.engine.inbox import Inbox
+from manager.engine.notice_door import NoticeDoor
+from manager.enrolment.authority import Authority, check_certificate, new_key, now, signing_request
+from manager.enrolment.exchange import MAX_REQUEST_CHARACTERS, Exchange
+from manager.enrolment.node import NotEnrolled, Place, ask, enrol
+from manager.journal.records import Fact
+from manager.notices.line import MAX_LINE_BYTES, Lines
+from morph.contract.errors import ClusterError
+from morph.contract.proof import new_secret
+
+SECRET, NODE, ADDRESS = "s3cret-of-this-run", "tiny-1-0", "127.0.0.2"
+BOUND_S = 20.0
+Line = dict[str, Any]
+
+
+class World:
+    """A manager's door, with what it signs with in files, as a run has it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.inbox = directory, Inbox()
+        self.run = directory / "run"
+        self.run.mkdir()
+        made = make_certificates(self.run, Tls(enrols=True))
+        self.authority = made.authority
+        self.door = self.open()
+
+    def open(self) -> NoticeDoor:
+        desk = EnrolmentDesk(self.inbox, SECRET, load_authority(self.run))
+        return NoticeDoor(self.inbox, SECRET, desk=desk)
+
+    def place(self, port: int = 0, secret: str = SECRET) -> Place:
+        return Place(("127.0.0.1", port or self.door.port), NODE, secret, ADDRESS)
+
+    def enrol(self, port: int = 0, secret: str = SECRET, patience_s: float = 0.0) -> str:
+        _, address = enrol(self.place(port, secret), self.authority, self.directory / "node" / "tls", patience_s)
+        return address
+
+    def facts(self) -> list[Fact]:
+        found = [self.inbox.get(0.0) for _ in range(len(self.inbox))]
+        return [stamped.item for stamped in found if stamped is not None and isinstance(stamped.item, Fact)]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.door.close()
+
+
+@contextlib.contextmanager
+def man_in_the_middle(
+    port: int, of_node: Callable[[Line], Line] = dict, of_manager: Callable[[Line], Line] = dict, source: str = ADDRESS
+) -> Iterator[int]:
+    """Stands between one node and the manager, and may change what each says; yields where he listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(BOUND_S)
+
+        def stand() -> None:
+            with contextlib.suppress(OSError):
+                connection, _ = listener.accept()
+                with connection, socket.create_connection(("127.0.0.1", port), BOUND_S, (source, 0)) as onward:
+                    node, manager = Lines(connection), Lines(onward)
+                    node.write(**manager.read(BOUND_S))
+                    manager.write(**of_node(node.read(BOUND_S)))
+                    node.write(**of_manager(manager.read(BOUND_S)))
+
+        thread = threading.Thread(target=stand)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        thread.join(BOUND_S)
+
+
+def test_a_node_gets_a_certificate_for_its_own_key_and_address(world: World) -> None:
+    assert world.enrol() == ADDRESS
+    folder = world.directory / "node" / "tls"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == dict.fromkeys(("authority.pem", "certificate.pem", "key.pem"), 0o600)
+    key = load_pem_private_key((folder / "key.pem").read_bytes(), None)
+    found = x509.load_pem_x509_certificate((folder / "certificate.pem").read_bytes())
+    assert found.public_key() == key.public_key()
+    assert found.not_valid_after_utc - now() <= LIFE
+    assert world.facts() == [Fact(name="node_enrolled", detail=f"{NODE} at {ADDRESS}")]
+
+
+def test_a_node_that_starts_again_makes_another_key(world: World) -> None:
+    key = world.directory / "node" / "tls" / "key.pem"
+    world.enrol()
+    before = key.read_bytes()
+    world.enrol()
+    assert key.read_bytes() != before
+
+
+def test_a_manager_that_takes_over_signs_as_the_killed_one_did(world: World) -> None:
+    world.door.close()
+    world.door = world.open()
+    assert world.enrol() == ADDRESS
+    certificates_of(world.run).authority_key.unlink()
+    with pytest.raises(ClusterError, match="what signs the VMs' certificates is gone"):
+        load_authority(world.run)
+
+
+def test_without_the_secret_nobody_is_signed_for(world: World) -> None:
+    with pytest.raises(NotEnrolled, match="no certificate came"):
+        world.enrol(secret="wrong")
+    assert world.facts() == []
+
+
+def test_a_manager_without_the_secret_is_not_believed(world: World, tmp_path: Path) -> None:
+    other = NoticeDoor(Inbox(), "wrong", desk=EnrolmentDesk(Inbox(), "wrong", Authority.make()))
+    try:
+        with pytest.raises(NotEnrolled, match="no certificate came"):
+            world.enrol(port=other.port)
+    finally:
+        other.close()
+    assert not (tmp_path / "node").exists()
+
+
+def test_who_only_listens_between_them_changes_nothing(world: World) -> None:
+    with man_in_the_middle(world.door.port) as port:
+        assert world.enrol(port) == ADDRESS
+
+
+def test_a_swapped_request_or_name_is_not_signed(world: World) -> None:
+    theirs = signing_request(new_key(), NODE, ADDRESS)
+    for change in ({"request": theirs}, {"node": "tiny-1-1"}, {"fresh": new_secret()}, {"proof": new_secret()}):
+        with (
+            man_in_the_middle(world.door.port, of_node=lambda line, change=change: line | change) as port,
+            pytest.raises(NotEnrolled, match="no certificate came"),
+        ):
+            world.enrol(port)
+    assert world.facts() == []
+
+
+def test_a_swapped_answer_is_not_believed(world: World) -> None:
+    other = Authority.make().certify(new_key().public_key(), NODE, ADDRESS, LIFE, now()).decode()
+    for change in ({"certificate": other}, {"certificate": "", "refused": "go away"}, {"proof": new_secret()}):
+        with (
+            man_in_the_middle(world.door.port, of_manager=lambda line, change=change: line | change) as port,
+            pytest.raises(NotEnrolled, match="does not have this run's secret"),
+        ):
+            world.enrol(port)
+    assert not (world.directory / "node").exists()
+
+
+def test_a_request_that_comes_from_another_address_is_refused_and_the_node_is_told(world: World) -> None:
+    with (
+        man_in_the_middle(world.door.port, source="127.0.0.3") as port,
+        pytest.raises(NotEnrolled, match=r"something else than the address 127\.0\.0\.3 it comes from"),
+    ):
+        world.enrol(port, patience_s=BOUND_S)
+    (fact,) = world.facts()
+    assert (fact.name, fact.detail[: len(NODE)]) == ("enrolment_refused", NODE)
+
+
+def greeted(world: World) -> tuple[Lines, str]:
+    connection = socket.create_connection(("127.0.0.1", world.door.port), BOUND_S, (ADDRESS, 0))
+    lines = Lines(connection)
+    return lines, str(lines.read(BOUND_S)["nonce"])
+
+
+def is_sent_away(lines: Lines) -> bool:
+    try:
+        lines.read(BOUND_S)
+    except ConnectionError:
+        return True
+    finally:
+        lines.close()
+    return False
+
+
+def test_a_line_that_was_overheard_is_worth_nothing_on_another_connection(world: World) -> None:
+    lines, nonce = greeted(world)
+    asked = Exchange(SECRET, nonce, new_secret(), NODE, signing_request(new_key(), NODE, ADDRESS)).ask()
+    lines.write(**asked.model_dump())
+    assert lines.read(BOUND_S)["certificate"]
+    lines.close()
+    world.facts()
+    lines, _ = greeted(world)
+    lines.write(**asked.model_dump())
+    assert is_sent_away(lines)
+    assert world.facts() == []
+
+
+@pytest.mark.parametrize("size", [MAX_REQUEST_CHARACTERS + 1, MAX_LINE_BYTES])
+def test_a_line_that_is_too_large_is_not_read_even_of_one_with_the_secret(world: World, size: int) -> None:
+    lines, nonce = greeted(world)
+    exchange = Exchange(SECRET, nonce, new_secret(), NODE, "CSR")
+    with contextlib.suppress(OSError):  # it may close before all is sent
+        lines.write(**exchange.ask().model_dump() | {"request": "x" * size})
+    assert is_sent_away(lines)
+    assert world.facts() == []
+    assert world.enrol() == ADDRESS
+
+
+def test_whoever_is_slow_is_sent_away_however_steadily_he_sends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notice_door, "HELLO_TIMEOUT_S", 0.3)
+    connection = socket.create_connection(("127.0.0.1", world.door.port), BOUND_S)
+    connection.settimeout(0.05)
+    with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        sent, received = 0, b"-"
+        while received and sent < BOUND_S / 0.05:
+            connection.sendall(b" ")
+            sent += 1
+            with contextlib.suppress(TimeoutError):
+                received = connection.recv(1000)
+        assert not received, "it was listened to for ever"
+    assert world.enrol() == ADDRESS
+
+
+def test_a_vm_without_what_makes_certificates_says_so_to_its_manager(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "manager.enrolment.authority", None)
+    with pytest.raises(NotEnrolled, match=r"add cryptography to vms\.environment\.packages"):
+        world.enrol(patience_s=BOUND_S)
+    (fact,) = world.facts()
+    assert fact.detail.startswith(f"{NODE}: the VM's Python has not what certificates are made with")
+
+
+def test_where_nothing_is_encrypted_nobody_is_signed_for(world: World) -> None:
+    door = NoticeDoor(world.inbox, SECRET)
+    try:
+        with pytest.raises(OSError):
+            ask(world.place(door.port), lambda address: signing_request(new_key(), NODE, address))
+    finally:
+        door.close()
+    assert world.facts() == []
+
+
+def test_a_manager_that_comes_late_is_waited_for(world: World) -> None:
+    port = world.door.port
+    world.door.close()
+    enrolled: list[str] = []
+    thread = threading.Thread(target=lambda: enrolled.append(world.enrol(port, patience_s=BOUND_S)))
+    thread.start()
+    desk = EnrolmentDesk(world.inbox, SECRET, load_authority(world.run))
+    world.door = NoticeDoor(world.inbox, SECRET, port=port, desk=desk)
+    thread.join(BOUND_S)
+    assert enrolled == [ADDRESS]
+
+
+SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+
+
+def test_the_command_becomes_the_node_with_its_certificate(world: World, tmp_path: Path) -> None:
+    secret = tmp_path / "node-secret"
+    secret.write_text(f"{SECRET}\n", encoding="utf-8")
+    options = [
+        f"--manager=127.0.0.1:{world.door.port}", f"--node={NODE}", f"--secret-file={secret}",
+        f"--authority={world.authority}", f"--directory={tmp_path / 'tls'}", "--patience-s=5", f"--address={ADDRESS}",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "manager.enrolment.node", *options, "--"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", SHOW, "--block"], capture_output=True, text=True, timeout=BOUND_S, check=True
+    )
+    arguments, environment = json.loads(done.stdout)
+    assert arguments == ["--block", f"--node-ip-address={ADDRESS}"]
+    files = {name: environment[f"RAY_TLS_{name}"] for name in ("SERVER_CERT", "SERVER_KEY", "CA_CERT")}
+    assert environment["RAY_USE_TLS"] == "1"
+    pem = Path(files["SERVER_CERT"]).read_text()
+    key = load_pem_private_key(Path(files["SERVER_KEY"]).read_bytes(), None)
+    check_certificate(pem, Path(files["CA_CERT"]).read_bytes(), key, ADDRESS)  # type: ignore[arg-type]
+    assert SECRET not in json.dumps([arguments, environment, os.environ.copy()])
+    world.door.close()
+    refused = subprocess.run(
+        [*(part.replace("=5", "=0") if "patience" in part else part for part in command), "/bin/true"],
+        capture_output=True, text=True, timeout=BOUND_S, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: no TLS: no certificate came from 127.0.0.1:")
+    assert len(refused.stderr.splitlines()) == 1

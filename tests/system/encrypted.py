@@ -1,0 +1,50 @@
+"""Who is let in where Ray is encrypted, and where the keys are found: looked at from outside, of real processes."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+
+from manager.enrolment.files import Certificates
+
+BOUND_S = 20.0
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""With which every connection of HTTP/2, and so of gRPC, begins; a server answers with a frame of its own."""
+PRIVATE = b"-----BEGIN PRIVATE KEY-----"
+PLAIN = "without TLS"
+
+
+def let_in(address: str, port: int, context: ssl.SSLContext | None) -> bool:
+    """Whether a process of Ray answers someone who comes like this; None: without TLS."""
+    with socket.create_connection((address, port), timeout=BOUND_S) as plain:
+        try:
+            connection = context.wrap_socket(plain, server_hostname=address) if context else plain
+            with connection:
+                connection.sendall(HELLO)
+                return connection.recv(9) != b""
+        except (ssl.SSLError, ConnectionError):
+            return False
+
+
+def visitors(authority: Path, shown: Mapping[str, Certificates | None]) -> dict[str, ssl.SSLContext | None]:
+    """Whoever shows these certificates, or none, and somebody without TLS; all know this authority."""
+    found: dict[str, ssl.SSLContext | None] = {PLAIN: None}
+    for name, chain in shown.items():
+        context = ssl.create_default_context(cafile=str(authority))
+        context.set_alpn_protocols(["h2"])
+        if chain is not None:
+            context.load_cert_chain(chain.certificate, chain.key)
+        found[name] = context
+    return found
+
+
+def answered(address: str, port: int, coming: Mapping[str, ssl.SSLContext | None]) -> set[str]:
+    """Names of the visitors who are let in."""
+    return {name for name, context in coming.items() if let_in(address, port, context)}
+
+
+def keys_in(files: Mapping[Path, bytes]) -> dict[Path, str]:
+    """The files that are private keys, each with the first line of its key."""
+    return {path: data.splitlines()[1].decode() for path, data in files.items() if data.startswith(PRIVATE)}
