@@ -71,7 +71,7 @@ class Spending:
                 if vm.name not in self._counted and vm.paid_since_s is not None:
                     paid_s = max(0.0, self._wall_clock() - vm.paid_since_s)
                     self._spent_usd += _usd_per_h(vm, price) * paid_s / SECONDS_PER_H
-            self._counted = frozenset(vm.name for vm in vms)
+            self._counted |= {vm.name for vm in vms}  # one that a list left out is not new when it is back
 
     def allowed(self, count: int, living: Sequence[Vm], price: Price | None) -> tuple[int, str]:
         """Return how many of ``count`` further VMs may be asked for beside these, and what forbids the rest.

@@ -74,6 +74,7 @@ class FakeArm:
         self.wrong: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.num_polls = 1
+        self.ahead_s = 0.0  # of this machine's clock
         self.lock = threading.RLock()
         arm = self
 
@@ -84,6 +85,9 @@ class FakeArm:
                 arm.serve(self)
 
             do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
+
+            def date_time_string(self, timestamp: float | None = None) -> str:
+                return super().date_time_string((time.time() if timestamp is None else timestamp) + arm.ahead_s)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -190,7 +194,9 @@ class FakeArm:
         if size in self.at_once:
             return error(*self.at_once[size])
         machine = {**body, "id": path, "name": name, "type": "Microsoft.Compute/virtualMachines"}
-        created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f0+00:00")  # Azure tells seven places
+        created = datetime.fromtimestamp(time.time() + self.ahead_s, UTC).strftime(
+            "%Y-%m-%dT%H:%M:%S.%f0+00:00"
+        )  # Azure tells seven places
         machine["properties"] = {**body["properties"], "provisioningState": "Creating", "timeCreated": created}
         machine["properties"]["osProfile"] = {**body["properties"]["osProfile"]}
         machine["properties"]["osProfile"].pop("customData")  # never told again

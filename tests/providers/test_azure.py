@@ -61,6 +61,17 @@ def test_each_vm_has_the_price_of_its_size_and_is_paid_from_its_creation_on(arm:
     assert {vm.usd_per_h for vm in listed} == {None}
 
 
+@pytest.mark.parametrize("ahead_s", [-3600.0, 86400.0])
+def test_how_long_a_vm_is_paid_does_not_depend_on_this_machines_clock(
+    arm: FakeArm, tmp_path: Path, ahead_s: float
+) -> None:
+    arm.ahead_s = ahead_s
+    begin_s = time.time()
+    (vm,) = provider(arm, tmp_path).request("a", 1)
+    assert vm.paid_since_s is not None
+    assert begin_s - 1.0 <= vm.paid_since_s <= time.time()  # an answer's date has whole seconds
+
+
 @pytest.mark.parametrize("code", ["AllocationFailed", "OverconstrainedAllocationRequest", "SkuNotAvailable"])
 def test_no_capacity_anywhere_is_told_and_leaves_nothing(arm: FakeArm, tmp_path: Path, code: str) -> None:
     arm.shortages = {(size.name, zone): code for size in SPEC.sizes for zone in SPEC.zones}
