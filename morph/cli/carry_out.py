@@ -54,8 +54,8 @@ def carry_out(command: RunCommand, run_dir: Path | None, shown: Shown) -> None:
     from morph.cli.checks import check_device
     from morph.cli.job_run import asked_for
     from morph.cli.kept_command import keep_command
+    from morph.cli.managed_run import managed_run
     from morph.cli.provided import check_address
-    from morph.cli.run import managed_run
     from morph.contract.errors import ConfigError, TrainingStopped
     from morph.contract.trace import load_trace
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from morph.cli.checks import check_output, users_code
+from morph.cli.cut_words import kind_name, short_source
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -152,16 +152,3 @@ def _notes(report: CutReport) -> list[str]:
     else:
         lines.append(f"weights: every worker builds the whole model, for: {report.not_recorded}")
     return lines
-
-
-def kind_name(kind: int) -> str:
-    """Return A, B, ..., Z, A1, B1, ..."""
-    return chr(ord("A") + kind % 26) + (str(kind // 26) if kind >= 26 else "")
-
-
-def short_source(source: str | None) -> str:
-    """Return the path as seen from here, or from the installed packages."""
-    if source is None:
-        return ""
-    _, marker, inside = source.rpartition("site-packages/")
-    return inside if marker else os.path.relpath(source)

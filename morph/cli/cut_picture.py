@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from morph.cli.cut import kind_name
+from morph.cli.cut_words import kind_name
 from morph.contract.errors import JobError
 
 if TYPE_CHECKING:

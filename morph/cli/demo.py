@@ -56,7 +56,7 @@ def demo_command(
         shared_expectations,
         with_expectations,
     )
-    from morph.cli.run import managed_run
+    from morph.cli.managed_run import managed_run
     from morph.cli.run_picture import draw_run
     from morph.contract.cluster import LocalVms
     from morph.contract.errors import ConfigError

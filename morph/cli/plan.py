@@ -31,6 +31,7 @@ from morph.cli.plan_tables import (
     time_text,
     wide_console,
 )
+from morph.cli.whole_file import write_text
 
 if TYPE_CHECKING:
     from morph.contract.plan import Plan
@@ -242,19 +243,3 @@ def _as_json(choice: PlanChoice) -> dict[str, object]:
             {**summary(plan), "value": value} for plan, value in zip(choice.runners_up, choice.values[1:], strict=True)
         ],
     }
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        PlanError: naming the file, if it cannot be written.
-    """
-    from morph.contract.errors import PlanError
-
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise PlanError(f"cannot be written: {error.strerror}", source=str(path)) from error

@@ -90,7 +90,7 @@ def _table(name: str, frame: pd.DataFrame) -> Table:
 
 
 def _write_csv(frame: pd.DataFrame, path: Path) -> None:
-    from morph.cli.plan import write_text
+    from morph.cli.whole_file import write_text
 
     write_text(path, frame.to_csv(index=False, lineterminator="\n"))
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from morph.cli.cut import kind_name
 from morph.cli.cut_picture import size_text
+from morph.cli.cut_words import kind_name
 from morph.cli.main import app
 from morph.cutting import cut, export_job
 from morph.cutting.report import CutReport, report_cuts

@@ -1,0 +1,203 @@
+"""A managed job from its profile, cluster and trace to its end: checked, run or taken over, shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from manager.controller.actions import Finish
+    from manager.controller.config import ControllerConfig
+    from manager.engine.driver import Observer
+    from manager.engine.session import RunSpec
+    from manager.report.prices import Prices
+    from manager.report.values import RunReport
+    from manager.run_dir import RunDir
+    from morph.cli.provided import Cloud
+    from morph.contract.base import Value
+    from morph.contract.cluster import ClusterConfig
+    from morph.contract.messages import Fault, JobCode
+    from morph.contract.plan import Schedule
+    from morph.contract.profile import Profile
+    from morph.contract.trace import Trace
+
+
+class View(Protocol):
+    """Shows a run that goes on from a version."""
+
+    def __call__(self, version: int, *, takes_over: bool) -> AbstractContextManager[Observer]:
+        """Show it while the block runs; yields the driver's observer."""
+
+
+def managed_run(
+    job_path: str,
+    profile: Profile,
+    cluster: ClusterConfig,
+    trace: Trace | None,
+    *,
+    steps: int,
+    run_dir: Path,
+    plain: bool,
+    faults: tuple[Fault, ...] = (),
+    stop_with_trace: bool = False,
+    recompute: bool = True,
+    schedule: Schedule = "varuna",
+    timeline_step: int | None = None,
+    as_json: bool = False,
+    prices: Prices | None = None,
+    page: bool = False,
+    checkpoint_url: str | None = None,
+    cloud: Cloud | None = None,
+    job_code: JobCode | None = None,
+    keep: Callable[[Path], None] = lambda _: None,
+) -> tuple[Finish, RunReport]:
+    """Check everything, then run a job on its VMs to its end, showing it live; returns the end and the report.
+
+    ``keep`` is given the run directory once it is known that the run begins.
+
+    Raises:
+        InputError: before anything is started or written.
+        TrainingStopped: when the cluster or training fails.
+    """
+    from manager.dashboard.server import serving
+    from manager.engine.session import RunSpec, run_session
+    from manager.preparation import constant_trace, controller_config, newest_checkpoint
+    from manager.providers.run_name import name_of, write_name
+    from manager.report.live import LiveRun
+    from manager.report.reading import read_ledger, read_report
+    from manager.run_dir import RunDir, RunFacts
+    from morph.cli.checks import check_job
+    from morph.cli.run_view import run_view
+
+    check_job(job_path, profile)
+    events = trace or constant_trace(cluster.vms)
+    configure = partial(
+        controller_config,
+        profile,
+        cluster.vms,
+        cluster.policy,
+        events,
+        steps,
+        recompute=recompute,
+        schedule=schedule,
+        timeline_step=timeline_step,
+    )
+    draft = configure(None)  # before the run directory is made: a job that cannot run leaves nothing behind
+    facts = RunFacts(
+        job=job_path,
+        fingerprint=profile.job.fingerprint,
+        micro_batch_size=next(iter(draft.plans.values())).micro_batch_size,
+        batch_size=profile.job.batch_size,
+        num_sections=profile.num_sections,
+        checkpoint_url=checkpoint_url,
+    )
+    spec = RunSpec(
+        job_path=str(_absolute(job_path)),
+        config=draft,
+        cluster=cluster,
+        trace=events,
+        num_sections=profile.num_sections,
+        micro_batch_size=facts.micro_batch_size,
+        faults=faults,
+        stop_with_trace=stop_with_trace,
+        patient_trace=stop_with_trace,
+        command=_asked_for(job_path, draft, cluster, events),
+        job_code=job_code,
+    )
+
+    @contextmanager
+    def view(version: int, *, takes_over: bool) -> Iterator[Observer]:
+        live = LiveRun(
+            profile.job.name,
+            None if stop_with_trace else steps,
+            profile.job.batch_size,
+            prices,
+            version=version,
+            ledger=read_ledger(opened.path),
+            takes_over=takes_over,
+        )
+        page_of = serving(live, opened.path) if page else nullcontext()
+        with page_of, run_view(live, plain=plain, as_json=as_json) as observer:
+            yield observer
+
+    with RunDir(run_dir, facts) as opened:
+        name = name_of(opened.path, profile.job.name)
+        if cloud is not None:
+            spec = replace(spec, providing=cloud.providing(name, opened.path))
+        finish = _gone_on_with(spec, opened, view)
+        if finish is None:
+            checkpoint = newest_checkpoint(opened.checkpoint_url)
+            version = checkpoint.version if checkpoint else 0
+            _check_steps(steps, version, run_dir)
+            keep(opened.path)
+            config = configure(checkpoint)
+            if cloud is not None:
+                name = name.model_copy(update={"num_starts": name.num_starts + 1})
+                write_name(opened.path, name)
+                print(f"VMs of this run are known as {name.run} (job {name.job})", file=sys.stderr)
+                config = config.model_copy(update={"requests": name.requests})
+            with view(version, takes_over=False) as observer:
+                finish = run_session(replace(spec, config=config), opened, observer)
+        return finish, read_report(opened.path)
+
+
+def _gone_on_with(spec: RunSpec, run_dir: RunDir, view: View) -> Finish | None:
+    """Take over a run whose manager was killed; None: there is none that lives, which is said if there was one."""
+    from manager.engine.attachment import NothingLives, find_living
+    from manager.engine.session import run_session
+
+    try:
+        found = find_living(run_dir, dict(spec.command))
+        if found is None:
+            return None
+        num_vms = len(found.vms) or len(found.state.workers)
+        print(
+            f"{num_vms} VMs of this run live: going on with them at version {found.state.version}",
+            file=sys.stderr,
+        )
+        with view(found.state.version, takes_over=True) as observer:
+            return run_session(replace(spec, config=found.state.config), run_dir, observer, found=found)
+    except NothingLives as error:
+        print(f"this run cannot be taken over: {error}; going on from its newest checkpoint", file=sys.stderr)
+        return None
+
+
+def _asked_for(job_path: str, config: ControllerConfig, cluster: ClusterConfig, trace: Trace) -> dict[str, str]:
+    """What a run is started with, by the user's names: a manager that takes over must be asked for the same."""
+
+    def digest(value: Value) -> str:
+        return sha256(value.model_dump_json().encode()).hexdigest()[:16]
+
+    return {
+        "JOB": str(_absolute(job_path)),
+        "--steps": str(config.num_steps),
+        "--cluster": digest(cluster),
+        "--trace": digest(trace),
+        "--schedule": next(iter(config.plans.values())).schedule,
+        "--timeline-step": str(config.timeline_step),
+        "the plans": digest(config),
+    }
+
+
+def _check_steps(steps: int, version: int, run_dir: Path) -> None:
+    from morph.contract.errors import RunDirError
+
+    if version >= steps:
+        raise RunDirError(
+            "has reached that step already",
+            source=str(run_dir),
+            field="--steps",
+            value=steps,
+            allowed=f"above {version}",
+        )
+
+
+def _absolute(job_path: str) -> str:
+    path, _, name = job_path.rpartition(":")
+    return f"{Path(path).resolve()}:{name}"
