@@ -63,7 +63,10 @@ def test_a_killed_step_is_lost_and_the_change_of_shape_is_no_bubble(tmp_path: Pa
 @pytest.mark.parametrize("seed", range(12))
 def test_the_parts_add_up_to_the_nodes_lives_in_any_history(tmp_path: Path, seed: int) -> None:
     faults, num_nodes, _ = random_faults(seed)
-    account = account_of(tmp_path, faults, num_nodes, seed)
+    asked = {"target_nodes": num_nodes + 2} if seed % 3 else {}  # those that are asked for have prices
+    account = account_of(tmp_path, faults, num_nodes, seed, **asked)
+    if seed == 1:  # as in most
+        assert 0 < account.total.unpriced_ns < account.total.vm_ns, "VMs with prices and without"
     assert sum(account.parts.values(), NOTHING) == account.total, f"seed {seed}: {account}"
     for spent in account.parts.values():
         assert min(spent.node_ns, spent.vm_ns, spent.unpriced_ns, spent.cost) >= 0

@@ -17,6 +17,7 @@ from manager.report.account import Account, Part
 from manager.report.prices import Prices
 from manager.report.reading import read_report
 from manager.report.spent import NOTHING
+from manager.report.summary import summarise
 from manager.run_dir import RunFacts
 from morph.cli.main import app
 from morph.cli.report_page import report_page
@@ -76,6 +77,25 @@ def test_the_page_needs_nothing_from_outside_and_its_parts_add_up(run_dir: Path,
     assert sum(seconds) == pytest.approx(float(rows["all"][3]), abs=0.5)
     assert float(rows["all"][5]) == pytest.approx(read_report(run_dir).account.total_s / 1000, rel=1e-3)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_without_a_price_each_vm_costs_what_its_grant_said_and_parts_add_up(tmp_path: Path) -> None:
+    cluster = JournalledCluster(3, tmp_path, Faults(deaths_after_s=((6.0, 1),)), expected_nodes=5, target_nodes=5)
+    assert cluster.run(1).outcome == "finished"
+    cluster.journal.close()
+    (tmp_path / "run.json").write_text(FACTS.model_dump_json())
+    output = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(output), "--on-demand-price", "3"])
+    assert done.exit_code == 0, done.output
+    report = read_report(tmp_path)
+    bill = report.account.bill()
+    assert bill is not None
+    assert sum(bill.parts.values()) == bill.total > 0
+    rows = {row[1]: row for row in Page(output.read_text()).rows if len(row) == 6 and row[1] in [*Part, "all"]}
+    told = {name: float(row[5]) for name, row in rows.items()}
+    assert told.pop("all") == pytest.approx(bill.total_usd, abs=1e-4)
+    assert told == {part.value: pytest.approx(bill.part_usd(part), abs=1e-4) for part in Part}
+    assert f"dollars: {bill.total_usd:.4f}: " in summarise(report)
 
 
 def test_names_from_the_job_are_text_and_never_markup(run_dir: Path) -> None:
