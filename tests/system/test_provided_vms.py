@@ -12,11 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from manager.engine.certificates import Tls, certificates_of, make_certificates
+from manager.enrolment.files import Certificates
+from manager.journal.journal import FILE_NAME as JOURNAL
+from manager.journal.journal import Journal
+from manager.journal.records import Fact
 from manager.notices.agent import Agent
 from manager.notices.source import Standing
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from tests.system.commands import RunningMorph, morph
+from tests.system.encrypted import answered, keys_in, visitors
 from tests.system.exposure import files_below, files_with, holds, recorded, shown_by, with_secrets
 from tests.system.harness import uninterrupted
 from tests.system.hosts import Hosts
@@ -109,6 +115,43 @@ def check_exposure(hosts: Hosts, run: RunningMorph, run_dir: Path, secrets: list
     assert files_with(named(run_dir), secrets) == {"attach.json"}
 
 
+def facts_of(run_dir: Path) -> list[Fact]:
+    with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
+        return [Fact.model_validate_json(entry.payload_json) for entry in journal.read() if entry.kind == "fact"]
+
+
+def check_encrypted(run: RunningMorph, hosts: Hosts, node: str, directory: Path) -> None:
+    """Ray on both sides takes nobody without a certificate; keys are their owner's alone, and nobody shows one."""
+    kept = Path(json.loads((directory / "run" / "attach.json").read_text())["door"]).parent.parent
+    manager = certificates_of(kept)
+    (folder,) = hosts.directory.glob(f"h*/.morph/nodes/{node}")
+    vm = Certificates.below(folder / "tls")
+    other = directory / "other"
+    other.mkdir()
+    certificates = {
+        "manager": manager,
+        "VM": vm,
+        "another run": make_certificates(other, Tls()),
+        "no certificate": None,
+    }
+    coming = visitors(manager.authority, certificates)
+    sides = {"127.0.0.2": run.family(), f"127.0.0.{11 + int(folder.parts[-4][1:])}": hosts.processes(node)}
+    shown = {address: shown_by(processes) for address, processes in sides.items()}
+    for address, side in shown.items():
+        ports = {found.port for found in side.listening if found.process in ("gcs_server", "raylet")}
+        assert ports
+        assert [port for port in ports if answered(address, port, coming) != {"manager", "VM"}] == []
+    files = dict(found for place in (kept, directory, *hosts.temporary()) for found in files_below(place))
+    keys = {path: key for path, key in keys_in(files).items() if other not in path.parents}
+    assert {manager.key, manager.authority_key, vm.key} <= set(keys)
+    for path in keys:
+        assert path.parent.name == "tls"
+        assert [stat.S_IMODE(place.stat().st_mode) for place in (path, path.parent)] == [0o600, 0o700]
+    known = {str(path): data for path, data in files.items() if path not in keys}
+    assert files_with(known, keys.values()) == set()
+    assert [name for side in shown.values() for name in with_secrets(side, keys.values())] == []
+
+
 def check_end(hosts: Hosts, run_dir: Path, weights: dict[str, str]) -> None:
     report = read_report(run_dir)
     assert (report.outcome, report.version) == ("finished", STEPS)
@@ -121,7 +164,7 @@ def check_end(hosts: Hosts, run_dir: Path, weights: dict[str, str]) -> None:
 def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
     hosts: Hosts, calibrated: Path, tmp_path: Path, weights: dict[str, str]
 ) -> None:
-    path = job_file(tmp_path, hosts, calibrated, memory_bytes=TOO_SMALL_ALONE_BYTES)
+    path = job_file(tmp_path, hosts, calibrated, memory_bytes=TOO_SMALL_ALONE_BYTES, tls=True)
     assert "with 2 VMs in shape 2x1, with 2 at least" in morph("config", "check", path)
     made = tmp_path / "made"
     with RunningMorph("run", path, "--plain", "--no-page", secrets_path=made) as run:
@@ -132,12 +175,16 @@ def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
         hosts.kill(sorted(first)[0])
         lost = run.wait_for_line(f"{sorted(first)[0]} was lost")
         assert "connection closed" in lost or "left the cluster" in lost or "is gone" in lost
+        check_encrypted(run, hosts, sorted(first)[1], tmp_path)  # one VM alone cannot train: the run waits for the next
         assert "generation 2 is formed" in run.wait_for_line("-2-0 is ready")
         hosts.note()
         assert run.wait_for_end() == 0, run.output
         assert not any(holds(run.output.encode(), secret) for secret in recorded(made))
     assert files_with(named(tmp_path / "run"), recorded(made)) == set()
     check_end(hosts, tmp_path / "run", weights)
+    enrolled = [fact.detail.split(" at ") for fact in facts_of(tmp_path / "run") if fact.name == "node_enrolled"]
+    assert len({node for node, _ in enrolled}) == 3
+    assert {address for _, address in enrolled} <= {"127.0.0.11", "127.0.0.12", "127.0.0.13"}
     account = read_report(tmp_path / "run").account
     assert account.total_ns == sum(account.parts_ns.values())
 
@@ -145,7 +192,7 @@ def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
 def test_another_manager_goes_on_with_the_hosts_of_one_that_was_killed(
     hosts: Hosts, calibrated: Path, tmp_path: Path, weights: dict[str, str]
 ) -> None:
-    path = job_file(tmp_path, hosts, calibrated)
+    path = job_file(tmp_path, hosts, calibrated, tls=True)
     with RunningMorph("run", path, "--plain", "--no-page") as first:
         first.wait_for_line("the checkpoint of version 10")
         before = hosts.note()
