@@ -69,7 +69,7 @@ class Lines:
         line, _, self._received = self._received.partition(b"\n")
         try:
             found = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConnectionError("a line is not JSON") from error
         if not isinstance(found, dict):
             raise ConnectionError("a line is no object")

@@ -154,7 +154,17 @@ def test_a_node_without_the_secret_is_not_heard(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "hello", [b"\n", b"[1]\n", b'{"node": 3, "proof": null}\n', b'{"node": "n1", "proof": ""}\n', b"\xff" * 70000, b""]
+    "hello",
+    [
+        b"\n",
+        b"[1]\n",
+        b"[" * 60000 + b"\n",
+        b'{"node": 3, "proof": null}\n',
+        b'{"node": "n1", "proof": ""}\n',
+        b"\xff" * 70000,
+        b"",
+    ],
+    ids=lambda hello: repr(hello[:30]),
 )
 def test_a_stranger_is_sent_away_and_others_are_served(world: World, hello: bytes) -> None:
     with socket.create_connection((world.door.host, world.door.port), BOUND_S) as stranger:
