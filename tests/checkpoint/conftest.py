@@ -8,6 +8,7 @@ import fsspec
 import pytest
 
 from tests.checkpoint.fake_blobs import BlobService, blob_service
+from tests.checkpoint.fake_buckets import BucketService, bucket_service
 
 
 @pytest.fixture
@@ -20,3 +21,15 @@ def blobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlobService]:
         yield service
         adlfs.AzureBlobFileSystem.clear_instance_cache()
     assert fsspec.get_filesystem_class("abfs") is adlfs.AzureBlobFileSystem
+
+
+@pytest.fixture
+def buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketService]:
+    """S3's buckets, as the environment names who asks for them."""
+    with bucket_service() as service:
+        for name, value in service.environment.items():
+            monkeypatch.setenv(name, value)
+        filesystem = fsspec.get_filesystem_class("s3")
+        filesystem.clear_instance_cache()
+        yield service
+        filesystem.clear_instance_cache()

@@ -30,9 +30,12 @@ def make_manifest(version: int = 3) -> Manifest:
     )
 
 
-@pytest.fixture(params=["path", "file", "memory", "blobs"])
+@pytest.fixture(params=["path", "file", "memory", "blobs", "buckets"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A checkpoint directory that does not exist yet, on each kind of storage."""
+    if request.param == "buckets":
+        bucket: str = request.getfixturevalue("buckets").bucket
+        return f"s3://{bucket}/runs/checkpoints"
     if request.param == "blobs":
         request.getfixturevalue("blobs")
     return {

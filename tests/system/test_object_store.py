@@ -1,0 +1,114 @@
+"""A run whose checkpoints are in an object store, over the real SDKs: refused, failing, stopped, resumed, pruned."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from manager.engine.manifest_writer import KEEP_CHECKPOINTS
+from manager.report.reading import read_report
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.contract.profile import load_profile
+from tests.checkpoint.fake_blobs import CONTAINER, BlobService, blob_service
+from tests.checkpoint.fake_buckets import BucketService, bucket_service
+from tests.system.commands import COMMAND, ROOT, RunningMorph, environment_of_commands
+from tests.system.exposure import files_below, files_with, shown_by
+from tests.system.harness import JOB, uninterrupted
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+STEPS, MANY = 160, 10_000
+CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
+BOUND_S = 100.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where checkpoints go. ``wrong``: the environment of somebody whom the store does not know."""
+
+    url: str
+    service: BlobService | BucketService
+    secret: str
+    environment: dict[str, str]
+    wrong: dict[str, str]
+
+
+def _blobs(stack: ExitStack) -> Place:
+    pytest.importorskip("adlfs")
+    service = stack.enter_context(blob_service())
+    known = {CONNECTION: service.connection_string}
+    wrong = {CONNECTION: BlobService(port=service.port).connection_string}
+    return Place(f"abfs://{CONTAINER}/run", service, service.key, known, wrong)
+
+
+def _buckets(stack: ExitStack) -> Place:
+    service = stack.enter_context(bucket_service())
+    wrong = BucketService(port=service.port).environment
+    return Place(f"s3://{service.bucket}/run", service, service.key, service.environment, wrong)
+
+
+@pytest.fixture(params=[_blobs, _buckets], ids=["Azure", "S3"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    with ExitStack() as stack:
+        place: Place = request.param(stack)
+        for name, value in place.environment.items():
+            monkeypatch.setenv(name, value)
+        filesystem = fsspec.get_filesystem_class(place.url.partition(":")[0])
+        filesystem.clear_instance_cache()
+        stack.callback(filesystem.clear_instance_cache)
+        yield place
+
+
+def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_ends_with_the_same_weights(
+    place: Place, calibrated: Path, tmp_path: Path
+) -> None:
+    run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
+    cluster.write_text("vms: {num_vms: 2}\npolicy: {checkpoint_every_steps: 10}\n", encoding="utf-8")
+    arguments = (
+        *("run", JOB, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS),
+        *("--checkpoint-url", place.url, "--plain", "--no-page"),
+    )
+    refused = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        cwd=ROOT, env=environment_of_commands() | place.wrong, capture_output=True, text=True, timeout=BOUND_S,
+    )  # fmt: skip
+    (line,) = refused.stderr.strip().splitlines()
+    assert f"{place.url}: cannot be read: " in line
+    assert refused.returncode == 1
+    with RunningMorph(*arguments) as run:
+        run.wait_for_line("the checkpoint of version")
+        with place.service.lock:
+            place.service.faults += [(403, "AuthorizationFailure")] * MANY
+        told = run.wait_for_line("could not write its part of a checkpoint: unit ")
+        assert "Error: " in told
+        with place.service.lock:
+            place.service.faults.clear()
+        run.wait_for_line("the checkpoint of version")
+        directory = next(
+            Path(found["RAY_TMPDIR"]) for found in shown_by(run.family()).environments.values() if "RAY_TMPDIR" in found
+        )
+        logs = {str(path): data for path, data in files_below(directory)}
+        assert logs
+        assert files_with(logs, [place.secret]) == set()
+        run.press_ctrl_c()
+        assert run.wait_for_end() == 130, run.output
+    stopped = read_report(run_dir).version
+    assert complete_versions(place.url)[-1] == stopped < STEPS
+    with RunningMorph("resume", run_dir, "--plain", "--no-page") as resumed:
+        resumed.wait_for_line(f"all {STEPS} steps are committed")
+        assert resumed.wait_for_end() == 0, resumed.output
+    versions = complete_versions(place.url)
+    assert (len(versions), versions[-1]) == (KEEP_CHECKPOINTS, STEPS)
+    manifest = read_manifest(place.url, STEPS)
+    reference = uninterrupted(STEPS, tmp_path / "undisturbed", load_profile(calibrated).num_sections)
+    assert {entry.unit: entry.sha256 for entry in manifest.units} == reference
+    files = {str(path): data for path, data in files_below(run_dir)}
+    shown = {"refused": refused.stdout + refused.stderr, "run": run.output, "resumed": resumed.output}
+    assert files_with({**files, **{name: text.encode() for name, text in shown.items()}}, [place.secret]) == set()
+    assert not any(name.endswith(".safetensors") for name in files)
