@@ -65,6 +65,19 @@ def test_what_a_vm_costs_that_joins_before_its_grant_is_asked_once_and_told_of_e
     assert asked == [["a.d0", "a.d1", "b"]]
 
 
+def test_every_worker_of_a_vm_is_told_of_and_lost_with_it() -> None:
+    world = World()
+    world.granted |= {"a.d0": "job-1", "a.d1": "job-1"}
+    world.nodes = {"a.d1": "10.0.0.5", "a.d0": "10.0.0.5"}
+    assert [item for item in world.seen() if isinstance(item, NodeAppeared)] == [
+        NodeAppeared(node="a.d0", request="job-1"),
+        NodeAppeared(node="a.d1", request="job-1"),
+    ]
+    world.nodes = {}
+    cause = "its VM left the cluster"
+    assert world.seen() == [WorkerLost(worker="a.d0", cause=cause), WorkerLost(worker="a.d1", cause=cause)]
+
+
 def test_a_vm_that_leaves_the_cluster_is_lost_and_does_not_come_back_under_its_name() -> None:
     world = World()
     world.granted["a"] = "job-1"

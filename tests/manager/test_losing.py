@@ -215,3 +215,14 @@ def test_that_work_is_lost_is_told_whatever_else_a_tick_finds_due() -> None:
     assert followed(lost, absent).reason.code is ReasonCode.SET_BACK
     assert followed(absent, lost).reason.code is ReasonCode.SET_BACK
     assert followed(lost, ended(state, "stopped", "asked to")).reason.code is ReasonCode.STOPPED
+
+
+def test_workers_that_are_lost_together_dissolve_one_generation_and_none_of_them_gets_a_place() -> None:
+    script = script_in(Phase.TRAINING)
+    script.ready("vm.d0", "vm.d1")
+    generation = script.state.generation
+    script.tell(WorkerLost(worker="n1", cause="its VM left the cluster", beside=("vm.d0", "vm.d1", "stranger")))
+    assert "n1, vm.d0, vm.d1 were lost: its VM left the cluster" in script.sentence
+    script.aborted()
+    assert (script.state.generation, script.state.num_fruitless) == (generation + 1, 1)
+    assert {slot.worker for slot in script.state.slots} <= {"n2", "n3", "n4"}

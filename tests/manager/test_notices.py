@@ -152,6 +152,31 @@ def test_a_member_may_go_once_a_step_is_decided_without_it_and_not_before() -> N
     assert acknowledged(script.prepared()) == []
 
 
+def test_a_vm_may_go_once_nothing_is_left_on_all_of_its_workers() -> None:
+    script = Script(num_steps=20)
+    script.ready("a.d0", "a.d1", "b.d0", "b.d1")
+    script.reshaped()
+    script.ready("a.d2")  # a spare, of which nothing is needed
+    for worker in ("a.d2", "a.d0", "a.d1"):
+        assert script.tell(NoticeGiven(worker=worker, lead_s=30.0, notice="E-1")) == ()
+    script.prepared()
+    assert set(script.members) == {"b.d0", "b.d1"}
+    script.reshaped()
+    actions = script.prepared()
+    told = [action for action in actions if isinstance(action, AcknowledgeNotice)]
+    assert told == [AcknowledgeNotice(worker="a.d0", notice="E-1")]  # one VM is told once
+
+
+def test_a_spare_whose_vm_has_a_member_is_not_let_go_before_that_is_noticed_too() -> None:
+    script = Script(num_steps=20)
+    script.ready("a.d0", "a.d1", "b.d0", "b.d1")
+    script.reshaped()
+    script.ready("c.d0", "c.d1")
+    assert script.tell(NoticeGiven(worker="c.d0", lead_s=30.0, notice="E-1")) == ()
+    actions = script.tell(NoticeGiven(worker="c.d1", lead_s=30.0, notice="E-1"))
+    assert actions == (AcknowledgeNotice(worker="c.d0", notice="E-1"),)
+
+
 def test_a_notice_that_is_told_again_is_acknowledged_again() -> None:
     script = training()
     script.ready("n5")

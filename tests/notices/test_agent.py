@@ -61,9 +61,12 @@ class World:
         self.ended = threading.Event()
         self.agents: list[tuple[Agent, threading.Thread]] = []
 
-    def agent(self, node: str = "n1", secret: str = SECRET, lonely_s: float = 600) -> None:
+    def agent(self, node: str = "n1", secret: str = SECRET, lonely_s: float = 600, num_devices: int = 1) -> None:
         address = (self.door.host, self.door.port)
-        agent = Agent(address, node, secret, [self.source], lonely_s=lonely_s, end=self.ended.set, every_s=0.02)
+        end = self.ended.set
+        agent = Agent(
+            address, node, secret, [self.source], lonely_s=lonely_s, end=end, every_s=0.02, num_devices=num_devices
+        )
         thread = threading.Thread(target=agent.run)
         thread.start()
         self.agents.append((agent, thread))
@@ -104,6 +107,25 @@ def test_a_notice_becomes_an_event_of_the_node_once(world: World) -> None:
     told = [world.next(), world.next()]
     assert NoticeWithdrawn(worker="n1") in told
     assert not [item for item in told if isinstance(item, NoticeGiven)]
+
+
+def test_a_notice_of_a_vm_with_several_devices_is_one_for_each_worker_and_any_of_them_acknowledges(
+    world: World,
+) -> None:
+    world.source.now = (notice(),)
+    world.agent("vm", num_devices=2)
+    assert [(item.worker, item.notice) for item in (world.next(), world.next())] == [  # type: ignore[attr-defined]
+        ("vm.d0", "E-1"),
+        ("vm.d1", "E-1"),
+    ]
+    assert world.door.left("vm.d1", "E-1")
+    assert world.source.acknowledged.wait(BOUND_S)
+    world.source.now = ()
+    told = [world.next(), world.next(), world.next()]
+    assert [item for item in told if isinstance(item, NoticeWithdrawn)] == [
+        NoticeWithdrawn(worker="vm.d0"),
+        NoticeWithdrawn(worker="vm.d1"),
+    ]
 
 
 def test_a_notice_is_acknowledged_once_the_manager_says_that_nothing_is_left(world: World) -> None:

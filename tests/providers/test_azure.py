@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,47 @@ def test_how_long_a_vm_is_paid_does_not_depend_on_this_machines_clock(
     (vm,) = provider(arm, tmp_path).request("a", 1)
     assert vm.paid_since_s is not None
     assert begin_s - 1.0 <= vm.paid_since_s <= time.time()  # an answer's date has whole seconds
+
+
+def test_larger_vms_come_for_what_smaller_ones_leave_missing_and_no_more_of_them(arm: FakeArm, tmp_path: Path) -> None:
+    arm.shortages = {("Standard_NC6", zone): "AllocationFailed" for zone in ("2", "3")}
+    azure = provider(arm, tmp_path, spec=SPEC.model_copy(update={"zones": ("2", "3")}))
+    assert [(vm.size, vm.num_devices) for vm in azure.request("a", 6)] == [("Standard_NC24", 4)] * 2
+    del arm.shortages["Standard_NC6", "2"]
+    vms = provider(arm, tmp_path).request("b", 3)
+    assert sum(vm.num_devices for vm in vms) == 3
+    made = [body["tags"]["morph-devices"] for body in arm.bodies if body["tags"].get("morph-request") == "b"]
+    assert made
+    assert set(made) == {"1"}
+
+
+def test_larger_vms_come_first_where_the_smaller_ones_would_be_too_many(arm: FakeArm, tmp_path: Path) -> None:
+    azure = provider(arm, tmp_path)
+    assert [vm.num_devices for vm in azure.request("a", 8, 2)] == [4, 4]
+    assert [vm.num_devices for vm in azure.request("b", 2, 2)] == [1, 1]
+    arm.shortages = {("Standard_NC24", zone): "AllocationFailed" for zone in SPEC.zones}
+    assert [vm.num_devices for vm in azure.request("c", 8, 2)] == [1, 1]
+
+
+def test_a_vm_that_another_manager_made_larger_counts_with_its_devices(arm: FakeArm, tmp_path: Path) -> None:
+    class Dying(Line):
+        """Killed once a larger VM is begun."""
+
+        def on_response(self, request: Any, response: Any) -> None:
+            self.dead = self.dead or any(vm["tags"]["morph-devices"] == "4" for vm in arm.machines.values())
+            super().on_response(request, response)
+
+    arm.shortages = {("Standard_NC6", zone): "AllocationFailed" for zone in SPEC.zones}
+    with pytest.raises(Killed):
+        provider(arm, tmp_path, Dying()).request("a", 6)
+    before = {name for name, vm in arm.machines.items() if vm["tags"]["morph-devices"] == "4"}
+    arm.settle_all()
+    arm.shortages = {}
+    vms = provider(arm, tmp_path).request("a", 6)
+    assert len(before) == 1
+    assert before <= {vm.name for vm in vms}
+    assert 6 <= sum(vm.num_devices for vm in vms) <= 8
+    assert set(arm.machines) == {vm.name for vm in vms}
 
 
 @pytest.mark.parametrize("code", ["AllocationFailed", "OverconstrainedAllocationRequest", "SkuNotAvailable"])

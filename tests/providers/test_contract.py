@@ -18,6 +18,8 @@ from tests.providers.azure_world import SPEC, provider
 from tests.providers.fake_arm import FakeArm
 
 ROOM = 4
+LARGE = 4
+"""Devices of a VM, where it has several."""
 
 
 class Fleet:
@@ -40,11 +42,15 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Case:
-    """A provider with room for ``ROOM`` VMs. ``again`` makes another manager's, where one can take over."""
+    """A provider with room for ``ROOM`` VMs. ``again`` makes another manager's, where one can take over.
+
+    ``large``: one whose VMs have ``LARGE`` devices; None: there are none.
+    """
 
     provider: Provider
     again: Callable[[], Provider] | None
     another_run: Callable[[], Provider] | None
+    large: Callable[[], Provider] | None = None
 
 
 def local(_arm: FakeArm, _directory: Path) -> Case:
@@ -54,13 +60,12 @@ def local(_arm: FakeArm, _directory: Path) -> Case:
 
 
 def static(_arm: FakeArm, directory: Path) -> Case:
-    hosts = tuple(SshHost(address=f"host{index}") for index in range(ROOM))
-    spec = StaticSpec(hosts=hosts, command=("run", "{node}"), usd_per_h=0.25)
-
-    def make(run: str = "tiny") -> Provider:
+    def make(run: str = "tiny", num_gpus: int = 1) -> Provider:
+        hosts = tuple(SshHost(address=f"host{index}", num_gpus=num_gpus) for index in range(ROOM))
+        spec = StaticSpec(hosts=hosts, command=("run", "{node}"), usd_per_h=0.25)
         return StaticProvider(spec, run, directory / "leases.json", shell=lambda host, remote, secret="": None)
 
-    return Case(make(), make, lambda: make("another"))
+    return Case(make(), make, lambda: make("another"), lambda: make(num_gpus=LARGE))
 
 
 def azure(arm: FakeArm, directory: Path) -> Case:
@@ -75,7 +80,10 @@ def azure(arm: FakeArm, directory: Path) -> Case:
 
     arm.shortages = Room()
     return Case(
-        provider(arm, directory), lambda: provider(arm, directory), lambda: provider(arm, directory, run="another")
+        provider(arm, directory),
+        lambda: provider(arm, directory),
+        lambda: provider(arm, directory, run="another"),
+        lambda: provider(arm, directory, spec=SPEC.model_copy(update={"sizes": SPEC.sizes[:1]})),
     )
 
 
@@ -123,6 +131,27 @@ def test_another_manager_finds_and_ends_what_is_not_to_be_kept(case: Case) -> No
     assert {vm.name for vm in reconcile(other, keep=[granted[1].name])} == {granted[0].name, granted[2].name}
     assert reconcile(other, keep=[granted[1].name]) == ()
     assert [vm.name for vm in other.list()] == [granted[1].name]
+
+
+def test_a_request_gets_no_more_vms_than_it_may(case: Case) -> None:
+    granted = case.provider.request("a", 3, 2)
+    assert len(granted) == 2 or sum(vm.num_devices for vm in granted) >= 3
+    assert set(case.provider.request("a", 3, 2)) == set(granted)
+    assert len(case.provider.list()) <= 2
+
+
+@pytest.mark.parametrize("case", [static, azure], ids=lambda make: make.__name__, indirect=True)
+@pytest.mark.parametrize(("count", "num_vms"), [(1, 1), (LARGE, 1), (LARGE + 1, 2), (2 * LARGE, 2)])
+def test_vms_with_several_devices_are_as_many_as_are_needed_and_tell_how_many_they_have(
+    case: Case, count: int, num_vms: int
+) -> None:
+    assert case.large is not None
+    granted = case.large().request("a", count)
+    assert [vm.name for vm in granted] == [vm_name("a", index) for index in range(num_vms)]
+    assert {vm.num_devices for vm in granted} == {LARGE}
+    assert granted[0].workers == tuple(f"{granted[0].name}.d{device}" for device in range(LARGE))
+    again = case.large()
+    assert set(again.request("a", count)) == set(again.list()) == set(granted)
 
 
 @pytest.mark.parametrize("case", [static, azure], ids=lambda make: make.__name__, indirect=True)

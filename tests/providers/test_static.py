@@ -88,6 +88,21 @@ def test_the_secret_reaches_the_node_and_no_command_line(world: Path) -> None:
     (world / "h1/.morph/nodes" / vm.name / "pid").unlink()  # it ended by itself
 
 
+def test_hosts_are_chosen_by_what_is_missing_and_the_node_is_told_its_devices(world: Path) -> None:
+    hosts = tuple(SshHost(address=f"h{number}", num_gpus=number) for number in (1, 2, 4))
+    spec = StaticSpec(hosts=hosts, command=("sh", "-c", "echo {devices} >{node}; sleep 600"))
+    shell = partial(run_ssh, program=[str(world / "ssh")])
+    static = StaticProvider(spec, "tiny", world / "leases.json", SECRET, shell)
+    vms = static.request("a", 3)
+    assert [vm.num_devices for vm in vms] == [2, 1]
+    assert static.request("b", 1)[0].num_devices == 4  # there is no smaller one
+    told = [world / host / node for host, node in (("h2", "a-0"), ("h1", "a-1"), ("h4", "b-0"))]
+    until_s = time.monotonic() + 20
+    while not all(path.exists() and path.read_text() for path in told) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert [path.read_text() for path in told] == ["2\n", "1\n", "4\n"]
+
+
 def test_another_manager_starts_nothing_twice(world: Path) -> None:
     (vm,) = provider(world, "h1", "h2").request("a", 1)
     pid = node_pid(world, "h1", vm.name)

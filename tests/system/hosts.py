@@ -25,7 +25,7 @@ TEMPORARY = "--temp-dir=/tmp/morph-"
 class Hosts:
     """Some hosts; a node on one is a process group of its own, as over ssh."""
 
-    def __init__(self, directory: Path, number: int) -> None:
+    def __init__(self, directory: Path, number: int, num_gpus: int = 1) -> None:
         self.directory, self._seen = directory, dict[int, psutil.Process]()
         self._temporary: set[str] = set()
         directory.mkdir()
@@ -33,7 +33,8 @@ class Hosts:
         program.parent.mkdir()
         program.write_text(SSH, encoding="utf-8")
         program.chmod(0o755)
-        entries = [f"  - {{address: h{index}, node_address: 127.0.0.{11 + index}}}" for index in range(number)]
+        each = f"num_gpus: {num_gpus}"
+        entries = [f"  - {{address: h{index}, node_address: 127.0.0.{11 + index}, {each}}}" for index in range(number)]
         self.file = directory / "hosts.yaml"
         self.file.write_text("\n".join(["usd_per_h: 0.5", "hosts:", *entries, ""]), encoding="utf-8")
 

@@ -35,9 +35,9 @@ NUM_SECTIONS = 6
 TOO_SMALL_ALONE_BYTES = 700_000
 
 
-@pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
-    world = Hosts(tmp_path / "hosts", number=3)
+@pytest.fixture(params=[1])
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    world = Hosts(tmp_path / "hosts", number=3, num_gpus=request.param)
     for name, value in world.environment.items():
         monkeypatch.setenv(name, value)
     yield world
@@ -187,6 +187,29 @@ def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
     assert {address for _, address in enrolled} <= {"127.0.0.11", "127.0.0.12", "127.0.0.13"}
     account = read_report(tmp_path / "run").account
     assert account.total_ns == sum(account.parts_ns.values())
+
+
+@pytest.mark.parametrize("hosts", [2], indirect=True)
+def test_both_devices_of_a_host_train_and_a_host_that_dies_with_both_is_replaced(
+    hosts: Hosts, calibrated: Path, tmp_path: Path, weights: dict[str, str]
+) -> None:
+    path = job_file(tmp_path, hosts, calibrated, memory_bytes=TOO_SMALL_ALONE_BYTES, keep=4)
+    with RunningMorph("run", path, "--plain", "--no-page") as run:
+        assert "on 4 of 4 ready workers" in run.wait_for_line("generation 1 is formed")
+        run.wait_for_line("the checkpoint of version 10")
+        first = sorted(hosts.note())
+        assert len(first) == 2
+        hosts.kill(first[0])
+        assert f"{first[0]}.d0, {first[0]}.d1 were lost" in run.wait_for_line(f"{first[0]}.d")
+        run.wait_for_line("-2-0.d1 is ready")
+        hosts.note()
+        assert run.wait_for_end() == 0, run.output
+    check_end(hosts, tmp_path / "run", weights)
+    report = read_report(tmp_path / "run")
+    losses = [change for change in report.morphs if change.lost_workers]
+    assert [sorted(change.lost_workers) for change in losses] == [[f"{first[0]}.d0", f"{first[0]}.d1"]]
+    assert {kind for kind, sums in losses[0].sources.items() if sums.count} <= {"keep", "peer"}
+    assert max(shape.num_workers for shape in report.shapes) == 4
 
 
 def test_another_manager_goes_on_with_the_hosts_of_one_that_was_killed(
