@@ -39,7 +39,7 @@ def asked(decision: Decision, now_s: float) -> Decision:
     state = changed(state, num_requests=state.num_requests + 1)
     state = wake_by(state, now_s + state.config.policy.rules.requests.answer_s)
     action = RequestNodes(request=name, count=missing)
-    sentence = f"{missing} of {state.config.target_nodes} VMs are missing: asked for as {name}"
+    sentence = f"{missing} of {state.config.target_nodes} workers are missing: asked for as {name}"
     return followed(decision, said(state, ReasonCode.NODES_REQUESTED, sentence, action), decision.reason.code)
 
 

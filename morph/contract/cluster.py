@@ -23,7 +23,9 @@ EPHEMERAL = 32768
 class Limits(Value):
     """What asking for VMs stops at. The dollars are those of the VMs' price."""
 
-    max_vms: Annotated[int, Field(ge=1)] | None = Field(default=None, description="so many at once, at most")
+    max_vms: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="so many at once, at most, whatever devices they have"
+    )
     usd_per_h: Positive | None = Field(default=None, description="so many dollars an hour for all VMs, at most")
     budget_usd: Positive | None = Field(default=None, description="once so much is spent, no further VM is asked for")
 
@@ -86,13 +88,14 @@ class Environment(Value):
 
 
 class ProvidedVms(Value):
-    """VMs that a provider brings, one worker each. Paths are relative to this file's folder."""
+    """VMs that a provider brings, one worker for each of their devices. Paths are relative to this file's folder."""
 
     cloud: str = Field(min_length=1, description="what VMs, and where: a cloud file, or a file of hosts")
     keep: Annotated[int, Field(ge=1, le=1000)] = Field(
-        description="ask for so many VMs, and again for each that is lost"
+        description="ask for VMs with so many workers together, and again for each that is lost; a VM with four GPUs "
+        "brings four"
     )
-    memory_bytes: Annotated[int, Field(gt=0)] = Field(description="memory of one VM's device")
+    memory_bytes: Annotated[int, Field(gt=0)] = Field(description="memory of one device")
     device: Literal["cpu", "cuda"] = "cuda"
     address: str = Field(
         description="this machine's IPv4 address as VMs reach it: Ray, the store and the door for notices listen there"

@@ -67,7 +67,7 @@ def test_the_shipped_job_file_is_right_but_for_the_profile_that_the_user_makes()
 def test_a_right_job_file_says_what_would_run(given: Given) -> None:
     told = CliRunner().invoke(app, ["config", "check", str(job_file(given))])
     assert told.exit_code == 0, told.output
-    assert "7 steps, with 2 VMs in shape" in told.stdout
+    assert "7 steps, with 2 workers in shape" in told.stdout
     assert not given.run_dir.exists()
 
 
