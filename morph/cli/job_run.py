@@ -213,6 +213,6 @@ def check_job_file(path: Path, file: JobFile) -> str:
     largest = max(config.plans)
     plan = config.plans[largest]
     return (
-        f"{run.profile.job.name} fits its profile; {file.job.steps} steps, with {largest} workers in shape {plan.shape}, "
-        f"with {config.fewest_workers} at least"
+        f"{run.profile.job.name} fits its profile; {file.job.steps} steps, with {largest} workers in shape "
+        f"{plan.shape}, with {config.fewest_workers} at least"
     )
