@@ -45,6 +45,7 @@ def random_faults(seed: int) -> tuple[Faults, int, int]:
         return tuple(draw.uniform(0.5, 14) for _ in range(count))
 
     faults = Faults(
+        num_devices=(1, 1, 1, 2 + seed // 4 % 2)[seed % 4],
         death_per_order=draw.choice([0, 0.02, 0.06]),
         deaths_after_s=((draw.uniform(1, 12), draw.choice([1, 2, 3])),),
         joins_after_s=tuple(draw.uniform(1, 12) for _ in range(draw.randrange(4))),

@@ -49,6 +49,7 @@ from manager.controller.events import (
 from manager.controller.state import ControllerState, Decision, Phase, initial_state
 from morph.contract.checkpoint import Manifest
 from morph.contract.messages import Failed
+from morph.contract.vm_names import beside
 
 __all__ = ["TIMES", "BrokenHistoryError", "Faults", "SimulatedCluster"]
 
@@ -257,11 +258,15 @@ class SimulatedCluster(World):
             self.kill(name)
 
     def kill(self, name: str) -> None:
-        """SIGKILL one."""
-        worker = self.workers[name]
-        if worker.alive:
+        """SIGKILL one, or the VM that it is on."""
+        worker, others = self.workers[name], beside(name, self.workers)
+        if not worker.alive:
+            return
+        if others and self.random.random() < 0.8:
+            self.crew.die_together((name, *others))
+        else:
             self.crew.die(name)
-            self.provider.come_back(worker.host)
+        self.provider.come_back(worker.host)
 
     def send_times(self) -> None:
         """Heartbeats bring the compute times of a step's micro-batches, of all members at once."""

@@ -19,6 +19,7 @@ from manager.controller.events import (
     RequestRefused,
     WorkerLost,
 )
+from morph.contract.vm_names import beside, workers_of
 
 
 def priced(number: int) -> Paid:
@@ -39,14 +40,17 @@ class SimulatedProvider:
     def add_node(self, host: str | None = None, request: str | None = None) -> str:
         """A VM comes up; ``host`` names a machine that was there before."""
         self.num_nodes += 1
-        name = f"n{self.num_nodes}"
-        self.up(name, host, request)
-        return name
+        vm = f"n{self.num_nodes}"
+        self.up(vm, host, request)
+        return vm
 
-    def up(self, name: str, host: str | None, request: str | None) -> None:
-        """A VM is up."""
-        self.workers.all[name] = SimulatedWorker(host=host or name)
-        self.tell(NodeAppeared(node=name, host=host, request=request))
+    def up(self, vm: str, host: str | None, request: str | None) -> None:
+        """A VM is up, with all of its workers."""
+        names = workers_of(vm, self.world.faults.num_devices)
+        for name in names:
+            self.workers.all[name] = SimulatedWorker(host=host or name)
+        for name in names:
+            self.tell(NodeAppeared(node=name, host=host, request=request))
 
     def tell_all(self) -> None:
         """Tell of every VM that is up, as a manager that takes over finds them."""
@@ -77,18 +81,25 @@ class SimulatedProvider:
             count = world.random.randrange(count)
         if not count:
             return RequestRefused(request=action.request, cause=world.random.choice(["quota", "capacity", "error"]))
-        nodes = []
-        for _ in range(count):
+        each = world.faults.num_devices
+        vms = []
+        for _ in range(-(-count // each)):
             self.num_nodes += 1
-            nodes.append(f"n{self.num_nodes}")
-        for name in nodes:
+            vms.append(f"n{self.num_nodes}")
+        for vm in vms:
             if not world.chance(world.faults.refused / 4):
-                world.at(world.between(0.2, 4), lambda name=name: self.up(name, None, action.request))
+                world.at(world.between(0.2, 4), lambda vm=vm: self.up(vm, None, action.request))
             elif self.num_nodes % 2:  # it never comes up, and the provider says so or does not
-                lost = WorkerLost(worker=name, cause="taken while it booted")
-                world.at(world.between(0.2, 4), lambda lost=lost: self.tell(lost))
-        paid = {name: priced(int(name[1:])) for name in nodes if int(name[1:]) % 5}  # of some nothing is known
-        return NodesGranted(request=action.request, nodes=tuple(nodes), paid=paid)
+                for name in workers_of(vm, each):
+                    lost = WorkerLost(worker=name, cause="taken while it booted")
+                    world.at(world.between(0.2, 4), lambda lost=lost: self.tell(lost))
+        paid = {}
+        for vm in (vm for vm in vms if int(vm[1:]) % 5):  # of some nothing is known
+            price = priced(int(vm[1:]))
+            price = price.model_copy(update={"num_nodes": each}) if each > 1 else price
+            paid |= dict.fromkeys(workers_of(vm, each), price)
+        nodes = tuple(name for vm in vms for name in workers_of(vm, each))
+        return NodesGranted(request=action.request, nodes=nodes, paid=paid)
 
     def acknowledged(self, name: str) -> None:
         """A VM of which nothing is needed any more is taken at once, or was taken, or stays after all."""
@@ -103,12 +114,17 @@ class SimulatedProvider:
             return
         name = world.random.choice(living)
         self.num_notices += 1
-        given = NoticeGiven(worker=name, lead_s=taken_after_s or 2.0, notice=f"notice {self.num_notices}")
         world.note(f"{name} is noticed")
-        self.tell(given)
-        if world.chance(world.faults.doubled):
-            world.at(world.between(0, 4), lambda: self.tell(given))
-        if taken_after_s is not None:
+        names = (name, *beside(name, self.workers.all))
+        for each in names:
+            given = NoticeGiven(worker=each, lead_s=taken_after_s or 2.0, notice=f"notice {self.num_notices}")
+            self.tell(given)
+            if world.chance(world.faults.doubled):
+                world.at(world.between(0, 4), lambda given=given: self.tell(given))
+        if taken_after_s is not None and len(names) > 1:
+            world.at(taken_after_s, lambda: self.workers.die_together(names))
+        elif taken_after_s is not None:
             world.at(taken_after_s, lambda: self.workers.killer(name))
         elif world.chance(world.faults.notice_withdrawn):
-            world.at(world.between(0, 3), lambda: self.tell(NoticeWithdrawn(worker=name)))
+            for each in names:
+                world.at(world.between(0, 3), lambda each=each: self.tell(NoticeWithdrawn(worker=each)))

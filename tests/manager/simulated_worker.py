@@ -16,6 +16,8 @@ OrderKey = tuple[str, int, int, int]
 class Faults:
     """How often what goes wrong; probabilities unless named otherwise. Everything off by default."""
 
+    num_devices: int = 1
+    """of each VM, whose notice or loss is that of all of its workers"""
     death_per_order: float = 0.0
     deaths_after_s: tuple[tuple[float, int], ...] = ()
     deaths_in: tuple[tuple[Phase, int, int], ...] = ()

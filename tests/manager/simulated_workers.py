@@ -6,7 +6,7 @@ the newest is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from simulated_ahead import SimulatedAhead
@@ -57,7 +57,17 @@ class SimulatedWorkers:
         if self.all[name].alive:
             self.send(name, WorkerReady(worker=name, pid=1, setup_s=1))
 
-    def die(self, name: str) -> None:
+    def die_together(self, names: Sequence[str]) -> None:
+        """The VM of some workers is gone: the manager hears of them at once, or of each by itself."""
+        living = [name for name in names if self.all[name].alive]
+        told_at_once = len(living) > 1 and self.world.random.random() < 0.7
+        for name in living:
+            self.die(name, told=not told_at_once)
+        if told_at_once:
+            lost = WorkerLost(worker=living[0], cause="its VM is gone", beside=tuple(living[1:]))
+            self.world.at(self.world.between(0.01, 0.1), lambda: self.tell(lost))
+
+    def die(self, name: str, *, told: bool = True) -> None:
         """SIGKILL: the manager hears of it soon, late, or only by its own timeouts; busy peers see a reset."""
         world, worker = self.world, self.all[name]
         if not worker.alive:
@@ -67,7 +77,7 @@ class SimulatedWorkers:
         self.ahead.end(name)
         world.note(f"{name} dies")
         lost = WorkerLost(worker=name, cause="killed")
-        if not world.chance(world.faults.silent_death) or worker.order is None:
+        if told and (not world.chance(world.faults.silent_death) or worker.order is None):
             delay_s = world.between(1, 6) if world.chance(world.faults.late_loss) else world.between(0.01, 0.1)
             world.at(delay_s, lambda: self.tell(lost))
             if world.chance(world.faults.doubled):
