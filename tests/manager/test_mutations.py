@@ -188,6 +188,11 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "what was sent ahead outlives its generation": (losing, "without_ahead", _what_was_sent_is_kept),
     "a change is put off for ever": (sending, "_until_s", lambda state, choice, moves, now_s: now_s + 1000),
     "a VM may go while it is still needed": (acknowledging, "_is_free", lambda state, worker: True),
+    "a VM may go while one of its workers is needed": (
+        acknowledging,
+        "_is_free_with_its_vm",
+        lambda state, worker: acknowledging._is_free(state, worker),
+    ),
     "probes never end": (probing, "_probe_failed", _probes_never_end),
 }
 
