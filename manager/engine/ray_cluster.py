@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,21 @@ class RayCluster:
         host: The address of the head node; VMs elsewhere must reach it.
         port: Of the head node; 0: any free one.
         first_port: Of those on which the head node's other processes listen; 0: any free ones.
+        without: Variables of this process's environment that no process of Ray on this machine gets.
     """
 
     def __init__(
-        self, directory: Path, patience_s: float = 0.0, host: str = LOOPBACK, port: int = 0, first_port: int = 0
+        self,
+        directory: Path,
+        patience_s: float = 0.0,
+        host: str = LOOPBACK,
+        port: int = 0,
+        first_port: int = 0,
+        without: Collection[str] = (),
     ) -> None:
         self._directory = directory
         self._where = (host, str(port), str(first_port))
+        self._without = frozenset(without)
         self.address = ""
         self._patience_s = patience_s
         self._line: HostLine | None = None
@@ -74,7 +82,8 @@ class RayCluster:
         """
         self.door.unlink(missing_ok=True)
         log_path = self._directory / "vm_host.log"
-        self._line = HostLine.start("manager.engine.vm_host", self.door, self._patience_s, log_path, self._where)
+        env = {name: value for name, value in os.environ.items() if name not in self._without}
+        self._line = HostLine.start("manager.engine.vm_host", self.door, self._patience_s, log_path, self._where, env)
         try:
             self._connect(self._line.greeting(START_TIMEOUT_S))
         except ClusterError as error:

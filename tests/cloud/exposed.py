@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.system.exposure import Listening, Shown, files_below, files_with, hol
 
 Socket = tuple[str, str, str]
 FROM_VERSION = 3
+LOGIN = "AZURE_CLIENT_SECRET"
+"""Alone it logs nobody in: the SDK then goes on to the managed identity."""
 SEARCHED = ("etc/morph", "tmp", "log")
 NODE_FILES = {"etc/morph/ray-token", "etc/morph/node-secret"}
 RUN_FILES = {"attach.json", "page.json"}
@@ -53,44 +56,47 @@ class Watch:
         self.shown: dict[str, Shown] = {}
         self.modes: dict[str, int] = {}
         self.found: dict[str, set[str]] = {}
+        self._login = secrets.token_hex(16)
+        life.environment[LOGIN] = self._login
         life.on_line, azure.before_removal = self._on_line, self._before_removal
 
     @property
     def secrets(self) -> list[str]:
-        """Those that the manager made, and the tokens that the cloud gave to anybody."""
+        """Those that the manager made, the tokens that the cloud gave to anybody, and how the manager would log in."""
         assert self._life.secrets_path is not None
-        return [*recorded(self._life.secrets_path), *self._azure.region.tokens]
+        return [*recorded(self._life.secrets_path), *self._azure.region.tokens, self._login]
 
     def check(self) -> None:
         """See that nothing listens, and no secret stands, where docs/safety.md and docs/azure.md do not say so."""
         assert len(self.shown) == 1 + self._life.keep, "it was not looked in time"
-        secrets = self.secrets
+        known = self.secrets
         for name, shown in self.shown.items():
             sockets = {self._kind(found) for found in shown.listening} - {WAITING}
             assert sockets == (OF_MANAGER if name == "manager" else OF_VM), name
-            assert with_secrets(shown, secrets) == []
+            held = with_secrets(shown, known)
+            assert [place.split()[1:] for place in held] == ([["python", LOGIN]] if name == "manager" else [])
         assert {stat.S_IMODE(mode) for mode in self.modes.values()} == {0o600}, self.modes
         assert {Path(name).name for name in self.found.pop("manager")} == {"token", "node-secret"}
         assert self.found.pop("the run") == RUN_FILES
         assert len(self.found) >= self._life.keep
         assert self.found == dict.fromkeys(self.found, NODE_FILES)
-        assert files_with(self._files(self._life.run_dir, ("",)), secrets) == set()
+        assert files_with(self._files(self._life.run_dir, ("",)), known) == set()
         told = {"the run": "\n".join(self._life.output), **self._azure.logs}
-        assert files_with({name: text.encode() for name, text in told.items()}, secrets) == set()
-        self._check_requests(secrets)
+        assert files_with({name: text.encode() for name, text in told.items()}, known) == set()
+        self._check_requests(known)
 
-    def _check_requests(self, secrets: Iterable[str]) -> None:
+    def _check_requests(self, known: Iterable[str]) -> None:
         """Custom data has the two secrets of a node, and nothing else that is sent to Azure has any."""
         urls, configs = "\n".join(self._azure.region.urls), []
         for body in self._azure.region.bodies:
             profile: dict[str, Any] = body["properties"].get("osProfile", {})
             shown = {**body, "properties": {**body["properties"], "osProfile": {**profile, "customData": ""}}}
-            assert files_with({"body": json.dumps(shown).encode(), "url": urls.encode()}, secrets) == set()
+            assert files_with({"body": json.dumps(shown).encode(), "url": urls.encode()}, known) == set()
             if profile:
                 configs.append(base64.b64decode(profile["customData"]))
         assert len(configs) >= self._life.keep
         for config in configs:
-            assert len({secret for secret in secrets if holds(config, secret)}) == len(NODE_FILES)
+            assert len({secret for secret in known if holds(config, secret)}) == len(NODE_FILES)
 
     def _on_line(self, line: dict[str, Any]) -> None:
         living = self._azure.region.living()

@@ -93,6 +93,7 @@ class Life:
     secrets_path: Path | None = None
     deaths: list[Death] = field(default_factory=list)
     vms: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     on_line: Callable[[dict[str, Any]], None] = lambda _line: None
     taken: list[Taken] = field(default_factory=list)
@@ -148,7 +149,8 @@ class Life:
         """One manager to its end; returns how it was killed."""
         program = ["-m", "morph.cli.main"] if self.secrets_path is None else ["-c", RECORDED, str(self.secrets_path)]
         death = None
-        with self.azure.popen([sys.executable, *program, *arguments, "--log-format", "json"]) as process:
+        command = [sys.executable, *program, *arguments, "--log-format", "json"]
+        with self.azure.popen(command, **self.environment) as process:
             for line in self._lines(process):
                 whole = self._is_whole(line)
                 if death is not None:
