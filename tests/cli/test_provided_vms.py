@@ -210,7 +210,11 @@ def test_the_example_of_hosts_is_one() -> None:
     from manager.providers.static import Hosts
 
     hosts = load_yaml(ROOT / "configs/clouds/hosts.yaml", Hosts)
-    assert [host.shown for host in hosts.hosts] == ["morph@gpu1.example.org", "morph@gpu2.example.org"]
+    assert [host.shown for host in hosts.hosts] == [
+        "morph@gpu1.example.org",
+        "morph@gpu2.example.org",
+        "morph@big.example.org",
+    ]
 
 
 @pytest.mark.parametrize(
