@@ -52,10 +52,12 @@ def controller_config(
     schedule: Schedule = "varuna",
     timeline_step: int | None = None,
     recompute: bool = True,
+    num_beyond: int = 0,
 ) -> ControllerConfig:
-    """Plan for every number of VMs that the trace can bring, and gather what the controller needs.
+    """Plan for every number of workers that the trace or ``vms.keep`` can bring, and gather what the controller needs.
 
-    ``timeline_step``: of this step the workers record a timeline. ``recompute``: False keeps activations instead.
+    ``num_beyond``: so many more may come, where the last VM has several devices. ``timeline_step``: of this step the
+    workers record a timeline. ``recompute``: False keeps activations instead.
 
     Raises:
         PlanError: when not even the trace's largest number of VMs can run the job.
@@ -70,6 +72,9 @@ def controller_config(
         # raises, and says what would do
         plan(profile, num_gpus=max_nodes, recompute=recompute, memory_bytes=memory_bytes, schedule=schedule)
         raise PlanError("no plan fits", field="num_vms", value=max_nodes)
+    if num_beyond:
+        most = max_nodes + num_beyond
+        plans = plan_table(profile, most, recompute=recompute, memory_bytes=memory_bytes, schedule=schedule)
     micro_batch_size = next(iter(plans.values())).micro_batch_size
     state_share = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
     return ControllerConfig(

@@ -87,6 +87,7 @@ def managed_run(
         recompute=recompute,
         schedule=schedule,
         timeline_step=timeline_step,
+        num_beyond=0 if cloud is None else cloud.most_devices - 1,
     )
     draft = configure(None)  # before the run directory is made: a job that cannot run leaves nothing behind
     facts = RunFacts(

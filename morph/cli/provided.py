@@ -27,6 +27,15 @@ class Cloud:
     path: Path
     described: AzureSpec | Hosts
 
+    @property
+    def most_devices(self) -> int:
+        """Of one VM."""
+        from manager.providers.azure_spec import AzureSpec
+
+        if isinstance(self.described, AzureSpec):
+            return max(size.num_devices for size in self.described.sizes)
+        return max(host.num_gpus for host in self.described.hosts)
+
     def price(self) -> Price | None:
         """What one VM costs; may ask the provider's price list."""
         from manager.providers.azure_spec import AzureSpec

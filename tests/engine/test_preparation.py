@@ -34,6 +34,28 @@ def trace_of(*events: tuple[float, str, str]) -> Trace:
     )
 
 
+def test_what_the_last_vm_brings_beyond_the_workers_that_are_kept_has_plans_too_and_nothing_else_depends_on_it() -> (
+    None
+):
+    kept = VMS.model_copy(update={"keep": 4})
+    config, more = (controller_config(PROFILE, kept, POLICY, Trace(events=()), 10, None, num_beyond=n) for n in (0, 3))
+    assert set(config.plans) == {1, 2, 3, 4}
+    assert set(more.plans) == {1, 2, 3, 4, 5, 6, 7}
+    assert more.model_copy(update={"plans": config.plans}) == config
+    assert {count: more.plans[count] for count in config.plans} == config.plans
+
+
+def test_a_job_that_would_fit_only_beyond_the_workers_that_are_kept_is_refused() -> None:
+    def planned(keep: int, memory_bytes: int) -> set[int]:
+        vms = VMS.model_copy(update={"keep": keep, "memory_bytes": memory_bytes})
+        return set(controller_config(PROFILE, vms, POLICY, Trace(events=()), 10, None, num_beyond=3).plans)
+
+    memory_bytes = next(size for shift in range(60) if 1 not in planned(4, size := 10**12 >> shift))
+    assert 2 in planned(4, memory_bytes)
+    with pytest.raises(PlanError):
+        planned(1, memory_bytes)
+
+
 def test_there_is_a_plan_for_every_number_of_vms_that_the_trace_can_bring() -> None:
     trace = trace_of((0, "add", "a"), (0, "add", "b"), (3, "add", "c"), (4, "remove", "a"), (5, "add", "d"))
     config = controller_config(PROFILE, VMS, POLICY, trace, 10, None)
