@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from manager.controller.actions import ReleaseNodes, RequestId, RequestNodes
-from manager.controller.events import NodesGranted, Paid, RequestRefused, WorkerLost
+from manager.controller.events import Paid, RequestRefused, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.lane import Lane
 from manager.engine.spending import Spending
+from manager.engine.vm_book import End, VmBook, paid
 from manager.journal.records import Fact
 from manager.providers.provider import (
     CapacityShort,
@@ -22,9 +23,7 @@ from manager.providers.provider import (
     Throttled,
     Transient,
     Vm,
-    vm_name,
 )
-from morph.contract.vm_names import vm_of
 
 log = logging.getLogger(__name__)
 
@@ -77,18 +76,10 @@ class Provisioning:
         self._spending = spending
         self._over = threading.Event()
         self._pause = pause or self._over.wait
-        self._answers: dict[RequestId, NodesGranted | RequestRefused] = {}
-        self._look_every_s, self._close_timeout_s = look_every_s, close_timeout_s
-        self._under_way: dict[RequestId, int] = {}
-        self._granted: dict[str, RequestId] = {}
-        self._wanted: dict[str, set[str]] = {}
-        self._missed: frozenset[str] = frozenset()
+        self._book = VmBook()
+        self._close_timeout_s = close_timeout_s
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
         self._nodes = frozenset(nodes)
-        self._ending: dict[int, frozenset[str]] = {}
-        self._num_ends = 0
-        self._ended_later: dict[RequestId, list[str]] = {}
-        self._lock = threading.Condition()
         self._counting, self._adopting = threading.Lock(), threading.Lock()
         self._asks = Lane("morph-vm-requests", self._failed)
         self._ends = Lane("morph-vm-ends", self._failed, self._look, look_every_s)
@@ -97,20 +88,15 @@ class Provisioning:
 
     def request(self, action: RequestNodes) -> None:
         """Ask for VMs; returns at once."""
-        with self._lock:
-            answer = self._answers.get(action.request)
-            if answer is None and action.request in self._under_way:
-                return
-            if answer is None:
-                self._under_way[action.request] = action.count
+        is_new, answer = self._book.ask(action)
         if answer is not None:
             self._inbox.put(answer)
-        else:
+        elif is_new:
             self._asks.put(lambda: self._ask(action))
 
     def release(self, action: ReleaseNodes) -> None:
         """Give VMs back of which all workers are given up by now; returns at once."""
-        self._give_up(action.nodes)
+        self._end(self._book.give_up(action.nodes, self._nodes))
 
     def begin(self, nodes: Collection[str], requests: Collection[RequestId]) -> None:
         """Before anything else: go on with the VMs of these nodes and requests, end any other; returns at once.
@@ -122,24 +108,18 @@ class Provisioning:
 
     def request_of(self, node: str) -> RequestId | None:
         """Return the request that a VM answers, granted or under way; None: it is none of ours, or was given back."""
-        vm = vm_of(node)
-        with self._lock:
-            if vm in self._granted:
-                return self._granted[vm]
-            return self._under_way_of(vm)
+        return self._book.request_of(node)
 
     def paid_of(self, nodes: Collection[str]) -> dict[str, Paid]:
         """Return what nodes cost whose VMs came before their grant, as far as is known; blocks for a list of VMs."""
-        with self._lock:
-            vms = {vm_of(node) for node in nodes}
-            early = {vm for vm in vms if (self._granted.get(vm) or self._under_way_of(vm)) in self._under_way}
+        early = self._book.ungranted(nodes)
         if not early:
             return {}
         try:
             listed = self._listed()
         except Exception:  # whatever it is, the node joins; what it costs is told with its grant
             return {}
-        return _paid([vm for vm in listed if vm.name in early], time.time())
+        return paid([vm for vm in listed if vm.name in early], time.time())
 
     def know(self, nodes: Collection[str]) -> None:
         """End the VMs of which the controller knows no node any more; returns at once.
@@ -151,7 +131,7 @@ class Provisioning:
         known = frozenset(nodes)
         gone, self._nodes = tuple(sorted(self._nodes - known)), known
         if gone:
-            self._give_up(gone)
+            self._end(self._book.give_up(gone, self._nodes))
 
     def close(self) -> None:
         """Ask for nothing any more, and end every VM of the run; blocks while a call is under way, for a bounded time.
@@ -159,8 +139,7 @@ class Provisioning:
         What cannot be ended in time is told as a fact, and to the user; ``reconcile`` finds it.
         """
         self._over.set()
-        with self._lock:
-            self._lock.notify_all()
+        self._book.close()
         self._provider.stop()
         self._asks.stop()
         self._ends.stop()
@@ -190,41 +169,10 @@ class Provisioning:
     def _failed(self, error: Exception) -> None:
         self._fact("provider_failed", f"{type(error).__name__}: {error}")  # a bug, or a provider's own error
 
-    def _give_up(self, nodes: Sequence[str]) -> None:
-        """Take note that the controller needs nodes no more, and end the VMs of which it needs none; returns at once.
-
-        Of a VM whose grant was not heard of only its one worker is known; it is ended once its request is answered.
-        """
-        now = []
-        with self._lock:
-            for node in nodes:
-                vm = vm_of(node)
-                wanted = self._wanted.setdefault(vm, {known for known in self._nodes if vm_of(known) == vm})
-                wanted.discard(node)
-                if wanted:
-                    continue
-                del self._wanted[vm]
-                request = self._granted.pop(vm, None) or self._under_way_of(vm)
-                if request in self._under_way:
-                    self._ended_later.setdefault(request, []).append(vm)
-                else:
-                    now.append(vm)
-            self._begin_end(now)
-
-    def _begin_end(self, vms: Sequence[str]) -> None:
-        if not vms:
-            return
-        with self._lock:
-            self._num_ends += 1
-            number = self._num_ends
-            self._ending[number] = frozenset(vms)
-        self._ends.put(lambda: self._end(vms, number))
-
-    def _under_way_of(self, vm: str) -> RequestId | None:
-        for request, count in self._under_way.items():
-            if vm in {vm_name(request, index) for index in range(count)}:
-                return request
-        return None
+    def _end(self, end: End | None) -> None:
+        """Have VMs ended; returns at once."""
+        if end is not None:
+            self._ends.put(lambda: self._delete(end))
 
     def _adopt(self) -> None:
         if not self._adopting.acquire(blocking=False):
@@ -239,15 +187,7 @@ class Provisioning:
             return
         nodes, requests = self._inherited
         with self._told("provider_silent"):
-            vms = self._listed()
-            with self._lock:
-                known = {vm_of(node) for node in nodes}
-                ours = [vm for vm in vms if vm.name in known or vm.request in requests]
-                for vm in ours:
-                    if not self._is_ending(vm.name):
-                        self._granted[vm.name] = vm.request
-                        self._wanted.setdefault(vm.name, set(nodes.intersection(vm.workers) or vm.workers))
-                strays = self._nobodys(vms)
+            strays = self._book.adopt(self._listed(), nodes, requests)
             if strays:
                 self._provider.delete([vm.name for vm in strays])
             for vm in strays:
@@ -264,15 +204,8 @@ class Provisioning:
             return
         left: list[str] = []
         with self._told("provider_silent"):
-            vms = self._listed()
-            there = {vm.name for vm in vms}
-            with self._lock:
-                left = [vm.name for vm in self._nobodys(vms)]
-                missing = frozenset(self._granted) - there
-                gone, self._missed = missing & self._missed, missing - self._missed
-                for name in gone:
-                    del self._granted[name]
-                lost = sorted(node for name in gone for node in self._wanted.pop(name, ()))
+            strays, lost = self._book.compare(self._listed())
+            left = [vm.name for vm in strays]
             for node in lost:
                 self._inbox.put(WorkerLost(worker=node, cause="the provider has its VM no more"))
         if left:
@@ -282,22 +215,12 @@ class Provisioning:
 
     def _ask(self, action: RequestNodes) -> None:
         try:
-            found = self._answer(action)
+            found: tuple[Vm, ...] | RequestRefused = self._answer(action)
         except Exception as error:  # a bug, or a provider's own error: the controller must hear of the refusal
             detail = f"{type(error).__name__}: {error}"
             found = RequestRefused(request=action.request, cause="error", detail=detail)
-        with self._lock:
-            given_up = self._ended_later.pop(action.request, [])
-            answer = found if isinstance(found, RequestRefused) else _granted(action.request, found, given_up)
-            self._answers[action.request] = answer
-            self._under_way.pop(action.request, None)
-            if isinstance(answer, RequestRefused) or isinstance(found, RequestRefused):  # what had come is ended
-                self._begin_end([vm_name(action.request, index) for index in range(action.count)])
-            else:
-                for vm in [vm for vm in found if vm.name not in given_up]:
-                    self._granted[vm.name] = action.request
-                    self._wanted.setdefault(vm.name, set(vm.workers))
-                self._begin_end(given_up)
+        answer, end = self._book.answer(action, found)
+        self._end(end)
         self._inbox.put(answer)
 
     def _answer(self, action: RequestNodes) -> tuple[Vm, ...] | RequestRefused:
@@ -305,10 +228,7 @@ class Provisioning:
         waited = ""
         for attempt in range(TRIES):
             try:
-                there = self._listed()
-                with self._lock:
-                    ends = frozenset(self._ending)
-                    living = [vm for vm in there if vm.request != name and not self._is_ending(vm.name)]
+                living, ends = self._book.living(self._listed(), name)
                 price = self._provider.price()
                 allowed, why = self._spending.allowed(action.count, living, price)
                 if not allowed:
@@ -338,23 +258,16 @@ class Provisioning:
         """Wait for the end of VMs that took up room when it was asked for; returns whether some have made room."""
         if not ends:
             return False
-        with self._lock:
-            names = sorted(name for number in ends for name in self._ending.get(number, ()))
-            if names:
-                self._fact("provider_retried", f"{request}: {why}; again when {', '.join(names)} are ended")
-            over = self._lock.wait_for(
-                lambda: self._over.is_set() or self._ending.keys().isdisjoint(ends), ROOM_PATIENCE_S
-            )
-        return over and not self._over.is_set()
+        if names := self._book.names(ends):
+            self._fact("provider_retried", f"{request}: {why}; again when {', '.join(names)} are ended")
+        return self._book.wait_ended(ends, ROOM_PATIENCE_S)
 
-    def _end(self, vms: Sequence[str], number: int) -> None:
+    def _delete(self, end: End) -> None:
         try:
             with self._told("vms_left"):
-                self._provider.delete(vms)
+                self._provider.delete(end.vms)
         finally:
-            with self._lock:
-                del self._ending[number]
-                self._lock.notify_all()
+            self._book.ended(end)
         self._count()
 
     def _count(self) -> None:
@@ -367,20 +280,6 @@ class Provisioning:
             vms = self._provider.list()
             self._spending.living(vms, self._provider.price())
         return vms
-
-    def _nobodys(self, vms: Sequence[Vm]) -> list[Vm]:
-        """Return the VMs that nobody waits for and that are not about to be ended; the lock is held.
-
-        VMs that were listed before: a request is under way before its VMs are there.
-        """
-        return [
-            vm
-            for vm in vms
-            if vm.name not in self._granted and vm.request not in self._under_way and not self._is_ending(vm.name)
-        ]
-
-    def _is_ending(self, vm: str) -> bool:
-        return any(vm in names for names in self._ending.values())
 
     def _told_of(self, vms: Sequence[Vm]) -> None:
         for vm in vms:
@@ -396,23 +295,3 @@ class Provisioning:
             yield
         except ProviderError as error:
             self._fact(name, str(error))
-
-
-def _granted(request: RequestId, found: Sequence[Vm], given_up: Collection[str]) -> NodesGranted | RequestRefused:
-    """Return the grant of the VMs that were not given up before it, which nobody awaits, with what they cost."""
-    vms, now_s = [vm for vm in found if vm.name not in given_up], time.time()
-    if not vms:
-        return RequestRefused(request=request, cause="error", detail="its VMs were lost before it was granted")
-    nodes = tuple(node for vm in vms for node in vm.workers)
-    return NodesGranted(request=request, nodes=nodes, paid=_paid(vms, now_s))
-
-
-def _paid(vms: Sequence[Vm], now_s: float) -> dict[str, Paid]:
-    """Say what the workers of VMs cost; nothing of those of which nothing is known."""
-    paid: dict[str, Paid] = {}
-    for vm in vms:
-        before_s = 0.0 if vm.paid_since_s is None else max(0.0, now_s - vm.paid_since_s)
-        if vm.usd_per_h is not None or before_s or vm.num_devices > 1:
-            said = Paid(usd_per_h=vm.usd_per_h, num_nodes=vm.num_devices, before_s=before_s)
-            paid |= dict.fromkeys(vm.workers, said)
-    return paid

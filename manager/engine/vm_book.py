@@ -1,0 +1,198 @@
+"""Which VMs are asked for, granted, given up and being ended, and their workers; no provider is called here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from manager.controller.actions import RequestId, RequestNodes
+from manager.controller.events import NodesGranted, Paid, RequestRefused
+from manager.providers.provider import Vm, vm_name
+from morph.contract.vm_names import vm_of
+
+Answer = NodesGranted | RequestRefused
+
+
+@dataclass(frozen=True)
+class End:
+    """VMs that are to be ended, and are noted as such until ``VmBook.ended`` is told of it."""
+
+    number: int
+    vms: tuple[str, ...]
+
+
+class VmBook:
+    """See the module's docstring. Thread-safe; only ``wait_ended`` blocks.
+
+    The controller's nodes are workers, one for each device of a VM; a VM is ended once none of its workers is wanted.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[RequestId, Answer] = {}
+        self._under_way: dict[RequestId, int] = {}
+        self._granted: dict[str, RequestId] = {}
+        self._wanted: dict[str, set[str]] = {}
+        self._missed: frozenset[str] = frozenset()
+        self._ends: dict[int, End] = {}
+        self._num_ends = 0
+        self._ended_later: dict[RequestId, list[str]] = {}
+        self._lock = threading.Condition()
+        self._over = False
+
+    def ask(self, action: RequestNodes) -> tuple[bool, Answer | None]:
+        """Note a request; returns whether it is a new one, and the answer that it has already."""
+        with self._lock:
+            answer = self._answers.get(action.request)
+            if answer is not None or action.request in self._under_way:
+                return False, answer
+            self._under_way[action.request] = action.count
+            return True, None
+
+    def answer(self, action: RequestNodes, found: Sequence[Vm] | RequestRefused) -> tuple[Answer, End | None]:
+        """Note what came of a request; returns what the controller is to hear, and what is to be ended."""
+        with self._lock:
+            given_up = self._ended_later.pop(action.request, [])
+            vms = [] if isinstance(found, RequestRefused) else [vm for vm in found if vm.name not in given_up]
+            if isinstance(found, RequestRefused):
+                answer: Answer = found
+            elif vms:
+                nodes = tuple(node for vm in vms for node in vm.workers)
+                answer = NodesGranted(request=action.request, nodes=nodes, paid=paid(vms, time.time()))
+            else:
+                lost = "its VMs were lost before it was granted"
+                answer = RequestRefused(request=action.request, cause="error", detail=lost)
+            self._answers[action.request] = answer
+            self._under_way.pop(action.request, None)
+            if isinstance(answer, RequestRefused):  # what had come is ended
+                return answer, self._end([vm_name(action.request, index) for index in range(action.count)])
+            for vm in vms:
+                self._granted[vm.name] = action.request
+                self._wanted.setdefault(vm.name, set(vm.workers))
+            return answer, self._end(given_up)
+
+    def request_of(self, node: str) -> RequestId | None:
+        """Return the request that a VM answers, granted or under way; None: it is none of ours, or was given back."""
+        vm = vm_of(node)
+        with self._lock:
+            return self._granted.get(vm) or self._under_way_of(vm)
+
+    def ungranted(self, nodes: Collection[str]) -> frozenset[str]:
+        """Return the VMs of those nodes that came before the answer to their request."""
+        with self._lock:
+            vms = {vm_of(node) for node in nodes}
+            return frozenset(vm for vm in vms if (self._granted.get(vm) or self._under_way_of(vm)) in self._under_way)
+
+    def give_up(self, nodes: Sequence[str], known: Collection[str]) -> End | None:
+        """Note that the controller needs nodes no more; returns the VMs of which it needs none.
+
+        Of a VM whose grant was not heard of only its one worker is known; it is ended once its request is answered:
+        until then the request might make it anew.
+
+        Args:
+            nodes: Given up.
+            known: All that the controller knows besides.
+        """
+        now = []
+        with self._lock:
+            for node in nodes:
+                vm = vm_of(node)
+                wanted = self._wanted.setdefault(vm, {other for other in known if vm_of(other) == vm})
+                wanted.discard(node)
+                if wanted:
+                    continue
+                del self._wanted[vm]
+                request = self._granted.pop(vm, None) or self._under_way_of(vm)
+                if request in self._under_way:
+                    self._ended_later.setdefault(request, []).append(vm)
+                else:
+                    now.append(vm)
+            return self._end(now)
+
+    def adopt(self, vms: Sequence[Vm], nodes: frozenset[str], requests: Collection[RequestId]) -> list[Vm]:
+        """Take the VMs of these nodes and requests for granted; returns those of nobody."""
+        known = {vm_of(node) for node in nodes}
+        with self._lock:
+            for vm in vms:
+                if (vm.name in known or vm.request in requests) and not self._is_ending(vm.name):
+                    self._granted[vm.name] = vm.request
+                    self._wanted.setdefault(vm.name, set(nodes.intersection(vm.workers) or vm.workers))
+            return self._nobodys(vms)
+
+    def compare(self, vms: Sequence[Vm]) -> tuple[list[Vm], list[str]]:
+        """Return the VMs of nobody, and the nodes whose VMs are gone: missing now and at the last comparison."""
+        with self._lock:
+            missing = frozenset(self._granted) - {vm.name for vm in vms}
+            gone, self._missed = missing & self._missed, missing - self._missed
+            for name in gone:
+                del self._granted[name]
+            return self._nobodys(vms), sorted(node for name in gone for node in self._wanted.pop(name, ()))
+
+    def living(self, vms: Sequence[Vm], request: RequestId) -> tuple[list[Vm], frozenset[int]]:
+        """Return the VMs beside those of a request that are not being ended, and the ends that are under way."""
+        with self._lock:
+            living = [vm for vm in vms if vm.request != request and not self._is_ending(vm.name)]
+            return living, frozenset(self._ends)
+
+    def ended(self, end: End) -> None:
+        """Note that VMs are ended, or that it was tried."""
+        with self._lock:
+            del self._ends[end.number]
+            self._lock.notify_all()
+
+    def names(self, ends: Collection[int]) -> list[str]:
+        """Return the VMs of those ends that are still under way."""
+        with self._lock:
+            return sorted(vm for number in ends if number in self._ends for vm in self._ends[number].vms)
+
+    def wait_ended(self, ends: Collection[int], patience_s: float) -> bool:
+        """Wait until none of these ends is under way; returns whether that came before the book was closed."""
+        with self._lock:
+            there = self._lock.wait_for(lambda: self._over or self._ends.keys().isdisjoint(ends), patience_s)
+            return there and not self._over
+
+    def close(self) -> None:
+        """Nobody waits any longer."""
+        with self._lock:
+            self._over = True
+            self._lock.notify_all()
+
+    def _end(self, vms: Sequence[str]) -> End | None:
+        if not vms:
+            return None
+        self._num_ends += 1
+        end = End(self._num_ends, tuple(vms))
+        self._ends[end.number] = end
+        return end
+
+    def _under_way_of(self, vm: str) -> RequestId | None:
+        for request, count in self._under_way.items():
+            if vm in {vm_name(request, index) for index in range(count)}:
+                return request
+        return None
+
+    def _nobodys(self, vms: Sequence[Vm]) -> list[Vm]:
+        """The VMs that nobody waits for and that are not about to be ended.
+
+        They were listed before: a request is under way before its VMs are there.
+        """
+        return [
+            vm
+            for vm in vms
+            if vm.name not in self._granted and vm.request not in self._under_way and not self._is_ending(vm.name)
+        ]
+
+    def _is_ending(self, vm: str) -> bool:
+        return any(vm in end.vms for end in self._ends.values())
+
+
+def paid(vms: Sequence[Vm], now_s: float) -> dict[str, Paid]:
+    """Say what the workers of VMs cost; nothing of those of which nothing is known."""
+    told: dict[str, Paid] = {}
+    for vm in vms:
+        before_s = 0.0 if vm.paid_since_s is None else max(0.0, now_s - vm.paid_since_s)
+        if vm.usd_per_h is not None or before_s or vm.num_devices > 1:
+            said = Paid(usd_per_h=vm.usd_per_h, num_nodes=vm.num_devices, before_s=before_s)
+            told |= dict.fromkeys(vm.workers, said)
+    return told
