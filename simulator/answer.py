@@ -31,7 +31,8 @@ def deal(num_micro_batches: int, num_replicas: int) -> tuple[int, ...]:
 def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions, *, reducing: bool = True) -> int:
     """Lower bound of the whole mini-batch: nobody slow, every link as good as the best that a replica has there.
 
-    ``reducing``: False leaves the all-reduces out; what is left only grows when there are fewer replicas.
+    ``reducing``: False leaves the all-reduces out; what is left, on costs of one pipeline alone, only grows when there
+    are fewer replicas.
     """
     num_replicas = len(counts) if reducing else 1
     reduce = costs.private_reduce_ns(num_replicas)

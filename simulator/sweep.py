@@ -222,7 +222,8 @@ class Sweep:
         slopes, counts = self._slopes_that_fit(shape[0]), deal(self.total, shape[1])
         if self.memory_bytes is None:
             slopes = slopes[-1:]  # the same stages under wider windows: never a higher bound
-        candidates = [self._stage_costs(shape, counts[0], slope) for slope in slopes]
+        where = shape if reducing else (shape[0], 1)  # one pipeline alone is hindered by nobody else's
+        candidates = [self._stage_costs(where, counts[0], slope) for slope in slopes]
         return min(bound_ns(costs, counts, self.rehearsal.conditions, reducing=reducing) for costs in candidates)
 
     def _planned_ns(self, shape: Shape) -> int:

@@ -10,8 +10,6 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from manager.controller.events import NoticeGiven, NoticeWithdrawn
 from manager.engine.inbox import Inbox
 from manager.journal.records import Fact
@@ -118,7 +116,7 @@ class NoticeDoor:
             while not self._over.is_set():
                 self._take(node, workers, lines.read(SILENT_S))
                 lines.write(heard=True)
-        except (OSError, ValidationError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):
             pass  # a stranger, or an agent that is gone or silent: it comes again if it can
         finally:
             with self._lock:

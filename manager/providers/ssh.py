@@ -18,6 +18,10 @@ SSH_FAILED = 255
 """The exit status of ssh itself; any other is the remote command's."""
 
 
+class Unanswered(Transient):
+    """A host did not answer in time; what it was asked to do may go on."""
+
+
 class SshHost(Value):
     """A host that the user has."""
 
@@ -92,7 +96,8 @@ def run_ssh(
     """Run a remote line; blocks for at most ``timeout_s``.
 
     Raises:
-        Transient: the host was not reached, or did not answer in time.
+        Unanswered: the host did not answer in time.
+        Transient: the host was not reached.
         Misconfigured: there is no ssh program, or the remote line failed.
     """
     try:
@@ -105,7 +110,7 @@ def run_ssh(
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise Transient(f"{host.shown} did not answer within {timeout_s:g} s") from error
+        raise Unanswered(f"{host.shown} did not answer within {timeout_s:g} s") from error
     except OSError as error:
         raise Misconfigured(f"{program[0]} cannot be run: {error.strerror}") from error
     said = " ".join((done.stderr or "").split())[-300:].replace(secret, "...") if secret else done.stderr.strip()[-300:]

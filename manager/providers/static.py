@@ -15,7 +15,7 @@ from typing import Protocol, Self
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from manager.providers.provider import Capabilities, CapacityShort, Misconfigured, Price, Transient, Vm, vm_name
-from manager.providers.ssh import SshHost, end_script, run_ssh, start_script
+from manager.providers.ssh import SshHost, Unanswered, end_script, run_ssh, start_script
 from morph.contract.base import Value
 
 
@@ -98,7 +98,10 @@ class StaticProvider:
         self._hosts = {f"{host.address}:{host.port}": host for host in spec.hosts}
 
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
-        """See ``Provider``. A host that does not start is given back, and the next free one is tried."""
+        """See ``Provider``. A host that does not start is given back, and the next free one is tried.
+
+        One that did not answer may have started: unless it can be ended it stays leased, and is listed.
+        """
         most = count if max_vms is None else max_vms
         leased = {key: vm for key, vm in self._ours().items() if vm.request == request}
         granted: list[Vm] = []
@@ -106,10 +109,11 @@ class StaticProvider:
             self._start(key, vm)
             granted.append(vm)
         trouble = ""
-        tried: set[str] = set()
+        tried, tried_names = set[str](), set[str]()
         while len(granted) < most and not leased and not self._stopped.is_set():
             missing = count - sum(vm.num_devices for vm in granted)
-            taken = self._lease(request, {vm.name for vm in granted}, missing, tried) if missing > 0 else None
+            names = tried_names.union(vm.name for vm in granted)
+            taken = self._lease(request, names, missing, tried) if missing > 0 else None
             if taken is None:
                 break
             key, vm = taken
@@ -118,6 +122,10 @@ class StaticProvider:
                 self._start(key, vm)
             except Transient as error:
                 trouble = str(error)
+                if not self._ended(key, vm):
+                    tried_names.add(vm.name)  # it may run there: no other node gets its name
+                    if isinstance(error, Unanswered):
+                        continue  # leased until it is ended, as one that nobody waits for
                 self._give_back(key, vm)
                 continue
             except Misconfigured:
@@ -173,7 +181,15 @@ class StaticProvider:
             command = [part.replace(name, value) for part in command]
         self._shell(host, start_script(vm.name, command), self._secret)
 
-    def _lease(self, request: str, granted: set[str], missing: int, tried: set[str]) -> tuple[str, Vm] | None:
+    def _ended(self, key: str, vm: Vm) -> bool:
+        """Whether a node that may have started is ended for sure."""
+        try:
+            self._shell(self._hosts[key], end_script(vm.name))
+        except (Transient, Misconfigured):
+            return False
+        return True
+
+    def _lease(self, request: str, taken: set[str], missing: int, tried: set[str]) -> tuple[str, Vm] | None:
         """Take the free host with most devices of those that bring no more than is missing, else with fewest."""
         with self._leases() as (leases, write):
             free = [key for key in self._hosts if key not in leases and key not in tried]
@@ -181,7 +197,7 @@ class StaticProvider:
                 return None
             sizes = {key: self._hosts[key].num_gpus for key in free}
             key = min(free, key=lambda key: (sizes[key] > missing, abs(missing - sizes[key])))
-            name = next(name for index in numbers() if (name := vm_name(request, index)) not in granted)
+            name = next(name for index in numbers() if (name := vm_name(request, index)) not in taken)
             vm = Vm(name=name, request=request, num_devices=sizes[key])
             write({**leases, key: Lease(run=self._run, vm=vm)})
             return key, self._priced(key, vm)

@@ -11,6 +11,8 @@ NODE = "{node}"
 DEVICES = "{devices}"
 FOLDER = "FOLDER/"
 """Of the node, known to its shell alone."""
+OWN_FILES = ("tmp", "tls", "authority.pem", "ray-token", "node-secret", "secret", "elsewhere", "pid")
+"""What a node that ends by itself removes from its folder."""
 
 
 def static_node(start: NodeStart) -> tuple[str, ...]:
@@ -34,7 +36,7 @@ def static_node(start: NodeStart) -> tuple[str, ...]:
         *(['sed 1,2d "$MORPH_SECRET_FILE" >"$d/authority.pem"'] if start.authority else []),
         ': >"$MORPH_SECRET_FILE"',
         'mkdir -p "$d/tmp"; t=$(mktemp -d /tmp/morph-XXXXXX); printf %s "$t" >"$d/elsewhere"',
-        'trap \'cd "$d" && rm -rf "$t" tmp ray-token node-secret secret elsewhere pid\' EXIT; trap "exit 143" TERM',
+        f'trap \'cd "$d" && rm -rf "$t" {" ".join(OWN_FILES)}\' EXIT; trap "exit 143" TERM',
         f'export {settings} RAY_AUTH_TOKEN_PATH="$d/ray-token" TMPDIR="$d/tmp"',
         *start.setup,
         f"{_in_folder(agent)} &",

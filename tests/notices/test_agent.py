@@ -183,6 +183,7 @@ def test_a_node_without_the_secret_is_not_heard(world: World) -> None:
         b"[" * 60000 + b"\n",
         b'{"node": 3, "proof": null}\n',
         b'{"node": "n1", "proof": ""}\n',
+        b'{"node": "\\ud800", "devices": 1, "proof": "x"}\n',
         b"\xff" * 70000,
         b"",
     ],

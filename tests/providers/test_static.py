@@ -11,11 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
+from manager.providers.cloud_init import NodeStart
 from manager.providers.provider import CapacityShort, Misconfigured, Transient
-from manager.providers.ssh import SshHost, run_ssh, ssh_command
+from manager.providers.ssh import SshHost, Unanswered, run_ssh, ssh_command
 from manager.providers.static import Hosts, StaticProvider, StaticSpec
+from manager.providers.static_node import secret_of, static_node
 
 SECRET = "s3cr3t-8810"
 FAKE_SSH = """#!/bin/sh
@@ -147,6 +149,54 @@ def test_a_host_that_is_not_reached_stays_leased_until_its_node_was_ended(world:
     (world / "down-h1").unlink()
     static.delete([vm.name])
     assert static.list() == ()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_node_that_may_have_started_shares_its_name_with_no_other(world: Path, ends: bool) -> None:
+    hosts = (SshHost(address="h1"), SshHost(address="h2"))
+    done: list[tuple[str, str]] = []
+
+    def shell(host: SshHost, remote: str, secret: str = "") -> None:
+        kind = "start" if "setsid" in remote else "end"
+        done.append((host.address, kind))
+        if host.address == "h1" and (kind == "start" or not ends):
+            raise Unanswered("h1 did not answer within 120 s")
+
+    path = world / "leases.json"
+    static = StaticProvider(StaticSpec(hosts=hosts, command=("true",)), "tiny", path, SECRET, shell)
+    (vm,) = static.request("a", 1)
+    assert done == [("h1", "start"), ("h1", "end"), ("h2", "start")]
+    assert vm.name == ("a-0" if ends else "a-1")
+    assert [one.name for one in static.list()] == (["a-0"] if ends else ["a-0", "a-1"])
+    ends = True  # from now on
+    static.delete([one.name for one in static.list()])
+    assert static.list() == ()
+
+
+def test_a_node_that_ends_by_itself_leaves_its_log_alone(world: Path) -> None:
+    python = world / "python"
+    python.write_text(
+        '#!/bin/sh\nfor a in "$@"; do case "$a" in --directory=*) d="${a#--directory=}";; esac; done\n'
+        'if [ "$2" = manager.enrolment.node ]; then mkdir -p "$d"; echo KEY >"$d/key.pem"; fi\n'
+    )
+    python.chmod(0o755)
+    start = NodeStart(
+        ray_address="127.0.0.1:1",
+        manager_address="127.0.0.1:2",
+        ray_token=SecretStr("token"),
+        node_secret=SecretStr("secret"),
+        python=str(python),
+        authority="PEM",
+    )
+    spec = StaticSpec(hosts=(SshHost(address="h1"),), command=static_node(start))
+    shell = partial(run_ssh, program=[str(world / "ssh")])
+    static = StaticProvider(spec, "tiny", world / "leases.json", secret_of(start), shell)
+    (vm,) = static.request("a", 1)
+    folder = world / "h1" / ".morph/nodes" / vm.name
+    until_s = time.monotonic() + 10
+    while (left := [file.name for file in folder.iterdir()]) != ["log"] and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert left == ["log"]
 
 
 def test_a_host_that_another_run_has_got_meanwhile_is_not_taken_from_it(world: Path) -> None:

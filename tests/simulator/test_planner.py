@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
+from morph.contract.profile import Contention
 from simulator import plan, plan_table, simulate, synthetic_profile
 
 
@@ -75,6 +76,23 @@ def test_the_table_answers_what_plan_answers_for_each_number_of_gpus(slots: int 
     assert set(table) == set(range(1, 10))
     for num_gpus, best in table.items():
         assert best == plan(_profile(), num_gpus=num_gpus, compute_slots=slots).best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_table_answers_what_plan_answers_where_busy_cores_hinder_each_other(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_sections = int(rng.integers(2, 5))
+    profile = _profile(
+        batch_size=6,
+        parameter_bytes=int(rng.choice([1000, 200_000, 2_000_000])),
+        num_sections=num_sections,
+        forward_s=[float(value) for value in rng.uniform(0.0005, 0.01, num_sections)],
+    )
+    slower = tuple(Contention(num_busy=count, factor=factor) for count, factor in ((2, 1.25), (4, 1.8), (8, 2.1)))
+    profile = profile.model_copy(update={"contention": slower})
+    given = {"compute_slots": int(rng.integers(4, 6)), "micro_batch_size": 1}
+    table = plan_table(profile, 8, **given)
+    assert table == {gpus: plan(profile, num_gpus=gpus, **given).best for gpus in table}
 
 
 def test_the_table_leaves_out_numbers_of_gpus_that_cannot_hold_the_job() -> None:
