@@ -47,7 +47,8 @@ class Provisioning:
     Two threads call the provider, so that neither waits for the other: one asks, the other ends and looks. What a VM
     that is being ended takes up is free for its replacement, as far as ``vms.limits`` go: it is gone in a minute, and
     the dollars count until then. Where the provider has no room beside it, the request waits for its end. VMs of a
-    request under way that are given up are ended once it is answered: until then it might make them anew.
+    request under way that are given up are ended once it is answered: until then it might make them anew. A refusal
+    ends what had come of its request, but for VMs of which a worker joined already.
 
     Args:
         provider: ``request`` is called from one thread alone.
@@ -219,7 +220,7 @@ class Provisioning:
         except Exception as error:  # a bug, or a provider's own error: the controller must hear of the refusal
             detail = f"{type(error).__name__}: {error}"
             found = RequestRefused(request=action.request, cause="error", detail=detail)
-        answer, end = self._book.answer(action, found)
+        answer, end = self._book.answer(action, found, self._nodes)
         self._end(end)
         self._inbox.put(answer)
 

@@ -37,7 +37,8 @@ class VmBook:
         self._missed: frozenset[str] = frozenset()
         self._ends: dict[int, End] = {}
         self._num_ends = 0
-        self._ended_later: dict[RequestId, list[str]] = {}
+        self._ended_later: dict[RequestId, set[str]] = {}
+        self._gone: set[str] = set()
         self._lock = threading.Condition()
         self._over = False
 
@@ -50,27 +51,53 @@ class VmBook:
             self._under_way[action.request] = action.count
             return True, None
 
-    def answer(self, action: RequestNodes, found: Sequence[Vm] | RequestRefused) -> tuple[Answer, End | None]:
-        """Note what came of a request; returns what the controller is to hear, and what is to be ended."""
+    def answer(
+        self, action: RequestNodes, found: Sequence[Vm] | RequestRefused, known: Collection[str]
+    ) -> tuple[Answer, End | None]:
+        """Note what came of a request; returns what the controller is to hear, and what is to be ended.
+
+        Args:
+            action: The request.
+            found: What the provider made of it.
+            known: All nodes that the controller knows: whatever the answer is, their VMs go on.
+        """
         with self._lock:
-            given_up = self._ended_later.pop(action.request, [])
-            vms = [] if isinstance(found, RequestRefused) else [vm for vm in found if vm.name not in given_up]
+            of_known = {vm_of(node) for node in known}
+            given_up = self._ended_later.pop(action.request, set()) - of_known
+            there = () if isinstance(found, RequestRefused) else found
+            wanted = {vm.name: set(vm.workers) - (self._gone - set(known)) for vm in there}
+            given_up |= {vm for vm, workers in wanted.items() if not workers}
+            vms = [vm for vm in there if vm.name not in given_up]
+            for vm in vms:
+                self._granted[vm.name] = action.request
+                self._wanted[vm.name] = wanted[vm.name]
             if isinstance(found, RequestRefused):
                 answer: Answer = found
             elif vms:
-                nodes = tuple(node for vm in vms for node in vm.workers)
-                answer = NodesGranted(request=action.request, nodes=nodes, paid=paid(vms, time.time()))
+                nodes = tuple(node for vm in vms for node in vm.workers if node in wanted[vm.name])
+                costs = {node: cost for node, cost in paid(vms, time.time()).items() if node in nodes}
+                answer = NodesGranted(request=action.request, nodes=nodes, paid=costs)
             else:
                 lost = "its VMs were lost before it was granted"
                 answer = RequestRefused(request=action.request, cause="error", detail=lost)
             self._answers[action.request] = answer
             self._under_way.pop(action.request, None)
-            if isinstance(answer, RequestRefused):  # what had come is ended
-                return answer, self._end([vm_name(action.request, index) for index in range(action.count)])
-            for vm in vms:
-                self._granted[vm.name] = action.request
-                self._wanted.setdefault(vm.name, set(vm.workers))
+            if isinstance(answer, RequestRefused):
+                return answer, self._end(self._refuse(action, known) | given_up)
             return answer, self._end(given_up)
+
+    def _refuse(self, action: RequestNodes, known: Collection[str]) -> set[str]:
+        """Go on with the VMs of a refused request that have a known worker; returns the others."""
+        vms = {vm_name(action.request, index) for index in range(action.count)}
+        vms |= {vm for vm, request in self._granted.items() if request == action.request}
+        for vm in vms:
+            self._granted.pop(vm, None)
+            self._wanted.pop(vm, None)
+        for node in known:
+            if (vm := vm_of(node)) in vms:
+                self._granted[vm] = action.request
+                self._wanted.setdefault(vm, set()).add(node)
+        return vms - self._granted.keys()
 
     def request_of(self, node: str) -> RequestId | None:
         """Return the request that a VM answers, granted or under way; None: it is none of ours, or was given back."""
@@ -79,10 +106,13 @@ class VmBook:
             return self._granted.get(vm) or self._under_way_of(vm)
 
     def ungranted(self, nodes: Collection[str]) -> frozenset[str]:
-        """Return the VMs of those nodes that came before the answer to their request."""
+        """Return the VMs of those nodes that came before the answer to their request, or though it was refused."""
         with self._lock:
             vms = {vm_of(node) for node in nodes}
-            return frozenset(vm for vm in vms if (self._granted.get(vm) or self._under_way_of(vm)) in self._under_way)
+            early = self._under_way.keys() | {
+                name for name, answer in self._answers.items() if isinstance(answer, RequestRefused)
+            }
+            return frozenset(vm for vm in vms if (self._granted.get(vm) or self._under_way_of(vm)) in early)
 
     def give_up(self, nodes: Sequence[str], known: Collection[str]) -> End | None:
         """Note that the controller needs nodes no more; returns the VMs of which it needs none.
@@ -96,28 +126,38 @@ class VmBook:
         """
         now = []
         with self._lock:
+            self._gone.update(nodes)
             for node in nodes:
                 vm = vm_of(node)
-                wanted = self._wanted.setdefault(vm, {other for other in known if vm_of(other) == vm})
+                wanted = self._wanted.setdefault(vm, set())
+                wanted |= {other for other in known if vm_of(other) == vm and other not in nodes}
                 wanted.discard(node)
                 if wanted:
                     continue
                 del self._wanted[vm]
                 request = self._granted.pop(vm, None) or self._under_way_of(vm)
                 if request in self._under_way:
-                    self._ended_later.setdefault(request, []).append(vm)
+                    self._ended_later.setdefault(request, set()).add(vm)
                 else:
                     now.append(vm)
             return self._end(now)
 
     def adopt(self, vms: Sequence[Vm], nodes: frozenset[str], requests: Collection[RequestId]) -> list[Vm]:
-        """Take the VMs of these nodes and requests for granted; returns those of nobody."""
-        known = {vm_of(node) for node in nodes}
+        """Take the VMs of these nodes and requests for granted; returns those of nobody.
+
+        It may come late, when the provider was silent: what was given up or answered since then stays so.
+        """
         with self._lock:
+            nodes = nodes - self._gone
+            known = {vm_of(node) for node in nodes}
+            unanswered = set(requests) - self._answers.keys()
             for vm in vms:
-                if (vm.name in known or vm.request in requests) and not self._is_ending(vm.name):
+                is_given_up = vm.name in self._ended_later.get(vm.request, ()) or self._gone.issuperset(vm.workers)
+                is_ours = vm.name in known or vm.request in unanswered
+                if is_ours and not is_given_up and not self._is_ending(vm.name):
                     self._granted[vm.name] = vm.request
-                    self._wanted.setdefault(vm.name, set(nodes.intersection(vm.workers) or vm.workers))
+                    awaited = () if vm.request in unanswered else nodes.intersection(vm.workers)
+                    self._wanted.setdefault(vm.name, set(awaited or vm.workers) - self._gone)
             return self._nobodys(vms)
 
     def compare(self, vms: Sequence[Vm]) -> tuple[list[Vm], list[str]]:
@@ -158,11 +198,11 @@ class VmBook:
             self._over = True
             self._lock.notify_all()
 
-    def _end(self, vms: Sequence[str]) -> End | None:
+    def _end(self, vms: Collection[str]) -> End | None:
         if not vms:
             return None
         self._num_ends += 1
-        end = End(self._num_ends, tuple(vms))
+        end = End(self._num_ends, tuple(sorted(vms)))
         self._ends[end.number] = end
         return end
 

@@ -12,7 +12,8 @@ from manager.controller.events import NodesGranted, Paid, RequestRefused, Worker
 from manager.engine import provisioning
 from manager.engine.inbox import Inbox
 from manager.engine.provisioning import Provisioning
-from manager.engine.spending import Spending
+from manager.engine.spending import Before, Spending
+from manager.engine.vm_book import VmBook
 from manager.journal.records import Fact
 from manager.providers.provider import Capabilities, Misconfigured, Price, Throttled, Transient, Vm, vm_name
 from morph.contract.cluster import Limits
@@ -242,6 +243,56 @@ def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent
     assert world.shell.request_of("job-1-0") == "job-1"
     assert set(world.cloud.there) == {"job-1-0"}
     world.shell.close()
+
+
+def test_vms_that_train_go_on_though_another_managers_request_is_refused_in_the_end() -> None:
+    world = World()
+    world.shell.close()
+    world.cloud.add("job-1", 3)
+    spent = Spending(Limits(budget_usd=1.0), before=Before(usd=2.0))
+    world.shell = Provisioning(world.cloud, world.inbox, spent, nodes=["job-1-0"])
+    world.shell.begin(["job-1-0"], ["job-1"])
+    world.shell.request(RequestNodes(request="job-1", count=2))  # of three, for one has joined
+    refused = world.next(RequestRefused)
+    assert isinstance(refused, RequestRefused)
+    assert refused.cause == "limit"
+    assert world.there() == {"job-1-0"}
+    assert world.shell.request_of("job-1-0") == "job-1"
+    world.shell.know([])
+    assert world.there() == set()
+    world.shell.close()
+
+
+def test_a_vm_that_was_given_up_before_a_late_adoption_is_nobodys() -> None:
+    book, action = VmBook(), RequestNodes(request="job-1", count=2)
+    vms = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
+    book.ask(action)
+    assert book.give_up(["job-1-0"], []) is None  # its request might make it anew
+    assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []
+    answer, end = book.answer(action, vms, [])
+    assert answer == NodesGranted(request="job-1", nodes=("job-1-1",))
+    assert end is not None
+    assert end.vms == ("job-1-0",)
+    assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []  # it is being ended
+    book.ended(end)  # in vain
+    assert book.compare(vms) == ([vms[0]], [])
+    assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == [vms[0]]
+    assert book.request_of("job-1-0") is None
+    assert book.request_of("job-1-1") == "job-1"
+
+
+def test_a_vm_that_is_made_anew_for_workers_that_were_lost_is_ended() -> None:
+    book, action = VmBook(), RequestNodes(request="job-1", count=2)
+    vms = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
+    assert book.adopt(vms[:1], frozenset(["job-1-0"]), ["job-1"]) == []
+    lost = book.give_up(["job-1-0"], [])  # its request is not sent again yet
+    assert lost is not None
+    book.ended(lost)
+    book.ask(action)
+    answer, end = book.answer(action, vms, [])
+    assert answer == NodesGranted(request="job-1", nodes=("job-1-1",))
+    assert end is not None
+    assert end.vms == ("job-1-0",)
 
 
 def test_an_error_that_nobody_thought_of_ends_neither_the_run_nor_the_asking(world: World) -> None:

@@ -197,6 +197,61 @@ def test_what_stays_in_vain_is_refused_after_some_tries_and_leaves_nothing(world
     assert world.ended() == ["job-1-0"]
 
 
+def test_a_vm_whose_worker_joined_goes_on_though_its_request_is_refused(world: World) -> None:
+    world.provider.errors = [Throttled("slow down", 1)] * TRIES
+    world.provider.there = [Vm(name="job-1-1", request="job-1")]  # booting still: nobody's once it is refused
+    pause = world.shell._pause
+
+    def joins(wait_s: float) -> bool:
+        world.shell.know(["job-1-0"])
+        return pause(wait_s)
+
+    world.shell._pause = joins
+    assert isinstance(world.ask(), RequestRefused)
+    assert world.ended() == ["job-1-1"]
+    assert world.shell.request_of("job-1-0") == "job-1"
+    assert world.shell.request_of("job-1-1") is None
+    world.shell.know([])
+    assert world.ended() == ["job-1-1", "job-1-0"]  # once it is lost, as any
+
+
+def test_a_worker_that_joins_after_its_request_was_refused_brings_its_price(world: World) -> None:
+    world.provider.num_devices, world.provider.made_as = 2, [{"usd_per_h": 0.3}]
+    world.provider.errors = [Throttled("slow down", 1)] * TRIES
+    pause = world.shell._pause
+
+    def joins(wait_s: float) -> bool:
+        world.shell.know(["job-1-0.d0"])
+        return pause(wait_s)
+
+    world.shell._pause = joins
+    assert isinstance(world.ask(), RequestRefused)
+    assert world.shell.request_of("job-1-0.d1") == "job-1"
+    assert world.shell.paid_of(["job-1-0.d1"])["job-1-0.d1"] == Paid(usd_per_h=0.3, num_nodes=2)
+    world.shell.know(["job-1-0.d0", "job-1-0.d1"])
+    world.shell.know(["job-1-0.d1"])
+    assert world.ended() == []
+    world.shell.know([])
+    assert world.ended() == ["job-1-0"]
+
+
+def test_a_worker_that_was_lost_before_its_grant_is_not_granted(world: World) -> None:
+    world.provider.num_devices, world.provider.held = 4, threading.Event()
+    world.shell.request(RequestNodes(request="job-1", count=8))
+    world.shell.know(["job-1-0.d0"])
+    world.shell.know(["job-1-0.d0", "job-1-0.d1"])
+    world.shell.know(["job-1-0.d1"])  # its process died; its VM has another worker
+    world.provider.held.set()
+    granted = world.answer()
+    assert isinstance(granted, NodesGranted)
+    assert granted.nodes == tuple(f"job-1-{vm}.d{device}" for vm in (0, 1) for device in range(4))[1:]
+    assert set(granted.paid) == set(granted.nodes)
+    world.shell.know([])
+    assert world.ended() == []  # two workers of the first VM are still to appear
+    world.shell.release(ReleaseNodes(nodes=("job-1-0.d2", "job-1-0.d3")))
+    assert world.ended() == ["job-1-0"]
+
+
 @pytest.mark.parametrize(
     ("limits", "granted"),
     [({"max_vms": 3}, [2, 1, 0]), ({"usd_per_h": 1.5}, [2, 1, 0]), ({"usd_per_h": 1.0, "max_vms": 9}, [2, 0, 0])],
