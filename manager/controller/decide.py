@@ -96,8 +96,8 @@ def _node_appeared(state: ControllerState, event: NodeAppeared, now_s: float) ->
         return said(state, ReasonCode.IGNORED, f"{event.node} is known already")
     notice = notice_of(state, event.node, now_s)
     workers = {**state.workers, event.node: WorkerState(appeared_s=now_s, host=event.host or event.node)}
-    state = without_kept(with_appeared(state, event), event.node)
-    state = changed(state, workers=workers, num_appeared=state.num_appeared + 1)
+    state = changed(with_appeared(state, event), workers=workers, num_appeared=state.num_appeared + 1)
+    state = without_kept(state, event.node)
     if state.phase is Phase.STARTING and state.waiting_since_s is None:
         state = changed(state, waiting_since_s=now_s)
     state = wake_by(state, now_s + state.config.policy.order_timeout_s)
@@ -108,7 +108,7 @@ def _node_appeared(state: ControllerState, event: NodeAppeared, now_s: float) ->
 
 def _worker_lost(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:
     lost = {worker: event.cause for worker in event.workers if worker in state.workers}
-    return lose(state, lost, now_s) if lost else lost_booting(state, event)
+    return lose(without_kept(state, *event.workers), lost, now_s) if lost else lost_booting(state, event)
 
 
 def _worker_lost_at_start(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:

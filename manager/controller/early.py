@@ -7,6 +7,7 @@ from manager.controller.events import NoticeGiven
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import ControllerState, Decision, KeptNotice
 from morph.contract.messages import WorkerId
+from morph.contract.vm_names import vm_of
 
 
 def kept(state: ControllerState, event: NoticeGiven, now_s: float) -> Decision | None:
@@ -29,10 +30,20 @@ def notice_of(state: ControllerState, node: WorkerId, now_s: float) -> NoticeGiv
 
 
 def without_kept(state: ControllerState, *nodes: WorkerId) -> ControllerState:
-    """Forget the notices of these nodes, and all once no request is open that their VMs could answer."""
+    """Forget the notices of these nodes, and of all that nobody waits for.
+
+    That is once no request is open that their VMs could answer: but of a VM with several devices that came, the other
+    workers may still come.
+    """
     if not state.kept_notices:
         return state
-    left = {node: entry for node, entry in state.kept_notices.items() if node not in nodes and is_awaited(state)}
+    known = {vm_of(node) for request in state.requests.values() for node in request.granted}
+    known.update(map(vm_of, state.workers))
+    left = {
+        node: entry
+        for node, entry in state.kept_notices.items()
+        if node not in nodes and (is_awaited(state) or vm_of(node) in known)
+    }
     return changed(state, kept_notices=left)
 
 

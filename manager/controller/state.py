@@ -251,7 +251,7 @@ class ControllerState(Value):
     )
     requests: dict[RequestId, NodeRequest] = Field(default_factory=dict)
     kept_notices: dict[WorkerId, KeptNotice] = Field(
-        default_factory=dict, description="of nodes that are not known; empty while no request is open"
+        default_factory=dict, description="of nodes that are not known: of open requests, or of VMs that came"
     )
     num_requests: int = 0
     num_refused: int = Field(default=0, description="refusals since the last grant")

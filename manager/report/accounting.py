@@ -22,6 +22,7 @@ from manager.journal.records import DecisionRecord
 from manager.report.account import Account, Part
 from manager.report.spent import NOTHING, NS_PER_S, Spent, nano_usd, rate_of
 from morph.contract.messages import Prepared, WorkerId, WorkerReady
+from morph.contract.vm_names import vm_of
 
 _OF_MEMBERS = {
     Phase.RESHAPING: Part.MORPH,
@@ -36,9 +37,9 @@ _UNFORMED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING)
 class Ledger:
     """Follows a journal's lines. Call ``advance`` with each line's time before what the line says is taken in.
 
-    A clock that was set back stands until it has caught up. ``since_ns``: from when on the present rate of each living
-    node counts; ``rates``: what a nanosecond of it is; ``unheard``: those of which nobody said yet what they
-    cost.
+    A clock that was set back stands until it has caught up. ``since_ns``: from when on the present rate of each node
+    that is paid for counts; ``rates``: what a nanosecond of it is; ``unheard``: those of which nobody said yet what
+    they cost; ``idle``: those that are gone while others of their VM live, which is paid whole until the last one goes.
     """
 
     now_ns: int = 0
@@ -48,6 +49,7 @@ class Ledger:
     rates: dict[WorkerId, Spent] = field(default_factory=dict)
     unheard: set[WorkerId] = field(default_factory=set)
     warming: set[WorkerId] = field(default_factory=set)
+    idle: set[WorkerId] = field(default_factory=set)
     parts: dict[Part, Spent] = field(default_factory=lambda: dict.fromkeys(Part, NOTHING))
     lives: Spent = NOTHING
     open: Spent = NOTHING
@@ -55,6 +57,7 @@ class Ledger:
     dearest: int | None = None
     _all: Spent = NOTHING
     _warming: Spent = NOTHING
+    _idle: Spent = NOTHING
     _members: Spent = NOTHING
 
     def account(self) -> Account:
@@ -82,7 +85,9 @@ class Ledger:
         formed = self.phase not in _UNFORMED
         members = self._members if formed else NOTHING
         self.parts[Part.WARMING] += self._warming * passed_ns
-        self.parts[Part.SPARE if formed else Part.WAITING] += (self._all - self._warming - members) * passed_ns
+        self.parts[Part.SPARE] += self._idle * passed_ns
+        ready = self._all - self._warming - self._idle
+        self.parts[Part.SPARE if formed else Part.WAITING] += (ready - members) * passed_ns
         if self.phase is Phase.TRAINING:
             self.open += members * passed_ns
         elif members.node_ns:
@@ -99,6 +104,8 @@ class Ledger:
                     self.unheard.add(node)
                 else:
                     self._noted(paid)
+            case NodeAppeared(node=node, paid=paid) if node in self.idle:
+                self._back(node, paid)
             case WorkerAnswered(answer=WorkerReady()) if event.worker in self.warming:
                 self.warming.discard(event.worker)
                 self._warming -= self.rates[event.worker]
@@ -114,7 +121,7 @@ class Ledger:
         if decided:
             self._settle(decided)
         if record.reshape is not None:
-            self.members = frozenset(slot.worker for slot in record.reshape.slots) & set(self.since_ns)
+            self.members = frozenset(slot.worker for slot in record.reshape.slots) & (self.since_ns.keys() - self.idle)
             self._members = sum((self.rates[node] for node in self.members), NOTHING)
         if record.reason.code is ReasonCode.OVERFLOW_RETRY or record.phase is not Phase.TRAINING:
             self._give_up_step()
@@ -162,22 +169,42 @@ class Ledger:
             self.since_ns[node] = self.now_ns
         if node in self.members:
             self._members += new - old
+        if node in self.idle:
+            self._idle += new - old
         self._all += new - old
         self.rates[node] = new
 
+    def _back(self, node: WorkerId, paid: Paid | None) -> None:
+        """A node is there again whose VM was paid for all along: its worker is set up as that of a spare."""
+        if paid is not None and node in self.unheard:
+            self._noted(paid)
+            self._priced(node, paid)
+        self.idle.discard(node)
+        self._idle -= self.rates[node]
+
     def _gone(self, nodes: Collection[WorkerId]) -> None:
-        """Nodes are gone, or were given up."""
-        for node in [node for node in nodes if node in self.since_ns]:
-            rate = self.rates.pop(node)
-            self.lives += rate * (self.now_ns - self.since_ns.pop(node))
-            self._all -= rate
+        """Nodes are gone, or were given up: each is paid for until the last one of its VM is."""
+        left = set(nodes) & (self.since_ns.keys() - self.idle)
+        if not left:
+            return
+        for node in left:
+            rate = self.rates[node]
+            self._idle += rate
             if node in self.warming:
                 self._warming -= rate
             if node in self.members:
                 self._members -= rate
-        self.unheard.difference_update(nodes)
-        self.warming.difference_update(nodes)
-        self.members = self.members.difference(nodes)
+        self.warming -= left
+        self.members -= left
+        self.idle |= left
+        living = {vm_of(node) for node in self.since_ns.keys() - self.idle}
+        for node in [node for node in self.idle if vm_of(node) not in living]:
+            rate = self.rates.pop(node)
+            self.lives += rate * (self.now_ns - self.since_ns.pop(node))
+            self._all -= rate
+            self._idle -= rate
+            self.idle.discard(node)
+            self.unheard.discard(node)
 
     def _settle(self, answers: Collection[Prepared]) -> None:
         """A step is decided: its time was computing, as its members say, and bubble."""

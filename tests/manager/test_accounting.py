@@ -17,7 +17,9 @@ from manager.controller.events import (
     ManagerResumed,
     NodeAppeared,
     NodesGranted,
+    NoticeGiven,
     Paid,
+    StopRequested,
     Tick,
     WorkerAnswered,
     WorkerLost,
@@ -179,6 +181,89 @@ def test_a_vm_of_which_it_is_known_what_it_costs_when_it_appears_has_its_price_f
     assert bill is not None
     assert bill.total_usd == pytest.approx(60 * 3.6 / 3600, rel=1e-12)
     assert account.part_s(Part.WARMING) == 100.0
+
+
+PAIR = ("v.d0", "v.d1")
+PAIR_GRANTED = NodesGranted(request="job-1", nodes=PAIR, paid=dict.fromkeys(PAIR, Paid(usd_per_h=2.0, num_nodes=2)))
+
+
+def pair_up() -> list[tuple[float, Event]]:
+    """A VM with two workers, paid from 0 s on and ready at 0 s, in a run that waits for a third."""
+    timed: list[tuple[float, Event]] = [(0.0, Tick()), (0.0, PAIR_GRANTED)]
+    timed += [(0.0, NodeAppeared(node=node)) for node in PAIR]
+    return timed + [(0.0, ready(node)) for node in PAIR]
+
+
+def check_whole(ledger: Ledger, paid_s: int) -> Account:
+    """The VM was paid whole for so long, and the parts say so too."""
+    account = ledger.account()
+    assert account.total.vm_ns == paid_s * NS_PER_S * SHARES
+    assert account.total.cost == account.total.vm_ns * nano_usd(2.0)
+    assert sum(account.parts.values(), NOTHING) == account.total
+    for spent in account.parts.values():
+        assert min(spent.node_ns, spent.vm_ns, spent.unpriced_ns, spent.cost) >= 0
+    return account
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [WorkerLost(worker="v.d0", cause="its process died"), ManagerResumed(living=("v.d1",))],
+    ids=lambda event: event.kind,
+)
+def test_a_vm_is_paid_whole_until_the_last_of_its_workers_goes(gone: Event) -> None:
+    last = WorkerLost(worker="v.d1", cause="its VM is gone")
+    timed = [*pair_up(), (100.0, gone), (3700.0, last), (9000.0, Tick())]
+    account = check_whole(booked(timed, target_nodes=2, expected_nodes=3), 3700)
+    assert (account.part_s(Part.WAITING), account.part_s(Part.SPARE)) == (100.0 + 3700.0, 3600.0)
+
+
+def test_a_vm_of_which_one_worker_is_given_back_while_it_boots_is_paid_whole() -> None:
+    timed: list[tuple[float, Event]] = [(0.0, Tick()), (0.0, PAIR_GRANTED)]
+    timed += [(10.0, NoticeGiven(worker="v.d0", lead_s=30.0)), (40.0, NoticeGiven(worker="v.d1", lead_s=5.0))]
+    account = check_whole(booked([*timed, (90.0, Tick())], target_nodes=2), 40)
+    assert (account.part_s(Part.WARMING), account.part_s(Part.SPARE)) == (10.0 + 40.0, 30.0)
+
+
+def test_workers_that_are_lost_together_cost_no_more_and_one_that_comes_again_is_paid_once() -> None:
+    together = WorkerLost(worker="v.d0", cause="its VM is gone", beside=("v.d1",))
+    lost = WorkerLost(worker="v.d0", cause="its process died")
+    again = NodeAppeared(node="v.d0", paid=Paid(usd_per_h=2.0, num_nodes=2, before_s=20.0))
+    timed = [*pair_up(), (10.0, lost), (20.0, again), (50.0, together), (90.0, Tick())]
+    ledger = booked(timed, target_nodes=2, expected_nodes=3)
+    account = check_whole(ledger, 50)
+    assert account.part_s(Part.SPARE) == 10.0
+    assert not ledger.since_ns
+    assert not ledger.idle
+
+
+@pytest.mark.parametrize("told", ["grant", "appearance"])
+def test_what_a_vm_costs_may_be_heard_after_one_of_its_workers_is_gone(told: str) -> None:
+    paid = Paid(usd_per_h=2.0, num_nodes=2, before_s=12.0)
+    granted = NodesGranted(request="job-1", nodes=PAIR, paid=dict.fromkeys(PAIR, paid))
+    timed: list[tuple[float, Event]] = [(0.0, Tick())]
+    timed += [(10.0, NodeAppeared(node=node, request="job-1")) for node in PAIR]
+    timed += [(11.0, WorkerLost(worker="v.d0", cause="its process died"))]
+    heard: Event = granted if told == "grant" else NodeAppeared(node="v.d0", paid=paid)
+    ledger = booked([*timed, (12.0, heard), (14.0, Tick())], target_nodes=3)
+    account = ledger.account()
+    assert ledger.rates["v.d0"].cost == SHARES // 2 * nano_usd(2.0)
+    assert account.total_s == (28.0 if told == "grant" else 18.0), "with what was paid before they appeared"
+    assert sum(account.parts.values(), NOTHING) == account.total
+    for spent in account.parts.values():
+        assert min(spent.node_ns, spent.vm_ns, spent.unpriced_ns, spent.cost) >= 0
+
+
+@pytest.mark.parametrize("how", ["session", "finish"])
+def test_a_session_and_a_run_end_with_the_idle_devices_of_their_vms(how: str) -> None:
+    lost = WorkerLost(worker="v.d0", cause="its process died")
+    end: Event = Tick() if how == "session" else StopRequested(reason="enough")
+    ledger = booked([*pair_up(), (100.0, lost), (200.0, end)], target_nodes=2, expected_nodes=3)
+    if how == "session":
+        ledger.begin_session(500.0)
+    ledger.advance(900.0)
+    check_whole(ledger, 200)
+    assert not ledger.since_ns
+    assert not ledger.idle
 
 
 def test_a_journal_without_prices_is_read_as_before() -> None:

@@ -275,6 +275,28 @@ def test_a_kept_notice_is_forgotten_when_it_is_withdrawn_or_its_vm_will_not_come
     assert script.state.workers["n1"].node is NodeState.WARMING
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_vm_with_two_devices_drains_whole_by_the_notice_that_came_before_its_grant(count: int) -> None:
+    script = Script(target_nodes=count, num_steps=20)
+    script.tell(Tick())
+    for worker in ("v.d0", "v.d1"):
+        script.tell(NoticeGiven(worker=worker, lead_s=30.0, notice="first"))
+    for worker in ("v.d0", "v.d1"):
+        script.tell(NodeAppeared(node=worker, request="job-1"))
+        assert script.state.workers[worker].node is NodeState.DRAINING
+    assert script.state.kept_notices == {}
+
+
+def test_a_kept_notice_of_a_further_worker_is_forgotten_with_its_vm() -> None:
+    script = Script(target_nodes=1, num_steps=20)
+    script.tell(Tick())
+    script.tell(NoticeGiven(worker="v.d1", lead_s=30.0, notice="first"))
+    script.tell(NodeAppeared(node="v.d0", request="job-1"))
+    assert set(script.state.kept_notices) == {"v.d1"}
+    script.tell(WorkerLost(worker="v.d0", cause="its VM is gone", beside=("v.d1",)))
+    assert script.state.kept_notices == {}
+
+
 def test_a_notice_that_is_void_by_the_time_its_node_is_known_changes_nothing() -> None:
     script = asking()
     script.tell(NoticeGiven(worker="n1", lead_s=5.0, notice="first"))
