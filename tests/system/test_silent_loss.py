@@ -59,8 +59,10 @@ class Fault:
         if isinstance(event, WorkerLost) and event.worker == VICTIM:
             self.cause = event.cause
         if isinstance(event, WorkerAnswered) and self.done and not self.reformed:
-            assert event.worker != VICTIM
-            if isinstance(event.answer, Aborted | Prepared):
+            if event.worker == VICTIM:  # at most what it had done when it was stopped
+                assert isinstance(event.answer, Prepared)
+                assert event.answer.step == FAULT_AT
+            elif isinstance(event.answer, Aborted | Prepared):
                 self.answers.append(event.answer)
         self.reformed |= state.generation > self.generation > 0
         if not self.done and state.phase is Phase.TRAINING and state.version == FAULT_AT:
@@ -158,11 +160,11 @@ def test_a_stopped_ray_worker_is_given_up_and_cannot_go_on_when_it_wakes(
         raylet = psutil.Process(pid).parent()
         assert raylet is not None
         assert raylet.name() == "raylet"
+        stopped(pid)
         if whole_vm:
             stopped_too.extend([raylet, *raylet.children(recursive=True)])
         for process in stopped_too:
             process.suspend()
-        stopped(pid)
 
     def wake() -> None:
         for process in stopped_too:
