@@ -3,6 +3,7 @@
 #   make demo        calibrate, plan and a managed run that loses and gains VMs (a few minutes)
 #   make test        every test, those with real processes included
 #   make test-fast   tests without real worker processes
+#   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED
 #   make check       lint, format, types, layers: what CI runs first
 #
 # TEST_WORKERS is how many tests run at once; 0: one after the other in one process, as plain `pytest` does.
@@ -13,6 +14,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 TORCH_PIP_ARGS ?=
 TEST_WORKERS ?= auto
 PYTEST_ARGS ?=
+SOAK_MINUTES ?= 60
+SEED ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +26,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 MPLBACKEND=Agg
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast check lint types layers format clean
+.PHONY: help setup demo test test-fast soak check lint types layers format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -52,6 +55,9 @@ test: $(READY)
 
 test-fast: $(READY)
 	$(PYTEST) -m "not system" $(PYTEST_ARGS)
+
+soak: $(READY)
+	$(TEST_ENV) $(BIN)/python -m tests.chaos --minutes $(SOAK_MINUTES) $(if $(SEED),--seed $(SEED))
 
 check: lint types layers
 

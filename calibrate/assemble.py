@@ -42,14 +42,15 @@ def accumulator_bytes(job: Job) -> int:
 
 
 def parameter_bytes(model: CutModel, names: Sequence[str]) -> int:
-    """Bytes of some parameters."""
-    return sum(prod(model.parameter_specs[name][0]) * model.parameter_specs[name][1].itemsize for name in names)
+    """Bytes of some parameters and buffers."""
+    specs = model.specs
+    return sum(prod(specs[name][0]) * specs[name][1].itemsize for name in names)
 
 
 def state_bytes(compute: Compute) -> int:
     """Bytes of a whole checkpoint: parameters and optimizer state."""
     model, units = compute.model, compute.units
-    parameters = sum(parameter_bytes(model, unit.parameters) for unit in model.units)
+    parameters = sum(parameter_bytes(model, unit.names) for unit in model.units)
     return parameters + sum(unit.optimizer_bytes for unit in units.values())
 
 
@@ -82,7 +83,7 @@ def assemble_profile(
         environment=environment,
         sections=tuple(_section_profile(job, compute, section) for section in model.sections),
         units=tuple(
-            UnitProfile(id=unit.id, sections=unit.sections, parameter_bytes=parameter_bytes(model, unit.parameters))
+            UnitProfile(id=unit.id, sections=unit.sections, parameter_bytes=parameter_bytes(model, unit.names))
             for unit in model.units
         ),
         intra_node=network.inside.link,
@@ -140,7 +141,8 @@ def _optimizer_step(compute: Compute, section: Section) -> Timing:
 
 def _section_profile(job: Job, compute: Compute, section: Section) -> SectionProfile:
     model, newest = compute.model, compute.sizes[-1].of(section.index)
-    parameters = sum(prod(model.parameter_specs[name][0]) for name in section.parameters)
+    names = (*section.parameters, *section.buffers)
+    summed = sum(prod(model.specs[name][0]) for name in names)
     is_last = section.index == len(model.sections) - 1
     out_bytes = 0 if is_last else sum(spec.num_bytes for spec in section.outputs)
     return SectionProfile(
@@ -148,9 +150,9 @@ def _section_profile(job: Job, compute: Compute, section: Section) -> SectionPro
         label=section.label,
         forward=_forward(compute.sizes, section),
         backward=_backward(compute.sizes, section),
-        parameter_bytes=parameter_bytes(model, section.parameters),
+        parameter_bytes=parameter_bytes(model, names),
         optimizer_bytes=sum(unit.optimizer_bytes for unit in _own_units(compute, section)),
-        gradient_bytes=parameters * accumulator_bytes(job),
+        gradient_bytes=summed * accumulator_bytes(job),
         input_bytes_per_sample=newest.input_bytes_per_sample,
         activation_bytes_per_sample=newest.activation_bytes_per_sample,
         output_bytes_per_sample=-(-out_bytes // model.micro_batch_size),

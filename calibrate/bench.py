@@ -12,6 +12,7 @@ from morph.cutting import BoundaryTensor, CutModel, Section
 from morph.data import MicroBatchLoader
 from morph.job import Job, Precision
 from morph.runtime.accumulators import Accumulator, ExactAccumulator, FastAccumulator
+from morph.runtime.buffer_changes import change_like
 from morph.runtime.fixed_point import first_exponent
 from morph.runtime.random_streams import seed_section
 from morph.runtime.section_run import SectionRun, run_section, section_backward
@@ -73,6 +74,7 @@ def make_bench(
     """Set a section up with random border tensors, a real batch, and copies of its initial parameters."""
     generator = torch.Generator().manual_seed(section.index)
     parameters = {name: initial[name].detach().to(device, copy=True).requires_grad_() for name in section.parameters}
+    buffers = {name: initial[name].detach().to(device, copy=True) for name in section.buffers}
     is_loss = section.outputs[0].shape == () and section.outputs[0].requires_grad
     gradients = (
         (torch.ones(()) if is_loss else mock(spec, generator, _MOCK_GRADIENT)) if spec.requires_grad else None
@@ -83,8 +85,8 @@ def make_bench(
         inputs=tuple(mock(spec, generator, 1.0).to(device) for spec in section.inputs),
         output_gradients=tuple(None if gradient is None else gradient.to(device) for gradient in gradients),
         batch={key: tensor.to(device) for key, tensor in loader.load(0, 0, section.batch_keys).items()},
-        parameters=parameters,
-        accumulator=_accumulator(job, parameters),
+        parameters=parameters | buffers,
+        accumulator=_accumulator(job, parameters, buffers),
         precision=job.precision,
         device=device,
     )
@@ -105,9 +107,10 @@ def mock(spec: BoundaryTensor, generator: torch.Generator, scale: float) -> Tens
     return torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype)
 
 
-def _accumulator(job: Job, parameters: Mapping[str, Tensor]) -> Accumulator:
+def _accumulator(job: Job, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Accumulator:
     """Return the accumulator that a worker would use."""
-    if job.accumulation == "fast":
-        return FastAccumulator(parameters)
-    contributions = job.batch_size
-    return ExactAccumulator(parameters, dict.fromkeys(parameters, first_exponent(contributions)), contributions)
+    exact = job.accumulation == "exact"
+    summed = {**parameters, **{name: change_like(buffer, exact=exact) for name, buffer in buffers.items()}}
+    if not exact:
+        return FastAccumulator(summed)
+    return ExactAccumulator(summed, dict.fromkeys(summed, first_exponent(job.batch_size)), job.batch_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from calibrate.storage import (
     measure_host_copy,
     measure_upload_speed,
 )
-from calibrate.subject import load_subject
+from calibrate.subject import Subject, load_subject
 from calibrate.two_nodes import OtherNode, PeerAddress
 from morph.contract.profile import Profile
 from morph.job import Job
@@ -40,6 +40,7 @@ def calibrate(
     checkpoint_url: str | None = None,
     peer: PeerAddress | None = None,
     progress: Progress | None = None,
+    check: Callable[[Subject], object] | None = None,
 ) -> Profile:
     """Measure a job on this machine; nothing depends on the number of GPUs it will get.
 
@@ -53,6 +54,7 @@ def calibrate(
         peer: Another node, where ``morph calibrate-peer`` listens, to measure the links to. None: links between
             nodes repeat those within this one.
         progress: Called at the start of each part.
+        check: Called with the exported job before anything is measured; may refuse it.
 
     Raises:
         JobError, ExportError: the job cannot be measured, or this machine has no such device.
@@ -66,6 +68,8 @@ def calibrate(
         check_upload_url(checkpoint_url)
     with one_thread(), nullcontext() if peer is None else OtherNode(peer) as other:
         subject = load_subject(job_path, devices[0])
+        if check is not None:
+            check(subject)
         job = subject.job
         sizes, stop_early = _sizes(job, micro_batch_sizes)
         compute = measure_compute(subject, sizes, stop_early=stop_early, num_samples=num_samples, progress=progress)
@@ -127,7 +131,7 @@ def network_spec(job: Job, compute: Compute, devices: Sequence[str], num_samples
     messages = sorted({1024, *sent, min(4 * largest, max(largest, _MAX_MESSAGE_BYTES))})
     model = compute.model
     wide = accumulator_bytes(job) // 4
-    reduced = [wide * parameter_bytes(model, unit.parameters) for unit in model.units]
+    reduced = [wide * parameter_bytes(model, unit.names) for unit in model.units]
     sizes = {min(size, _MAX_REDUCED_BYTES) // 8 * 8 for size in (4096, max(reduced), sum(reduced))}
     num_slots = num_cores() if devices[0] == "cpu" else len(devices)
     return NetworkSpec(

@@ -35,13 +35,13 @@ def measure_units(subject: Subject, model: CutModel, sampling: Sampling) -> dict
     """Step each unit's optimizer, as a worker does; units of the same shapes in the same order are measured once."""
     by_shapes: dict[tuple[tuple[tuple[int, ...], torch.dtype], ...], UnitMeasurement] = {}
     result: dict[str, UnitMeasurement] = {}
-    job, device, initial = subject.job, subject.device, subject.exported.initial_parameters
+    job, device, initial = subject.job, subject.device, subject.exported.initial_state
     for unit in model.units:
-        shapes = tuple(model.parameter_specs[name] for name in unit.parameters)
+        shapes = tuple(model.specs[name] for name in unit.names)
         if shapes not in by_shapes:
             state = UnitState(
                 unit,
-                {name: initial[name].to(device) for name in unit.parameters},
+                {name: initial[name].to(device) for name in unit.names},
                 job.optimizer,
                 num_micro_batches=job.batch_size,
                 exact=job.accumulation == "exact",
@@ -61,6 +61,7 @@ def _measure(
         name: torch.randn(parameter.shape, generator=generator) * _MOCK_GRADIENT
         for name, parameter in state.parameters.items()
     }
+    gradients |= {name: torch.zeros(buffer.shape) for name, buffer in state.buffers.items()}
     samples_s: list[float] = []
     with no_garbage_collection():
         sums = state.new_accumulator()

@@ -10,7 +10,8 @@ import torch
 from calibrate.bench import Bench, make_bench, one_of_each
 from calibrate.clocks import use_device
 from morph.cutting import CutModel, ExportedJob, cut, export_job
-from morph.data import MicroBatchLoader
+from morph.cutting.data_trial import check_data
+from morph.data import MicroBatchLoader, build_dataset
 from morph.job import Job, MapDataset, load_job
 
 
@@ -33,7 +34,7 @@ class Subject:
         """Set up one section of each kind, or of these kinds."""
         loader = MicroBatchLoader(self.dataset, self.job.seed, self.job.batch_size, model.micro_batch_size)
         return [
-            make_bench(self.job, section, self.exported.initial_parameters, loader, self.device)
+            make_bench(self.job, section, self.exported.initial_state, loader, self.device)
             for section in one_of_each(model)
             if signatures is None or section.signature in signatures
         ]
@@ -52,11 +53,13 @@ def load_subject(job_path: str, device: torch.device, num_sections: int | None =
     """
     use_device(device)
     job = load_job(job_path)
+    exported = export_job(job)
+    check_data(job)
     return Subject(
         job_path=job_path,
         job=job,
-        exported=export_job(job),
-        dataset=job.dataset(),
+        exported=exported,
+        dataset=build_dataset(job.dataset, job.seed),
         num_sections=job.num_sections if num_sections is None else num_sections,
         device=device,
     )

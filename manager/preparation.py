@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import psutil
 
 from manager.controller.config import ControllerConfig
@@ -53,28 +55,48 @@ def controller_config(
     timeline_step: int | None = None,
     recompute: bool = True,
     num_beyond: int = 0,
+    pipeline_depth: int | None = None,
+    num_replicas: int | None = None,
 ) -> ControllerConfig:
     """Plan for every number of workers that the trace or ``vms.keep`` can bring, and gather what the controller needs.
 
     ``num_beyond``: so many more may come, where the last VM has several devices. ``timeline_step``: of this step the
-    workers record a timeline. ``recompute``: False keeps activations instead.
+    workers record a timeline. ``recompute``: False keeps activations instead. ``pipeline_depth``: P of every shape;
+    with fewer workers the run waits. ``num_replicas``: D at most; fewer workers make fewer, others stand by.
 
     Raises:
-        PlanError: when not even the trace's largest number of VMs can run the job.
+        PlanError: when not even the trace's largest number of VMs can run the job, or reach what is asked for.
         CheckpointError: when the checkpoint is of another model.
     """
     if checkpoint is not None:
         _check_fits(checkpoint, profile)
     max_nodes = max(trace.max_nodes, vms.keep or 0)
     memory_bytes = device_memory_bytes(vms)
-    plans = plan_table(profile, max_nodes, recompute=recompute, memory_bytes=memory_bytes, schedule=schedule)
+    planned = partial(
+        plan_table,
+        profile,
+        recompute=recompute,
+        memory_bytes=memory_bytes,
+        schedule=schedule,
+        pipeline_depth=pipeline_depth,
+        most_replicas=num_replicas,
+    )
+    plans = planned(max_nodes)
+    if not plans or num_replicas is not None:
+        # raises where no such shape can be, and says what would do
+        plan(
+            profile,
+            num_gpus=max_nodes,
+            recompute=recompute,
+            memory_bytes=memory_bytes,
+            schedule=schedule,
+            pipeline_depth=pipeline_depth,
+            num_replicas=num_replicas,
+        )
     if not plans:
-        # raises, and says what would do
-        plan(profile, num_gpus=max_nodes, recompute=recompute, memory_bytes=memory_bytes, schedule=schedule)
         raise PlanError("no plan fits", field="num_vms", value=max_nodes)
     if num_beyond:
-        most = max_nodes + num_beyond
-        plans = plan_table(profile, most, recompute=recompute, memory_bytes=memory_bytes, schedule=schedule)
+        plans = planned(max_nodes + num_beyond)
     micro_batch_size = next(iter(plans.values())).micro_batch_size
     state_share = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
     return ControllerConfig(

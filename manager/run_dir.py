@@ -1,12 +1,13 @@
 """A run directory: one run's journal, checkpoints and facts; used by one manager at a time.
 
-Layout: ``run.json`` (what is run), ``run.lock``, ``journal.sqlite``, ``checkpoints/``.
+Layout: ``run.json`` (what is run), ``run.lock``, ``journal.sqlite``, ``checkpoints/``, ``code/`` (the job's files).
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -14,6 +15,7 @@ from typing import IO
 from pydantic import Field
 
 from morph.contract.base import Value, read_json
+from morph.contract.data_facts import JobFacts
 from morph.contract.errors import RunDirError
 
 
@@ -27,6 +29,8 @@ class RunFacts(Value):
     batch_size: int = Field(ge=1)
     num_sections: int = Field(ge=1)
     checkpoint_url: str | None = Field(default=None, description="absent: in the run directory")
+    code_sha256: str | None = Field(default=None, description="of the code it trains on; absent: it has yet to begin")
+    known_by: JobFacts = Field(default=JobFacts(), description="what the job, once it is loaded, must show")
 
 
 def read_facts(path: Path) -> RunFacts:
@@ -37,9 +41,33 @@ def read_facts(path: Path) -> RunFacts:
     """
     if not path.is_dir():
         raise RunDirError("there is no such run directory", source=str(path))
-    if not (path / "run.json").exists():
+    if not is_run(path):
         raise RunDirError("is not a run directory: it has no run.json", source=str(path))
     return read_json(path / "run.json", RunFacts, RunDirError)
+
+
+def is_run(path: Path) -> bool:
+    """Whether something was begun in a directory, which may not be there."""
+    return (path / "run.json").exists()
+
+
+def check_free(path: Path) -> None:
+    """See that a run may begin in a directory, which may not be there.
+
+    Raises:
+        RunDirError: it is none, cannot be read, or holds something else.
+    """
+    where = str(path.resolve())
+    if not path.exists():
+        return
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except NotADirectoryError as error:
+        raise RunDirError("is not a directory", source=where) from error
+    except OSError as error:
+        raise RunDirError(f"cannot be read: {error.strerror}", source=where) from error
+    if "run.json" not in names and names - {"run.lock", "run.json.tmp"}:  # those are there while it is claimed
+        raise RunDirError("is not empty and is no run directory", source=where, allowed="a new or empty directory")
 
 
 def checkpoint_url(path: Path, facts: RunFacts) -> str:
@@ -69,6 +97,20 @@ class RunDir:
         """The run's journal."""
         return self.path / "journal.sqlite"
 
+    def begin_with(self, facts: RunFacts) -> None:
+        """Write down what code and data the run trains on from now on, whole or not at all.
+
+        Raises:
+            RunDirError: it cannot be written.
+        """
+        temporary = self.path / "run.json.tmp"
+        try:
+            temporary.write_text(facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            temporary.replace(self.path / "run.json")
+        except OSError as error:
+            raise RunDirError(f"is not writable: {error.strerror}", source=str(self.path)) from error
+        self.facts = facts
+
     def __enter__(self) -> RunDir:
         self._make()
         self._lock()
@@ -92,12 +134,7 @@ class RunDir:
             raise RunDirError("is not a directory", source=where) from error
         except OSError as error:
             raise RunDirError(f"cannot be made: {error.strerror}", source=where) from error
-        try:
-            names = {entry.name for entry in self.path.iterdir()}
-        except OSError as error:
-            raise RunDirError(f"cannot be read: {error.strerror}", source=where) from error
-        if "run.json" not in names and names - {"run.lock", "run.json.tmp"}:  # those are there while it is claimed
-            raise RunDirError("is not empty and is no run directory", source=where, allowed="a new or empty directory")
+        check_free(self.path)
 
     def _lock(self) -> None:
         try:
@@ -114,9 +151,14 @@ class RunDir:
         except OSError as error:
             lock_file.close()
             raise RunDirError(f"cannot be locked: {error.strerror}", source=str(self.path)) from error
-        lock_file.truncate(0)
-        lock_file.write(str(os.getpid()))
-        lock_file.flush()
+        try:
+            lock_file.truncate(0)
+            lock_file.write(str(os.getpid()))
+            lock_file.flush()
+        except OSError as error:
+            with suppress(OSError):  # it would write again
+                lock_file.close()
+            raise RunDirError(f"is not writable: {error.strerror}", source=str(self.path)) from error
         self._lock_file = lock_file
 
     def _unlock(self) -> None:
@@ -128,12 +170,7 @@ class RunDir:
     def _claim(self) -> None:
         path = self.path / "run.json"
         if not path.exists():
-            temporary = self.path / "run.json.tmp"
-            try:
-                temporary.write_text(self.facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
-                temporary.replace(path)
-            except OSError as error:
-                raise RunDirError(f"is not writable: {error.strerror}", source=str(self.path)) from error
+            self.begin_with(self.facts)
             return
         known = read_facts(self.path)
         for field in ("fingerprint", "micro_batch_size", "batch_size", "num_sections", "checkpoint_url"):
@@ -142,3 +179,4 @@ class RunDir:
                 raise RunDirError(
                     "belongs to another job or profile", source=str(path), field=field, value=theirs, allowed=repr(ours)
                 )
+        self.facts = self.facts.model_copy(update={"code_sha256": known.code_sha256, "known_by": known.known_by})

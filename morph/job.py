@@ -5,18 +5,19 @@ Importing this module loads no torch; the job file itself does.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from morph.contract.errors import JobError
+from morph.job_files import held
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -75,7 +76,8 @@ class Job:
         loss: ``loss(model, batch)`` calls the model and returns the scalar mean loss over the samples of ``batch``
             (every entry of which has the samples as its first dimension), or ``(loss, {"name": scalar, ...})`` with
             metrics that are means over the samples too.
-        dataset: Builds the data set. Order and contents must be the same in every process.
+        dataset: Builds the data set. Order and contents must be the same in every process; numbers that an item draws
+            from the global generators of torch, numpy and Python are (seeded by seed, epoch and sample).
         optimizer: Builds the optimizer for some named parameters; it is called once per parameter unit.
         batch_size: Global batch M: samples per optimizer step, in every shape of the job.
         name: Short name, used in files and logs.
@@ -184,7 +186,8 @@ class Job:
 def load_job(spec: str) -> Job:
     """Import ``path/to/file.py:name`` and return the Job it names (or that the function it names returns).
 
-    The file's folder is put on ``sys.path``, so that the file can import its neighbours.
+    The file's folder is put on ``sys.path``, so that the file can import its neighbours. Where ``JobFiles`` are in use
+    that hold the file, it and its neighbours come from these.
 
     Raises:
         JobError: in one line, when the spec, the file, its import or the named object is not right.
@@ -193,7 +196,7 @@ def load_job(spec: str) -> Job:
     if not colon or not path_text or not attribute:
         raise JobError("names no job", source=spec, allowed="path/to/file.py:name")
     path = Path(path_text)
-    if not path.is_file():
+    if not path.is_file() and held(path) is None:
         raise JobError("no such file", source=path_text, allowed="path/to/file.py:name")
     module = _import_file(path)
     if not hasattr(module, attribute):
@@ -223,10 +226,11 @@ def _import_file(path: Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)
     module_name = f"morph_job_{re.sub(r'[^A-Za-z0-9_]', '_', resolved.stem)}"
-    spec = importlib.util.spec_from_file_location(module_name, resolved)
+    began = held(resolved)
+    spec = began.main(module_name, resolved) if began else spec_from_file_location(module_name, resolved)
     if spec is None or spec.loader is None:
         raise JobError("is not a Python file", source=str(path), allowed="path/to/file.py:name")
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)

@@ -168,11 +168,13 @@ def plan_table(
     recompute: bool = True,
     num_gpus_per_node: int | None = None,
     share_links: bool = True,
+    pipeline_depth: int | None = None,
+    most_replicas: int | None = None,
 ) -> dict[int, Plan]:
     """The plan with most examples per second for every number of GPUs from ``min_gpus`` to ``max_gpus``.
 
     A number with which nothing fits is absent. Each entry is what :func:`plan` answers for that number; all of
-    them have the same m.
+    them have the same m. With ``pipeline_depth`` every plan has this P, with ``most_replicas`` none a larger D.
 
     Raises:
         PlanError: a range without a number, or a micro-batch size that cannot be.
@@ -192,14 +194,15 @@ def plan_table(
             described = {}  # the same shape lies elsewhere on other nodes
             placed = Conditions(compute_slots, node_sizes(num_gpus, num_gpus_per_node), share_links)
             sweep = sweep.under(placed)
-        depths = [depth for depth in sweep.fitting if depth <= num_gpus]
+        depths = [depth for depth in sweep.fitting if depth <= num_gpus and pipeline_depth in (None, depth)]
         if not depths:
             continue
         if one is None or num_gpus_per_node is not None:
-            one = sweep.fastest(num_gpus, depths, 1)[0]
+            one = sweep.fastest(num_gpus, depths, 1, most_replicas)[0]
         else:  # what is new are the shapes that use all of them
             new = [(depth, num_gpus // depth) for depth in depths if num_gpus % depth == 0]
-            one = sweep.best([one.shape, *(shape for shape in new if shape[1] <= sweep.total)], 1)[0]
+            most = min(sweep.total, most_replicas or sweep.total)
+            one = sweep.best([one.shape, *(shape for shape in new if shape[1] <= most)], 1)[0]
         if one.shape not in described:
             described[one.shape] = describe(one, sweep.rehearsal).plan
         plans[num_gpus] = described[one.shape]

@@ -111,12 +111,15 @@ class Sweep:
             raise self._too_little_memory(num_gpus, largest if wanted is None else wanted, num_replicas or 1)
         return depths
 
-    def fastest(self, num_gpus: int, depths: Iterable[int], count: int) -> list[Outcome]:
+    def fastest(
+        self, num_gpus: int, depths: Iterable[int], count: int, most_replicas: int | None = None
+    ) -> list[Outcome]:
         """The ``count`` fastest on so many GPUs, best first, each P with the D that suits it best, and no other.
 
         Fewer replicas are looked at only while a mini-batch without any all-reduce might be as fast.
         """
-        return self._ranked([(depth, min(num_gpus // depth, self.total)) for depth in depths], count, None, fewer=True)
+        most = min(self.total, most_replicas or self.total)
+        return self._ranked([(depth, min(num_gpus // depth, most)) for depth in depths], count, None, fewer=True)
 
     def best(self, shapes: Iterable[Shape], count: int, objective: Objective | None = None) -> list[Outcome]:
         """The ``count`` best of these (P, D), best first; ties go to fewer workers, then to the shallower pipeline.

@@ -7,7 +7,10 @@ then fill up whatever worker is free.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +18,9 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MPLBACKEND", "Agg")
+if "MORPH_CACHE_DIR" not in os.environ:  # a developer's cache is not read; processes of pytest-xdist share one
+    os.environ["MORPH_CACHE_DIR"] = tempfile.mkdtemp(prefix="morph-tests-")
+    atexit.register(shutil.rmtree, os.environ["MORPH_CACHE_DIR"], ignore_errors=True)
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -130,12 +130,13 @@ class Finish(Value):
     """The run is over: end every worker.
 
     ``finished``: all steps are committed and checkpointed; ``stopped``: ended on request, resumable from the
-    newest checkpoint; ``failed``: the sentence says why.
+    newest checkpoint; ``failed``: the sentence says why, and ``traceback`` where in the user's code, if it was there.
     """
 
     kind: Literal["finish"] = "finish"
     outcome: Literal["finished", "stopped", "failed"]
     sentence: str
+    traceback: str = ""
 
 
 Action = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manager.controller.actions import EndWorker
 from manager.controller.ahead import with_measured_speed
+from manager.controller.asking import with_pause
 from manager.controller.changes import (
     answered_by,
     changed,
@@ -16,6 +17,7 @@ from manager.controller.changes import (
     without_workers,
 )
 from manager.controller.events import WorkerAnswered
+from manager.controller.failing import failed
 from manager.controller.flapping import hold_s
 from manager.controller.forming import form_or_hold
 from manager.controller.losing import dissolve, settle
@@ -37,23 +39,27 @@ def answered(state: ControllerState, event: WorkerAnswered, now_s: float) -> Dec
     if state.order is None or event.worker not in state.awaited or not _fits(event.answer, state.order):
         return said(state, ReasonCode.IGNORED, f"{event.worker} has no order that this {event.answer.kind} answers")
     if isinstance(event.answer, Failed):
-        return ended(answered_by(state, event.worker), "failed", f"{event.worker} failed: {event.answer.error}")
+        return failed(state, event.worker, event.answer, now_s)
     return _order_answered(state, event.worker, event.answer, now_s)
 
 
 def _set_up(state: ControllerState, worker: WorkerId, answer: Answer, now_s: float) -> Decision:
-    """A worker answers its setup. A failed one ends the run only when nothing was formed yet."""
+    """A worker answers its setup. A failed one ends the run only when nothing was formed yet, and its device works."""
     if isinstance(answer, Failed):
         sentence = f"{worker} could not be set up: {answer.error}"
-        if state.phase is Phase.STARTING:
+        if state.phase is Phase.STARTING and answer.cause != "device":
             return ended(state, "failed", sentence)
-        return said(without_workers(state, [worker]), ReasonCode.WORKER_REMOVED, sentence, EndWorker(worker=worker))
+        appeared_s = state.workers[worker].appeared_s
+        state = without_workers(state, [worker])
+        removed = said(state, ReasonCode.WORKER_REMOVED, sentence, EndWorker(worker=worker))
+        return with_pause(removed, appeared_s, now_s)
     if not isinstance(answer, WorkerReady):
         return said(state, ReasonCode.IGNORED, f"{worker} is not set up and was given no order")
     entry = state.workers[worker]
     wait_s = hold_s(state, entry.host, now_s)
     eligible_s = now_s + wait_s if wait_s else None
     state = with_node(state, worker, NodeEvent.SET_UP, ready_s=now_s, eligible_s=eligible_s)
+    state = changed(state, num_setups_lost=0, setup_lost_s=None)
     state = changed(state, setup_s=mean_of(state.setup_s, now_s - entry.appeared_s))
     sentence = f"{worker} is ready"
     if eligible_s is not None:
@@ -95,6 +101,8 @@ def _order_answered(state: ControllerState, worker: WorkerId, answer: Answer, no
     else:
         state = answered_by(state, worker)
     told = said(state, ReasonCode.AWAITING_ANSWERS, f"{worker} answered {answer.kind}")
+    if state.phase is Phase.RESTING:
+        return told
     if state.phase is Phase.ABORTING:
         return followed(told, settle(state, now_s))
     if isinstance(answer, Aborted):

@@ -89,14 +89,36 @@ def with_appeared(state: ControllerState, event: NodeAppeared) -> ControllerStat
     return with_request(state, event.request, named.model_copy(update={"count": named.count - 1}))
 
 
-def lost_booting(state: ControllerState, event: WorkerLost) -> Decision:
-    """Await a VM no longer that was taken before it appeared; anybody else is not known."""
+def lost_booting(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:
+    """Await a VM no longer that went before it appeared, and ask for another; anybody else is not known.
+
+    At once, unless a VM that was granted since the last such loss went as well: then after a pause that grows.
+    """
     state = without_kept(state, *event.workers)
     for name, request in state.requests.items():
         if event.worker in request.granted:
+            since_s = request.granted[event.worker]
             state = with_request(state, name, without_granted(request, event.worker))
-            return said(state, ReasonCode.NODE_ABSENT, f"{event.worker} never appeared: {event.cause}")
+            sentence = f"{event.worker} never appeared: {event.cause}"
+            gone = said(state, ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=(event.worker,)))
+            return with_pause(gone, since_s, now_s)
     return said(state, ReasonCode.IGNORED, f"{event.worker} is not known, or was lost before")
+
+
+def with_pause(gone: Decision, since_s: float, now_s: float) -> Decision:
+    """Put off the next request when attempt after attempt is lost before a worker is ready; each counts once.
+
+    ``since_s``: when the one that was lost now had been granted, or had appeared.
+    """
+    state, rules = gone.state, gone.state.config.policy.rules.requests
+    if state.setup_lost_s is not None and since_s < state.setup_lost_s:
+        return gone
+    num_lost = state.num_setups_lost + 1
+    state = changed(state, num_setups_lost=num_lost, setup_lost_s=now_s)
+    if num_lost > 1:
+        wait_s = min(rules.backoff_s * float(2 ** min(num_lost - 2, 64)), rules.backoff_max_s)
+        state = wake_by(changed(state, ask_at_s=max(state.ask_at_s or 0.0, now_s + wait_s)), now_s + wait_s)
+    return gone.model_copy(update={"state": state})
 
 
 def noticed_booting(state: ControllerState, event: NoticeGiven) -> Decision | None:

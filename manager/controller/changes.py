@@ -110,8 +110,11 @@ def followed(first: Decision, second: Decision, code: ReasonCode | None = None) 
 
 
 def ended(state: ControllerState, outcome: Literal["finished", "stopped", "failed"], sentence: str) -> Decision:
-    """End the run: abort what is outstanding, then finish."""
+    """End the run: abort what is outstanding, then finish. With an error that cannot be mended it has failed."""
+    trace = ""
+    if state.failing is not None and state.failing.final:
+        outcome, trace = "failed", state.failing.traceback
     aborts = [Abort(worker=worker, generation=state.generation) for worker in busy_workers(state)]
-    finish = Finish(outcome=outcome, sentence=sentence)
+    finish = Finish(outcome=outcome, sentence=sentence, traceback=trace)
     state = changed(state, phase=Phase.ENDED, order=None, awaited=frozenset(), finish=finish)
     return said(state, ReasonCode(outcome), sentence, *aborts, finish)

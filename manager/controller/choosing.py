@@ -22,7 +22,7 @@ class Choice(NamedTuple):
 def choose(state: ControllerState, now_s: float) -> Choice | None:
     """Return the best shape of the workers that are there; None when no plan fits them.
 
-    In this order: ready workers; such that came and went too often, if no plan fits without them; slow ones,
+    In this order: ready workers; such that came and went too often or failed, if no plan fits without them; slow ones,
     the least slow first, as far as the shape is faster with them. Never one that drains.
     """
     steady, unsteady = _steady(state, now_s)
@@ -71,16 +71,18 @@ def cost_of_morph_s(state: ControllerState) -> float:
 
 
 def _steady(state: ControllerState, now_s: float) -> tuple[tuple[WorkerId, ...], tuple[WorkerId, ...]]:
-    """Split the ready workers into those that can be taken in, and those whose machine came and went too often.
+    """Split the ready workers into those that can be taken in, and those that are taken in only where it must be.
 
-    Each in order of appearance.
+    Their machine came and went too often, or an error came on them at the step that is to be run. Each in order of
+    appearance.
     """
+    failed = state.failing.worker if state.failing is not None and not state.failing.final else None
     taken: list[WorkerId] = []
     left: list[WorkerId] = []
     for worker, entry in state.workers.items():
         if entry.node is NodeState.READY:
             steady = entry.eligible_s is None or now_s >= entry.eligible_s or worker in state.member_units
-            (taken if steady else left).append(worker)
+            (taken if steady and worker != failed else left).append(worker)
     return tuple(taken), tuple(left)
 
 

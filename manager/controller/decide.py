@@ -20,6 +20,7 @@ from manager.controller.events import (
     Event,
     ManagerResumed,
     ManifestWritten,
+    NobodyHeard,
     NodeAppeared,
     NodesGranted,
     NoticeGiven,
@@ -38,11 +39,12 @@ from manager.controller.noticing import notice_given, notice_withdrawn
 from manager.controller.pacing import times_seen
 from manager.controller.probing import probed
 from manager.controller.reasons import ReasonCode
+from manager.controller.resting import stop_while_resting
 from manager.controller.resuming import resumed, resumed_after_the_end
 from manager.controller.saving import checkpoint_failed, manifest_written, units_written
 from manager.controller.starting import start_if_due
 from manager.controller.state import ControllerState, Decision, Phase, WorkerState
-from manager.controller.waking import tick, wake_at_s
+from manager.controller.waking import nobody_heard, tick, wake_at_s
 from morph.contract.errors import MorphError
 
 MAX_RECENT = 12
@@ -108,7 +110,7 @@ def _node_appeared(state: ControllerState, event: NodeAppeared, now_s: float) ->
 
 def _worker_lost(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:
     lost = {worker: event.cause for worker in event.workers if worker in state.workers}
-    return lose(without_kept(state, *event.workers), lost, now_s) if lost else lost_booting(state, event)
+    return lose(without_kept(state, *event.workers), lost, now_s) if lost else lost_booting(state, event, now_s)
 
 
 def _worker_lost_at_start(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:
@@ -137,6 +139,11 @@ def _stop_after_holding(state: ControllerState, event: StopRequested, now_s: flo
     return followed(noted, form(noted.state, now_s))
 
 
+def _stop_while_resting(state: ControllerState, event: StopRequested, now_s: float) -> Decision:
+    noted = _stop_later(state, event, now_s)
+    return followed(noted, stop_while_resting(noted.state, now_s))
+
+
 def _nobody_trains(state: ControllerState, event: ComputeTimesSeen, now_s: float) -> Decision:
     del event, now_s
     return said(state, ReasonCode.IGNORED, "nobody trains: these compute times are late")
@@ -155,10 +162,11 @@ def _ending(state: ControllerState, event: Event, now_s: float) -> Decision:
 BEFORE = (Phase.STARTING,)
 IDLE = (Phase.WAITING,)
 HELD = (Phase.HOLDING,)
+RESTS = (Phase.RESTING,)
 FORMED = (Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING, Phase.ABORTING)
 LAST = (Phase.SEALING,)
 OVER = (Phase.ENDED,)
-RUNNING = (*IDLE, *HELD, *FORMED)
+RUNNING = (*IDLE, *HELD, *RESTS, *FORMED)
 
 _ROWS: tuple[tuple[type[Event], tuple[Phase, ...], Handler], ...] = (
     (NodeAppeared, (*BEFORE, *RUNNING), _node_appeared),
@@ -176,8 +184,10 @@ _ROWS: tuple[tuple[type[Event], tuple[Phase, ...], Handler], ...] = (
     (WorkerLost, BEFORE, _worker_lost_at_start),
     (WorkerLost, (*RUNNING, *LAST), _worker_lost),
     (WorkerLost, OVER, _ending),
+    (NobodyHeard, (*BEFORE, *RUNNING, *LAST), nobody_heard),
+    (NobodyHeard, OVER, _ending),
     (ComputeTimesSeen, FORMED, times_seen),
-    (ComputeTimesSeen, (*BEFORE, *IDLE, *HELD, *LAST), _nobody_trains),
+    (ComputeTimesSeen, (*BEFORE, *IDLE, *HELD, *RESTS, *LAST), _nobody_trains),
     (ComputeTimesSeen, OVER, _ending),
     (WorkerProbed, (*BEFORE, *RUNNING, *LAST), probed),
     (WorkerProbed, OVER, _ending),
@@ -190,10 +200,11 @@ _ROWS: tuple[tuple[type[Event], tuple[Phase, ...], Handler], ...] = (
     (ManifestWritten, (*RUNNING, *LAST), manifest_written),
     (ManifestWritten, OVER, _ending),
     (AheadReported, FORMED, ahead_reported),
-    (AheadReported, (*BEFORE, *IDLE, *HELD, *LAST), _nothing_is_sent_ahead),
+    (AheadReported, (*BEFORE, *IDLE, *HELD, *RESTS, *LAST), _nothing_is_sent_ahead),
     (AheadReported, OVER, _ending),
     (StopRequested, (*BEFORE, *IDLE), _stop_now),
     (StopRequested, HELD, _stop_after_holding),
+    (StopRequested, RESTS, _stop_while_resting),
     (StopRequested, FORMED, _stop_later),
     (StopRequested, (*LAST, *OVER), _ending),
     (Tick, (*BEFORE, *RUNNING, *LAST), tick),

@@ -107,6 +107,13 @@ class WorkerTimes(Value):
     compute_s: tuple[Annotated[float, Field(ge=0)], ...]
 
 
+class NobodyHeard(Value):
+    """For so long no worker could be heard, and now one is again: the manager stood still, or the network was gone."""
+
+    kind: Literal["nobody_heard"] = "nobody_heard"
+    lasted_s: float = Field(ge=0)
+
+
 class ComputeTimesSeen(Value):
     """What heartbeats said of compute times, of all workers at once: one event an interval, not one a heartbeat."""
 
@@ -189,6 +196,7 @@ Event = (
     | NoticeWithdrawn
     | WorkerAnswered
     | WorkerLost
+    | NobodyHeard
     | ComputeTimesSeen
     | WorkerProbed
     | ManagerResumed

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from manager.controller.actions import Abort, SendAhead
 from manager.controller.ahead import without_ahead
-from manager.controller.changes import busy_workers, changed, debtors, ended, followed, said, without_workers
+from manager.controller.changes import busy_workers, changed, debtors, followed, said, without_workers
 from manager.controller.flapping import flapped
 from manager.controller.forming import form_or_hold
 from manager.controller.reasons import ReasonCode
+from manager.controller.resting import rest
 from manager.controller.state import ControllerState, Decision, Phase
 from morph.contract.messages import WorkerId
 
@@ -68,15 +69,11 @@ def dissolve(state: ControllerState, now_s: float) -> Decision:
 
 
 def settle(state: ControllerState, now_s: float) -> Decision:
-    """While aborting: re-form once nobody has an order, unless too many generations in a row came to nothing."""
+    """While aborting: re-form once nobody has an order; after a rest, if too many generations in a row did nothing."""
     if state.awaited:
         return said(state, ReasonCode.ABORTING, f"{len(state.awaited)} workers have still to give up their orders")
     if state.num_fruitless >= state.config.policy.max_fruitless_generations:
-        sentence = (
-            f"{state.num_fruitless} generations in a row were dissolved without a new step "
-            f"(version {state.version} is decided)"
-        )
-        return ended(state, "failed", sentence)
+        return rest(state, now_s)
     return form_or_hold(state, now_s)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from manager.controller.actions import WriteManifest
 from manager.controller.changes import changed, debtors, ended, followed, said
 from manager.controller.events import MANIFEST_WRITER, CheckpointFailed, ManifestWritten, UnitsWritten
-from manager.controller.losing import dissolve
 from manager.controller.reasons import ReasonCode
+from manager.controller.resting import is_saved
 from manager.controller.state import ControllerState, Decision, Phase
-from manager.controller.stepping import end_if_saved, seal, seal_if_complete
+from manager.controller.stepping import commit_orders, end_if_saved, seal, seal_if_complete
+
+SAVING = (Phase.COMMITTING, Phase.SEALING)
+FIRST_PAUSE_S = 1.0
+MOST_PAUSE_S = 30.0
+"""Between two tries to write the last checkpoint."""
 
 
 def units_written(state: ControllerState, event: UnitsWritten, now_s: float) -> Decision:
@@ -40,12 +46,13 @@ def units_written(state: ControllerState, event: UnitsWritten, now_s: float) -> 
 def checkpoint_failed(state: ControllerState, event: CheckpointFailed, now_s: float) -> Decision:
     """Give up the checkpoint that failed; training goes on, the next one is tried when it is due.
 
-    The last checkpoint of a run is tried again in a new generation; its manifest's failure ends the run.
+    The last checkpoint of a run, and its manifest, are tried again until storage takes them: nothing is lost by then.
     """
     sentence = f"{event.worker} could not write its part of a checkpoint: {event.error}"
     if event.worker == MANIFEST_WRITER and state.sealing:
         if state.phase is Phase.SEALING and event.version in (None, state.version):
-            return ended(state, "failed", f"the manifest of version {state.version} cannot be written: {event.error}")
+            told = f"the manifest of version {state.version} cannot be written: {event.error}"
+            return _save_later(state, told, now_s)
         left = tuple(entry for entry in state.sealing if event.version not in (None, entry.version))
         since_s = state.sealing_since_s if left else None
         state = changed(state, sealing=left, sealing_since_s=since_s, checkpoint_base=_last_try(state))
@@ -53,8 +60,8 @@ def checkpoint_failed(state: ControllerState, event: CheckpointFailed, now_s: fl
     if state.pending is None or event.worker not in debtors(state.pending):
         return said(state, ReasonCode.IGNORED, f"{event.worker} had nothing to write: {event.error}")
     if state.phase is Phase.COMMITTING:
-        failed = said(state, ReasonCode.CHECKPOINT_ABANDONED, sentence)
-        return followed(failed, dissolve(state, now_s))
+        pending = state.pending.model_copy(update={"refused": state.pending.refused | {event.worker}})
+        return _save_later(changed(state, pending=pending), sentence, now_s)
     state = changed(state, pending=None, checkpoint_base=_last_try(state))
     return said(state, ReasonCode.CHECKPOINT_ABANDONED, sentence)
 
@@ -76,8 +83,44 @@ def manifest_written(state: ControllerState, event: ManifestWritten, now_s: floa
         checkpoint=newest,
         checkpoint_base=max(state.checkpoint_base, min(manifest.version, state.version)),
     )
+    if state.phase is Phase.RESTING and state.stop_reason is not None and is_saved(state):
+        return ended(state, "stopped", f"{state.stop_reason}; version {state.version} is saved")
     complete = said(state, ReasonCode.CHECKPOINT_COMPLETE, f"the checkpoint of version {event.version} is complete")
     return followed(complete, end_if_saved(state)) if state.phase is Phase.SEALING else complete
+
+
+def _save_later(state: ControllerState, sentence: str, now_s: float) -> Decision:
+    """Try again after a pause as long as what was waited already, between ``FIRST_PAUSE_S`` and ``MOST_PAUSE_S``."""
+    since_s = now_s if state.unsaved_since_s is None else state.unsaved_since_s
+    again_s = now_s + min(MOST_PAUSE_S, max(FIRST_PAUSE_S, now_s - since_s))
+    code = ReasonCode.CHECKPOINT_ABANDONED if state.unsaved_since_s is None else ReasonCode.UNITS_NOTED  # told once
+    pending = None if state.pending is None else state.pending.model_copy(update={"started_s": again_s})
+    sealing_since_s = None if state.sealing_since_s is None else again_s
+    state = changed(state, pending=pending, sealing_since_s=sealing_since_s)
+    state = changed(state, unsaved_since_s=since_s, save_again_s=again_s)
+    return said(state, code, f"{sentence}; it is tried again until it can be")
+
+
+def save_if_due(state: ControllerState, now_s: float) -> Decision | None:
+    """Try again to write what the end of the run waits for; None: it is not time."""
+    since_s, again_s = state.unsaved_since_s, state.save_again_s
+    if state.phase not in SAVING or since_s is None or again_s is None or now_s < again_s:
+        return None
+    limit_s = state.config.policy.rules.wait.vms_patience_s
+    if now_s >= since_s + limit_s:
+        return ended(state, "failed", f"version {state.version} could not be written for {limit_s:g} s")
+    state = changed(state, save_again_s=None)
+    sentence = f"version {state.version} is written once more"
+    if state.phase is Phase.SEALING:
+        manifests = [WriteManifest(manifest=manifest) for manifest in state.sealing]
+        return said(state, ReasonCode.CHECKPOINT_SEALED, sentence, *manifests)
+    if state.pending is None:
+        return None
+    pending = state.pending
+    owed = {unit: worker for unit, worker in pending.writers.items() if unit not in pending.written}
+    orders = commit_orders(state, owed, sorted(pending.refused & debtors(pending)))
+    state = changed(state, pending=pending.model_copy(update={"refused": frozenset()}))
+    return said(state, ReasonCode.COMMIT_STARTED, sentence, *orders)
 
 
 def _last_try(state: ControllerState) -> int:

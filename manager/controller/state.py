@@ -25,6 +25,8 @@ class Phase(StrEnum):
     ``WAITING``: no plan fits the ready workers; no worker has an order; survivors keep what they hold.
     ``HOLDING``: a plan fits, and a node with which a faster one fits is about to be ready; no worker has an order;
     ends at ``hold_until_s`` at the latest.
+    ``RESTING``: generation after generation came to nothing; no worker has an order but to write what it holds; ends at
+    ``rest_until_s`` once these are answered.
     ``RESHAPING``: every member (and every worker that only serves its units) has answered ``Reshaped`` or has
     the reshape order of this generation outstanding, at least one of them the latter.
     ``TRAINING``: every member has answered ``Prepared`` or has the step order of (generation, version, attempt)
@@ -44,6 +46,7 @@ class Phase(StrEnum):
     STARTING = "starting"
     WAITING = "waiting"
     HOLDING = "holding"
+    RESTING = "resting"
     RESHAPING = "reshaping"
     TRAINING = "training"
     COMMITTING = "committing"
@@ -135,6 +138,20 @@ class WorkerState(Value):
         return self.ready_s is not None
 
 
+class Failing(Value):
+    """An error inside a worker, until the step at which it came is decided.
+
+    ``final``: it came again, or nothing would mend it: what is held is saved, and the run ends.
+    """
+
+    version: Version
+    generation: int
+    worker: WorkerId
+    sentence: str
+    traceback: str = ""
+    final: bool = False
+
+
 class NodeRequest(Value):
     """VMs that were asked for and are not up: ``count`` not granted yet, ``granted`` booting (name -> since when)."""
 
@@ -162,6 +179,7 @@ class PendingCheckpoint(Value):
     """A checkpoint on its way to storage: who writes which unit, and what is there already.
 
     ``stale``: a writer was lost or its generation dissolved, so it may never be completed and another may begin.
+    ``refused``: writers whose storage took nothing; they are told to write again.
     """
 
     version: Version
@@ -169,6 +187,7 @@ class PendingCheckpoint(Value):
     written: dict[UnitId, UnitWritten] = Field(default_factory=dict)
     started_s: float
     stale: bool = False
+    refused: frozenset[WorkerId] = frozenset()
 
     @property
     def complete(self) -> bool:
@@ -230,12 +249,17 @@ class ControllerState(Value):
     num_appeared: int = 0
     first_feasible_s: float | None = None
     num_fruitless: int = Field(default=0, description="generations dissolved since the last decided step")
+    resting_since_s: float | None = Field(default=None, description="of the first rest since the last decided step")
+    rest_until_s: float | None = None
     checkpoint: Manifest | None = Field(default=None, description="newest complete checkpoint")
     pending: PendingCheckpoint | None = None
     sealing: tuple[Manifest, ...] = Field(default=(), description="manifests being written")
     sealing_since_s: float | None = None
+    unsaved_since_s: float | None = Field(default=None, description="since when storage refuses what the end waits for")
+    save_again_s: float | None = Field(default=None, description="when that is tried again")
     checkpoint_base: Version = Field(default=0, description="the next checkpoint is counted from this version")
     stop_reason: str | None = None
+    failing: Failing | None = Field(default=None, description="the last error inside a worker")
     finish: Finish | None = None
     waiting_since_s: float | None = Field(default=None, description="for VMs, before the start or with too few")
     hold_until_s: float | None = None
@@ -255,6 +279,8 @@ class ControllerState(Value):
     )
     num_requests: int = 0
     num_refused: int = Field(default=0, description="refusals since the last grant")
+    num_setups_lost: int = Field(default=0, description="VMs in a row that came to nothing before one got ready")
+    setup_lost_s: float | None = Field(default=None, description="when the last of these was")
     ask_at_s: float | None = Field(default=None, description="no further request before that")
     flaps: dict[str, Flaps] = Field(default_factory=dict, description="by machine")
     nodes_wake_s: float | None = Field(default=None, description="no wait for a node runs out before that")

@@ -47,7 +47,9 @@ def decide_step(state: ControllerState, now_s: float) -> Decision:
         return ended(state, "failed", str(error))
     state = _with_holdings(state, others_keep=False)
     step = state.version
-    state = changed(state, version=step + 1, attempt=0, num_fruitless=0)
+    state = changed(state, version=step + 1, attempt=0, num_fruitless=0, resting_since_s=None)
+    if state.failing is not None and state.failing.version <= step and not state.failing.final:
+        state = changed(state, failing=None)
     sentence = f"every worker prepared step {step}: version {step + 1} is decided"
     if state.decided is not None and state.decided.skipped:
         sentence += ", its weights unchanged, for a gradient is not finite"
@@ -90,6 +92,7 @@ def seal(state: ControllerState, pending: PendingCheckpoint, now_s: float) -> De
         ),
     )
     state = changed(state, pending=None, sealing=(*state.sealing, manifest), sealing_since_s=now_s)
+    state = changed(state, unsaved_since_s=None, save_again_s=None)
     sentence = f"every unit of version {pending.version} is written: its manifest follows"
     return said(state, ReasonCode.CHECKPOINT_SEALED, sentence, WriteManifest(manifest=manifest))
 
@@ -108,8 +111,25 @@ def send_again(state: ControllerState) -> tuple[SendStep | SendCommit, ...]:
     share = pending.writers if pending is not None and pending.version == state.version else {}
     receivers = busy_workers(state)
     if state.order.kind == "commit":
-        return _commit_orders(state, share, receivers)
+        return commit_orders(state, share, receivers)
     return _step_orders(state, share if state.attempt == 0 and not state.order.abort_sent_s else {}, receivers)
+
+
+def commit_orders(
+    state: ControllerState, share: dict[UnitId, WorkerId], receivers: Iterable[WorkerId]
+) -> tuple[SendCommit, ...]:
+    """Build the orders to write the decided version; while resting, of what each holds without a generation."""
+    units = _units_of(share)
+    plain = CommitOrder(
+        generation=state.generation,
+        version=state.version,
+        decided=state.decided,
+        held=state.phase is Phase.RESTING,
+    )
+    return tuple(
+        SendCommit(worker=worker, order=plain.model_copy(update={"checkpoint_units": units.get(worker, ())}))
+        for worker in receivers
+    )
 
 
 def _with_facts(state: ControllerState) -> ControllerState:
@@ -136,7 +156,7 @@ def _with_holdings(state: ControllerState, *, others_keep: bool) -> ControllerSt
 
 
 def _end(state: ControllerState) -> Decision:
-    if state.version >= state.config.num_steps:
+    if state.version >= state.config.num_steps and (state.failing is None or not state.failing.final):
         return ended(state, "finished", f"all {state.config.num_steps} steps are committed and saved")
     return ended(state, "stopped", f"{state.stop_reason}; version {state.version} is saved")
 
@@ -201,19 +221,9 @@ def _commit(state: ControllerState, now_s: float) -> Decision:
     pending = None if saved else PendingCheckpoint(version=state.version, writers=share, started_s=now_s)
     order = OutstandingOrder(kind="commit", generation=state.generation, version=state.version, sent_s=now_s)
     state = changed(with_order(state, order, state.member_units), phase=Phase.COMMITTING, pending=pending)
+    state = changed(state, unsaved_since_s=None, save_again_s=None)
     sentence = f"version {state.version} is to be committed: {state.stop_reason or 'it is the last'}"
-    return said(state, ReasonCode.COMMIT_STARTED, sentence, *_commit_orders(state, share, state.member_units))
-
-
-def _commit_orders(
-    state: ControllerState, share: dict[UnitId, WorkerId], receivers: Iterable[WorkerId]
-) -> tuple[SendCommit, ...]:
-    units = _units_of(share)
-    plain = CommitOrder(generation=state.generation, version=state.version, decided=state.decided)
-    return tuple(
-        SendCommit(worker=worker, order=plain.model_copy(update={"checkpoint_units": units.get(worker, ())}))
-        for worker in receivers
-    )
+    return said(state, ReasonCode.COMMIT_STARTED, sentence, *commit_orders(state, share, state.member_units))
 
 
 def _units_of(share: dict[UnitId, WorkerId]) -> dict[WorkerId, tuple[UnitId, ...]]:

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from manager.controller.actions import EndWorker
 from manager.controller.asking import requests_due, resend_at_s
 from manager.controller.changes import busy_workers, changed, debtors, ended, followed, said
-from manager.controller.events import Tick
+from manager.controller.events import NobodyHeard, Tick
 from manager.controller.forming import form, form_or_hold
 from manager.controller.losing import FORMED_PHASES, dissolve, lose
 from manager.controller.nodes import NodeState
 from manager.controller.noticing import spare
 from manager.controller.probing import probe_at_s, probe_due
 from manager.controller.reasons import ReasonCode
+from manager.controller.resting import rest_over
+from manager.controller.saving import SAVING, save_if_due
 from manager.controller.starting import start_if_due
 from manager.controller.state import ControllerState, Decision, OutstandingOrder, Phase, WorkerState
 from morph.contract.cluster import Policy
@@ -31,6 +33,8 @@ def wake_at_s(state: ControllerState) -> float | None:
     times = [time_s for time_s in (state.nodes_wake_s, state.hold_until_s) if time_s is not None]
     if state.order is not None:
         times.append(_order_until(state.order, policy)[0])
+    elif state.phase is Phase.RESTING and state.rest_until_s is not None:
+        times.append(state.rest_until_s)
     elif state.phase is Phase.COMMITTING and state.pending is not None:
         times.append(state.pending.started_s + policy.order_timeout_s)
     if state.waiting_since_s is not None:
@@ -39,6 +43,8 @@ def wake_at_s(state: ControllerState) -> float | None:
         times.append(state.first_feasible_s + policy.start_patience_s)
     if state.phase is Phase.SEALING and state.sealing_since_s is not None:
         times.append(state.sealing_since_s + policy.order_timeout_s)
+    if state.phase in SAVING and state.save_again_s is not None:
+        times.append(state.save_again_s)
     return min(times, default=None)
 
 
@@ -67,6 +73,28 @@ def tick(state: ControllerState, event: Tick, now_s: float) -> Decision:
     return _then(decision, _phase_due(decision.state, now_s))
 
 
+def nobody_heard(state: ControllerState, event: NobodyHeard, now_s: float) -> Decision:
+    """Wait for workers longer by the time in which none could answer."""
+
+    def later(since_s: float | None) -> float | None:
+        return None if since_s is None else min(since_s + event.lasted_s, now_s)
+
+    order, pending = state.order, state.pending
+    if order is not None:
+        update = {"sent_s": later(order.sent_s), "abort_sent_s": later(order.abort_sent_s)}
+        order = order.model_copy(update=update)
+    if pending is not None:
+        pending = pending.model_copy(update={"started_s": later(pending.started_s)})
+    workers = {
+        worker: entry.model_copy(update={"appeared_s": later(entry.appeared_s)})
+        if entry.node is NodeState.WARMING
+        else entry
+        for worker, entry in state.workers.items()
+    }
+    state = changed(state, order=order, pending=pending, workers=workers)
+    return said(state, ReasonCode.OUTAGE_OVER, f"nobody was heard for {event.lasted_s:.1f} s: that time does not count")
+
+
 def _then(first: Decision, second: Decision | None) -> Decision:
     if second is None:
         return first
@@ -80,9 +108,13 @@ def _phase_due(state: ControllerState, now_s: float) -> Decision | None:
     limit_s = state.config.policy.order_timeout_s
     if state.phase is Phase.SEALING and state.sealing_since_s is not None and now_s >= state.sealing_since_s + limit_s:
         return ended(state, "failed", f"the manifest of version {state.version} was not written within {limit_s:g} s")
+    if state.phase in SAVING:
+        return save_if_due(state, now_s)
     if state.phase is Phase.HOLDING:
         overdue = state.hold_until_s is not None and now_s >= state.hold_until_s
         return form(state, now_s) if overdue else form_or_hold(state, now_s)
+    if state.phase is Phase.RESTING:
+        return rest_over(state, now_s)
     return _waited_too_long(state, now_s) if state.phase is Phase.WAITING else None
 
 

@@ -11,8 +11,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from manager.controller.state import ControllerState
+from manager.engine.folders import sweep
 from manager.engine.host_line import HostLine
 from manager.journal.journal import Journal
+from manager.journal.patience import patiently
 from manager.journal.records import TraceMoment
 from manager.journal.replay import nodes_up, replay, trace_moment
 from manager.run_dir import RunDir
@@ -26,7 +28,7 @@ FILE_NAME = "attach.json"
 class Attachment(Value):
     """Where a run's VMs are. ``command``: what the run was started with, by the name that the user knows.
 
-    ``secret``: which workers have in common, and nobody else has.
+    ``secret``: which workers have in common, and nobody else has. ``epoch_s``: see ``RunClock``.
     """
 
     schema_version: int = Field(default=1, ge=1, le=1)
@@ -37,6 +39,7 @@ class Attachment(Value):
     notice_port: int = Field(default=0, description="to which the agents of provided VMs come")
     secret: str = Field(default_factory=new_secret, min_length=32, repr=False)
     command: dict[str, str] = Field(default_factory=dict)
+    epoch_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -115,11 +118,12 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> Found | None:
             allowed="the same command, or any when they are gone, which takes takeover_patience_s of the cluster file",
         )
     try:
-        with Journal.open(run_dir.journal_path) as journal:
+        with patiently(lambda: Journal.open(run_dir.journal_path)) as journal:
             state, moment = replay(journal), trace_moment(journal)
             appeared = nodes_up(journal) | frozenset(state.workers)
     except Exception as error:  # also a controller that cannot go this way any more: it was another version's
         line.end()
+        sweep()
         forget_attachment(run_dir)
         raise NothingLives(str(error)) from error
     return Found(attachment, line, greeting, state, appeared, moment)

@@ -32,10 +32,13 @@ from manager.engine.manifest_writer import ManifestWriter
 from manager.engine.silence import watch_every_s
 from manager.engine.vm_losses import with_its_vm
 from manager.journal.journal import Journal
+from manager.journal.patience import patiently
 from manager.journal.records import Fact
 from morph.contract.messages import AheadOrder, CommitOrder, ProbeOrder, ReshapeOrder, StepOrder
 from morph.contract.vm_names import vm_of
 
+LATE_S = 1.0
+"""What waited for longer was seen by a manager that stood still: the time of now counts."""
 TIMES_EVERY_S = 1.0
 TIMES_PATIENCE_S = 10.0
 TIMES_SHARE = 0.05
@@ -69,8 +72,11 @@ class Pool(Protocol):
     def end(self, worker: str) -> None:
         """Kill a worker."""
 
-    def watch(self) -> None:
-        """Look for silent workers. To be called every ``silence.watch_every_s``."""
+    def watch(self) -> bool:
+        """Look for silent workers. To be called every ``silence.watch_every_s``.
+
+        Returns False while all are silent together: no wait for any of them can be judged.
+        """
 
 
 class Requests(Protocol):
@@ -142,11 +148,11 @@ class Driver:
         """Ask for an end at the next step boundary; safe in a signal handler."""
         self._inbox.put(StopRequested(reason=reason))
 
-    def tell(self, *events: Event) -> None:
-        """Take events before any of the inbox: what a manager that takes over has seen."""
-        for event in events:
+    def tell(self, *told: Event | Fact) -> None:
+        """Take these before any of the inbox: what a manager that takes over has seen."""
+        for item in told:
             if self._finish is None:
-                self._handle(time.time(), event)
+                self._take(Stamped(self._inbox.now_s(), item))
 
     def run(self) -> Finish:
         """Block until the controller finishes the run."""
@@ -157,17 +163,18 @@ class Driver:
 
     def _run(self) -> Finish:
         while self._finish is None:
-            # what is there is taken before time-outs are judged: it may have waited while this process stood still
+            # what is there is taken before time-outs are judged, and by the time of now: more may come in a pause
+            now_s = self._inbox.now_s()
             for _ in range(len(self._inbox) + len(self._passed_over)):
                 self._take_next(0.0)
-            self._pool.watch()
-            now_s = time.time()
-            if self._finish is None and self._wake_at_s is not None and now_s >= self._wake_at_s:
+            is_heard = self._pool.watch()
+            is_due = self._wake_at_s is not None and now_s >= self._wake_at_s
+            if self._finish is None and is_due and is_heard:
                 self._handle(now_s, Tick())
             self._hand_on_times()
             if self._finish is None:
-                wait_s = self._watch_s if self._wake_at_s is None else min(self._watch_s, self._wake_at_s - time.time())
-                self._take_next(wait_s)
+                due_s = self._watch_s if self._wake_at_s is None else self._wake_at_s - self._inbox.now_s()
+                self._take_next(min(self._watch_s, due_s))
         return self._finish
 
     def _take_next(self, timeout_s: float) -> None:
@@ -185,13 +192,14 @@ class Driver:
         begin_s = time.monotonic()
         seen = self._inbox.paces.take()
         if seen is not None:
-            self._handle(time.time(), seen)
+            self._handle(self._inbox.now_s(), seen)
         took_s = time.monotonic() - begin_s
         self._times_at_s = begin_s + max(TIMES_EVERY_S, took_s / TIMES_SHARE)
 
     def _take(self, stamped: Stamped) -> None:
         if isinstance(stamped.item, Fact):
-            self._journal.append_fact(stamped.time_s, stamped.item)
+            fact, limit_s = stamped.item, self.state.config.policy.rules.wait.vms_patience_s
+            patiently(lambda: self._journal.append_fact(stamped.time_s, fact), limit_s)
         elif isinstance(stamped.item, WorkerLost):
             lost, others = with_its_vm(stamped.item, self.state.workers, self._next)
             self._passed_over.extendleft(reversed(others))
@@ -200,8 +208,15 @@ class Driver:
             self._handle(stamped.time_s, stamped.item)
 
     def _handle(self, time_s: float, event: Event) -> None:
-        decision = decide(self.state, event, time_s)
-        self._journal.append_decision(time_s, event, decision)
+        def write_down() -> tuple[float, Decision]:
+            """Decide, anew after each pause: what is ordered now has its time from now on, whenever its cause came."""
+            now_s = self._inbox.now_s()
+            at_s = time_s if now_s - time_s < LATE_S else now_s
+            decision = decide(self.state, event, at_s)
+            self._journal.append_decision(at_s, event, decision)
+            return at_s, decision
+
+        at_s, decision = patiently(write_down, self.state.config.policy.rules.wait.vms_patience_s)
         self.state = decision.state
         self._wake_at_s = decision.wake_at_s
         if self._requests is not None:
@@ -209,7 +224,7 @@ class Driver:
         for action in decision.actions:
             self._act(action)
         for observer in self._observers:
-            observer(Observed(time_s, event, decision, self.request_stop))
+            observer(Observed(at_s, event, decision, self.request_stop))
 
     def _act(self, action: Action) -> None:
         match action:

@@ -1,4 +1,4 @@
-"""Waiting for processes that were killed, whoever is their parent.
+"""Whether processes run, and waiting for those that were killed, whoever is their parent.
 
 ``psutil.wait_procs`` raises FileNotFoundError for a process that is being taken off the table at that very moment
 (``pidfd_open``, Linux 6.15 and later), and then waits for none of the others.
@@ -12,6 +12,14 @@ from collections.abc import Iterable
 import psutil
 
 POLL_S = 0.02
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended, reaped or not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_gone(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:

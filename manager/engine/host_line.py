@@ -7,8 +7,8 @@ import logging
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from manager.engine.door import PACKET_BYTES
+from manager.engine.folders import holding
 from morph.contract.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class HostLine:
         self._log_path = log_path
         self._process = process
         self._pid = process.pid if process else 0
+        self._hears = process is None
 
     @classmethod
     def start(
@@ -62,7 +64,7 @@ class HostLine:
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,
-                pass_fds=[listener.fileno()],
+                pass_fds=[listener.fileno(), *holding(door)],
                 env=env,
                 start_new_session=True,  # Ctrl-C in the terminal is for the manager alone
             )
@@ -102,6 +104,7 @@ class HostLine:
         """
         greeting = self.receive("the process that owns the VMs to start", timeout_s)
         self._pid = greeting.get("host", self._pid)
+        self._hears = True
         return greeting
 
     def send(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -118,36 +121,53 @@ class HostLine:
         except OSError as error:
             raise ClusterError(f"the process that owns the VMs is gone ({error}); see {self._log_path}") from error
 
-    def receive(self, what: str, timeout_s: float, name: str | None = None) -> dict[str, Any]:
-        """The next answer; with ``name``, passing over late ones about others that were given up.
+    def receive(self, what: str, timeout_s: float) -> dict[str, Any]:
+        """The next answer.
 
         Raises:
             ClusterError: none within ``timeout_s``, the host is gone, or it answers with an error.
         """
-        until_s = time.monotonic() + timeout_s
-        while True:
-            try:
-                self._connection.settimeout(max(0.001, until_s - time.monotonic()))
-                message = self._connection.recv(PACKET_BYTES)
-            except TimeoutError as error:
-                raise ClusterError(f"waited {timeout_s:g} s for {what}; see {self._log_path}") from error
-            except OSError:
-                message = b""
-            if not message:
-                raise ClusterError(f"the process that owns the VMs ended; see {self._log_path}")
-            answer: dict[str, Any] = json.loads(message)
-            if name is not None and answer.get("name", name) != name:
-                continue
-            if "error" in answer:
-                raise ClusterError(str(answer["error"]))
-            return answer
+        try:
+            self._connection.settimeout(timeout_s)
+            message = self._connection.recv(PACKET_BYTES)
+        except TimeoutError as error:
+            raise ClusterError(f"waited {timeout_s:g} s for {what}; see {self._log_path}") from error
+        except OSError:
+            message = b""
+        if not message:
+            raise ClusterError(f"the process that owns the VMs ended; see {self._log_path}")
+        answer: dict[str, Any] = json.loads(message)
+        if "error" in answer:
+            raise ClusterError(str(answer["error"]))
+        return answer
+
+    def listen(self, told: Callable[[dict[str, Any]], None]) -> None:
+        """From now on hand every packet to ``told``, in a thread that ends when the host is gone, or at ``end``.
+
+        Nobody ``receive``s any more. The last thing told is ``{}``: nothing follows.
+        """
+        self._connection.settimeout(None)
+
+        def run() -> None:
+            with suppress(OSError):
+                while message := self._connection.recv(PACKET_BYTES):
+                    told(json.loads(message))
+            told({})
+
+        threading.Thread(target=run, name="morph-vm-host", daemon=True).start()
 
     def settle(self) -> None:
         """Tell that a successor of this manager would find the way."""
         self.send({"settled": True})
 
     def end(self) -> bool:
-        """Ask for the end of everything and wait for it; returns whether it came within ``END_TIMEOUT_S``."""
+        """Ask for the end of everything and wait for it; returns whether it came within ``END_TIMEOUT_S``.
+
+        A host that starts still hears nothing: it is not asked.
+        """
+        if not self._hears:
+            self._connection.close()
+            return False
         with suppress(ClusterError):
             self.send({"end": True})
         with suppress(OSError):

@@ -3,40 +3,60 @@
 from __future__ import annotations
 
 import queue
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from manager.controller.events import Event, WorkerProbed
+from manager.controller.events import AheadReported, CheckpointFailed, Event, NobodyHeard, UnitsWritten, WorkerProbed
+from manager.engine.clock import RunClock
 from manager.engine.paces import Paces
 from manager.journal.records import Fact
-from morph.contract.messages import Probed
+from morph.contract.messages import Heartbeat, Probed
 
 
 @dataclass(frozen=True)
 class Stamped:
-    """An event or fact with the wall-clock second at which it was seen."""
+    """An event or fact with the second of the run's clock at which it was seen."""
 
     time_s: float
     item: Event | Fact
 
 
 class Inbox:
-    """Thread-safe; stamps what is put in. ``put`` may interrupt ``get`` in one thread, as a signal handler does."""
+    """Thread-safe; stamps what is put in. ``put`` may interrupt ``get`` in one thread, as a signal handler does.
 
-    def __init__(self) -> None:
+    ``now_s``: the run's clock, by which all that the controller sees is stamped.
+    """
+
+    def __init__(self, now_s: Callable[[], float] | None = None) -> None:
+        self.now_s = now_s or RunClock().now_s
         self._queue: queue.SimpleQueue[Stamped] = queue.SimpleQueue()  # re-entrant; ``Queue`` is not
         self.paces = Paces()
         """Compute times, which wait beside the queue."""
 
     def put(self, item: Event | Fact) -> None:
         """Add an event or fact; never blocks."""
-        self._queue.put(Stamped(time.time(), item))
+        self._queue.put(Stamped(self.now_s(), item))
 
     def put_probed(self, answer: Probed) -> None:
         """Add a probe's answer, and why it failed if it did."""
         if answer.error is not None:
             self.put(Fact(name="probe_failed", worker=answer.worker, detail=answer.error))
         self.put(WorkerProbed(worker=answer.worker, probe=answer.probe, slowdown=answer.slowdown))
+
+    def put_beat(self, worker: str, beat: Heartbeat) -> None:
+        """Add what a heartbeat brings."""
+        if beat.times is not None:
+            self.paces.add(worker, beat.times)
+        if beat.written:
+            self.put(UnitsWritten(worker=worker, written=beat.written))
+        if beat.checkpoint_error:
+            self.put(CheckpointFailed(worker=worker, error=beat.checkpoint_error))
+        if beat.ahead is not None:
+            self.put(AheadReported(worker=worker, report=beat.ahead))
+
+    def put_unheard(self, lasted_s: float) -> None:
+        """Add that for so long nobody could be heard."""
+        self.put(NobodyHeard(lasted_s=lasted_s))
 
     def __len__(self) -> int:
         """About how many entries wait."""

@@ -2,7 +2,8 @@
 
 The kernel closes a dead process's sockets, so a kill is seen within milliseconds, of the right worker,
 whatever became of its VM's raylet (Ray itself takes over a second when the raylet died too). A VM that
-vanishes without a word keeps its connection open: that is what the heartbeats are for.
+vanishes without a word keeps its connection open: that is what the heartbeats are for. A connection that is reset is no
+death: the kernel ends those of a dead process in good order, and a living one comes again.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ POLL_S = 0.5
 
 
 class Lifelines:
-    """Accepts lifelines; ``closed(worker)`` is called, in this object's thread, when one closes.
+    """Accepts lifelines; ``closed(worker)`` is called, in this object's thread, when a worker's last one is ended.
 
-    Each is sent a nonce, for which its hello must prove the secret: a stranger's connection is closed and forgotten.
+    Not when it breaks. Each is sent a nonce, for which its hello must prove the secret: a stranger's connection is
+    closed and forgotten.
     """
 
     def __init__(self, host: str, closed: Callable[[str], None], port: int = 0) -> None:
@@ -35,6 +37,7 @@ class Lifelines:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._workers: dict[socket.socket, str] = {}
+        self._newest: dict[str, socket.socket] = {}
         self._nonces: dict[socket.socket, str] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="morph-lifelines", daemon=True)
@@ -53,7 +56,8 @@ class Lifelines:
             for key, _ in self._selector.select(POLL_S):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif isinstance(key.fileobj, socket.socket):
+                elif key.fileobj in self._workers:  # else another one read just now replaced it
+                    assert isinstance(key.fileobj, socket.socket)
                     self._read(key.fileobj)
 
     def _accept(self) -> None:
@@ -68,21 +72,31 @@ class Lifelines:
             connection.send(self._nonces[connection].encode())
 
     def _read(self, connection: socket.socket) -> None:
+        broken = False
         try:
             data = connection.recv(HELLO_BYTES)
         except OSError:
-            data = b""
+            data, broken = b"", True
         worker = self._workers[connection]
         if data and not worker:
             given, _, name = data.decode("ascii", errors="replace").strip().partition(" ")
             if is_proven(given, self.secret, "lifeline", self._nonces.pop(connection), name) and name:
                 self._workers[connection] = name
+                before, self._newest[name] = self._newest.get(name), connection
+                if before is not None:
+                    self._forget(before)
                 return
             data = b""  # a stranger
         if not data:
+            self._forget(connection)
+            if worker and self._newest.get(worker) is connection:
+                del self._newest[worker]
+                if not broken and not self._over.is_set():
+                    self._closed(worker)
+
+    def _forget(self, connection: socket.socket) -> None:
+        if connection in self._workers:
             self._selector.unregister(connection)
             del self._workers[connection]
             self._nonces.pop(connection, None)
             connection.close()
-            if worker and not self._over.is_set():
-                self._closed(worker)

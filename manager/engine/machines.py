@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from manager.controller.events import WorkerLost
 from manager.engine.attachment import Attachment, Found
 from manager.engine.driver import Pool
 from manager.engine.inbox import Inbox
@@ -16,6 +17,7 @@ from manager.engine.lifelines import Lifelines
 from manager.engine.namespaces import HostNetwork, connected
 from manager.engine.notice_door import NoticeDoor
 from manager.engine.ray_environment import stay_on_loopback
+from manager.engine.store_watch import StoreWatch
 from manager.engine.vm_fleet import VmHost
 from manager.providers.provider import Provider
 from morph.contract.messages import Lifeline, WorkerSetup
@@ -84,6 +86,7 @@ class Opening:
         inbox: Where events go.
         make_setup: What a worker of this name is set up with.
         heartbeat_timeout_s: A silent worker is given up after this.
+        outage_timeout_s: Workers that are all silent together are given up after this.
         patience_s: How long everything outlives this process, should it be killed.
         ending: Closes what was opened.
         found: What another manager left; None: nothing.
@@ -92,6 +95,7 @@ class Opening:
     inbox: Inbox
     make_setup: MakeSetup
     heartbeat_timeout_s: float
+    outage_timeout_s: float
     patience_s: float
     ending: ExitStack
     found: Found | None = None
@@ -113,16 +117,28 @@ def open_ray(directory: Path) -> OpenMachines:
         from manager.engine.worker_pool import Store, WorkerPool
 
         found, ending = opening.found, opening.ending
-        cluster = RayCluster(directory, opening.patience_s)
+        cluster = RayCluster(directory, opening.patience_s, gone=lambda vm: opening.inbox.put(_ended(vm)))
         ending.callback(cluster.close)
+        store = Store(LOOPBACK, found.attachment.store_port if found else 0)
         if found is None:
             cluster.start()
-            store = Store(LOOPBACK)
-            attachment = Attachment(kind="ray", door=cluster.door, store_host=store.host, store_port=store.port)
         else:
             cluster.take_over(found.line, found.greeting)
-            attachment = found.attachment
-        pool = WorkerPool(opening.inbox, opening.make_setup, opening.heartbeat_timeout_s, cluster.check_head)
+        store.start()
+        attachment = (
+            found.attachment
+            if found
+            else Attachment(kind="ray", door=cluster.door, store_host=store.host, store_port=store.port)
+        )
+        watch = StoreWatch(store, opening.inbox)
+        ending.callback(watch.close)
+        pool = WorkerPool(
+            opening.inbox,
+            opening.make_setup,
+            opening.heartbeat_timeout_s,
+            checking(cluster.check_head, watch.check),
+            outage_timeout_s=opening.outage_timeout_s,
+        )
         ending.callback(pool.close)
         lifelines = Lifelines(LOOPBACK, pool.connection_closed)
         ending.callback(lifelines.close)
@@ -140,6 +156,20 @@ def open_ray(directory: Path) -> OpenMachines:
         )
 
     return open_machines
+
+
+def checking(*checks: Callable[[], None]) -> Callable[[], None]:
+    """Return what makes one check after the other."""
+
+    def check() -> None:
+        for each in checks:
+            each()
+
+    return check
+
+
+def _ended(vm: str) -> WorkerLost:
+    return WorkerLost(worker=vm, cause="its VM ended")
 
 
 @dataclass(frozen=True)
@@ -167,7 +197,7 @@ class Processes:
             ClusterError: when that fails.
         """
         from manager.engine.process_pool import ProcessPool
-        from manager.engine.process_vms import ProcessVms
+        from manager.engine.process_vms import ProcessStore, ProcessVms
 
         network, found, ending = self.network, opening.found, opening.ending
         if network is not None:
@@ -179,18 +209,26 @@ class Processes:
         ending.callback(vms.close)
         if found is None:
             vms.start()
-            store_host = LOOPBACK if network is None else network.hub_address
-            store_port = vms.start_store(store_host, None if network is None else network.hub)
-            attachment = Attachment(kind="processes", door=vms.door, store_host=store_host, store_port=store_port)
+            store_host, namespace = (LOOPBACK, None) if network is None else (network.hub_address, network.hub)
+            store = ProcessStore(vms, store_host, namespace)
+            store.start()
+            attachment = Attachment(kind="processes", door=vms.door, store_host=store.host, store_port=store.port)
         else:
             attachment = found.attachment
             vms.take_over(found.line, attachment.door, found.greeting["vms"])
+            known = found.greeting["store"]
+            store = ProcessStore(vms, attachment.store_host, port=attachment.store_port, pid=known)
+        watch = StoreWatch(store, opening.inbox)
+        ending.callback(watch.close)
         pool = ProcessPool(
             opening.inbox,
             opening.make_setup,
             vms.lanes,
             lambda vm: vms.prepare_kill([vm])(),
             opening.heartbeat_timeout_s,
+            check_cluster=checking(vms.check, watch.check),
+            outage_timeout_s=opening.outage_timeout_s,
+            reconnect=vms.rejoin,
         )
         ending.callback(pool.close)
 

@@ -27,8 +27,9 @@ class ManifestWriter:
     def write(self, manifest: Manifest) -> None:
         """Write a manifest; ``ManifestWritten`` or ``CheckpointFailed`` follows. Returns at once."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="morph-manifests", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="morph-manifests", daemon=True)
+            thread.start()
+            self._thread = thread
         self._wanted.put(manifest)
 
     def close(self) -> None:

@@ -8,10 +8,11 @@ RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's own default of 15 lets anything else on the machine stop training
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # a lost node should be known to Ray within seconds, not after 14
+    # a raylet that died refuses five looks within seconds; one that cannot be reached has almost a minute, for Morph's
+    # own heartbeats know a lost node sooner, and tell it from a network that is gone
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_timeout_ms": "10000",
     "RAY_health_check_failure_threshold": "5",
 }
 """Environment of every process of Ray, on every node."""

@@ -6,10 +6,12 @@ Requests, each with the file descriptors that a process is to have:
 
 ``{"worker": "vm0", "namespace": null}`` with the worker's order and control connections,
 ``{"rejoin": "vm0"}`` with new ones, for a worker whose manager was killed,
-``{"store": "127.0.0.1", "namespace": null}`` with one connection, on which the store tells its port,
+``{"store": "127.0.0.1", "port": 0, "namespace": null}`` with one connection, on which the store tells its port; an
+earlier store ends,
 ``{"settled": true}``, which is not answered.
 
-Answers: ``{"pid": ..}`` or ``{"error": ".."}``. Every manager is greeted with ``{"host": pid, "vms": {"vm0": pid}}``.
+Answers: ``{"pid": ..}`` or ``{"error": ".."}``. Every manager is greeted with ``{"host": pid, "store": pid, "vms":
+{"vm0": pid}}``.
 At ``{"end": true}``, or when no manager comes any more, every child is killed; if no manager asked for that, the
 directories and the first manager's network namespaces are removed too.
 """
@@ -46,6 +48,7 @@ class _Children:
     door: Door
     lanes: dict[int, socket.socket] = field(default_factory=dict)
     workers: dict[str, int] = field(default_factory=dict)
+    store: int = 0
 
     def living(self) -> dict[str, int]:
         """Workers that run. A dead one is not waited for, so that no other process can have its number."""
@@ -54,6 +57,8 @@ class _Children:
 
     def fork(self, manager: socket.socket, request: dict[str, Any], descriptors: list[int]) -> int:
         """Start a worker or the store."""
+        if "store" in request:
+            self.end_store()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
@@ -65,7 +70,17 @@ class _Children:
         self.lanes[pid] = ours
         if "worker" in request:
             self.workers[request["worker"]] = pid
+        else:
+            self.store = pid
         return pid
+
+    def end_store(self) -> None:
+        """Kill the store, if there is one: another is to have its port."""
+        if self.store:
+            os.kill(self.store, signal.SIGKILL)
+            os.waitpid(self.store, 0)
+            self.lanes.pop(self.store).close()
+            self.store = 0
 
     def rejoin(self, name: str, descriptors: list[int]) -> int:
         """Give a worker its connections to a new manager."""
@@ -90,7 +105,7 @@ def _child(request: dict[str, Any], descriptors: list[int], host: socket.socket)
             orders, control = connections
             serve(orders, control, host)
         else:
-            store = StoreHost(request["store"])
+            store = StoreHost(request["store"], request["port"])
             connections[0].send_bytes(str(store.port()).encode())
             host.recv(1)
     finally:
@@ -101,7 +116,7 @@ def _child(request: dict[str, Any], descriptors: list[int], host: socket.socket)
 def _attend(manager: socket.socket, children: _Children) -> bool:
     """Do what one manager asks for until it goes; returns whether it asked for the end."""
     with manager, contextlib.suppress(OSError):
-        tell(manager, host=os.getpid(), vms=children.living())
+        tell(manager, host=os.getpid(), store=children.store, vms=children.living())
         while True:
             request, descriptors = hear(manager, MAX_DESCRIPTORS)
             if request is None or "end" in request:

@@ -1,7 +1,8 @@
 """Workers in plain processes of this machine, without Ray: behind the same interface as ``worker_pool``.
 
-A worker is lost when its connections close, which the kernel sees to when its process dies, or when its heartbeat has
-been silent for too long.
+A worker is lost when its connections end, which the kernel sees to when its process dies, or when its heartbeat has
+been silent for too long. Connections that break are made anew, and what is not answered is sent again: the worker
+answers an order that comes twice as it did before.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
 from pydantic import TypeAdapter
 
-from manager.controller.events import AheadReported, CheckpointFailed, UnitsWritten, WorkerAnswered, WorkerLost
+from manager.controller.events import WorkerAnswered, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.silence import Signs, Silence
+from manager.journal.records import Fact
 from morph.contract.base import Value
+from morph.contract.errors import ClusterError
 from morph.contract.messages import (
     LEAVE_PROBE,
     AheadOrder,
@@ -52,6 +55,11 @@ class _Handle(Signs):
     lanes: Lanes
     probe: int | None = None
     """That is not answered yet."""
+    unanswered: dict[str, bytes] = field(default_factory=dict)
+    """The order, and the probe, that are not."""
+    told: dict[str, bytes] = field(default_factory=dict)
+    """The last message of each kind on the control lane."""
+    sending: threading.Lock = field(default_factory=threading.Lock)
 
 
 class ProcessPool:
@@ -63,6 +71,10 @@ class ProcessPool:
         connect: Gives the connections to the process of a VM.
         kill: Ends the process of a VM.
         heartbeat_timeout_s: A silent worker is given up after this.
+        outage_timeout_s: Workers that are all silent together are given up after this.
+        reconnect: Gives new connections to the process of a VM whose old ones broke, and raises ClusterError when it
+            is gone. None: such a worker is lost.
+        check_cluster: Called while workers are watched; raises what ends the session.
     """
 
     def __init__(
@@ -72,12 +84,18 @@ class ProcessPool:
         connect: Callable[[str], Lanes],
         kill: Callable[[str], None],
         heartbeat_timeout_s: float,
+        *,
+        outage_timeout_s: float = 0.0,
+        reconnect: Callable[[str], Lanes] | None = None,
+        check_cluster: Callable[[], None] = lambda: None,
     ) -> None:
         self._inbox = inbox
         self._make_setup = make_setup
         self._connect = connect
         self._kill = kill
-        self._silence = Silence(heartbeat_timeout_s)
+        self._reconnect = reconnect
+        self._silence = Silence(heartbeat_timeout_s, outage_timeout_s, inbox.put_unheard)
+        self._check_cluster = check_cluster
         self._handles: dict[str, _Handle] = {}
 
     def start(self, worker: str, vm: str) -> None:
@@ -115,15 +133,11 @@ class ProcessPool:
 
     def abort(self, worker: str, generation: int) -> None:
         """Abort a generation on a worker, beside its running order."""
-        handle = self._handles.get(worker)
-        if handle and not handle.gone:
-            self._write(worker, handle, handle.lanes.control, str(generation).encode())
+        self._tell(worker, "abort", str(generation).encode())
 
     def ahead(self, worker: str, order: AheadOrder) -> None:
         """Tell a worker what to send ahead, or to expect, beside its running order."""
-        handle = self._handles.get(worker)
-        if handle and not handle.gone:
-            self._write(worker, handle, handle.lanes.control, order.model_dump_json().encode())
+        self._tell(worker, "ahead", order.model_dump_json().encode())
 
     def end(self, worker: str) -> None:
         """Kill a worker's process; no event follows."""
@@ -143,45 +157,90 @@ class ProcessPool:
         for handle in self._handles.values():
             handle.gone = True
 
-    def watch(self) -> None:
-        """Report workers whose heartbeat is overdue, and end them: one that wakes must not go on."""
+    def watch(self) -> bool:
+        """Report workers whose heartbeat is overdue, and end them: one that wakes must not go on.
+
+        Returns whether somebody can be heard, or nobody is to be.
+        """
+        self._check_cluster()
         for worker, silent_s in self._silence.overdue(self._handles):
-            self._lose(worker, self._handles[worker], f"silent for {silent_s:.1f} s")
+            handle = self._handles[worker]
+            self._lose(worker, handle, f"silent for {silent_s:.1f} s")
             self._kill(worker)
-            for lane in (self._handles[worker].lanes.orders, self._handles[worker].lanes.control):
+            for lane in (handle.lanes.orders, handle.lanes.control):
                 _hang_up(lane)
+        return not self._silence.outage
 
     def _send(self, worker: str, name: str, order: Value) -> None:
         handle = self._handles[worker]
-        if handle.probe is not None and not handle.gone:
-            self._write(worker, handle, handle.lanes.control, LEAVE_PROBE + str(handle.probe).encode())
-        if not handle.gone:
-            self._write(worker, handle, handle.lanes.orders, f"{name}\n{order.model_dump_json()}".encode())
+        if handle.probe is not None:
+            self._tell(worker, "leave", LEAVE_PROBE + str(handle.probe).encode())
+        with handle.sending:
+            message = f"{name}\n{order.model_dump_json()}".encode()
+            handle.unanswered["probe" if isinstance(order, ProbeOrder) else "order"] = message
+            self._write(worker, handle, handle.lanes.orders, message)
+
+    def _tell(self, worker: str, kind: str, message: bytes) -> None:
+        handle = self._handles.get(worker)
+        if handle is not None:
+            with handle.sending:
+                handle.told[kind] = message
+                self._write(worker, handle, handle.lanes.control, message)
 
     def _write(self, worker: str, handle: _Handle, lane: Connection, message: bytes) -> None:
+        if handle.gone:
+            return
         try:
             lane.send_bytes(message)
-        except OSError as error:  # closed, or its buffer stayed full for the socket's time-out
-            self._lose(worker, handle, f"takes no orders: {type(error).__name__}")
+        except BlockingIOError:  # its buffer stayed full for the socket's time-out
+            self._lose(worker, handle, "takes no orders: its connection stayed full")
+        except OSError:  # whoever listens to it sees whether it ended or broke
+            pass
 
     def _listen(self, worker: str, handle: _Handle) -> None:
+        while True:
+            try:
+                self._hear(worker, handle)
+            except EOFError:
+                break
+            except OSError:
+                if not self._connect_again(worker, handle):
+                    break
+        self.connection_closed(worker)
+        _close(handle)
+
+    def _hear(self, worker: str, handle: _Handle) -> None:
         lanes = handle.lanes
+        while True:
+            for lane in wait([lanes.orders, lanes.control]):
+                assert isinstance(lane, Connection)
+                message = lane.recv_bytes()
+                if lane is lanes.orders:
+                    self._answered(worker, handle, _ANSWER.validate_json(message))
+                else:
+                    handle.beat_sent_s = time.monotonic()
+                    self._inbox.put_beat(worker, Heartbeat.model_validate_json(message))
+
+    def _connect_again(self, worker: str, handle: _Handle) -> bool:
+        """New connections, and on them all that may have been lost with the old ones; False: the process is gone."""
+        if handle.gone or self._reconnect is None:
+            return False
         try:
-            while True:
-                for lane in wait([lanes.orders, lanes.control]):
-                    assert isinstance(lane, Connection)
-                    message = lane.recv_bytes()
-                    if lane is lanes.orders:
-                        self._answered(worker, handle, _ANSWER.validate_json(message))
-                    else:
-                        self._beaten(worker, handle, Heartbeat.model_validate_json(message))
-        except (EOFError, OSError):
-            self.connection_closed(worker)
-        finally:
-            lanes.orders.close()
-            lanes.control.close()
+            lanes = self._reconnect(worker)
+        except ClusterError:
+            return False
+        self._inbox.put(Fact(name="connection_broken", worker=worker, detail="it has a new one"))
+        with handle.sending:
+            _close(handle)
+            handle.lanes = lanes
+            for message in handle.told.values():
+                self._write(worker, handle, lanes.control, message)
+            for message in handle.unanswered.values():
+                self._write(worker, handle, lanes.orders, message)
+        return True
 
     def _answered(self, worker: str, handle: _Handle, answer: Answer | Probed) -> None:
+        handle.unanswered.pop("probe" if isinstance(answer, Probed) else "order", None)
         if isinstance(answer, Probed):
             handle.probe = None
             self._inbox.put_probed(answer)
@@ -191,21 +250,15 @@ class ProcessPool:
             handle.ready = True
         self._inbox.put(WorkerAnswered(worker=worker, answer=answer))
 
-    def _beaten(self, worker: str, handle: _Handle, beat: Heartbeat) -> None:
-        handle.beat_sent_s = time.monotonic()
-        if beat.times is not None:
-            self._inbox.paces.add(worker, beat.times)
-        if beat.written:
-            self._inbox.put(UnitsWritten(worker=worker, written=beat.written))
-        if beat.checkpoint_error:
-            self._inbox.put(CheckpointFailed(worker=worker, error=beat.checkpoint_error))
-        if beat.ahead is not None:
-            self._inbox.put(AheadReported(worker=worker, report=beat.ahead))
-
     def _lose(self, worker: str, handle: _Handle, cause: str) -> None:
         if not handle.gone:
             handle.gone = True
             self._inbox.put(WorkerLost(worker=worker, cause=cause))
+
+
+def _close(handle: _Handle) -> None:
+    handle.lanes.orders.close()
+    handle.lanes.control.close()
 
 
 def _hang_up(lane: Connection) -> None:

@@ -9,16 +9,18 @@ import shutil
 import signal
 import socket
 import struct
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from manager.engine.folders import hold, make_folder
+from manager.engine.gone import runs
 from manager.engine.host_line import HostLine
 from manager.engine.process_pool import Lanes
-from morph.contract.errors import ClusterError
+from morph.contract.errors import ClusterError, ClusterLost
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,9 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_TH
 
 
 class ProcessVms:
-    """A host of such VMs; see ``VmHost``. ``add_vm`` may be called from one thread at a time, the rest from any.
+    """A host of such VMs; see ``VmHost``. All may be called from any thread.
+
+    A fork takes milliseconds: one VM after the other.
 
     Args:
         log_path: What workers write to standard error goes there.
@@ -39,6 +43,8 @@ class ProcessVms:
         patience_s: How long everything outlives this process, should it be killed.
         connect: Makes a connection to the worker of a VM: this process's end and the worker's.
     """
+
+    boots_at_once = 1
 
     def __init__(
         self,
@@ -55,7 +61,7 @@ class ProcessVms:
         self._connect = connect
         self._directory: Path | None = None
         self._line: HostLine | None = None
-        self._lock = threading.Lock()
+        self._lock, self._asking = threading.Lock(), threading.Lock()
         self._pids: dict[str, int] = {}
         self._lanes: dict[str, Lanes] = {}
 
@@ -65,7 +71,7 @@ class ProcessVms:
         Raises:
             ClusterError: when it does not come up within ``START_TIMEOUT_S``.
         """
-        self._directory = Path(tempfile.mkdtemp(prefix="morph-"))  # short, and nobody else may enter
+        self._directory = make_folder()
         removed = [str(path) for path in (self._directory, self._remove_if_killed) if path is not None]
         environment = {**os.environ, **_ENVIRONMENT}
         self._line = HostLine.start(
@@ -75,6 +81,7 @@ class ProcessVms:
 
     def take_over(self, line: HostLine, door: Path, vms: dict[str, int]) -> None:
         """Instead of ``start``: go on with the host that another manager left."""
+        hold(door.parent)
         self._directory, self._line, self._pids = door.parent, line, dict(vms)
 
     @property
@@ -88,19 +95,33 @@ class ProcessVms:
         assert self._line is not None
         self._line.settle()
 
-    def start_store(self, host: str, namespace: str | None = None) -> int:
-        """Start the rendezvous store in a process of its own; returns its port.
+    @property
+    def pid(self) -> int:
+        """The process that owns them."""
+        return self._line.pid if self._line is not None else 0
+
+    def check(self) -> None:
+        """See that the process that owns them lives.
+
+        Raises:
+            ClusterLost: it is gone, and every VM with it.
+        """
+        if not runs(self.pid):
+            raise ClusterLost("the process that owns the VMs is gone, and every VM with it")
+
+    def start_store(self, host: str, port: int = 0, namespace: str | None = None) -> tuple[int, int]:
+        """Start the rendezvous store in a process of its own, ending an earlier one; returns its process and port.
 
         Raises:
             ClusterError: when it does not come up within ``STORE_TIMEOUT_S``.
         """
         ours, theirs = _bounded(*socket.socketpair())
         with theirs:
-            self._ask({"store": host, "namespace": namespace}, [theirs])
+            pid = self._ask({"store": host, "port": port, "namespace": namespace}, [theirs])
         with ours:
             try:
                 if ours.poll(STORE_TIMEOUT_S):
-                    return int(ours.recv_bytes())
+                    return pid, int(ours.recv_bytes())
             except EOFError:
                 pass
         raise ClusterError(f"the rendezvous store did not start within {STORE_TIMEOUT_S:g} s; see {self._log_path}")
@@ -124,17 +145,27 @@ class ProcessVms:
             names = list(self._pids)
         rejoined: dict[str, Lanes] = {}
         for name in names:
-            (orders, their_orders), (control, their_control) = (_bounded(*self._connect(name)) for _ in range(2))
-            with their_orders, their_control:
-                try:
-                    self._ask({"rejoin": name}, [their_orders, their_control])
-                except ClusterError:
-                    orders.close()
-                    control.close()
-                    self.prepare_kill([name])()
-                else:
-                    rejoined[name] = Lanes(orders, control)
+            try:
+                rejoined[name] = self.rejoin(name)
+            except ClusterError:
+                self.prepare_kill([name])()
         return rejoined
+
+    def rejoin(self, name: str) -> Lanes:
+        """New connections to a worker that lives, which the caller closes.
+
+        Raises:
+            ClusterError: it does not take them, or its host is out of reach.
+        """
+        (orders, their_orders), (control, their_control) = (_bounded(*self._connect(name)) for _ in range(2))
+        with their_orders, their_control:
+            try:
+                self._ask({"rejoin": name}, [their_orders, their_control])
+            except ClusterError:
+                orders.close()
+                control.close()
+                raise
+        return Lanes(orders, control)
 
     def lanes(self, name: str) -> Lanes:
         """The connections to a VM's worker, which the caller closes; once."""
@@ -175,10 +206,30 @@ class ProcessVms:
         if line is None:
             raise ClusterError("the cluster is closed")
         try:
-            line.send(request, [end.fileno() for end in ends])
-            return int(line.receive("a worker to be forked", FORK_TIMEOUT_S)["pid"])
+            with self._asking:
+                line.send(request, [end.fileno() for end in ends])
+                return int(line.receive("a worker to be forked", FORK_TIMEOUT_S)["pid"])
         except ClusterError as error:
             raise ClusterError(f"no worker can be forked: {error}") from error
+
+
+@dataclass
+class ProcessStore:
+    """The rendezvous store beside such VMs; see ``store_watch.Store``. ``port``, ``pid``: 0 until they are known."""
+
+    vms: ProcessVms
+    host: str
+    namespace: str | None = None
+    port: int = 0
+    pid: int = 0
+
+    def start(self) -> None:
+        """Start it.
+
+        Raises:
+            ClusterError: it does not come up.
+        """
+        self.pid, self.port = self.vms.start_store(self.host, self.port, self.namespace)
 
 
 def _bounded(ours: socket.socket, theirs: socket.socket) -> tuple[Connection, socket.socket]:

@@ -18,10 +18,11 @@ from manager.engine.attachment import Attachment
 from manager.engine.certificates import load_authority
 from manager.engine.inbox import Inbox
 from manager.engine.lifelines import Lifelines
-from manager.engine.machines import Machines, Opening, OpenMachines, Provided
+from manager.engine.machines import Machines, Opening, OpenMachines, Provided, checking
 from manager.engine.notice_door import NoticeDoor
 from manager.engine.ports import Ports
 from manager.engine.ray_environment import leave_loopback
+from manager.engine.store_watch import StoreWatch
 from manager.providers.cloud_init import NodeStart
 from manager.providers.provider import Provider
 from morph.contract.cluster import ProvidedVms
@@ -69,18 +70,20 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
         if found is None:
             check_free(vms.address, ports.of_manager())
             cluster.start()
-            store = Store(vms.address, ports.store)
-            store_host, store_port, notice_port = store.host, store.port, vms.notice_port or ports.notices
+            store, notice_port = Store(vms.address, ports.store), vms.notice_port or ports.notices
         else:
             cluster.take_over(found.line, found.greeting)
-            known = found.attachment
-            store_host, store_port, notice_port = known.store_host, known.store_port, known.notice_port
+            store, notice_port = Store(vms.address, found.attachment.store_port), found.attachment.notice_port
+        store.start()
+        watch = StoreWatch(store, opening.inbox)
+        ending.callback(watch.close)
         desk, authority = _desk(directory.parent, opening.inbox, secret) if vms.tls else (None, "")
         pool = WorkerPool(
             opening.inbox,
             opening.make_setup,
             opening.heartbeat_timeout_s,
-            cluster.check_head,
+            checking(cluster.check_head, watch.check),
+            outage_timeout_s=opening.outage_timeout_s,
             gpus=vms.device == "cuda",
         )
         ending.callback(pool.close)
@@ -113,15 +116,15 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
         return Machines(
             vms=cluster,
             pool=pool,
-            store_host=store_host,
-            store_port=store_port,
+            store_host=store.host,
+            store_port=store.port,
             lifeline=lifeline,
             address_of=addresses.of,
             attachment=Attachment(
                 kind="provided",
                 door=cluster.door,
-                store_host=store_host,
-                store_port=store_port,
+                store_host=store.host,
+                store_port=store.port,
                 notice_port=door.port,
                 secret=found.attachment.secret if found else new_secret(),
             ),

@@ -15,16 +15,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 
-from manager.engine.gone import wait_gone
+from manager.engine.gone import runs, wait_gone
 from manager.engine.host_line import HostLine
 from manager.engine.names import LOOPBACK, VM_RESOURCE
-from morph.contract.errors import ClusterError
+from morph.contract.errors import ClusterError, ClusterLost
 from morph.contract.vm_names import workers_of
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ HEAD_PROCESSES = ("gcs_server", "raylet")
 
 
 class RayCluster:
-    """Head node and VMs. ``add_vm`` may be called from one thread at a time, ``prepare_kill`` from any.
+    """Head node and VMs. ``add_vm`` and ``prepare_kill`` may be called from any thread, and several at a time.
 
     Args:
         directory: What ``ray_environment.prepare`` returned; Ray's sessions lie below it.
@@ -47,7 +48,10 @@ class RayCluster:
         port: Of the head node; 0: any free one.
         first_port: Of those on which the head node's other processes listen; 0: any free ones.
         without: Variables of this process's environment that no process of Ray on this machine gets.
+        gone: Told, in a thread of this object's, of a VM that was up and ended by itself.
     """
+
+    boots_at_once = max(1, min(4, os.cpu_count() or 1))  # a raylet gives up what needs 15 s to start
 
     def __init__(
         self,
@@ -57,16 +61,20 @@ class RayCluster:
         port: int = 0,
         first_port: int = 0,
         without: Collection[str] = (),
+        gone: Callable[[str], None] = lambda _vm: None,
     ) -> None:
         self._directory = directory
         self._where = (host, str(port), str(first_port))
         self._without = frozenset(without)
+        self._gone = gone
         self.address = ""
         self._patience_s = patience_s
         self._line: HostLine | None = None
         self._head: dict[str, int] = {}
         self._looked_s = -LOOK_EVERY_S
         self._vms: dict[str, list[int]] = {}
+        self._boots: dict[str, Future[list[int]]] = {}
+        self._given_up: set[str] = set()
         self._lock = threading.Lock()
 
     @property
@@ -102,8 +110,6 @@ class RayCluster:
         except ClusterError:
             self.close()
             raise
-        with self._lock:
-            self._vms = dict(greeting["vms"])
 
     def settle(self) -> None:
         """From now on another manager would find it."""
@@ -119,23 +125,23 @@ class RayCluster:
             ray.init(address=greeting["address"], log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE)
         except ConnectionError as error:
             raise ClusterError(str(error)) from error
+        assert self._line is not None
+        self._vms = dict(greeting["vms"])
+        self._line.listen(self._told)
 
     def check_head(self) -> None:
         """See that the head node lives, once in ``LOOK_EVERY_S``.
 
         Raises:
-            ClusterError: one of its processes is gone: Ray can start nothing any more, and ends its nodes soon.
+            ClusterLost: one of its processes is gone: Ray can start nothing any more, and ends its nodes soon.
         """
         now_s = time.monotonic()
         if now_s < self._looked_s + LOOK_EVERY_S:
             return
         self._looked_s = now_s
         for name, pid in self._head.items():
-            if not _runs(pid):
-                raise ClusterError(
-                    f"Ray's head node is gone (its {name} died), and every VM with it; "
-                    "the same command goes on from the newest checkpoint"
-                )
+            if not runs(pid):
+                raise ClusterLost(f"Ray's head node is gone (its {name} died), and every VM with it")
 
     def add_vm(self, name: str) -> None:
         """Bring up a VM; blocks until Ray knows it, some seconds.
@@ -143,16 +149,43 @@ class RayCluster:
         Raises:
             ClusterError: when the node does not come up within ``ADD_TIMEOUT_S``.
         """
-        line = self._line
+        line, boot = self._line, Future[list[int]]()
+        with self._lock:
+            self._boots[name] = boot
         try:
             if line is None:
                 raise ClusterError("the cluster is closed")
             line.send({"add": name})
-            answer = line.receive(f"VM {name} to come up", ADD_TIMEOUT_S, name)
+            boot.result(ADD_TIMEOUT_S)
+        except TimeoutError as error:
+            self._given_up.add(name)
+            raise ClusterError(f"VM {name} did not come up within {ADD_TIMEOUT_S:g} s") from error
         except ClusterError as error:
             raise ClusterError(f"VM {name} did not come up: {error}") from error
+        finally:
+            with self._lock:
+                self._boots.pop(name, None)
+
+    def _told(self, packet: dict[str, Any]) -> None:
+        """Take what the process that owns the nodes tells; nothing: it is gone."""
+        if "gone" in packet:
+            with self._lock:
+                was_wanted = self._vms.pop(packet["gone"], None) is not None
+            if was_wanted:
+                self._gone(packet["gone"])
+            return
         with self._lock:
-            self._vms[name] = answer["pids"]
+            if "pids" in packet:
+                self._vms[packet["name"]] = packet["pids"]
+            boots = [self._boots[packet["name"]]] if packet.get("name") in self._boots else []
+            boots = boots if packet else list(self._boots.values())
+        for boot in boots:
+            if "pids" in packet:
+                boot.set_result(packet["pids"])
+            else:
+                boot.set_exception(ClusterError(packet.get("error", "the process that owns the VMs ended")))
+        if "pids" in packet and packet["name"] in self._given_up:
+            self.prepare_kill([packet["name"]])()
 
     def joined(self) -> dict[str, str]:
         """The workers for which there are VMs in the cluster now, whoever started these, with their addresses.
@@ -226,13 +259,6 @@ def _silence_ray() -> None:
 
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda data, ignore_prefix: log.debug("%s %s", data, ignore_prefix)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _tree(pid: int) -> list[psutil.Process]:

@@ -6,15 +6,13 @@ at their top, so whoever starts a cluster calls ``prepare`` and only then import
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from manager.engine.certificates import Tls, certificates_of, make_certificates
+from manager.engine.folders import hold, make_folder, remove_at_exit
 from manager.engine.names import RAY_SETTINGS
 from morph.contract.errors import ClusterError
 
@@ -47,7 +45,7 @@ def prepare(tls: Tls | None = None) -> Path:
             raise ClusterError("Ray reads whether to use TLS once: another process is needed to change it")
         return _prepared[0]
     _check_not_imported()
-    directory = Path(tempfile.mkdtemp(prefix="morph-"))  # short: Ray puts sockets below it
+    directory = make_folder()
     token = _token(directory)
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32), encoding="utf-8")
@@ -68,6 +66,7 @@ def adopt(ray_directory: Path, tls: Tls | None = None) -> Path:
         raise ClusterError("Ray's token is gone")
     if tls is not None and not certificates_of(ray_directory.parent).key.is_file():
         raise ClusterError("the run's certificates are gone")
+    hold(ray_directory.parent)
     return _use(ray_directory.parent, tls)
 
 
@@ -105,7 +104,7 @@ def _token(directory: Path) -> Path:
 
 def _use(directory: Path, tls: Tls | None) -> Path:
     global _prepared
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    remove_at_exit(directory)
     if tls is not None:
         os.environ.update(certificates_of(directory).ray_environment)
     os.environ.pop("RAY_AUTH_TOKEN", None)  # of another cluster: it would go before the path, and to every process

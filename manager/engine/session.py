@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from manager.controller.actions import Finish
 from manager.controller.config import ControllerConfig
 from manager.controller.events import Tick
 from manager.controller.state import ControllerState, Phase, initial_state
 from manager.engine.attachment import Found, NothingLives, forget_attachment, write_attachment
+from manager.engine.clock import RunClock
 from manager.engine.driver import Driver, Observed, Observer
 from manager.engine.inbox import Inbox
 from manager.engine.machines import Machines, Opening, OpenMachines
@@ -25,10 +25,13 @@ from manager.engine.vm_fleet import VmFleet
 from manager.engine.vm_player import VmPlayer
 from manager.engine.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
 from manager.journal.journal import Journal
+from manager.journal.patience import patiently
+from manager.journal.records import CLUSTER_LOST, OUTLIVES, Fact, TraceMoment
+from manager.journal.replay import trace_moment
 from manager.run_dir import RunDir
-from morph.contract.cluster import ClusterConfig
+from morph.contract.cluster import ClusterConfig, ProvidedVms
 from morph.contract.emulation import EmulatedDevice
-from morph.contract.errors import ClusterError
+from morph.contract.errors import ClusterError, ClusterLost
 from morph.contract.messages import Fault, JobCode, SlowSpell, WorkerSetup
 from morph.contract.trace import Trace
 
@@ -43,9 +46,10 @@ class RunSpec:
     ``patient_trace``: the trace's clock stands while a VM boots or its worker warms up, so that the history does
     not depend on how fast this machine starts processes.
     ``emulation``: the workers take these times instead of training the job. ``machines``: where the workers run;
-    absent: under local Ray nodes. ``providing``: opens the provider, where one brings the VMs. ``job_code``: the job's
-    files, for workers that do not see this machine's. ``command``: what the user asked for; who takes over must be
-    asked for the same.
+    absent: under local Ray nodes. ``providing``: opens the provider, where one brings the VMs. ``code``: the files that
+    every worker loads the job from; absent, in experiments: whatever lies at ``job_path``. ``facts``: for the journal.
+    ``played``: where the trace stands, in a session that follows one whose cluster was lost. ``command``: what the user
+    asked for; who takes over must be asked for the same.
     """
 
     job_path: str
@@ -61,7 +65,9 @@ class RunSpec:
     emulation: EmulatedDevice | None = None
     machines: OpenMachines | None = None
     providing: Providing | None = None
-    job_code: JobCode | None = None
+    code: JobCode | None = None
+    facts: tuple[Fact, ...] = ()
+    played: TraceMoment = field(default_factory=TraceMoment)
     command: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -83,14 +89,16 @@ def run_session(
 
     Raises:
         ClusterError: when Ray, or what else the workers run under, does not start.
+        ClusterLost: what the session stood on is gone; nothing of it is left.
         NothingLives: what was found cannot be gone on with after all; nothing of it is left.
         KeyboardInterrupt: on a second such signal; everything is ended all the same.
     """
-    inbox = Inbox()
     ending = ExitStack()  # closes what was opened, in reverse
     try:
         open_machines = spec.machines or machines_of(spec.cluster.vms, spec.providing, found)
-        journal = ending.enter_context(Journal.open(run_dir.journal_path))
+        journal = ending.enter_context(patiently(lambda: Journal.open(run_dir.journal_path)))
+        clock = _clock(journal, found)
+        inbox = Inbox(clock.now_s)
         ending.callback(write_last_facts, inbox, journal)
         ending.callback(forget_attachment, run_dir)
         policy = spec.config.policy
@@ -98,18 +106,21 @@ def run_session(
             inbox=inbox,
             make_setup=lambda worker: _setup(spec, run_dir, machines, worker),
             heartbeat_timeout_s=policy.heartbeat_timeout_s,
+            outage_timeout_s=policy.outage_timeout_s,
             patience_s=policy.takeover_patience_s,
             ending=ending,
             found=found,
         )
         machines = _opened(open_machines, opening)
-        player = VmPlayer(machines.vms, spec.trace, inbox, found.moment if found else None)
+        player = VmPlayer(machines.vms, spec.trace, inbox, found.moment if found else spec.played)
         ending.callback(player.close)
         observers = [lambda observed: _run_clock(observed, player, patient=spec.patient_trace), observer]
         provisioning = None
         if spec.config.target_nodes:
             limits = spec.cluster.vms.limits
-            before = before_now(run_dir.path, lives_on=found is not None) if limits.budget_usd is not None else None
+            before = None
+            if limits.budget_usd is not None:
+                before = before_now(run_dir.path, clock.now_s(), lives_on=found is not None)
             spending = Spending(limits, before=before)
             provisioning = provisioning_of(spec.cluster.vms, machines, player.fleet, inbox, spending, found)
             ending.callback(provisioning.close)
@@ -128,10 +139,17 @@ def run_session(
             observers.append(_StopWithTrace(player))
         if attend is not None:
             observers.append(attend(player.fleet))
+        for fact in spec.facts:
+            inbox.put(fact)
         with stopping_on_signals(driver.request_stop):
             if found is None:
-                journal.append_config(time.time(), spec.config)
-                write_attachment(run_dir, machines.attachment.model_copy(update={"command": dict(spec.command)}))
+                patiently(lambda: journal.append_config(clock.now_s(), spec.config))
+                outlives = Fact(name=OUTLIVES, detail=str(_outlives_s(spec)))
+                patiently(lambda: journal.append_fact(clock.now_s(), outlives))
+                known = {"command": dict(spec.command), "epoch_s": clock.epoch_s}
+                write_attachment(run_dir, machines.attachment.model_copy(update=known))
+                if spec.played.num_played:
+                    player.resume((), ())
             else:
                 take_over(found, machines, player, driver)
             machines.vms.settle()
@@ -141,10 +159,42 @@ def run_session(
                 ending.callback(watch_joining(machines.provided, provisioning, inbox, driver.state, appeared).close)
             if provisioning is not None:
                 inbox.put(Tick())  # without an event nobody asks for the first VMs
-            return driver.run()
+            return _driven(driver, inbox)
     finally:
         with deaf_to_signals():
             ending.close()
+
+
+def gone_on_with_trace(spec: RunSpec, run_dir: RunDir) -> RunSpec:
+    """Return what goes on where the trace stood when the last session's cluster was lost, with the VMs of then."""
+    with Journal.open(run_dir.journal_path, read_only=True) as journal:
+        moment = trace_moment(journal)
+    up: set[str] = set()
+    for event in spec.trace.events[: moment.num_played]:
+        (up.add if event.event == "add" else up.discard)(event.node_id)
+    config = spec.config
+    if up and not config.target_nodes:
+        config = config.model_copy(update={"expected_nodes": len(up)})
+    return replace(spec, config=config, played=moment)
+
+
+def _driven(driver: Driver, inbox: Inbox) -> Finish:
+    try:
+        return driver.run()
+    except ClusterLost as error:
+        inbox.put(Fact(name=CLUSTER_LOST, detail=str(error)))
+        raise
+
+
+def _clock(journal: Journal, found: Found | None) -> RunClock:
+    last = journal.last_line()
+    return RunClock(found.attachment.epoch_s if found else None, last.time_s if last else 0.0)
+
+
+def _outlives_s(spec: RunSpec) -> float:
+    """How long VMs live without a manager."""
+    vms = spec.cluster.vms
+    return vms.lonely_s if isinstance(vms, ProvidedVms) else spec.config.policy.takeover_patience_s
 
 
 def _opened(open_machines: OpenMachines, opening: Opening) -> Machines:
@@ -211,5 +261,6 @@ def _setup(spec: RunSpec, run_dir: RunDir, machines: Machines, worker: str) -> W
         slow_spells=spec.slow_spells,
         heartbeat_wait_s=heartbeat_wait_s(spec.config.policy.heartbeat_timeout_s),
         emulation=spec.emulation,
-        code=spec.job_code,
+        code=spec.code,
+        known_by=run_dir.facts.known_by,
     )

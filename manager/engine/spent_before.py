@@ -10,17 +10,18 @@ from manager.report.spent import NS_PER_S, SHARES, UNITS_PER_USD
 from morph.contract.vm_names import vm_of
 
 
-def before_now(run_dir: Path, *, lives_on: bool) -> Before:
+def before_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Before:
     """Add up what all sessions of a run have cost by now.
 
     Args:
         run_dir: The run's directory.
+        now_s: By the run's clock.
         lives_on: The nodes of the last session live.
 
     Raises:
         RunDirError: the journal cannot be read.
     """
-    ledger = ledger_now(run_dir, lives_on=lives_on)
+    ledger = ledger_now(run_dir, now_s, lives_on=lives_on)
     total = ledger.account().total
     return Before(
         usd=total.cost / UNITS_PER_USD,

@@ -8,6 +8,7 @@ from manager.engine.driver import Driver
 from manager.engine.inherited import inherited
 from manager.engine.machines import Machines
 from manager.engine.vm_player import VmPlayer
+from manager.journal.records import TOOK_OVER, Fact
 
 
 def take_over(found: Found, machines: Machines, player: VmPlayer, driver: Driver) -> None:
@@ -28,4 +29,4 @@ def take_over(found: Found, machines: Machines, player: VmPlayer, driver: Driver
     if machines.provided is None:
         asked = {vm.name: vm.request for vm in inherited(found.state, found.vms).vms}
         player.resume(found.vms, found.appeared, asked)
-    driver.tell(*events, ManagerResumed(living=living))
+    driver.tell(Fact(name=TOOK_OVER), *events, ManagerResumed(living=living))

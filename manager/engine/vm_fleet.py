@@ -1,4 +1,4 @@
-"""The local VMs of a run: asked for, booted one after the other, revoked without warning."""
+"""The local VMs of a run: asked for, booted several at a time, revoked without warning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from manager.controller.events import NodeAppeared
+from manager.controller.events import NodeAppeared, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.journal.records import VM_KILLED, VM_UP, Fact
 from morph.contract.errors import ClusterError
@@ -16,17 +16,23 @@ from morph.contract.trace import TraceEvent
 
 
 class VmHost(Protocol):
-    """Where VMs run."""
+    """Where VMs run. ``boots_at_once``: in so many threads VMs are brought up."""
+
+    boots_at_once: int
 
     def add_vm(self, name: str) -> None:
-        """Bring up a VM; blocks."""
+        """Bring up a VM; blocks until it is up.
+
+        Raises:
+            ClusterError: it died, or is not up in time.
+        """
 
     def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
         """Get ready to take VMs away without warning, all at once; calling the result does it."""
 
 
 class VmFleet:
-    """Boots VMs from a thread of its own; ``request`` and ``revoke`` return at once, from any thread.
+    """Boots VMs from threads of its own; ``request`` and ``revoke`` return at once, from any thread.
 
     A node that is asked for again after its revocation gets a new VM id (``name.2``): it is another machine.
     """
@@ -40,7 +46,8 @@ class VmFleet:
         self._up: set[str] = set()
         self._failed: set[str] = set()
         self._lock = threading.Lock()
-        threading.Thread(target=self._boot_loop, name="morph-vm-boot", daemon=True).start()
+        for _ in range(host.boots_at_once):
+            threading.Thread(target=self._boot_loop, name="morph-vm-boot", daemon=True).start()
 
     def adopt(
         self,
@@ -116,7 +123,8 @@ class VmFleet:
         """Boot nothing any more."""
         with self._lock:
             self._wanted.clear()
-        self._boots.put(None)
+        for _ in range(self._host.boots_at_once):
+            self._boots.put(None)
 
     def _want(self, node: str) -> str:
         count = self._seen[node] = self._seen.get(node, 0) + 1
@@ -138,6 +146,7 @@ class VmFleet:
                     self._failed.add(vm)
                 if self._is_wanted(vm):
                     self._inbox.put(Fact(name="vm_failed", worker=vm, detail=str(error)))
+                    self._inbox.put(WorkerLost(worker=vm, cause=str(error)))
                 continue
             with self._lock:
                 wanted = vm in self._wanted.values()

@@ -1,29 +1,35 @@
 """The process that owns the local Ray nodes: ``python -m manager.engine.vm_host FD PATIENCE_S HOST PORT FIRST``.
 
-FD: see ``door``. HOST and PORT: of the head node; FIRST: of the ports of its other processes. 0: any free port.
+FD: see ``door``. HOST and PORT: of the head node; FIRST: of the ports of its other processes. 0: any free one.
 
 A process of its own, because the nodes must die with the thread that started them (the kernel's
-parent-death signal), Ray wants that to be a main thread, and Ctrl-C in the user's terminal must reach
+parent-death signal), Ray wants that of the head node to be a main thread, and Ctrl-C in the user's terminal must reach
 the manager alone. They outlive a manager that was killed for ``PATIENCE_S``, in which another may take over. Then, or
 at ``{"end": true}``, every node is ended; if no manager asked for that, the Ray directory, with the token, is removed.
 
 Every manager is greeted with ``{"host": pid, "address": .., "head": {name: pid}, "vms": {"vm0": [pids]}}``. Requests:
-``{"add": "vm0"}``, answered with ``{"name": "vm0", "pids": [..]}`` or ``{"name": "vm0", "error": ".."}``, and
-``{"settled": true}``.
+``{"add": "vm0"}``, answered with ``{"name": "vm0", "pids": [..]}`` or ``{"name": "vm0", "error": ".."}`` as soon as
+the VM is up, or dead, whatever else boots meanwhile; and ``{"settled": true}``. ``{"gone": "vm0"}`` tells of a VM that
+was up and whose raylet ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
 import socket
 import sys
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import psutil
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 from ray.cluster_utils import Cluster
 
 from manager.engine.door import Door, hear, tell
@@ -33,46 +39,128 @@ from manager.engine.ports import Ports
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 END_TIMEOUT_S = 10.0
+_PARAMS: Any = RayParams  # whose types are wrong
 
 
-@dataclass
+class _Node(Node):
+    """A Ray node that hands out its raylet's process as soon as there is one: the constructor waits on for Ray."""
+
+    def __init__(self, params: RayParams, started: Callable[[int], None]) -> None:
+        self._started = started
+        super().__init__(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
+
+    def start_raylet(self, *args: Any, **kwargs: Any) -> None:
+        super().start_raylet(*args, **kwargs)
+        self._started(self.all_processes["raylet"][0].process.pid)
+
+
 class _Nodes:
-    """What runs: Ray's cluster, and the processes of each VM, raylet first."""
+    """What runs: Ray's cluster, and the processes of each VM, raylet first. Each VM has a thread that ends with it."""
 
-    cluster: Any
-    vms: dict[str, list[int]] = field(default_factory=dict)
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self._vms: dict[str, list[int]] = {}
+        self._booting: set[str] = set()
+        self._manager: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._launching = threading.Lock()
+        self._numbers = count(1)
 
-    def greeting(self) -> dict[str, object]:
-        """What a manager must know."""
-        return {
-            "host": os.getpid(),
-            "address": self.cluster.address,
-            "head": _pids(self.cluster.head_node),
-            "vms": {name: pids for name, pids in self.vms.items() if all(map(_runs, pids))},
-        }
-
-    def add(self, name: str) -> dict[str, object]:
-        """Bring up a VM, and answer."""
-        try:
-            self._forget_killed()
-            node = self.cluster.add_node(
-                num_cpus=1,
-                resources={VM_RESOURCE + name: 1},
-                object_store_memory=OBJECT_STORE_BYTES,
-                node_ip_address=LOOPBACK,
-                include_log_monitor=False,
+    def greet(self, manager: socket.socket) -> None:
+        """Tell a manager what it must know, and from now on what happens."""
+        with self._lock:
+            self._manager = manager
+            tell(
+                manager,
+                host=os.getpid(),
+                address=self._cluster.address,
+                head=_pids(self._cluster.head_node),
+                vms=self._vms,
             )
-        except Exception as error:
-            return {"name": name, "error": f"{type(error).__name__}: {error}"}
-        self.vms[name] = list(_pids(node).values())
-        return {"name": name, "pids": self.vms[name]}
 
-    def _forget_killed(self) -> None:
-        """Reap nodes that were killed and let go of what Ray keeps of each: a zombie, a connection and its thread."""
-        for node in [node for node in self.cluster.worker_nodes if not any(map(_runs, _pids(node).values()))]:
-            self.cluster.remove_node(node, allow_graceful=False)
-            node._gcs_client = None  # Ray's exit hooks, which never run here, hold the node itself
-        self.vms = {name: pids for name, pids in self.vms.items() if any(map(_runs, pids))}
+    def part(self) -> None:
+        """The manager is gone: nothing is told any more."""
+        with self._lock:
+            self._manager = None
+
+    def add(self, name: str) -> None:
+        """Bring up a VM; the answer follows. One that boots already, or is up, is not brought up twice."""
+        with self._lock:
+            if name in self._vms:
+                self._say(name=name, pids=self._vms[name])
+            elif name not in self._booting:
+                self._booting.add(name)
+                threading.Thread(target=self._boot, args=(name,), name=f"vm-{name}", daemon=True).start()
+
+    def _boot(self, name: str) -> None:
+        """Body of a VM's thread; the kernel ends the raylet with it."""
+        ended = threading.Event()
+        try:
+            node = self._launched(name, ended)
+        except Exception as error:
+            self._did_not_come_up(name, f"{type(error).__name__}: {error}")
+            return
+        with self._lock:
+            is_up = name in self._booting
+            if is_up:
+                self._booting.remove(name)
+                self._vms[name] = list(_pids(node).values())
+                self._say(name=name, pids=self._vms[name])
+        ended.wait()
+        if is_up:
+            with self._lock:
+                del self._vms[name]
+                self._say(gone=name)
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+    def _launched(self, name: str, ended: threading.Event) -> _Node:
+        """A node that Ray knows. One is launched after the other, for Ray would give two the same files."""
+        number = next(self._numbers)
+        sockets = Path(self._cluster.head_node.get_sockets_dir_path())
+        params = _PARAMS(
+            num_cpus=1,
+            num_gpus=0,
+            resources={VM_RESOURCE + name: 1},
+            object_store_memory=OBJECT_STORE_BYTES,
+            node_ip_address=LOOPBACK,
+            gcs_address=self._cluster.gcs_address,
+            redis_address=self._cluster.redis_address,
+            min_worker_port=0,
+            max_worker_port=0,
+            node_manager_port=0,
+            dashboard_agent_listen_port=None,
+            include_log_monitor=False,
+            raylet_socket_name=str(sockets / f"raylet.{number}"),
+            plasma_store_socket_name=str(sockets / f"plasma_store.{number}"),
+        )
+        self._launching.acquire()
+        launched = ExitStack()
+        launched.callback(self._launching.release)
+
+        def started(raylet: int) -> None:
+            launched.close()
+            threading.Thread(target=self._watch, args=(name, raylet, ended), name=f"end-{name}", daemon=True).start()
+
+        with launched:
+            return _Node(params, started)
+
+    def _watch(self, name: str, raylet: int, ended: threading.Event) -> None:
+        """Wait for a raylet's end, and leave the zombie: until the manager was told, its number is nobody else's."""
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, raylet, os.WEXITED | os.WNOWAIT)
+        self._did_not_come_up(name, "its raylet ended while it booted")
+        ended.set()
+
+    def _did_not_come_up(self, name: str, error: str) -> None:
+        with self._lock:
+            if name in self._booting:
+                self._booting.remove(name)
+                self._say(name=name, error=error)
+
+    def _say(self, **entries: object) -> None:
+        if self._manager is not None:
+            with suppress(OSError):
+                tell(self._manager, **entries)
 
 
 def _start_head(host: str, port: int, first_port: int) -> _Nodes:
@@ -98,33 +186,29 @@ def _pids(node: Any) -> dict[str, int]:
     return {name: info.process.pid for name, infos in node.all_processes.items() for info in infos}
 
 
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def _end_children() -> None:
     children = psutil.Process().children(recursive=True)
     for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess):
             child.send_signal(signal.SIGKILL)
     wait_gone(children, END_TIMEOUT_S)
 
 
 def _attend(manager: socket.socket, nodes: _Nodes, door: Door) -> bool:
     """Do what one manager asks for until it goes; returns whether it asked for the end."""
-    with manager, contextlib.suppress(OSError):
-        tell(manager, **nodes.greeting())
-        while True:
-            request, _ = hear(manager)
-            if request is None or "end" in request:
-                return request is not None
-            if "settled" in request:
-                door.settle()
-            else:
-                tell(manager, **nodes.add(request["add"]))
+    with manager, suppress(OSError):
+        try:
+            nodes.greet(manager)
+            while True:
+                request, _ = hear(manager)
+                if request is None or "end" in request:
+                    return request is not None
+                if "settled" in request:
+                    door.settle()
+                else:
+                    nodes.add(request["add"])
+        finally:
+            nodes.part()
     return False
 
 

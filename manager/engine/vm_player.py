@@ -70,7 +70,8 @@ class VmPlayer:
         """Stop playing and booting."""
         self._over.set()
         self._clock_runs.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_TIMEOUT_S)
         self.fleet.close()
 
     def _run(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 
 from manager.controller.state import ControllerState
 from manager.engine.attachment import Found
@@ -17,9 +18,10 @@ from manager.engine.ray_environment import adopt, prepare
 from manager.engine.spending import Spending
 from manager.engine.vm_fleet import VmFleet
 from manager.journal.journal import Journal
-from manager.journal.records import Fact
+from manager.journal.records import SESSION_OVER, Fact
 from manager.providers.local import LocalProvider
 from morph.contract.cluster import LocalVms, Vms
+from morph.contract.errors import RunDirError
 
 MAX_LOCAL_VMS = 64
 PROVIDER_LOOK_S = 60.0
@@ -83,7 +85,9 @@ def watch_joining(
 
 
 def write_last_facts(inbox: Inbox, journal: Journal) -> None:
-    """Write down what was told after the driver's end, such as VMs that could not be ended."""
-    while (stamped := inbox.get(0.0)) is not None:
-        if isinstance(stamped.item, Fact):
-            journal.append_fact(stamped.time_s, stamped.item)
+    """Write down what was told after the driver's end, such as VMs that could not be ended, and that all is over."""
+    with suppress(RunDirError):  # a disk that is still full: whatever ended the run is told
+        while (stamped := inbox.get(0.0)) is not None:
+            if isinstance(stamped.item, Fact):
+                journal.append_fact(stamped.time_s, stamped.item)
+        journal.append_fact(inbox.now_s(), Fact(name=SESSION_OVER))

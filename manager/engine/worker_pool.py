@@ -1,7 +1,9 @@
 """Worker actors: one Ray actor a device, orders on one lane, control beside it.
 
 Every answer and every loss becomes an event on the driver's queue. A worker is lost when Ray says
-that its process died (10-20 ms after a kill) or when its heartbeat has been silent for too long.
+that its process died (10-20 ms after a kill) or when its heartbeat has been silent for too long. A call
+that Ray could not bring through, because a connection broke, is made again: the worker answers an order that comes
+twice as it did before.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
-from manager.controller.events import AheadReported, CheckpointFailed, UnitsWritten, WorkerAnswered, WorkerLost
+from manager.controller.events import WorkerAnswered, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.names import HEAD_RESOURCE, VM_RESOURCE
 from manager.engine.silence import Signs, Silence, heartbeat_wait_s
@@ -36,8 +39,11 @@ from morph.runtime.store import StoreHost
 from morph.runtime.worker import Worker
 
 CONTROL_LANE = "control"
+CALL_AGAIN_S = 0.2
 STORE_NAME = "morph-store"
 STORE_TIMEOUT_S = 60.0
+STORE_AGAIN_S = 5.0
+"""Of one try, for a cluster that ends waits for it."""
 ATTACH_TIMEOUT_S = 15.0
 
 
@@ -48,6 +54,8 @@ class _Handle(Signs):
     actor: Any
     probe: int | None = None
     """That is not answered yet."""
+    ahead: AheadOrder | None = None
+    """The last one: how far it is may have been told in vain."""
 
 
 class WorkerPool:
@@ -64,11 +72,12 @@ class WorkerPool:
         heartbeat_timeout_s: float,
         check_cluster: Callable[[], None] = lambda: None,
         *,
+        outage_timeout_s: float = 0.0,
         gpus: bool = False,
     ) -> None:
         self._inbox = inbox
         self._make_setup = make_setup
-        self._silence = Silence(heartbeat_timeout_s)
+        self._silence = Silence(heartbeat_timeout_s, outage_timeout_s, inbox.put_unheard)
         self._wait_s = heartbeat_wait_s(heartbeat_timeout_s)
         self._check_cluster = check_cluster
         self._num_gpus = 1 if gpus else 0
@@ -98,9 +107,11 @@ class WorkerPool:
         self._send(worker, "setup", self._make_setup(worker))
 
     def attach(self, workers: Sequence[str], set_up: Collection[str], lifeline: Lifeline) -> tuple[str, ...]:
-        """Go on with workers of a manager that was killed; returns those that answer within ``ATTACH_TIMEOUT_S``.
+        """Go on with workers of a manager that was killed; returns those that it has.
 
-        The rest is killed. ``set_up``: those whose heartbeats begin now.
+        ``set_up``: those whose heartbeats begin now. One of them that does not answer within ``ATTACH_TIMEOUT_S`` is
+        killed. The others are still being set up, or nobody wrote down that they are: they answer the setup that
+        follows, and who is lost meanwhile is known by that.
         """
         calls: dict[str, Any] = {}
         for worker in workers:
@@ -110,18 +121,18 @@ class WorkerPool:
                 continue
             self._handles[worker] = _Handle(actor=actor)
             calls[worker] = actor.follow.options(concurrency_group=CONTROL_LANE).remote(lifeline)
-        if calls:
-            ray.wait(list(calls.values()), num_returns=len(calls), timeout=ATTACH_TIMEOUT_S)
-        for worker, call in calls.items():
-            handle = self._handles[worker]
+        answers = {worker: call for worker, call in calls.items() if worker in set_up}
+        if answers:
+            ray.wait(list(answers.values()), num_returns=len(answers), timeout=ATTACH_TIMEOUT_S)
+        for worker, call in answers.items():
             try:
                 ray.get(call, timeout=0)
             except Exception:  # RayError: silent or gone; any other: it does not reach this manager
                 self.end(worker)
             else:
-                handle.ready = worker in set_up
-                if handle.ready:
-                    self._beat(worker, handle)
+                handle = self._handles[worker]
+                handle.ready = True
+                self._beat(worker, handle)
         return tuple(worker for worker in calls if not self._handles[worker].gone)
 
     def reshape(self, worker: str, order: ReshapeOrder) -> None:
@@ -143,15 +154,13 @@ class WorkerPool:
 
     def abort(self, worker: str, generation: int) -> None:
         """Abort a generation on a worker, beside its running order."""
-        handle = self._handles.get(worker)
-        if handle and not handle.gone:
-            handle.actor.abort.options(concurrency_group=CONTROL_LANE).remote(generation)
+        self._control(worker, "abort", generation)
 
     def ahead(self, worker: str, order: AheadOrder) -> None:
         """Tell a worker what to send ahead, or to expect, beside its running order."""
-        handle = self._handles.get(worker)
-        if handle and not handle.gone:
-            handle.actor.ahead.options(concurrency_group=CONTROL_LANE).remote(order)
+        if worker in self._handles:
+            self._handles[worker].ahead = order
+        self._control(worker, "ahead", order)
 
     def end(self, worker: str) -> None:
         """Kill a worker's process; no event follows."""
@@ -171,77 +180,101 @@ class WorkerPool:
         if handle is not None:
             self._lose(worker, handle, "its process is gone: its connection closed")
 
-    def watch(self) -> None:
-        """Report workers whose heartbeat is overdue, and end them: one that wakes must not go on."""
+    def watch(self) -> bool:
+        """Report workers whose heartbeat is overdue, and end them: one that wakes must not go on.
+
+        Returns whether somebody can be heard, or nobody is to be.
+        """
         self._check_cluster()
         for worker, silent_s in self._silence.overdue(self._handles):
             self._lose(worker, self._handles[worker], f"silent for {silent_s:.1f} s")
             ray.kill(self._handles[worker].actor, no_restart=True)
+        return not self._silence.outage
 
     def _send(self, worker: str, method: str, order: object) -> None:
         handle = self._handles[worker]
         if handle.probe is not None and not handle.gone:
-            handle.actor.leave_probe.options(concurrency_group=CONTROL_LANE).remote(handle.probe)
-        if not handle.gone:
-            self._answer(worker, getattr(handle.actor, method).remote(order))
+            self._control(worker, "leave_probe", handle.probe)
+        self._call(worker, handle, lambda: getattr(handle.actor, method).remote(order), self._answered)
 
-    def _answer(self, worker: str, reference: Any) -> None:
-        handle = self._handles[worker]
+    def _control(self, worker: str, method: str, argument: object) -> None:
+        handle = self._handles.get(worker)
+        if handle is not None:
+            self._call(worker, handle, partial(_on_control_lane, handle, method, argument))
+
+    def _call(
+        self,
+        worker: str,
+        handle: _Handle,
+        call: Callable[[], Any],
+        returned: Callable[[str, _Handle, Any], None] | None = None,
+        again: Callable[[], None] | None = None,
+    ) -> None:
+        """Call a worker, in whatever thread: again (or do ``again``) for as long as Ray cannot reach it.
+
+        ``returned``: told what it returned; a worker whose call fails otherwise is lost. None: nobody asks.
+        """
 
         def finished(future: Future[Any]) -> None:
             error = future.exception()
-            if error is not None:
+            if isinstance(error, ActorUnavailableError):
+                repeat = again or partial(self._call, worker, handle, call, returned)
+                later = threading.Timer(CALL_AGAIN_S, repeat)
+                later.daemon = True
+                later.start()
+            elif returned is not None and error is not None:
+                self._lose(worker, handle, _cause(error))
+            elif returned is not None:
+                returned(worker, handle, future.result())
+
+        with self._ray_lock:
+            if self._closed or handle.gone:
+                return
+            try:
+                reference = call()
+            except Exception as error:  # in Ray's thread nobody else would see it
                 self._lose(worker, handle, _cause(error))
                 return
-            answer = future.result()
-            if isinstance(answer, Probed):
-                handle.probe = None
-                self._inbox.put_probed(answer)
-                return
-            if answer.kind == "ready":
-                handle.ready = True
-                self._beat(worker, handle)
-            self._inbox.put(WorkerAnswered(worker=worker, answer=answer))
-
         reference.future().add_done_callback(finished)
+
+    def _answered(self, worker: str, handle: _Handle, answer: Any) -> None:
+        if isinstance(answer, Probed):
+            handle.probe = None
+            self._inbox.put_probed(answer)
+            return
+        if answer.kind == "ready":
+            handle.ready = True
+            self._beat(worker, handle)
+        self._inbox.put(WorkerAnswered(worker=worker, answer=answer))
 
     def _beat(self, worker: str, handle: _Handle) -> None:
         """Ask for the next sign of life; called in Ray's threads."""
-        with self._ray_lock:
-            if not self._closed:
-                self._send_beat(worker, handle)
-
-    def _send_beat(self, worker: str, handle: _Handle) -> None:
         handle.beat_sent_s = time.monotonic()
-        try:
-            reference = handle.actor.heartbeat.options(concurrency_group=CONTROL_LANE).remote(self._wait_s)
-        except Exception as error:  # in Ray's thread nobody else would see it
-            self._lose(worker, handle, _cause(error))
-            return
+        self._await_beat(worker, handle)
 
-        def finished(future: Future[Any]) -> None:
-            error = future.exception()
-            if error is not None:
-                self._lose(worker, handle, _cause(error))
-                return
-            beat: Heartbeat = future.result()
-            if beat.times is not None:
-                self._inbox.paces.add(worker, beat.times)
-            if beat.written:
-                self._inbox.put(UnitsWritten(worker=worker, written=beat.written))
-            if beat.checkpoint_error:
-                self._inbox.put(CheckpointFailed(worker=worker, error=beat.checkpoint_error))
-            if beat.ahead is not None:
-                self._inbox.put(AheadReported(worker=worker, report=beat.ahead))
-            if not handle.gone:
-                self._beat(worker, handle)
+    def _await_beat(self, worker: str, handle: _Handle) -> None:
+        beat = partial(_on_control_lane, handle, "heartbeat", self._wait_s)
+        self._call(worker, handle, beat, self._beaten, again=partial(self._beat_again, worker, handle))
 
-        reference.future().add_done_callback(finished)
+    def _beat_again(self, worker: str, handle: _Handle) -> None:
+        """A heartbeat did not come through: what it told of is to be told again. It is awaited as long as before."""
+        self._control(worker, "follow", self._make_setup(worker).lifeline)
+        if handle.ahead is not None:
+            self._control(worker, "ahead", handle.ahead)
+        self._await_beat(worker, handle)
+
+    def _beaten(self, worker: str, handle: _Handle, beat: Heartbeat) -> None:
+        self._inbox.put_beat(worker, beat)
+        self._beat(worker, handle)
 
     def _lose(self, worker: str, handle: _Handle, cause: str) -> None:
         if not handle.gone:
             handle.gone = True
             self._inbox.put(WorkerLost(worker=worker, cause=cause))
+
+
+def _on_control_lane(handle: _Handle, method: str, argument: object) -> Any:
+    return getattr(handle.actor, method).options(concurrency_group=CONTROL_LANE).remote(argument)
 
 
 def _cause(error: BaseException) -> str:
@@ -251,21 +284,26 @@ def _cause(error: BaseException) -> str:
 
 
 class Store:
-    """The rendezvous store's process on the head node.
+    """The rendezvous store's process on the head node; see ``store_watch.Store``.
 
-    Detached and named, as the workers are.
-
-    Raises:
-        ClusterError: when it does not come up within ``STORE_TIMEOUT_S``.
+    Detached and named, as the workers are, so that another manager finds it. ``port``, ``pid``: 0 until they are known.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
+        self.host, self.port, self.pid = host, port, 0
+
+    def start(self) -> None:
+        """Start it, or find the one that runs.
+
+        Raises:
+            ClusterError: when it does not come up within ``STORE_TIMEOUT_S``; started again, ``STORE_AGAIN_S``.
+        """
         remote: Any = ray.remote
+        timeout_s = STORE_AGAIN_S if self.pid else STORE_TIMEOUT_S
         options = {"name": STORE_NAME, "lifetime": "detached", "num_cpus": 0, "resources": {HEAD_RESOURCE: 0.01}}
-        self._actor: Any = remote(StoreHost).options(**options).remote(host, port)
-        self.host = host
         try:
-            found: Any = ray.get(self._actor.port.remote(), timeout=STORE_TIMEOUT_S)
-        except RayError as error:
-            raise ClusterError(f"the rendezvous store did not start within {STORE_TIMEOUT_S:g} s: {error}") from error
-        self.port = int(found)
+            actor: Any = remote(StoreHost).options(**options, get_if_exists=True).remote(self.host, self.port)
+            found: Any = ray.get([actor.pid.remote(), actor.port.remote()], timeout=timeout_s)
+        except (RayError, ValueError) as error:  # ValueError: the name is just being given up
+            raise ClusterError(f"the rendezvous store did not start within {timeout_s:g} s: {error}") from error
+        self.pid, self.port = map(int, found)

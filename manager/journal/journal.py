@@ -12,10 +12,11 @@ from manager.controller.config import ControllerConfig
 from manager.controller.events import Event
 from manager.controller.state import Decision
 from manager.journal.records import DecisionRecord, Entry, EntryKind, Fact
-from morph.contract.errors import RunDirError
+from morph.contract.errors import JournalStuck, RunDirError
 
 FILE_NAME = "journal.sqlite"
 BUSY_S = 5.0
+WRITER_BUSY_S = 1.0
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -41,8 +42,8 @@ class Journal:
     """An open journal. Threads may share it. One process writes; others may read meanwhile.
 
     A line is safe from a crash of the process when the call returns; from a loss of power, up to the last
-    checkpoint of the write-ahead log. Waits for another writer are bounded by ``BUSY_S``. Beside the lines it keeps the
-    state after one of the last decisions, so that a new manager replays few of them, however long the run is.
+    checkpoint of the write-ahead log. Waits for another writer are bounded by ``WRITER_BUSY_S``. Beside the lines it
+    keeps the state after one of the last decisions, so that a new manager replays few of them, however long the run is.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
@@ -56,12 +57,14 @@ class Journal:
 
         Raises:
             RunDirError: the file is missing, cannot be written, or is not a journal.
+            JournalStuck: it is locked, or the disk is full.
         """
         if read_only and not path.is_file():
             raise RunDirError("holds no journal", source=str(path))
         uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
         try:
-            connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            busy_s = BUSY_S if read_only else WRITER_BUSY_S
+            connection = sqlite3.connect(uri, uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
             raise RunDirError(f"the journal cannot be opened: {error}", source=str(path)) from error
         try:
@@ -74,14 +77,17 @@ class Journal:
                     connection.execute(table)
         except sqlite3.Error as error:
             connection.close()
-            raise RunDirError(f"is not a journal, or is in use: {error}", source=str(path)) from error
+            stuck = isinstance(error, sqlite3.OperationalError) and path.is_file()
+            kind = JournalStuck if stuck else RunDirError
+            raise kind(f"is not a journal, or is in use: {error}", source=str(path)) from error
         return cls(connection, path)
 
     def append(self, time_s: float, kind: EntryKind, payload_json: str) -> None:
         """Append one line.
 
         Raises:
-            RunDirError: the file cannot be written.
+            JournalStuck: the file cannot be written now; nothing of it was.
+            RunDirError: the file is damaged.
         """
         self._write([(time_s, kind, payload_json)])
 
@@ -96,14 +102,13 @@ class Journal:
     def append_decision(self, time_s: float, event: Event, decision: Decision) -> None:
         """Append an event and what was decided, both or neither; to be called before the actions are carried out."""
         record = DecisionRecord.of(decision)
-        self._num_unsaved += 1
         state_json = None
-        if self._num_unsaved >= SNAPSHOT_EVERY:
-            self._num_unsaved = 0
+        if self._num_unsaved + 1 >= SNAPSHOT_EVERY:
             state_json = decision.state.model_dump_json(exclude={"config"})
         rows: list[tuple[float, EntryKind, str]]
         rows = [(time_s, "event", event.model_dump_json()), (time_s, "decision", record.model_dump_json())]
         self._write(rows, state_json)
+        self._num_unsaved = 0 if state_json is not None else self._num_unsaved + 1
 
     def read(self, after: int = 0) -> tuple[Entry, ...]:
         """Return every line behind this sequence number, in the order written.
@@ -169,9 +174,11 @@ class Journal:
                         self._connection.execute(
                             "INSERT INTO snapshots SELECT MAX(sequence), ? FROM entries", (state_json,)
                         )
+                    self._connection.execute("COMMIT")
                 except BaseException:
-                    self._connection.execute("ROLLBACK")
+                    if self._connection.in_transaction:  # a full disk ends some by itself
+                        self._connection.execute("ROLLBACK")
                     raise
-                self._connection.execute("COMMIT")
             except sqlite3.Error as error:
-                raise RunDirError(f"the journal cannot be written: {error}", source=str(self._path)) from error
+                kind = JournalStuck if isinstance(error, sqlite3.OperationalError) else RunDirError
+                raise kind(f"the journal cannot be written: {error}", source=str(self._path)) from error

@@ -16,10 +16,18 @@ EntryKind = Literal["config", "event", "decision", "fact"]
 VM_KILLED = "vm_killed"
 VM_UP = "vm_up"
 TRACE_PLAYED = "trace_played"
+TOOK_OVER = "took_over"
+"""Another manager goes on with the nodes: since the line before there was none."""
+OUTLIVES = "outlives"
+"""``detail``: for how many seconds the nodes outlive a manager that is killed."""
+CLUSTER_LOST = "cluster_lost"
+"""``detail``: what the session stood on and is gone."""
+SESSION_OVER = "session_over"
+"""The session's nodes are gone; missing where the manager was killed."""
 
 
 class Entry(Value):
-    """One line, in the order written. ``time_s``: wall-clock seconds, from the shell."""
+    """One line, in the order written. ``time_s``: seconds of the run's clock (``RunClock``)."""
 
     sequence: int
     time_s: float

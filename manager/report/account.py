@@ -18,7 +18,8 @@ class Part(StrEnum):
     messages, reducing, the manager's round. ``LOST``: steps that were given up or whose result was lost, and attempts
     that overflowed. ``MORPH``: forming another shape. ``CHECKPOINT``: the last commit and its files, for which training
     is over. ``WAITING``: ready while no shape is formed. ``WARMING``: booting, and until its worker is ready.
-    ``SPARE``: ready and without a place, or without a worker on a VM whose others live.
+    ``SPARE``: ready and without a place, or without a worker on a VM whose others live. ``UNMANAGED``: whatever they
+    did after their manager was killed, until another took over or they were gone.
     """
 
     COMPUTE = "compute"
@@ -29,6 +30,7 @@ class Part(StrEnum):
     WAITING = "waiting"
     WARMING = "warming"
     SPARE = "spare"
+    UNMANAGED = "unmanaged"
 
 
 class Bill(Value):

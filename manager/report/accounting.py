@@ -30,7 +30,7 @@ _OF_MEMBERS = {
     Phase.COMMITTING: Part.CHECKPOINT,
     Phase.SEALING: Part.CHECKPOINT,
 }
-_UNFORMED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING)
+_UNFORMED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
 
 
 @dataclass
@@ -39,7 +39,8 @@ class Ledger:
 
     A clock that was set back stands until it has caught up. ``since_ns``: from when on the present rate of each node
     that is paid for counts; ``rates``: what a nanosecond of it is; ``unheard``: those of which nobody said yet what
-    they cost; ``idle``: those that are gone while others of their VM live, which is paid whole until the last one goes.
+    they cost; ``idle``: those that are gone while others of their VM live, which is paid whole until the last one goes;
+    ``outlives_ns``: how long nodes outlive a manager that is killed.
     """
 
     now_ns: int = 0
@@ -55,6 +56,7 @@ class Ledger:
     open: Spent = NOTHING
     settled: dict[int, tuple[Spent, Spent]] = field(default_factory=dict)
     dearest: int | None = None
+    outlives_ns: int = 0
     _all: Spent = NOTHING
     _warming: Spent = NOTHING
     _idle: Spent = NOTHING
@@ -69,12 +71,23 @@ class Ledger:
         return Account(parts=parts, total=total, dearest=self.dearest)
 
     def begin_session(self, time_s: float) -> None:
-        """A manager begins with nodes of its own; those of an earlier one were gone when its journal ended."""
-        self._give_up_step()
-        self._gone(list(self.since_ns))
+        """A manager begins with nodes of its own; those of one that was killed outlived it by their patience."""
+        self.unmanaged(min(time_s, (self.now_ns + self.outlives_ns) / NS_PER_S))
+        self.end_session()
         self.now_ns = max(self.now_ns, _ns(time_s))
         self.phase, self.members, self._members = Phase.STARTING, frozenset(), NOTHING
         self.settled.clear()
+
+    def end_session(self) -> None:
+        """Every node is gone."""
+        self._give_up_step()
+        self._gone(list(self.since_ns))
+
+    def unmanaged(self, time_s: float) -> None:
+        """Book the time since the last line for nodes that had no manager."""
+        passed_ns = max(0, _ns(time_s) - self.now_ns)
+        self.now_ns += passed_ns
+        self.parts[Part.UNMANAGED] += self._all * passed_ns
 
     def advance(self, time_s: float) -> None:
         """Book the time since the last line."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -36,6 +35,7 @@ TOLD = frozenset(
         ReasonCode.WORKER_WELL,
         ReasonCode.MANAGER_RESUMED,
         ReasonCode.HOLDING,
+        ReasonCode.RESTING,
         ReasonCode.FORMED,
         ReasonCode.SET_BACK,
         ReasonCode.TOO_FEW_WORKERS,
@@ -66,16 +66,16 @@ class Happened:
 class LiveRun:
     """See the module's docstring. Times are seconds as the shell stamped them.
 
-    ``num_steps``: None when open-ended. ``version``: the one that the run goes on from. ``ledger``: what was booked
-    before; ``takes_over``: and by a manager whose nodes live on. ``shapes``: since when which one; None: none.
-    ``counts``: how many nodes there are, whenever that changes.
+    ``num_steps``: None when open-ended. ``start_s``: of the first decision. ``version``: the one that the run goes on
+    from. ``ledger``: what was booked before; ``takes_over``: and by a manager whose nodes live on. ``shapes``: since
+    when which one; None: none. ``counts``: how many nodes there are, whenever that changes.
     """
 
     job: str
     num_steps: int | None
     batch_size: int
     prices: Prices | None = None
-    start_s: float = field(default_factory=time.time)
+    start_s: float = 0.0
     time_s: float = 0.0
     phase: str = "starting"
     shape: str | None = None
@@ -101,8 +101,9 @@ class LiveRun:
             return self._take(time_s, event, decision)
 
     def _take(self, time_s: float, event: Event, decision: Decision) -> Happened | None:
-        if not self.time_s and not self.takes_over:
-            self.ledger.begin_session(time_s)
+        if not self.time_s:
+            self.start_s = time_s
+            (self.ledger.unmanaged if self.takes_over else self.ledger.begin_session)(time_s)
         state, self.time_s = decision.state, time_s
         self.ledger.advance(time_s)
         record = DecisionRecord.of(decision)

@@ -14,7 +14,7 @@ from manager.report.values import MorphRecord, SourceKind, SourceSum
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder
 
 KINDS: tuple[SourceKind, ...] = ("keep", "peer", "ahead", "checkpoint", "initial")
-STANDING = (Phase.ABORTING, Phase.WAITING, Phase.HOLDING)
+STANDING = (Phase.ABORTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
 GENERATION_LOST = (*STANDING, Phase.RESHAPING)
 
 
@@ -67,7 +67,9 @@ class MorphReader:
             self._add_lost(lost)
         if record.reshape is not None:
             self._formed(config, record.reshape)
-        if self.open is not None and any(isinstance(action, SendStep | SendCommit) for action in record.actions):
+        if self.open is not None and record.phase is Phase.RESTING:
+            self._change(reformed_at_s=None)  # what is written then is of no shape
+        elif self.open is not None and any(isinstance(action, SendStep | SendCommit) for action in record.actions):
             if self.open.reformed_at_s is None:
                 self._change(reformed_at_s=time_s)
         elif self.open is not None and record.phase in GENERATION_LOST:

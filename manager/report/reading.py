@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,10 +18,11 @@ from manager.controller.events import (
     WorkerLost,
 )
 from manager.journal.journal import FILE_NAME, Journal
-from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
+from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, VM_KILLED, DecisionRecord, Entry, Fact
 from manager.report.accounting import Ledger
 from manager.report.means import EvaluationReader, mean_loss, mean_metrics
 from manager.report.morphs import MorphReader
+from manager.report.spent import NS_PER_S
 from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import RunDirError
@@ -54,11 +54,12 @@ def read_ledger(run_dir: Path) -> Ledger:
     return reader.ledger
 
 
-def ledger_now(run_dir: Path, *, lives_on: bool) -> Ledger:
+def ledger_now(run_dir: Path, now_s: float, *, lives_on: bool) -> Ledger:
     """Return what all sessions of a run have booked by now; an empty one for a run that has not begun.
 
     Args:
         run_dir: The run's directory.
+        now_s: By the run's clock.
         lives_on: The nodes of the last session live, and are booked up to now.
 
     Raises:
@@ -66,7 +67,9 @@ def ledger_now(run_dir: Path, *, lives_on: bool) -> Ledger:
     """
     ledger = read_ledger(run_dir)
     if lives_on:
-        ledger.advance(time.time())
+        ledger.unmanaged(now_s)
+    else:
+        ledger.begin_session(now_s)
     return ledger
 
 
@@ -111,16 +114,17 @@ class _Reader:
         if not self.num_sessions:
             self.start_s = entry.time_s
         before_s, self.end_s = self.end_s, max(self.end_s, entry.time_s)
-        if entry.kind != "config":
+        fact = Fact.model_validate_json(entry.payload_json) if entry.kind == "fact" else None
+        if fact is not None and fact.name == TOOK_OVER:
+            self.ledger.unmanaged(entry.time_s)
+        elif entry.kind != "config":
             self.ledger.advance(entry.time_s)
         match entry.kind:
             case "config":
                 self._close_shape(before_s)
                 self._begin_session(ControllerConfig.model_validate_json(entry.payload_json), entry.time_s)
-            case "fact":
-                fact = Fact.model_validate_json(entry.payload_json)
-                if fact.name == VM_KILLED and fact.worker is not None:
-                    self.morphs.killed_s[fact.worker] = entry.time_s
+            case "fact" if fact is not None:
+                self._take_fact(fact, entry.time_s)
             case "event":
                 self.event = EVENT.validate_json(entry.payload_json)
             case "decision":
@@ -128,6 +132,16 @@ class _Reader:
                     record = DecisionRecord.model_validate_json(entry.payload_json)
                     self._decided(self.config, self.event, record, entry.time_s)
                     self.event = None
+
+    def _take_fact(self, fact: Fact, time_s: float) -> None:
+        if fact.name == VM_KILLED and fact.worker is not None:
+            self.morphs.killed_s[fact.worker] = time_s
+        elif fact.name == OUTLIVES:
+            self.ledger.outlives_ns = round(float(fact.detail) * NS_PER_S)
+        elif fact.name == SESSION_OVER:
+            self.ledger.end_session()
+            self.living.clear()
+            self._count_vms(time_s)
 
     def report(self, source: str) -> RunReport:
         """Close what is open."""

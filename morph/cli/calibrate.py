@@ -16,6 +16,7 @@ from morph.cli.calibrate_peer import TOKEN_HELP
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from calibrate.subject import Subject
     from calibrate.two_nodes import PeerAddress
     from morph.contract.profile import Profile
 
@@ -85,9 +86,10 @@ def calibrate_command(
     from rich.console import Console
 
     from calibrate.output import check_output, write_profile
-    from morph.cli.checks import users_code
+    from morph.cli.checks import TRIED_ONCE, users_code, warn_of_loss
     from morph.cli.errors import places
     from morph.contract.profile import load_profile
+    from morph.job import load_job
 
     others = {
         "--micro-batch": micro_batch,
@@ -117,11 +119,14 @@ def calibrate_command(
             checkpoint_url=checkpoint_url,
             peer=other_node,
             progress=progress,
+            check=_compare_with_plain,
         )
         return _with_commit_round(found, samples) if commit_round else found
 
     with users_code(job), places(_PLACES):
         found = _with_bar(measure, Console(file=sys.stderr))
+        if node_type is None:
+            warn_of_loss(load_job(job), sum(unit.parameter_bytes for unit in found.units) // 4, TRIED_ONCE)
     write_profile(found, path, as_read=known is not None)
     _show(found, node_type)
     if busy is not None:
@@ -130,6 +135,14 @@ def calibrate_command(
 
 
 calibrate_command.__doc__ = CALIBRATE_HELP
+
+
+def _compare_with_plain(subject: Subject) -> None:
+    from morph.cli.plain_check import agreement_note, compare_once
+
+    model = subject.cut(subject.job.micro_batch_size or 1)
+    found = compare_once(subject.job, subject.exported, model, device=subject.device)
+    print(agreement_note(found), file=sys.stderr)
 
 
 def _busy_note() -> str | None:

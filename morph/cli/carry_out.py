@@ -14,6 +14,7 @@ import typer
 
 from morph.cli.errors import EXIT_INTERRUPTED, places
 from morph.cli.report import no_price, prices_of
+from morph.cli.run_code import IfChanged
 
 if TYPE_CHECKING:
     from manager.controller.actions import Finish
@@ -38,6 +39,14 @@ PageOption = Annotated[
     bool, typer.Option("--page/--no-page", help="Serve the run's page on loopback; `morph page` gives its address.")
 ]
 
+IfChangedOption = Annotated[
+    IfChanged,
+    typer.Option(
+        help="If the job's code was changed since the run began: refuse; keep the code that it began with; or accept "
+        "changed code and data, from the newest checkpoint on."
+    ),
+]
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -48,7 +57,7 @@ class Shown:
     page: bool
 
 
-def carry_out(command: RunCommand, run_dir: Path | None, shown: Shown) -> None:
+def carry_out(command: RunCommand, run_dir: Path | None, shown: Shown, if_changed: IfChanged) -> None:
     """Do what ``morph run`` was asked for; ``run_dir``: instead of the job's own. Ends in the command's exit code."""
     from manager.preparation import from_its_first_event
     from morph.cli.checks import check_device
@@ -77,13 +86,9 @@ def carry_out(command: RunCommand, run_dir: Path | None, shown: Shown) -> None:
             value=described.vms.keep,
             allowed="vms.keep or --trace, not both",
         )
-    where = {
-        "memory_bytes": (str(asked.cluster_path), "vms.memory_bytes"),
-        "micro_batch_size": (str(asked.profile_path), "job.micro_batch_size"),
-    }
     directory = asked.run_dir
     try:
-        with places(where):
+        with places(asked.places):
             finish, report = managed_run(
                 asked.code,
                 known,
@@ -94,13 +99,16 @@ def carry_out(command: RunCommand, run_dir: Path | None, shown: Shown) -> None:
                 plain=shown.plain,
                 recompute=asked.recompute,
                 schedule=asked.schedule,
+                pipeline_depth=asked.pipeline_depth,
+                num_replicas=asked.num_replicas,
                 timeline_step=timeline_step,
                 as_json=log_format is LogFormat.JSON,
                 prices=prices,
                 page=shown.page,
                 checkpoint_url=asked.checkpoint_url,
                 cloud=asked.cloud,
-                job_code=asked.job_code,
+                job_files=asked.job_files,
+                if_changed=if_changed,
                 keep=partial(keep_command, command=command, files=asked.files(trace)),
             )
     except KeyboardInterrupt:
@@ -114,6 +122,7 @@ def carry_out(command: RunCommand, run_dir: Path | None, shown: Shown) -> None:
         if timeline_step is not None:
             _write_timeline(directory, timeline_step)
     if finish.outcome == "failed":
+        print(finish.traceback, end="", file=sys.stderr)
         raise TrainingStopped(finish.sentence)
     raise typer.Exit(EXIT_INTERRUPTED if finish.outcome == "stopped" else 0)
 
@@ -143,8 +152,11 @@ def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:
     print(summarise(report))
     if report.steps:
         picture = run_dir / "run.png"
-        draw_run(report, picture)
-        print(f"picture: {picture}")
+        try:
+            draw_run(report, picture)
+            print(f"picture: {picture}")
+        except OSError as error:  # the run is over all the same, and what it has to say follows
+            print(f"note: {picture} cannot be written: {error.strerror}", file=sys.stderr)
     if finish.outcome == "stopped":
         version = report.checkpoint_version or 0
         print(f"stopped; the same command goes on from version {version}; or: morph resume {run_dir}")

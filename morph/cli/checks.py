@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from morph.contract.cluster import ClusterConfig
+    from morph.contract.data_facts import JobFacts
     from morph.contract.errors import InputError
     from morph.contract.profile import Profile
     from morph.cutting import ExportedJob
     from morph.job import Job
+
+TRIED_ONCE = 200_000_000
+"""Parameters of the largest model that is run on two samples where a job is looked at: some seconds."""
+TRIED_BEFORE_RUNS = 20_000_000
+"""The same where a run may have to be taken over."""
 
 
 @contextmanager
@@ -49,6 +55,21 @@ def users_code(job_path: str) -> Iterator[None]:
     finally:
         logging.disable(before)
         sys.stderr.write(held.getvalue())
+
+
+def warn_of_loss(job: Job, num_parameters: int, most_parameters: int) -> None:
+    """Tell on standard error if the loss is not the mean over samples that it is taken for.
+
+    Args:
+        job: Its model is built and run, without gradients, on some samples.
+        num_parameters: Elements of the model.
+        most_parameters: A larger model is not tried.
+    """
+    if num_parameters <= most_parameters:
+        from morph.cutting.mean_trial import loss_warnings
+
+        for sentence in loss_warnings(job):
+            print(f"warning: {sentence}", file=sys.stderr)
 
 
 def check_output(path: Path, error_type: type[InputError]) -> None:
@@ -112,18 +133,23 @@ def may_certify(packages: Sequence[str]) -> bool:
     return bool(set(re.split(r"[\s,]+", names["morph-train"].lower())) & {"tls", "azure", "dev"})
 
 
-def check_job(job_path: str, profile: Profile) -> None:
-    """Cut the job and hold it against the profile.
+def check_job(job_path: str, profile: Profile) -> JobFacts:
+    """Cut the job and hold it against the profile; returns by what it is known.
 
     Raises:
         JobError: a wrong job file, or one with an unhandled dependency between sections.
-        ExportError: a model that torch.export refuses.
+        ExportError: a model that torch.export refuses, or whose sections do not compute what it does by itself.
         ProfileError: a profile of another model, or of another batch size.
     """
     import torch
 
+    from morph.cli.plain_check import agreement_note, compare_once
+    from morph.contract.data_facts import JobFacts
     from morph.contract.errors import ProfileError
     from morph.cutting import cut, export_job
+    from morph.cutting.data_trial import check_data
+    from morph.cutting.report import num_elements
+    from morph.data.fingerprint import data_facts
     from morph.job import load_job
     from morph.runtime.job_checks import check_training
 
@@ -161,8 +187,14 @@ def check_job(job_path: str, profile: Profile) -> None:
             allowed=", ".join(sorted(units)),
         )
     with users_code(job_path):
-        check_training(job, model)
+        settings = check_training(job, model)
+        check_data(job)
+        warn_of_loss(job, num_elements(model), TRIED_BEFORE_RUNS)
+        compared = compare_once(job, exported, model)
+        if compared.how != "whole":
+            print(f"note: {agreement_note(compared)}", file=sys.stderr)
         _check_dependencies(job, exported, profile, job_path)
+        return JobFacts(data=data_facts(job), settings=settings)
 
 
 def _check_dependencies(job: Job, exported: ExportedJob, profile: Profile, job_path: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.checks import check_output, users_code
+from morph.cli.checks import TRIED_ONCE, check_output, users_code, warn_of_loss
 from morph.cli.cut_words import kind_name, short_source
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def cut_command(
 
     if png is not None:
         check_output(png, JobError)
-    report = _find(job, num_sections, m)
+    report, compared = _find(job, num_sections, m)
     if png is not None:
         from morph.cli.cut_picture import draw_cuts
 
@@ -54,26 +54,33 @@ def cut_command(
     console.print(_section_table(report))
     if report.cuts:
         console.print(_cut_table(report))
-    for line in _notes(report):
+    for line in (*_notes(report), compared):
         console.print(line, soft_wrap=True, highlight=False)
     if png is not None:
         console.print(f"Drew {png}.")
 
 
-def _find(job_path: str, num_sections: int | None, m: int | None) -> CutReport:
+def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutReport, str]:
+    """Return the cuts, and how they compare with the plain model."""
+    from morph.cli.plain_check import agreement_note, compare_once
     from morph.cutting import cut, export_job
+    from morph.cutting.data_trial import check_data
     from morph.cutting.report import report_cuts
     from morph.job import load_job
 
     with users_code(job_path):
         job = load_job(job_path)
         exported = export_job(job)
+        check_data(job)
         model = cut(
             exported,
             num_sections=num_sections if num_sections is not None else job.num_sections,
             micro_batch_size=m or job.micro_batch_size or 1,
         )
-        return report_cuts(exported, model)
+        report = report_cuts(exported, model)
+        compared = compare_once(job, exported, model, quick=True)
+        warn_of_loss(job, report.num_parameters, TRIED_ONCE)
+        return report, agreement_note(compared)
 
 
 def _section_table(report: CutReport) -> Table:
@@ -143,8 +150,13 @@ def _notes(report: CutReport) -> list[str]:
         f"tied weights: {'; '.join(tied) or 'none'}",
         f"parameters without influence on the loss: {', '.join(report.unused_parameters) or 'none'}",
     ]
+    if report.bound_by is not None:
+        only = "one section only, so no pipeline" if len(shares) == 1 else "sections are uneven"
+        lines.append(f"{only}: {report.bound_by}")
     if report.refusal is not None:
         lines.append(f"cut at the user's marks, and run as it is written; torch.export says: {report.refusal}")
+    if report.written_buffers:
+        lines.append(f"buffers that the forward writes, as part of the state: {', '.join(report.written_buffers)}")
     if report.metrics:
         lines.append(f"metrics: {', '.join(report.metrics)}")
     if report.not_recorded is None:

@@ -71,14 +71,13 @@ def demo_command(
         )
     memory_bytes = device_memory_bytes(vms)
     _clear(out)
-    started_s = time.time()
+    started_s = time.monotonic()
 
     print(f"[1/5] calibrate {job}", flush=True)
     profile = calibrate(job)
     (out / "profile.json").write_text(profile.model_dump_json(indent=2), encoding="utf-8")
-    print(
-        f"      {profile.num_sections} sections measured in {time.time() - started_s:.0f} s -> {out / 'profile.json'}"
-    )
+    took_s = time.monotonic() - started_s
+    print(f"      {profile.num_sections} sections measured in {took_s:.0f} s -> {out / 'profile.json'}")
 
     print("[2/5] plan", flush=True)
     trace = generate_trace(
@@ -121,7 +120,7 @@ def demo_command(
     draw_run(with_expectations(report, shared), out / "run" / "run.png", f"expected on {num_cores} shared cores")
     ok = _judge(report, out, reference, promised=(seed, seconds) == (SEED, SECONDS))
     print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")
-    print(f"whole demo: {time.time() - started_s:.0f} s")
+    print(f"whole demo: {time.monotonic() - started_s:.0f} s")
     raise typer.Exit(0 if ok else 1)
 
 
@@ -175,14 +174,14 @@ def _reference(job: str, profile: Profile, plan: Plan, steps: int, directory: Pa
     command = [sys.executable, "-m", "morph.runtime.single", job, "--steps", str(steps)]
     command += ["--sections", str(profile.num_sections), "--micro-batch", str(plan.micro_batch_size)]
     command += ["--checkpoints", str(directory)]
-    told_s = time.time()
+    told_s = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 entry = json.loads(line)
-                if time.time() - told_s > 5 or entry["step"] + 1 == steps:
-                    told_s = time.time()
+                if time.monotonic() - told_s > 5 or entry["step"] + 1 == steps:
+                    told_s = time.monotonic()
                     print(f"      step {entry['step'] + 1}/{steps}  loss {entry['loss']:.4f}", flush=True)
         except BaseException:
             process.kill()

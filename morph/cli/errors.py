@@ -7,12 +7,14 @@ InputError          one line on standard error            2
 BadParameter        the same, with the value given        2
 TrainingStopped     one line on standard error            1
 KeyboardInterrupt   one line on standard error            130
+OSError: no room    one line on standard error            1
 anything else       its traceback: it is a bug            1
 ==================  ====================================  ====
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ from morph.contract.errors import InputError, TrainingStopped
 EXIT_STOPPED = 1
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 def one_line(error: Exception) -> str:
@@ -80,6 +83,11 @@ class MorphGroup(TyperGroup):
             raise typer.Exit(EXIT_INPUT) from error
         except TrainingStopped as error:
             print(one_line(error), file=sys.stderr)
+            raise typer.Exit(EXIT_STOPPED) from error
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            print(one_line(InputError(str(error.strerror), source=error.filename)), file=sys.stderr)
             raise typer.Exit(EXIT_STOPPED) from error
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from manager.run_dir import RunFacts
+    from morph.job import Job
 
 
 def export_command(
@@ -15,7 +19,7 @@ def export_command(
         int | None, typer.Option(min=0, help="Steps applied; default: of the newest complete checkpoint.")
     ] = None,
     job: Annotated[
-        str | None, typer.Option(metavar="JOB", help="path/to/file.py:name; default: where it was when the run began.")
+        str | None, typer.Option(metavar="JOB", help="path/to/file.py:name; default: the code that the run trains on.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
 ) -> None:
@@ -31,7 +35,6 @@ def export_command(
     from morph.checkpoint.manifest import complete_versions, read_manifest
     from morph.checkpoint.plain_file import write_plain_file
     from morph.contract.errors import InputError, RunDirError
-    from morph.job import load_job
     from morph.runtime.model_state import export_state
 
     facts = read_facts(run_dir)
@@ -47,7 +50,20 @@ def export_command(
         raise RunDirError(
             "has no such checkpoint", source=str(run_dir), field="--version", value=wanted, allowed=allowed
         )
-    tensors = export_state(load_job(job or facts.job), url, read_manifest(url, wanted))
+    tensors = export_state(_loaded(run_dir, facts, job), url, read_manifest(url, wanted))
     write_plain_file(output, tensors)
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     print(f"wrote version {wanted} to {output}: {len(tensors)} tensors, {size_bytes / 2**20:.1f} MiB")
+
+
+def _loaded(run_dir: Path, facts: RunFacts, job: str | None) -> Job:
+    """The job that is named; else the one that the run trains, whatever became of its files."""
+    from manager.engine.job_code import kept
+    from morph.job import load_job
+    from morph.job_files import JobFiles
+    from morph.runtime.job_code import files_of
+
+    if job is None and facts.code_sha256 is not None:
+        code = kept(run_dir, facts.code_sha256, facts.job)
+        JobFiles(Path(code.folder), files_of(code)).install()
+    return load_job(job or facts.job)

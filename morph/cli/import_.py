@@ -47,8 +47,9 @@ def import_command(
     if micro_batch_size is None or micro_batch_size not in _possible(loaded):
         allowed = ", ".join(map(str, _possible(loaded)))
         raise JobError("the run needs a micro-batch size", source=job, field="--m", value=m, allowed=allowed)
-    model = cut(export_job(loaded), num_sections=loaded.num_sections, micro_batch_size=micro_batch_size)
-    parameters = ImportedParameters(loaded, model, file)
+    exported = export_job(loaded)
+    model = cut(exported, num_sections=loaded.num_sections, micro_batch_size=micro_batch_size)
+    parameters = ImportedParameters(loaded, model, file, exported.initial_buffers)
     facts = RunFacts(
         job=job,
         fingerprint=model.fingerprint,

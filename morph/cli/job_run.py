@@ -13,17 +13,32 @@ if TYPE_CHECKING:
     from morph.cli.provided import Cloud
     from morph.contract.cluster import ClusterConfig
     from morph.contract.job_file import JobFile
-    from morph.contract.messages import JobCode
     from morph.contract.plan import Schedule
     from morph.contract.profile import Profile
+    from morph.job_files import JobFiles
 
 
-IN_THE_FILE = ("profile", "cluster", "steps", "run_dir", "checkpoint_url", "schedule", "no_recompute")
+IN_THE_FILE = (
+    "profile",
+    "cluster",
+    "steps",
+    "run_dir",
+    "checkpoint_url",
+    "schedule",
+    "no_recompute",
+    "pipeline_depth",
+    "num_replicas",
+)
+_SHORT = {"pipeline_depth": "-P", "num_replicas": "-D"}
 
 
 @dataclass(frozen=True)
 class JobRun:
-    """What a run is asked for, read and with its paths resolved. ``cluster_path``: where the cluster stands."""
+    """What a run is asked for, read and with its paths resolved.
+
+    ``cluster_path``: where the cluster stands; with ``in_file`` it is a job file, which has everything. ``job_files``:
+    as they are now.
+    """
 
     code: str
     profile_path: Path
@@ -34,15 +49,27 @@ class JobRun:
     run_dir: Path
     schedule: Schedule
     recompute: bool
+    pipeline_depth: int | None = None
+    num_replicas: int | None = None
+    in_file: bool = False
     checkpoint_url: str | None = None
     cloud: Cloud | None = None
-    job_code: JobCode | None = None
+    job_files: JobFiles | None = None
+
+    @property
+    def places(self) -> dict[str, tuple[str, str]]:
+        """Where the values that the planner is given stand, for errors."""
+        source = str(self.cluster_path)
+        return {
+            "memory_bytes": (source, "vms.memory_bytes"),
+            "micro_batch_size": (str(self.profile_path), "job.micro_batch_size"),
+            **{name: (source, f"job.{name}") if self.in_file else ("", option) for name, option in _SHORT.items()},
+        }
 
     def files(self, trace: Path | None) -> tuple[Path, ...]:
-        """Every file that it was read from, the trace included; what the code imports is not known."""
-        code = Path(self.code.rpartition(":")[0])
+        """Every file that it was read from, the trace included; the run keeps its code itself."""
         more = (self.cloud.path if self.cloud is not None else None, trace)
-        return (code, self.profile_path, self.cluster_path, *(path for path in more if path is not None))
+        return (self.profile_path, self.cluster_path, *(path for path in more if path is not None))
 
 
 def check_given(job: str, given: Collection[str]) -> None:
@@ -61,7 +88,7 @@ def check_given(job: str, given: Collection[str]) -> None:
         return
     for name in IN_THE_FILE:
         if name in given:
-            option = "--" + name.replace("_", "-")
+            option = _SHORT.get(name, "--" + name.replace("_", "-"))
             raise ConfigError("stands in the job file", field=option, allowed=f"without it, as {job} says")
 
 
@@ -97,6 +124,8 @@ def asked_for(command: RunCommand, run_dir: Path | None) -> JobRun:
         run_dir=run_dir or _folder_of(measured, command.profile),
         schedule=command.schedule,
         recompute=command.recompute,
+        pipeline_depth=command.pipeline_depth,
+        num_replicas=command.num_replicas,
         checkpoint_url=_absolute_url(command.checkpoint_url, Path()),
     )
     return _with_cloud(run, str(command.cluster), "--checkpoint-url")
@@ -149,11 +178,14 @@ def resolve(path: Path, file: JobFile) -> JobRun:
         profile_path=profile_path,
         profile=profile,
         cluster_path=path,
+        in_file=True,
         cluster=file,
         steps=file.job.steps,
         run_dir=folder / file.job.run_dir if file.job.run_dir else _folder_of(profile, profile_path),
         schedule=file.job.schedule,
         recompute=file.job.recompute,
+        pipeline_depth=file.job.pipeline_depth,
+        num_replicas=file.job.num_replicas,
         checkpoint_url=_absolute_url(file.job.checkpoint_url, folder),
     )
     return _with_cloud(run, str(path), "job.checkpoint_url")
@@ -165,16 +197,17 @@ def _with_cloud(run: JobRun, source: str, field: str) -> JobRun:
     Raises:
         ConfigError: a file is wrong or missing, or the checkpoints are out of reach.
     """
-    from manager.engine.job_code import pack
+    from manager.engine.job_code import collect
     from morph.cli.provided import check_storage, check_url, load_cloud
 
     if run.checkpoint_url is not None:
         check_url(run.checkpoint_url, source, field)
     cloud = load_cloud(run.cluster, run.cluster_path)
     if cloud is None:
-        return run
+        return replace(run, job_files=collect(run.code))
     check_storage(cloud.vms, run.checkpoint_url, source, field)
-    return replace(run, cloud=cloud, job_code=pack(run.code, cloud.vms.environment.files, str(run.cluster_path)))
+    files = collect(run.code, cloud.vms.environment.files, str(run.cluster_path))
+    return replace(run, cloud=cloud, job_files=files)
 
 
 def _absolute_url(url: str | None, folder: Path) -> str | None:
@@ -194,12 +227,10 @@ def check_job_file(path: Path, file: JobFile) -> str:
 
     run = resolve(path, file)
     check_device(file, str(path))
-    where = {
-        "memory_bytes": (str(path), "vms.memory_bytes"),
-        "micro_batch_size": (str(run.profile_path), "job.micro_batch_size"),
-    }
-    with places(where):
-        check_job(run.code, run.profile)
+    assert run.job_files is not None
+    with places(run.places):
+        with run.job_files.in_use():
+            check_job(run.code, run.profile)
         config = controller_config(
             run.profile,
             file.vms,
@@ -209,6 +240,8 @@ def check_job_file(path: Path, file: JobFile) -> str:
             None,
             schedule=file.job.schedule,
             recompute=file.job.recompute,
+            pipeline_depth=file.job.pipeline_depth,
+            num_replicas=file.job.num_replicas,
         )
     largest = max(config.plans)
     plan = config.plans[largest]

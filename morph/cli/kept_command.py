@@ -27,6 +27,8 @@ class RunCommand(Value):
     schedule: Schedule = "varuna"
     timeline_step: int | None = Field(default=None, ge=0)
     recompute: bool = True
+    pipeline_depth: int | None = Field(default=None, ge=1)
+    num_replicas: int | None = Field(default=None, ge=1)
     price: float | None = Field(default=None, ge=0)
     on_demand_price: float | None = Field(default=None, ge=0)
 

@@ -63,7 +63,11 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Give the root command its options; its help is HELP."""
+    """Give the root command its options, its help being HELP; remove what killed runs of this user left."""
+    from manager.engine.folders import sweep
+
+    del version  # its callback printed it
+    sweep()
 
 
 app.command("calibrate")(calibrate_command)

@@ -11,10 +11,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from morph.cli.run_code import IfChanged, RunCode
+
 if TYPE_CHECKING:
     from manager.controller.actions import Finish
     from manager.controller.config import ControllerConfig
-    from manager.engine.driver import Observer
+    from manager.engine.driver import Observed, Observer
     from manager.engine.session import RunSpec
     from manager.report.prices import Prices
     from manager.report.values import RunReport
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from morph.contract.plan import Schedule
     from morph.contract.profile import Profile
     from morph.contract.trace import Trace
+    from morph.job_files import JobFiles
 
 
 class View(Protocol):
@@ -48,34 +51,42 @@ def managed_run(
     stop_with_trace: bool = False,
     recompute: bool = True,
     schedule: Schedule = "varuna",
+    pipeline_depth: int | None = None,
+    num_replicas: int | None = None,
     timeline_step: int | None = None,
     as_json: bool = False,
     prices: Prices | None = None,
     page: bool = False,
     checkpoint_url: str | None = None,
     cloud: Cloud | None = None,
-    job_code: JobCode | None = None,
+    job_files: JobFiles | None = None,
+    if_changed: IfChanged = IfChanged.REFUSE,
     keep: Callable[[Path], None] = lambda _: None,
 ) -> tuple[Finish, RunReport]:
     """Check everything, then run a job on its VMs to its end, showing it live; returns the end and the report.
 
-    ``keep`` is given the run directory once it is known that the run begins.
+    A run whose VMs live is gone on with, or one that is in use refused, before the job is loaded. ``keep`` is given the
+    run directory once it is known that the run begins. ``job_files``: as they are now; absent: what the job imports.
 
     Raises:
         InputError: before anything is started or written.
         TrainingStopped: when the cluster or training fails.
     """
     from manager.dashboard.server import serving
-    from manager.engine.session import RunSpec, run_session
+    from manager.engine.again import Again, until_it_ends
+    from manager.engine.job_code import collect
+    from manager.engine.session import RunSpec, gone_on_with_trace, run_session
     from manager.preparation import constant_trace, controller_config, newest_checkpoint
     from manager.providers.run_name import name_of, write_name
     from manager.report.live import LiveRun
     from manager.report.reading import read_ledger, read_report
-    from manager.run_dir import RunDir, RunFacts
-    from morph.cli.checks import check_job
+    from manager.run_dir import RunDir, RunFacts, check_free, is_run
     from morph.cli.run_view import run_view
 
-    check_job(job_path, profile)
+    check_free(run_dir)
+    trained = RunCode(job_path, profile, job_files or collect(job_path), if_changed, unpack=cloud is not None)
+    if not is_run(run_dir) or not profile.units:  # a job that cannot run leaves nothing behind
+        trained.check()
     events = trace or constant_trace(cluster.vms)
     configure = partial(
         controller_config,
@@ -86,10 +97,12 @@ def managed_run(
         steps,
         recompute=recompute,
         schedule=schedule,
+        pipeline_depth=pipeline_depth,
+        num_replicas=num_replicas,
         timeline_step=timeline_step,
         num_beyond=0 if cloud is None else cloud.most_devices - 1,
     )
-    draft = configure(None)  # before the run directory is made: a job that cannot run leaves nothing behind
+    draft = configure(None)
     facts = RunFacts(
         job=job_path,
         fingerprint=profile.job.fingerprint,
@@ -108,9 +121,12 @@ def managed_run(
         faults=faults,
         stop_with_trace=stop_with_trace,
         patient_trace=stop_with_trace,
-        command=_asked_for(job_path, draft, cluster, events),
-        job_code=job_code,
+        command=_asked_for(job_path, draft, cluster, events) | {"-P": str(pipeline_depth), "-D": str(num_replicas)},
     )
+
+    def on(code: JobCode) -> RunSpec:
+        command = {**spec.command, "the job's code": code.sha256}
+        return replace(spec, code=code, facts=trained.facts(code), command=command)
 
     @contextmanager
     def view(version: int, *, takes_over: bool) -> Iterator[Observer]:
@@ -124,27 +140,48 @@ def managed_run(
             takes_over=takes_over,
         )
         page_of = serving(live, opened.path) if page else nullcontext()
-        with page_of, run_view(live, plain=plain, as_json=as_json) as observer:
-            yield observer
+        with page_of, run_view(live, plain=plain, as_json=as_json) as show:
 
+            def observe(observed: Observed) -> None:
+                again(observed)
+                show(observed)
+
+            yield observe
+
+    code: JobCode | None = None
+
+    def session(number: int) -> Finish:
+        nonlocal code
+        finish = None if number else _gone_on_with(on(trained.of(opened)), opened, view)
+        if finish is not None:
+            return finish
+        checkpoint = newest_checkpoint(opened.checkpoint_url)
+        version = checkpoint.version if checkpoint else 0
+        if not number:
+            _check_steps(steps, version, run_dir)
+        if code is None:
+            code = trained.begin(opened)
+            keep(opened.path)
+        begun = replace(on(code), config=configure(checkpoint))
+        if number:
+            begun = gone_on_with_trace(begun, opened)
+        if cloud is not None:
+            name = name_of(opened.path, profile.job.name)
+            name = name.model_copy(update={"num_starts": name.num_starts + 1})
+            write_name(opened.path, name)
+            print(f"VMs of this run are known as {name.run} (job {name.job})", file=sys.stderr)
+            begun = replace(begun, config=begun.config.model_copy(update={"requests": name.requests}))
+        with view(version, takes_over=False) as observer:
+            return run_session(begun, opened, observer)
+
+    again = Again(cluster.policy.give_up_after_s)
     with RunDir(run_dir, facts) as opened:
         name = name_of(opened.path, profile.job.name)
+        if cloud is not None:  # the provider marks VMs with it: another name would not find them again
+            write_name(opened.path, name)
         if cloud is not None:
             spec = replace(spec, providing=cloud.providing(name, opened.path))
-        finish = _gone_on_with(spec, opened, view)
-        if finish is None:
-            checkpoint = newest_checkpoint(opened.checkpoint_url)
-            version = checkpoint.version if checkpoint else 0
-            _check_steps(steps, version, run_dir)
-            keep(opened.path)
-            config = configure(checkpoint)
-            if cloud is not None:
-                name = name.model_copy(update={"num_starts": name.num_starts + 1})
-                write_name(opened.path, name)
-                print(f"VMs of this run are known as {name.run} (job {name.job})", file=sys.stderr)
-                config = config.model_copy(update={"requests": name.requests})
-            with view(version, takes_over=False) as observer:
-                finish = run_session(replace(spec, config=config), opened, observer)
+        finish = until_it_ends(session, again, lambda sentence: print(sentence, file=sys.stderr))
         return finish, read_report(opened.path)
 
 

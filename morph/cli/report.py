@@ -55,8 +55,12 @@ def report_command(
         raise no_price()
     page = report_page(report, prices)
     temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunDirError(f"cannot be written: {error.strerror}", source=str(path)) from error
     print(f"report: {path}")
 
 

@@ -23,6 +23,7 @@ COLOURS = {
     Part.WAITING: "#cfd6dd",
     Part.WARMING: "#b2df8a",
     Part.SPARE: "#7a828c",
+    Part.UNMANAGED: "#4d3b2f",
 }
 MEANINGS = {
     Part.COMPUTE: "forward, recompute and backward of steps that count",
@@ -33,6 +34,7 @@ MEANINGS = {
     Part.WAITING: "ready while no shape is formed",
     Part.WARMING: "until the worker is ready",
     Part.SPARE: "ready without a place",
+    Part.UNMANAGED: "after their manager was killed",
 }
 
 

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from morph.cli.carry_out import LogFormat, LogFormatOption, PageOption, PlainOption, Shown, carry_out
+from morph.cli.carry_out import IfChangedOption, LogFormat, LogFormatOption, PageOption, PlainOption, Shown, carry_out
 from morph.cli.plan import ScheduleName
 from morph.cli.report import OnDemandOption, PriceOption
+from morph.cli.run_code import IfChanged
 
 
 def run_command(
@@ -44,9 +45,20 @@ def run_command(
     no_recompute: Annotated[
         bool, typer.Option("--no-recompute", help="Keep activations instead of running forwards again: more memory.")
     ] = False,
+    pipeline_depth: Annotated[
+        int | None,
+        typer.Option("-P", min=1, help="Stages of every shape: with fewer workers the run waits.", show_default=False),
+    ] = None,
+    num_replicas: Annotated[
+        int | None,
+        typer.Option(
+            "-D", min=1, help="Replicas at most: fewer while workers are missing, others stand by.", show_default=False
+        ),
+    ] = None,
     plain: PlainOption = False,
     log_format: LogFormatOption = LogFormat.TEXT,
     page: PageOption = True,
+    if_changed: IfChangedOption = IfChanged.REFUSE,
     price: PriceOption = None,
     on_demand_price: OnDemandOption = None,
 ) -> None:
@@ -84,10 +96,12 @@ def run_command(
         schedule=schedule.value,
         timeline_step=timeline_step,
         recompute=not no_recompute,
+        pipeline_depth=pipeline_depth,
+        num_replicas=num_replicas,
         price=price,
         on_demand_price=on_demand_price,
     )
-    carry_out(command, run_dir, Shown(plain, log_format, page))
+    carry_out(command, run_dir, Shown(plain, log_format, page), if_changed)
 
 
 def _given(context: typer.Context) -> set[str]:

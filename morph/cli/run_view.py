@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -45,13 +44,14 @@ def _line(run: LiveRun, happened: Happened) -> str:
 
 
 def _plain_observer(run: LiveRun) -> Observer:
-    told_s = time.time()
+    told_s: float | None = None
 
     def observe(observed: Observed) -> None:
         nonlocal told_s
         happened = run.take(observed.time_s, observed.event, observed.decision)
         if happened is not None:
             print(_line(run, happened), flush=True)
+        told_s = run.start_s if told_s is None else told_s
         if observed.time_s - told_s >= PLAIN_EVERY_S:
             told_s = observed.time_s
             print(f"{observed.time_s - run.start_s:7.1f} s  {run.headline}", flush=True)
@@ -104,7 +104,7 @@ def _panel(run: LiveRun) -> RenderableType:
     recent = [_line(run, happened) for happened in list(run.recent)[-RECENT:]]
     events = Text("\n".join(recent), style="dim", no_wrap=True, overflow="ellipsis")
     bar = ProgressBar(total=run.num_steps, completed=run.version) if run.num_steps else Text("")
-    elapsed_s = time.time() - run.start_s
+    elapsed_s = run.time_s - run.start_s
     return Panel(
         Group(Text(run.headline, style="bold"), bar, table, events), title=f"morph run {run.job}, {elapsed_s:.0f} s"
     )

@@ -37,20 +37,26 @@ def trace_deps_command(
     import torch
 
     from morph.cli.checks import users_code
+    from morph.cli.plain_check import agreement_note, compare_once
+    from morph.cutting import cut, export_job
     from morph.job import load_job
     from morph.tracing import check_dependencies
 
     torch.set_num_threads(1)
     with users_code(job):
-        report = check_dependencies(load_job(job), num_sections=num_sections, micro_batch_size=m)
+        loaded = load_job(job)
+        exported = export_job(loaded)
+        report = check_dependencies(loaded, num_sections=num_sections, micro_batch_size=m, exported=exported)
+        model = cut(exported, num_sections=report.num_sections, micro_batch_size=report.micro_batch_size)
+        compared = compare_once(loaded, exported, model, quick=True)
     if as_json:
         print(json.dumps(report.to_json()))
     else:
-        _show(report)
+        _show(report, agreement_note(compared))
     raise typer.Exit(_EXIT_VIOLATION if report.violations else 0)
 
 
-def _show(report: DependencyReport) -> None:
+def _show(report: DependencyReport, compared: str) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -70,6 +76,7 @@ def _show(report: DependencyReport) -> None:
         console.print(f"  what  {finding.message}", soft_wrap=True)
         if finding.advice:
             console.print(f"  do    {finding.advice}", soft_wrap=True)
+    console.print(compared, soft_wrap=True)
     count = len(report.violations)
     console.print(f"{count} violation{'' if count == 1 else 's'}" if count else "no violation: the job may start")
 

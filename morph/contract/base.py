@@ -13,7 +13,7 @@ from morph.contract.errors import InputError
 class Value(BaseModel):
     """A frozen value; unknown fields are refused, and NaN or infinity is not a number here."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="strings")
 
 
 ValueT = TypeVar("ValueT", bound=Value)

@@ -66,7 +66,8 @@ class Environment(Value):
     packages: tuple[Line, ...] = Field(default=(), description="pip requirements, installed at the first boot")
     setup: tuple[Line, ...] = Field(default=(), description="shell lines, run after that and before anything starts")
     files: tuple[Line, ...] = Field(
-        default=(), description="files and folders that the job's code needs, relative to its folder; sent to each VM"
+        default=(),
+        description="files and folders that the job reads beside its code, relative to its folder; sent to each VM",
     )
     image: str | None = Field(default=None, description="instead of the cloud file's, where VMs are made from images")
 
@@ -186,9 +187,19 @@ class Policy(Value):
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 20
     start_patience_s: Positive = Field(default=60.0, description="how long to wait at the start for VMs still booting")
     heartbeat_timeout_s: Positive = Field(default=5.0, description="a silent worker is given up after this")
+    outage_timeout_s: Positive = Field(
+        default=45.0,
+        description="workers that all fall silent together are given up after this: it is the network, or this machine",
+    )
     order_timeout_s: Positive = Field(default=300.0, description="bound on one step or reshape")
     max_fruitless_generations: Annotated[int, Field(ge=1)] = Field(
-        default=10, description="generations in a row without a committed step before the run stops"
+        default=10,
+        description="generations in a row without a new step before what is held is saved and the run pauses",
+    )
+    give_up_after_s: Positive = Field(
+        default=3600.0,
+        description="how long to try again, with growing pauses, where no step is decided because the cluster is lost "
+        "or generation after generation comes to nothing; then the run ends",
     )
     min_join_gain: Annotated[float, Field(ge=0)] = Field(
         default=0.02, description="a newcomer is taken in when the better shape is faster by this share"

@@ -9,12 +9,14 @@ MorphError
 │   ├── TraceError            a trace file
 │   ├── ConfigError           a cluster or job configuration file
 │   └── RunDirError           a run directory in use, not writable, or of another job
+│       └── JournalStuck      its journal cannot be written now: wait
 ├── GenerationAborted         retry: the group was dissolved, a new generation follows
 ├── PeerLost                  retry: a collective failed because a peer went away
 └── TrainingStopped           stop: the run cannot go on
     ├── NonFiniteGradient     a gradient is NaN or infinite
     ├── CheckpointError       a checkpoint is incomplete or damaged
     ├── ClusterError          the cluster cannot be started or reached
+    │   └── ClusterLost       what the run stood on is gone: a new cluster can go on from the newest checkpoint
     └── WaitTimeout           a bounded wait ran out; says what was waited for
 """
 
@@ -90,6 +92,10 @@ class RunDirError(InputError):
     """The run directory is in use, not writable, or belongs to another job."""
 
 
+class JournalStuck(RunDirError):
+    """The journal cannot be written or opened now: a full disk, another process's lock. That passes."""
+
+
 class GenerationAborted(MorphError):
     """The group of this generation was dissolved; the manager will form a new one."""
 
@@ -112,6 +118,10 @@ class CheckpointError(TrainingStopped):
 
 class ClusterError(TrainingStopped):
     """The cluster cannot be started or reached."""
+
+
+class ClusterLost(ClusterError):
+    """What a run stood on is gone; it can go on from its newest checkpoint on a new one."""
 
 
 class WaitTimeout(TrainingStopped):

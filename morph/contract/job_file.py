@@ -30,6 +30,14 @@ class JobPart(Value):
     )
     schedule: Schedule = Field(default="varuna", description="order of the tasks; the weights do not depend on it")
     recompute: bool = Field(default=True, description="false keeps activations instead: faster, more memory")
+    pipeline_depth: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="P of every shape: with fewer workers the run waits; absent: the fastest with those that are there",
+    )
+    num_replicas: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="D at most: fewer while workers are missing or where more are no faster; absent: any",
+    )
 
 
 class JobFile(ClusterConfig):

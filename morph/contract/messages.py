@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from morph.contract.base import Value
+from morph.contract.data_facts import JobFacts
 from morph.contract.decided import Decided, LossScale
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.plan import Plan
@@ -28,7 +29,8 @@ LEAVE_PROBE = b"leave probe "
 class Fault(Value):
     """A scheduled fault, for tests: the worker kills itself with SIGKILL when it reaches the phase.
 
-    ``nth`` picks the nth arrival at the phase within the step (0 = first).
+    Or an error is raised there, as torch does when a device has no memory left, or is gone itself. ``nth`` picks the
+    nth arrival at the phase within the step (0 = first).
     """
 
     worker: WorkerId
@@ -47,6 +49,7 @@ class Fault(Value):
     ]
     step: Annotated[int, Field(ge=0)]
     nth: Annotated[int, Field(ge=0)] = 0
+    kind: Literal["kill", "out_of_memory", "lost_device"] = "kill"
 
 
 class SlowSpell(Value):
@@ -73,12 +76,15 @@ class Lifeline(Value):
 
 
 class JobCode(Value):
-    """The job's own files as a zip, for a worker that does not see the manager's folders."""
+    """The files of the job that a run began with, as a zip: every worker of the run loads the job from these."""
 
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     job_path: str = Field(description="file.py:name inside it")
+    folder: str = Field(description="where they lie on the manager's machine")
+    sha256: str = Field(description="of the archive")
     archive: bytes = Field(repr=False)
+    unpack: bool = Field(default=False, description="the worker does not see that folder, and makes one of its own")
 
 
 class WorkerSetup(Value):
@@ -103,7 +109,8 @@ class WorkerSetup(Value):
     faults: tuple[Fault, ...] = ()
     slow_spells: tuple[SlowSpell, ...] = ()
     emulation: EmulatedDevice | None = Field(default=None, description="take these times; there is no job to load")
-    code: JobCode | None = Field(default=None, description="the job's files; absent: they are at ``job_path``")
+    code: JobCode | None = Field(default=None, description="absent: whatever lies at ``job_path``")
+    known_by: JobFacts = Field(default=JobFacts(), description="what the job, once it is loaded, must show")
 
 
 class Slot(Value):
@@ -203,12 +210,16 @@ class StepOrder(Value):
 
 
 class CommitOrder(Value):
-    """Apply the decided version without running another step; used at the end and before a pause."""
+    """Apply the decided version without running another step; used at the end and before a pause.
+
+    ``held``: of what the worker holds, for the generation is of no other worker and was never formed.
+    """
 
     generation: int = Field(ge=1)
     version: Version
     decided: Decided | None = None
     checkpoint_units: tuple[UnitId, ...] = ()
+    held: bool = False
 
 
 class ProbeOrder(Value):
@@ -253,7 +264,7 @@ class MicroBatchLoss(Value):
     With a loss scale, a loss may be infinite or NaN: its step is then skipped.
     """
 
-    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")
+    model_config = ConfigDict(allow_inf_nan=True)
 
     micro_batch: int
     loss: float
@@ -328,14 +339,24 @@ class Aborted(Value):
     detail: str = ""
 
 
+FailureCause = Literal["device", "memory", "job", "run"]
+
+
 class Failed(Value):
-    """The order failed for a reason that a new generation would not mend: the run must stop."""
+    """The order failed, and nothing that it was to change is changed.
+
+    ``cause``: ``device``, which is lost, and with it the worker; ``memory``, of the device or the host, ran out;
+    ``job``: the user's code, which may do better elsewhere or when it is tried again; ``run``: nothing would mend it.
+    ``traceback``: of the user's code, its own frames alone; empty where there is none.
+    """
 
     kind: Literal["failed"] = "failed"
     worker: WorkerId
     generation: int
     error: str
     detail: str = ""
+    cause: FailureCause = "run"
+    traceback: str = ""
 
 
 class UnitWritten(Value):

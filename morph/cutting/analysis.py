@@ -9,21 +9,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from morph.contract.errors import ExportError
 from morph.cutting.cost import node_cost
 from morph.cutting.exported import GraphJob
+from morph.cutting.functional import results_of
 from morph.cutting.positions import Position
+from morph.cutting.randomness import is_random
+from morph.cutting.user_functions import UserFunction
 
 REFERENCE_SAMPLES = 16
 _REPLICATED_SHARE = 0.05
@@ -72,6 +74,8 @@ class Analysis:
     replicated: frozenset[Node]
     output: Node
     metrics: tuple[Node, ...] = ()
+    writes: Mapping[Node, str] = field(default_factory=dict)
+    """Nodes that are the new value of a buffer, which is named."""
 
     @cached_property
     def order(self) -> dict[Node, int]:
@@ -93,7 +97,11 @@ class Analysis:
     @cached_property
     def costs(self) -> tuple[float, ...]:
         """Cost of each sequence node for the reference number of samples."""
-        return tuple(node_cost(node, self.shapes) for node in self.sequence)
+        return tuple(node_cost(node, self.shapes) + self._own_flops(node) for node in self.sequence)
+
+    def _own_flops(self, node: Node) -> float:
+        flops = node.target.flops if isinstance(node.target, UserFunction) else 0
+        return float(concrete(self.exported, flops, REFERENCE_SAMPLES))
 
     @property
     def total_cost(self) -> float:
@@ -113,6 +121,9 @@ class Analysis:
         blocked = [False] * (num_places + 1)
         for place, node in enumerate(self.sequence):
             last = self.last_use.get(node, place)
+            if node in self.writes:
+                value = self.order.get(node.args[0], place)  # type: ignore[arg-type]
+                blocked[value + 1 : place + 1] = [True] * (place - value)
             if not isinstance(node.meta.get("val"), Tensor):
                 blocked[place + 1 : last + 1] = [True] * (last - place)
                 continue
@@ -146,13 +157,15 @@ class Analysis:
 def analyse(exported: GraphJob) -> Analysis:
     """Sort the nodes of an exported graph."""
     graph = exported.graph_module.graph
-    (results,) = next(node for node in graph.nodes if node.op == "output").args
-    output, *metrics = results if isinstance(results, list | tuple) else (results,)
+    results = results_of(exported.graph_module)
+    num_told = 1 + len(exported.metric_names)
+    output, *metrics = results[:num_told]
+    writes = dict(zip(results[num_told:], exported.written, strict=True))
     calls = [node for node in graph.nodes if node.op == "call_function" and not is_known(node)]
-    free = _free_of_parameters_and_chance(exported, calls)
+    free = _free_of_parameters_and_chance(exported, calls) - writes.keys()  # a buffer is written by one section alone
     replicated = _cheap(exported, calls, free)
     sequence = tuple(node for node in calls if node not in replicated)
-    return Analysis(exported, sequence, frozenset(replicated), output, tuple(metrics))
+    return Analysis(exported, sequence, frozenset(replicated), output, tuple(metrics), writes)
 
 
 def _free_of_parameters_and_chance(exported: GraphJob, calls: list[Node]) -> set[Node]:
@@ -164,7 +177,7 @@ def _free_of_parameters_and_chance(exported: GraphJob, calls: list[Node]) -> set
             argument in bound or (argument.op == "placeholder" and exported.sources[argument.name].kind == "parameter")
             for argument in inputs
         )
-        (bound if depends or _is_random(node, exported.graph_module) else free).add(node)
+        (bound if depends or is_random(node, exported.graph_module) else free).add(node)
     return free
 
 
@@ -181,27 +194,6 @@ def _cheap(exported: GraphJob, calls: list[Node], free: set[Node]) -> set[Node]:
             if sum(costs[part] for part in cone) <= limit:
                 needed[node] = cone
     return set(needed)
-
-
-def _is_random(node: Node, graph_module: GraphModule) -> bool:
-    if isinstance(node.target, OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags and not _draws_nothing(node)
-    submodules = [graph_module.get_submodule(str(a.target)) for a in node.all_input_nodes if a.op == "get_attr"]
-    return any(
-        _is_random(inner, submodule)
-        for submodule in submodules
-        if isinstance(submodule, GraphModule)
-        for inner in submodule.graph.nodes
-        if inner.op == "call_function"
-    )
-
-
-def _draws_nothing(node: Node) -> bool:
-    """Whether a dropout is off: attention without dropout_p, or dropout outside training."""
-    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(probability == 0.0)
-    return node.target is torch.ops.aten.dropout.default and (node.args[1] in {0.0} or node.args[2] is False)
 
 
 def _differentiable(analysis: Analysis) -> set[Node]:
@@ -223,7 +215,12 @@ def _gradient_inputs(node: Node) -> Iterator[Node]:
     """Arguments through which a gradient flows: none for detach, no_grad and ``zeros_like`` and its kin."""
     if node.target in _NO_GRADIENT:
         return
-    if node.target is not operator.getitem:
+    if node.target is operator.getitem:
+        called, place = node.args
+        function = called.target if isinstance(called, Node) else None
+        if isinstance(function, UserFunction) and isinstance(place, int) and not function.differentiable[place]:
+            return
+    elif not isinstance(node.target, UserFunction):
         name = str(node.target)
         if "_like" in name or ".new_" in name:
             return

@@ -12,15 +12,21 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from morph.cutting.analysis import Analysis, concrete, is_known
+from morph.cutting.functional import WRITTEN
 
 
 @dataclass(frozen=True)
 class BuiltSection:
-    """A section's module and the order of its arguments: ``*inputs, *batch entries, *parameters, *constants``."""
+    """A section's module, called with ``*inputs, *batch entries, *parameters, *buffers, *constants``.
+
+    Its results are the outputs, then the new values of ``writes``.
+    """
 
     module: GraphModule
     batch_keys: tuple[str, ...]
     parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    writes: tuple[str, ...]
     constants: tuple[str, ...]
     signature: str
     num_replicated: int
@@ -70,24 +76,28 @@ def build_section(
     for node in inputs:
         builder.copies[node] = builder.graph.placeholder(node.name)
     sources = analysis.exported.sources
+    ends = [node for node in nodes if node in analysis.writes]
     read = _placeholders_read(analysis, [*nodes, *(node for node in outputs if node in analysis.replicated)])
     entries = sorted((node for node in read if sources[node.name].kind == "batch"), key=lambda n: sources[n.name].name)
     parameters = [node for node in read if sources[node.name].kind == "parameter"]
+    buffers = [node for node in read if sources[node.name].kind == "buffer"]
     constants = [node for node in read if sources[node.name].kind == "constant"]
-    for node in (*entries, *parameters, *constants):
+    for node in (*entries, *parameters, *buffers, *constants):
         builder.copies[node] = builder.graph.placeholder(node.name)
     for node in nodes:
         builder.copy(node)
     results = [_border(builder, node) for node in outputs]
-    builder.graph.output(tuple(results))
+    builder.graph.output((*results, *(builder.copies[node] for node in ends)))
     builder.graph.lint()
     module = GraphModule(builder.root, builder.graph)
     return BuiltSection(
         module=module,
         batch_keys=tuple(sources[node.name].name for node in entries),
         parameters=tuple(sources[node.name].name for node in parameters),
+        buffers=tuple(sources[node.name].name for node in buffers),
+        writes=tuple(analysis.writes[node] for node in ends),
         constants=tuple(node.name for node in constants),
-        signature=_signature(analysis, module, [*inputs, *entries, *parameters, *constants], num_samples),
+        signature=_signature(analysis, module, [*inputs, *entries, *parameters, *buffers, *constants], num_samples),
         num_replicated=sum(node in analysis.replicated for node in builder.copies),
     )
 
@@ -111,7 +121,11 @@ def _placeholders_read(analysis: Analysis, nodes: Sequence[Node]) -> list[Node]:
                 seen.add(argument)
                 if argument in analysis.replicated:
                     waiting.append(argument)
-    return [node for node in analysis.exported.graph_module.graph.nodes if node in seen and node.op == "placeholder"]
+    written = {
+        entry.meta[WRITTEN] for entry in nodes if WRITTEN in entry.meta
+    }  # an evaluation reads the old value there
+    placeholders = analysis.exported.graph_module.graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if node in seen or node.name in written]
 
 
 def _signature(analysis: Analysis, module: GraphModule, inputs: Sequence[Node], num_samples: int) -> str:

@@ -26,6 +26,8 @@ def node_cost(node: Node, shape_of: Callable[[Any], list[Shape]]) -> float:
     if node.op != "call_function" or is_view(node):
         return 0.0
     outputs = shape_of(node)
+    if node.target in RECURRENT:
+        return _recurrent(node, shape_of, outputs[0])
     formula = _FORMULAS.get(node.target)
     if formula is not None:
         shapes = [shape_of(argument)[0] if isinstance(argument, Node) else () for argument in node.args]
@@ -50,6 +52,13 @@ def _convolution(shapes: list[Shape], output: Shape) -> float:
     return 2.0 * prod(output) * prod(shapes[1][1:])
 
 
+def _recurrent(node: Node, shape_of: Callable[[Any], list[Shape]], output: Shape) -> float:
+    """Every weight of every layer and direction is used once for each sample and time."""
+    weights = [shape_of(weight)[0] for weight in node.args[2] if isinstance(weight, Node)]  # type: ignore[union-attr]
+    return 2.0 * prod(output[:2]) * sum(prod(shape) for shape in weights if len(shape) > 1)
+
+
+RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
 _FORMULAS: dict[Any, Callable[[list[Shape], Shape], float]] = {
     aten.linear.default: _linear,
     aten.mm.default: _linear,

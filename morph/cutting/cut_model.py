@@ -9,12 +9,13 @@ from torch.fx import Node
 
 from morph.contract.errors import JobError
 from morph.cutting.analysis import Analysis, analyse
+from morph.cutting.blocks import find_blocks
 from morph.cutting.build import BuiltSection, build_section, describe
 from morph.cutting.exported import ExportedJob, GraphJob, MarkedJob
 from morph.cutting.locate import module_paths, node_line
 from morph.cutting.marked_cut import cut_marked
 from morph.cutting.marks import marked_positions
-from morph.cutting.positions import choose_positions, default_num_sections
+from morph.cutting.positions import MAX_DEFAULT_SECTIONS, choose_positions, default_num_sections
 from morph.cutting.section import BoundaryTensor, CutModel, ParameterUnit, Section, units_of
 
 __all__ = ["BoundaryTensor", "CutModel", "ParameterUnit", "Section", "cut"]
@@ -49,12 +50,13 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
     specs = exported.initial_parameters.specs
     return CutModel(
         sections=tuple(sections),
-        units=units_of(sections, tuple(specs)),
+        units=units_of(sections, tuple(specs), tuple(exported.initial_buffers)),
         fingerprint=_fingerprint(analysis, places),
         micro_batch_size=micro_batch_size,
         parameter_specs={name: spec for name, spec in specs.items() if name in used},
         unused_parameters=tuple(name for name in specs if name not in used),
         metric_names=exported.metric_names,
+        buffer_specs=exported.initial_buffers.specs,
     )
 
 
@@ -65,7 +67,15 @@ def _cut_places(analysis: Analysis, num_sections: int | None) -> tuple[int, ...]
         return tuple(place.index for place in marked)
     if marked:
         positions = marked
-    wanted = default_num_sections(positions, total) if num_sections is None else num_sections
+    blocks = None if marked else find_blocks(analysis, positions)
+    if num_sections is not None:
+        wanted = num_sections
+    elif blocks is None:
+        wanted = default_num_sections(positions, total)
+    else:
+        wanted = min(MAX_DEFAULT_SECTIONS, blocks.num_sections)
+    if blocks is not None and wanted == blocks.num_sections and len(blocks.positions) >= wanted - 1:
+        positions = blocks.positions
     try:
         return choose_positions(positions, total, wanted)
     except ValueError as error:
@@ -92,6 +102,8 @@ def _section(
         parameters=built.parameters,
         signature=built.signature,
         code=built.module,
+        buffers=built.buffers,
+        writes=built.writes,
         constants=built.constants,
         constant_values=analysis.exported.initial_constants,
         source=next((line for node in nodes if (line := node_line(node))), None),

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from morph.cutting.construct import LazyTensors
 from morph.cutting.trial import Whole
 from morph.job import Job
+
+
+class InitialState(Mapping[str, Tensor]):
+    """Initial values of everything that changes while training, made when they are asked for."""
+
+    def __init__(self, *parts: LazyTensors) -> None:
+        self._parts = {name: part for part in parts for name in part}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parts[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def empty(self, name: str, device: torch.device) -> Tensor:
+        """See ``LazyTensors.empty``."""
+        return self._parts[name].empty(name, device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +42,7 @@ class ExportedJob:
     Attributes:
         initial_parameters: Trainable parameters by their first name in the model, on CPU, each made when it is asked
             for. A tied one comes once.
+        initial_buffers: The same of the buffers that the forward writes.
         aliases: Further names of tied parameters, with the name they are kept under.
         num_sections: What the job asks for, if anything.
         cut_points: Names of modules in front of which the job wants to be cut, if any.
@@ -29,6 +52,7 @@ class ExportedJob:
     """
 
     initial_parameters: LazyTensors
+    initial_buffers: LazyTensors
     aliases: dict[str, str]
     num_sections: int | None
     cut_points: tuple[str, ...]
@@ -36,10 +60,19 @@ class ExportedJob:
     not_recorded: str | None
     metric_names: tuple[str, ...] = ()
 
+    @property
+    def initial_state(self) -> InitialState:
+        """Parameters and written buffers: what changes while training."""
+        return InitialState(self.initial_parameters, self.initial_buffers)
+
 
 @dataclass(frozen=True)
 class Source:
-    """What a graph input holds: a trainable parameter, a constant (buffer, frozen parameter), or a batch entry."""
+    """What a graph input holds.
+
+    ``kind`` is ``parameter`` (a trainable one), ``buffer`` (one that the forward writes), ``constant`` (another buffer,
+    a frozen parameter) or ``batch``.
+    """
 
     kind: str
     name: str
@@ -50,7 +83,8 @@ class GraphJob(ExportedJob):
     """The graph of ``loss(model, batch)``, and what it starts from.
 
     Attributes:
-        graph_module: Graph of the loss (and the metrics) without in-place operations or assertions.
+        graph_module: Graph of loss, metrics and new values of buffers, without in-place operations or assertions.
+        written: The buffers whose new values the graph returns, in that order.
         sources: What each placeholder of the graph holds, by placeholder name.
         batch_symbol: The symbol that stands for the number of samples (a sympy symbol).
         initial_constants: Constants by the placeholder that holds them, made when they are asked for.
@@ -60,6 +94,7 @@ class GraphJob(ExportedJob):
     sources: dict[str, Source]
     batch_symbol: Any
     initial_constants: LazyTensors
+    written: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +17,15 @@ from torch.fx import Node
 
 from morph.job import Job
 
-_SLICE = re.compile(r"\.?slice\([^)]*\)")  # of a list of modules that the model iterates over a part of
+SLICE = re.compile(r"\.?slice\([^)]*\)")  # of a list of modules that the model iterates over a part of
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
+_OUR_FOLDER = str(Path(__file__).parent)
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def user_line(error: BaseException, job: Job, model: nn.Module | None) -> str | None:
     """Return ``file:line`` of the deepest frame in the job's or the model's files, or None when no frame is there."""
-    files = _user_files(job, model)
+    files = user_files(job, model)
     for link in _chain(error):
         frames = [frame for frame in traceback.extract_tb(link.__traceback__) if frame.filename in files]
         if frames:
@@ -31,11 +34,11 @@ def user_line(error: BaseException, job: Job, model: nn.Module | None) -> str | 
 
 
 def node_line(node: Node) -> str | None:
-    """Return the innermost ``file:line`` of the node's recorded stack outside torch."""
+    """Return the innermost ``file:line`` of the node's recorded stack outside torch and Morph; None without one."""
     lines = [
         line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")
     ]
-    outside = [line for line in lines if "/torch/" not in line] or lines
+    outside = [line for line in lines if not line.startswith((f'File "{_TORCH_FOLDER}', f'File "{_OUR_FOLDER}'))]
     if not outside:
         return None
     _, file, rest = outside[-1].split('"', 2)
@@ -45,8 +48,22 @@ def node_line(node: Node) -> str | None:
 def module_paths(node: Node) -> tuple[str, ...]:
     """Return the paths, in the user's model, of the modules that the node stands in, from the outermost inwards."""
     stack = node.meta.get("nn_module_stack") or {}
-    paths = (_SLICE.sub("", path).removeprefix("model").removeprefix(".") for path, _ in stack.values())
+    paths = (SLICE.sub("", path).removeprefix("model").removeprefix(".") for path, _ in stack.values())
     return tuple(path for path in paths if path)
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether code in a file may be the user's, or a library's that the user's model comes from."""
+    if file.startswith(("<", _TORCH_FOLDER, _OUR_FOLDER)):
+        return False
+    return "site-packages" in file or not file.startswith(_STANDARD_LIBRARY)
+
+
+def calling_line() -> str | None:
+    """Return ``file:line`` of the user's code that is being run."""
+    frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
 
 def definition_line(thing: Any) -> str:
@@ -58,7 +75,20 @@ def definition_line(thing: Any) -> str:
         return repr(thing)
 
 
-def _user_files(job: Job, model: nn.Module | None) -> set[str]:
+def model_line(job: Job, model: nn.Module) -> str:
+    """Return where the model's class is defined, or where the job builds it if the class is torch's own."""
+    line = definition_line(type(model))
+    return definition_line(job.model) if line.startswith(_TORCH_FOLDER) else line
+
+
+def forward_line(job: Job, model: nn.Module) -> str:
+    """Return where the model's forward is defined, or where the job builds it if its class is torch's own."""
+    line = definition_line(type(model).forward)
+    return definition_line(job.model) if line.startswith(_TORCH_FOLDER) else line
+
+
+def user_files(job: Job, model: nn.Module | None) -> set[str]:
+    """Return the files, outside torch, that define the job's functions and the model's modules."""
     things: list[Any] = [job.model, job.loss, job.dataset, job.optimizer]
     if model is not None:
         things.extend({type(module) for module in model.modules()})

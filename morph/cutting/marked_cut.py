@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from morph.contract.errors import ExportError, JobError
 from morph.cutting.cut_point import CutPoint
 from morph.cutting.exported import MarkedJob
-from morph.cutting.marked_run import Mark, MarkedCode, Trial, run_whole
+from morph.cutting.marked_run import Call, Mark, MarkedCode, Trial, named, run_whole
 from morph.cutting.positions import Position, choose_positions
+from morph.cutting.repeatable import Forward, require_repeatable
 from morph.cutting.section import BoundaryTensor, CutModel, Section, units_of
 
 _PREFIX = "model."
@@ -46,6 +48,7 @@ def cut_marked(exported: MarkedJob, *, num_sections: int | None, micro_batch_siz
     with torch.random.fork_rng(devices=[]):
         reference = _run_in_one_piece(exported, parameters, batch)
         marks = _chosen(reference, num_sections)
+        _refuse_choices_between_modules(reference.trial, marks)
         codes = _codes(exported, marks, reference, tuple(parameters), tuple(batch))
         sections = _run_in_sections(exported, codes, marks, reference, parameters, batch)
     used = {name for section in sections for name in section.parameters}
@@ -87,8 +90,22 @@ def _run_in_one_piece(exported: MarkedJob, parameters: Mapping[str, Tensor], bat
             allowed="no running statistics; use LayerNorm or GroupNorm, or track_running_stats=False",
         )
     _check_marks(exported, trial, names)
-    found = torch.autograd.grad(results[0], list(parameters.values()), allow_unused=True)
+    _check_repeatable(exported, parameters, batch)
+    found = _gradients(results[0], list(parameters.values()))
     return _Reference(results, dict(zip(parameters, found, strict=True)), trial, total)
+
+
+def _check_repeatable(exported: MarkedJob, parameters: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+    def run() -> object:
+        return functional_call(exported.whole, named(parameters), (dict(batch),))
+
+    require_repeatable(Forward(exported.job, exported.whole.model, parameters, batch, run))
+
+
+def _gradients(output: Tensor, wanted: Sequence[Tensor], given: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Return dense gradients; None where a tensor is not used."""
+    found = torch.autograd.grad(output, list(wanted), given, allow_unused=True)
+    return tuple(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient for gradient in found)
 
 
 def _check_marks(exported: MarkedJob, trial: Trial, names: set[str]) -> None:
@@ -131,6 +148,20 @@ def _chosen(reference: _Reference, num_sections: int | None) -> list[Mark]:
     return [marks[index] for index in indices]
 
 
+def _refuse_choices_between_modules(trial: Trial, marks: Sequence[Mark]) -> None:
+    """Each section runs again what lies between the modules in front of it, and would choose by numbers of its own."""
+    last = trial.marks.index(marks[-1]) if marks else -1
+    shared = frozenset[Call]().union(*(mark.enclosing for mark in marks))
+    for num_behind, call, line in trial.choices:
+        if num_behind <= last and call in shared:
+            raise JobError(
+                "a random number decides between the modules, in front of a cut: every section would draw its own",
+                source=line,
+                field="cut_points",
+                allowed="choices inside of modules, such as a layer that drops itself: each runs in one section",
+            )
+
+
 def _codes(
     exported: MarkedJob, marks: Sequence[Mark], reference: _Reference, names: tuple[str, ...], keys: tuple[str, ...]
 ) -> list[MarkedCode]:
@@ -144,6 +175,7 @@ def _codes(
             end=(end := borders[index + 1]),
             returned=reference.trial.returned,
             needs_gradient=end is None or bool(end.value.requires_grad),
+            seeded={mark.call: number for number, mark in enumerate(reference.trial.marks, 1)},
         )
         for index in range(len(marks) + 1)
     ]
@@ -165,7 +197,7 @@ def _run_in_sections(
         value = code(*inputs, *batch.values(), *parameters.values())
         expected = marks[index].value if index < len(marks) else reference.results[0]
         if not _equal(value[0], expected):
-            raise _goes_past(marks[max(index - 1, 0)])
+            raise _goes_past(marks[max(index - 1, 0)] if marks else None)
         runs.append((inputs, value))
     read = _backward(runs, reference, parameters, marks)
     flops = [0, *(mark.flops for mark in marks), reference.flops]
@@ -192,11 +224,7 @@ def _backward(
     for inputs, outputs in reversed(runs):
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
         wanted = [*leaves, *parameters.values()]
-        found = (
-            torch.autograd.grad(outputs[0], wanted, gradient[0], allow_unused=True)
-            if outputs[0].requires_grad
-            else (None,) * len(wanted)
-        )
+        found = _gradients(outputs[0], wanted, gradient[0]) if outputs[0].requires_grad else (None,) * len(wanted)
         gradient = found[: len(leaves)] or (None,)
         section = {n: g for n, g in zip(parameters, found[len(leaves) :], strict=True) if g is not None}
         for name, part in section.items():
@@ -204,7 +232,7 @@ def _backward(
         read.append(set(section))
     for name, expected in reference.gradients.items():
         if expected is not None and (name not in total or not _equal(total[name], expected)):
-            raise _goes_past(marks[0], f"the gradient of {name} is not that of the whole model: ")
+            raise _goes_past(marks[0] if marks else None, f"the gradient of {name} is not that of the whole model: ")
     return read[::-1]
 
 
@@ -212,7 +240,9 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def _goes_past(mark: Mark, what: str = "") -> ExportError:
+def _goes_past(mark: Mark | None, what: str = "") -> ExportError:
+    if mark is None:
+        return ExportError(f"{what}the model comes out otherwise when it is run again", source="Job", field="model")
     module = mark.call[0].removeprefix(_PREFIX)
     return ExportError(
         f"{what}a value other than the marked tensor goes past the cut in front of {module}",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
 from morph.cutting.analysis import REFERENCE_SAMPLES, analyse
+from morph.cutting.cost import RECURRENT
 from morph.cutting.exported import ExportedJob, GraphJob, MarkedJob
+from morph.cutting.locate import node_line
 from morph.cutting.section import CutModel, Section
+
+_UNEVEN = 1.5
+_MOST = 0.6
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,12 @@ class CutReport:
         sections: In order.
         cuts: K-1 of them.
         tied_units: Id and parameter names of each unit of several sections.
+        written_buffers: Those that the forward writes: they are trained state.
         unused_parameters: Trainable, without influence on the loss.
         metrics: Names of what the loss returns besides.
         not_recorded: Why every worker must build the whole model; None when none does.
         refusal: Why torch.export refused the model, which is then cut at the user's marks; None for a graph.
+        bound_by: Why there are no more sections, or no more even ones, and what helps; None where blocks are even.
         curve: For each place of a graph where a cut is possible: compute share before it, bytes per sample across it.
     """
 
@@ -85,10 +92,12 @@ class CutReport:
     sections: tuple[SectionFacts, ...]
     cuts: tuple[CutFacts, ...]
     tied_units: tuple[tuple[str, tuple[str, ...]], ...]
+    written_buffers: tuple[str, ...]
     unused_parameters: tuple[str, ...]
     metrics: tuple[str, ...]
     not_recorded: str | None
     refusal: str | None
+    bound_by: str | None
     curve: tuple[tuple[float, int], ...]
 
 
@@ -99,14 +108,16 @@ def report_cuts(exported: ExportedJob, model: CutModel) -> CutReport:
     return CutReport(
         fingerprint=model.fingerprint,
         micro_batch_size=model.micro_batch_size,
-        num_parameters=_num_elements(model, list(model.parameter_specs)),
+        num_parameters=num_elements(model),
         sections=tuple(_section_facts(model, section, kinds[section.signature], total) for section in model.sections),
         cuts=_cut_facts(model, total),
-        tied_units=tuple((unit.id, unit.parameters) for unit in model.units if len(unit.sections) > 1),
+        tied_units=tuple((unit.id, unit.names) for unit in model.units if len(unit.sections) > 1),
+        written_buffers=tuple(model.buffer_specs),
         unused_parameters=model.unused_parameters,
         metrics=model.metric_names,
         not_recorded=exported.not_recorded,
         refusal=exported.refusal if isinstance(exported, MarkedJob) else None,
+        bound_by=_bound_by(exported, model),
         curve=_curve(exported),
     )
 
@@ -118,7 +129,7 @@ def _section_facts(model: CutModel, section: Section, kind: int, total: float) -
         begins_in=section.label,
         source=section.source,
         compute_share=section.cost / total,
-        num_parameters=_num_elements(model, section.parameters),
+        num_parameters=num_elements(model, section.parameters),
         batch_keys=section.batch_keys,
         num_replicated=section.num_replicated,
         num_constants=len(section.constants),
@@ -148,8 +159,33 @@ def _cut_facts(model: CutModel, total: float) -> tuple[CutFacts, ...]:
     return tuple(facts)
 
 
-def _num_elements(model: CutModel, names: Sequence[str]) -> int:
-    return sum(prod(model.parameter_specs[name][0]) for name in names)
+def num_elements(model: CutModel, names: Iterable[str] | None = None) -> int:
+    """Count the elements of some parameters, or of all."""
+    specs = model.parameter_specs
+    return sum(prod(specs[name][0]) for name in (specs if names is None else names))
+
+
+def _bound_by(exported: ExportedJob, model: CutModel) -> str | None:
+    """Name the one operation that no cut can divide, where it is most of the largest section; else why K is 1."""
+    total = sum(section.cost for section in model.sections) or 1.0
+    largest = max(section.cost for section in model.sections) / total
+    if not isinstance(exported, GraphJob) or largest * len(model.sections) < _UNEVEN <= len(model.sections):
+        return None
+    analysis = analyse(exported)
+    place = max(range(len(analysis.sequence)), key=lambda place: analysis.costs[place])
+    node, share = analysis.sequence[place], analysis.costs[place] / total
+    if share >= _MOST * largest:
+        where = f" ({line})" if (line := node_line(node)) else ""
+        advice = "make one module for each layer" if node.target in RECURRENT else "split it into several operations"
+        return f"{node.target}{where} is one operation, {share:.0%} of the compute, and cannot be cut: {advice}"
+    if len(model.sections) > 1 or exported.num_sections == 1:
+        return None
+    if not analysis.positions():
+        return "at every place something other than tensors is needed behind it: move what follows from shapes there"
+    return (
+        "the model repeats no block (modules of one class in a ModuleList or Sequential, called in turn) and is hardly "
+        "narrower in one place than in another: choose with num_sections or cut_points"
+    )
 
 
 def _curve(exported: ExportedJob) -> tuple[tuple[float, int], ...]:

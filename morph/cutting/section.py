@@ -32,17 +32,24 @@ class BoundaryTensor:
 
 @dataclass(frozen=True)
 class ParameterUnit:
-    """The parameters that exactly these sections read; several sections mean tied weights.
+    """The parameters and written buffers that exactly these sections read; several sections mean tied weights.
 
     Attributes:
         id: ``s3``, or ``s0+s7`` for a unit of sections 0 and 7.
         sections: Ascending section numbers.
         parameters: Names in the user's model.
+        buffers: Names of buffers that the forward writes.
     """
 
     id: str
     sections: tuple[int, ...]
     parameters: tuple[str, ...]
+    buffers: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything that changes while training."""
+        return (*self.parameters, *self.buffers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +65,11 @@ class Section:
         batch_keys: Batch entries it reads.
         parameters: Parameters it reads, tied ones included.
         signature: Equal for sections of equal operations and shapes.
-        code: Called with ``*inputs, *batch entries, *parameters, *constants``.
-        constants: Constants it reads (buffers, frozen parameters), by their names in ``constant_values``.
+        code: Called with ``*inputs, *batch entries, *parameters, *buffers, *constants``; returns the outputs, then new
+            values of ``writes``.
+        buffers: Buffers it reads that some section writes.
+        writes: Those of them that it writes.
+        constants: Constants it reads (other buffers, frozen parameters), by their names in ``constant_values``.
         constant_values: Makes a constant when it is asked for.
         source: Line of code, ``file:line``, that the section begins with, outside torch.
         cost: Estimated compute, in the unit of its neighbours.
@@ -74,6 +84,8 @@ class Section:
     parameters: tuple[str, ...]
     signature: str
     code: SectionCode
+    buffers: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     constant_values: Mapping[str, Tensor] = field(default_factory=dict)
     source: str | None = None
@@ -91,9 +103,13 @@ class Section:
         Args:
             inputs: One tensor per entry of ``self.inputs``.
             batch: At least ``self.batch_keys``, each [m, ...].
-            parameters: At least ``self.parameters``, from any storage, all on one device.
+            parameters: At least ``self.parameters`` and ``self.buffers``, from any storage, all on one device.
+
+        Returns:
+            One tensor per entry of ``self.outputs``, then one per entry of ``self.writes``.
         """
-        given = [*inputs, *(batch[key] for key in self.batch_keys), *(parameters[name] for name in self.parameters)]
+        names = (*self.parameters, *self.buffers)
+        given = [*inputs, *(batch[key] for key in self.batch_keys), *(parameters[name] for name in names)]
         code, constants = self._prepared(given[0].device if given else torch.device("cpu"))
         return code(*given, *constants)
 
@@ -114,6 +130,7 @@ class CutModel:
         fingerprint: Of operations, cut positions and parameters; the same for every m, process and machine.
         micro_batch_size: m.
         parameter_specs: Shape and dtype of each parameter that a section reads.
+        buffer_specs: The same of each buffer that a section writes.
         unused_parameters: Trainable, but the loss does not depend on them: in no unit, and never changed.
         metric_names: Of the last section's outputs behind the loss.
     """
@@ -125,19 +142,38 @@ class CutModel:
     parameter_specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     unused_parameters: tuple[str, ...]
     metric_names: tuple[str, ...] = ()
+    buffer_specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+
+    @property
+    def specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of everything that changes while training."""
+        return {**self.parameter_specs, **self.buffer_specs}
 
 
-def units_of(sections: Sequence[Section], names: Sequence[str]) -> tuple[ParameterUnit, ...]:
-    """Group parameters, named in the model's order, by the sections that read them."""
+def units_of(
+    sections: Sequence[Section], names: Sequence[str], buffers: Sequence[str] = ()
+) -> tuple[ParameterUnit, ...]:
+    """Group parameters and written buffers, named in the model's order, by the sections that read them."""
+    parameters = _by_readers(names, {section.index: section.parameters for section in sections})
+    written = _by_readers(buffers, {section.index: section.buffers for section in sections})
+    return tuple(
+        ParameterUnit(
+            "+".join(f"s{index}" for index in readers),
+            readers,
+            tuple(parameters.get(readers, ())),
+            tuple(written.get(readers, ())),
+        )
+        for readers in sorted(parameters.keys() | written.keys())
+    )
+
+
+def _by_readers(names: Sequence[str], read: Mapping[int, Sequence[str]]) -> dict[tuple[int, ...], list[str]]:
     members: dict[tuple[int, ...], list[str]] = {}
     for name in names:
-        readers = tuple(section.index for section in sections if name in section.parameters)
+        readers = tuple(index for index, found in read.items() if name in found)
         if readers:
             members.setdefault(readers, []).append(name)
-    return tuple(
-        ParameterUnit("+".join(f"s{index}" for index in readers), readers, tuple(members[readers]))
-        for readers in sorted(members)
-    )
+    return members
 
 
 def on_device(code: SectionCode, device: torch.device) -> SectionCode:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 _EMPTY = ("aten::empty", "aten::new_empty")
+_GENERATOR = "Optional[Generator]"
 _OVERWRITES = {
     aten.normal_.default,
     aten.uniform_.default,
@@ -139,11 +141,14 @@ class Tape:
             )
         )
 
-    def needed_for(self, wanted: Iterable[int]) -> list[Operation]:
-        """Return the operations that the final contents of the wanted storages depend on, in order."""
+    def needed_for(self, wanted: Iterable[int], num_operations: int | None = None) -> list[Operation]:
+        """Return the operations that the contents of the wanted storages depend on, in order.
+
+        Contents are those after the first ``num_operations``; None for all.
+        """
         needed, settled = set(wanted), set[int]()
         chosen: list[Operation] = []
-        for operation in reversed(self.operations):
+        for operation in reversed(self.operations[:num_operations]):
             changes = (operation.writes & needed) - settled
             if not changes and not operation.creates & needed:
                 continue
@@ -157,10 +162,13 @@ class Tape:
             settled -= reads
         return chosen[::-1]
 
-    def materialise(self, references: Sequence[TensorRef]) -> list[Tensor]:
-        """Return real tensors on CPU; no more memory than they and the temporaries of their operations take."""
+    def materialise(self, references: Sequence[TensorRef], num_operations: int | None = None) -> list[Tensor]:
+        """Return real tensors on CPU; no more memory than they and the temporaries of their operations take.
+
+        They are as after the first ``num_operations``; None for all.
+        """
         wanted = {reference.storage for reference in references}
-        operations = self.needed_for(wanted)
+        operations = self.needed_for(wanted, num_operations)
         last_use: dict[int, int] = {}
         for place, operation in enumerate(operations):
             last_use.update(dict.fromkeys(operation.reads | operation.creates, place))
@@ -207,13 +215,11 @@ class RecordTape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         with unset_fake_temporarily():
             if torch.Tag.nondeterministic_seeded not in func.tags:
                 return func(*args, **kwargs)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(_seed(self._tape.seed, self._tape.next_draw()))
-                return func(*args, **kwargs)
+            return _draw(func, args, kwargs, _seed(self._tape.seed, self._tape.next_draw()))
 
     def _write(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
         tape = self._tape
-        written = _written(func, args, kwargs)
+        written = written_tensors(func, args, kwargs)
         if any(not isinstance(tensor, FakeTensor) for tensor in written):
             raise CannotRecord(f"{func} changes a tensor that holds data")
         new = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor) and not tape.knows(leaf)]
@@ -250,7 +256,8 @@ class RecordTape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         return None if isinstance(value, torch.Generator) else value
 
 
-def _written(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
+def written_tensors(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors among the arguments that ``func`` changes."""
     found: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -284,9 +291,7 @@ def _replay(operation: Operation, storages: dict[int, torch.UntypedStorage], see
     if operation.draw is None:
         result = operation.function(*args, **kwargs)
     else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed(seed, operation.draw))
-            result = operation.function(*args, **kwargs)
+        result = _draw(operation.function, args, kwargs, _seed(seed, operation.draw))
     if not operation.creates:
         return
     is_empty = isinstance(operation.function, OpOverload) and operation.function._schema.name.startswith(_EMPTY)
@@ -298,6 +303,39 @@ def _replay(operation: Operation, storages: dict[int, torch.UntypedStorage], see
         if is_empty:
             value.zero_()  # left as it was, a forgotten weight would differ between workers
         storages[reference.storage] = value.untyped_storage()
+
+
+def _draw(function: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> Any:
+    """Carry out a random operation with a generator of its own; the numbers are those of the global one, so seeded.
+
+    Operations that take no generator (dropout, recurrent layers) draw from the global one, which is put back: whatever
+    has one in its constructor is made in the training thread alone.
+    """
+    taker, place = (function, None) if not isinstance(function, OpOverload) else _taking_generator(function)
+    if taker is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return function(*args, **kwargs)
+    generator = torch.Generator().manual_seed(seed)
+    if place is not None and place < len(args):
+        return taker(*args[:place], generator, *args[place + 1 :], **kwargs)
+    return taker(*args, **{**kwargs, "generator": generator})
+
+
+@cache
+def _taking_generator(operation: OpOverload) -> tuple[OpOverload | None, int | None]:
+    """Return the overload of an operation that takes a generator besides, and at which place."""
+
+    def arguments(overload: OpOverload) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+
+    packet = operation.overloadpacket
+    wanted = set(arguments(operation)) | {("generator", _GENERATOR)}
+    for overload in (operation, *(getattr(packet, name) for name in packet.overloads())):
+        found = arguments(overload)
+        if set(found) == wanted:
+            return overload, found.index(("generator", _GENERATOR))
+    return None, None
 
 
 def _tensor(storages: dict[int, torch.UntypedStorage], reference: TensorRef) -> Tensor:

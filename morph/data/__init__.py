@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from morph.data.loader import MicroBatchLoader
+from morph.data.loader import MicroBatchLoader, build_dataset
 from morph.data.order import sample_indices
 
-__all__ = ["MicroBatchLoader", "sample_indices"]
+__all__ = ["MicroBatchLoader", "build_dataset", "sample_indices"]

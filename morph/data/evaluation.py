@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.data.loader import check_sample, stack_entry
+from morph.data.loader import read_samples, require_alike, stack_entry
+from morph.data.map_style import check_map_style
 from morph.job import MapDataset
+
+_EPOCH = -1
+"""Not one of training's; every evaluation draws alike, so that they can be compared."""
 
 
 class EvaluationLoader:
@@ -16,6 +20,7 @@ class EvaluationLoader:
 
     Args:
         dataset: The evaluation data.
+        seed: The job's.
         training_sample: What samples must look like, for sections were made for that.
         micro_batch_size: m.
         num_samples: How many samples to take at most; None: all.
@@ -27,11 +32,12 @@ class EvaluationLoader:
     def __init__(
         self,
         dataset: MapDataset,
+        seed: int,
         training_sample: Mapping[str, Tensor],
         micro_batch_size: int,
         num_samples: int | None,
     ) -> None:
-        available = len(dataset)
+        available = check_map_style(dataset, "eval_data")
         self.num_micro_batches = min(available, num_samples or available) // micro_batch_size
         if num_samples is not None and num_samples > available:
             raise JobError(
@@ -41,32 +47,25 @@ class EvaluationLoader:
             allowed = f"at least one micro-batch of {micro_batch_size} samples"
             raise JobError("is too small", source="Job", field="eval_data", value=available, allowed=allowed)
         self._dataset = dataset
+        self._seed = seed
         self._micro_batch_size = micro_batch_size
-        _check_alike(check_sample(dataset[0], 0), training_sample)
+        self._training_sample = training_sample
+        self._read(range(1))
 
     def load(self, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return the wanted entries, each [micro_batch_size, ...].
 
         Raises:
-            JobError: a sample lacks an entry, or differs from its neighbours in shape or type.
+            JobError: a sample lacks an entry, or differs from those of training in shape or type.
         """
         if not keys:
             return {}
         first = micro_batch * self._micro_batch_size
-        samples = [check_sample(self._dataset[i], i) for i in range(first, first + self._micro_batch_size)]
+        samples = self._read(range(first, first + self._micro_batch_size))
         return {key: stack_entry(samples, key) for key in keys}
 
-
-def _check_alike(sample: Mapping[str, Tensor], training_sample: Mapping[str, Tensor]) -> None:
-    for key, wanted in training_sample.items():
-        found = sample.get(key)
-        if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
-            shown = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
-            allowed = f"{tuple(wanted.shape)} {wanted.dtype}, as in training"
-            raise JobError(
-                "is not like a training sample",
-                source="Job",
-                field=f"eval_data item {key!r}",
-                value=shown,
-                allowed=allowed,
-            )
+    def _read(self, indices: range) -> list[dict[str, Tensor]]:
+        samples = read_samples(self._dataset, self._seed, [(_EPOCH, index) for index in indices])
+        for index, sample in zip(indices, samples, strict=True):
+            require_alike(sample, self._training_sample, f"eval_data()[{index}]", "as in training")
+        return samples

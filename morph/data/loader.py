@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from morph.contract.errors import JobError
+from morph.data.map_style import check_map_style
 from morph.data.order import sample_indices
+from morph.data.seeding import own_generators, seed_of
 from morph.job import MapDataset
 
 _CACHED_MICRO_BATCHES = 8
@@ -22,9 +24,9 @@ class MicroBatchLoader:
     """
 
     def __init__(self, dataset: MapDataset, seed: int, batch_size: int, micro_batch_size: int) -> None:
-        if len(dataset) == 0:
-            raise JobError("is empty", source="Job", field="dataset", allowed="at least one sample")
+        check_map_style(dataset, "dataset")
         self._dataset = dataset
+        self._first: dict[str, Tensor] | None = None
         self._seed = seed
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
@@ -35,7 +37,8 @@ class MicroBatchLoader:
         """Return the wanted entries, each [micro_batch_size, ...]. They are shared: do not write to them.
 
         Raises:
-            JobError: when an item is not a dict of tensors, lacks a key, or differs in shape or dtype.
+            JobError: when an item is not a dict of tensors, lacks a key, or differs in shape or dtype from item 0,
+                for which the sections were made.
         """
         wanted = tuple(keys)
         if not wanted:
@@ -55,14 +58,67 @@ class MicroBatchLoader:
         step, micro_batch = place
         first = micro_batch * self._micro_batch_size
         indices = sample_indices(self._seed, step, self._batch_size, len(self._dataset))
-        chosen = indices[first : first + self._micro_batch_size]
-        samples = [check_sample(self._dataset[int(index)], int(index)) for index in chosen]
+        position = step * self._batch_size + first
+        places = [
+            ((position + offset) // len(self._dataset), int(index))
+            for offset, index in enumerate(indices[first : first + self._micro_batch_size])
+        ]
+        samples = read_samples(self._dataset, self._seed, places)
+        if self._first is None:
+            (self._first,) = read_samples(self._dataset, self._seed, [(0, 0)])
+        for (_, index), sample in zip(places, samples, strict=True):
+            field = f"dataset()[{index}]"
+            require_alike(sample, self._first, field, "as in item 0; pad or crop samples in the data set")
         self._samples[place] = samples
         self._stacked[place] = {}
         while len(self._samples) > _CACHED_MICRO_BATCHES:
             oldest, _ = self._samples.popitem(last=False)
             del self._stacked[oldest]
         return samples
+
+
+def require_alike(sample: Mapping[str, Tensor], like: Mapping[str, Tensor], field: str, allowed: str) -> None:
+    """Refuse a sample without an entry of another, or with one of another shape or type.
+
+    Raises:
+        JobError: naming the entry, behind ``field``, and what is ``allowed``, behind the other's shape.
+    """
+    for key, wanted in like.items():
+        found = sample.get(key)
+        if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
+            raise JobError(
+                "differs from the others",
+                source="Job",
+                field=f"{field}[{key!r}]",
+                value="nothing" if found is None else f"{tuple(found.shape)} {found.dtype}",
+                allowed=f"{tuple(wanted.shape)} {wanted.dtype}, {allowed}",
+            )
+
+
+def build_dataset(make: Callable[[], MapDataset], seed: int) -> MapDataset:
+    """Build a data set; what it draws from the global generators depends on the job's seed alone."""
+    with own_generators() as seed_all:
+        seed_all(seed_of(seed, "dataset"))
+        return make()
+
+
+def read_samples(dataset: MapDataset, seed: int, places: Iterable[tuple[int, int]]) -> list[dict[str, Tensor]]:
+    """Read samples; what one draws from the global generators depends on (seed, epoch, index) alone.
+
+    Args:
+        dataset: The data set.
+        seed: The job's.
+        places: Epoch and index of each sample.
+
+    Raises:
+        JobError: a sample that is not a dict with string keys and tensor values.
+    """
+    samples = []
+    with own_generators() as seed_all:
+        for epoch, index in places:
+            seed_all(seed_of(seed, "sample", epoch, index))
+            samples.append(check_sample(dataset[index], index))
+    return samples
 
 
 def check_sample(sample: object, index: int) -> dict[str, Tensor]:
@@ -72,17 +128,18 @@ def check_sample(sample: object, index: int) -> dict[str, Tensor]:
         JobError: when it is not a dict with string keys and tensor values.
     """
     field = f"dataset()[{index}]"
-    allowed = "a dict from names to tensors"
+    allowed = "a dict from names to dense tensors"
     if not isinstance(sample, dict) or not sample:
         raise JobError("is not a sample", source="Job", field=field, value=type(sample).__name__, allowed=allowed)
     for key, value in sample.items():
-        if not isinstance(key, str) or not isinstance(value, Tensor):
-            shown = f"{key!r}: {type(value).__name__}"
+        sparse = isinstance(value, Tensor) and value.layout is not torch.strided
+        if not isinstance(key, str) or not isinstance(value, Tensor) or sparse:
+            shown = f"{key!r}: {value.layout if sparse else type(value).__name__}"
             raise JobError("is not a sample", source="Job", field=field, value=shown, allowed=allowed)
     return sample
 
 
-def stack_entry(samples: Sequence[dict[str, Tensor]], key: str) -> Tensor:
+def stack_entry(samples: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
     """Stack one entry of the samples to [len(samples), ...].
 
     Raises:

@@ -1,4 +1,4 @@
-"""Sums of one parameter unit's gradients over the micro-batches of a step.
+"""Sums of one parameter unit's gradients, and of changes to its buffers, over the micro-batches of a step.
 
 Two kinds behind one interface: ``ExactAccumulator`` (64-bit fixed point) and ``FastAccumulator``
 (ordinary floating point). A step uses a fresh accumulator, so that a reduction left behind by an
@@ -24,7 +24,7 @@ from morph.runtime.fixed_point import add_fixed, fits, flat_floats, from_fixed, 
 
 @dataclass(frozen=True)
 class Reduced:
-    """Mean gradients of one unit over the whole mini-batch, held until the commit.
+    """Mean gradients of one unit over the whole mini-batch, and mean changes of its buffers, held until the commit.
 
     ``exponents`` are the scales that the next step uses; ``overflowed`` asks for a redo with them.
     ``non_finite``: there are no gradients, for one is NaN or infinite; the step is to be skipped.
@@ -56,7 +56,8 @@ class Accumulator(Protocol):
 class ExactAccumulator:
     """Fixed-point sums of one unit in one flat int64 buffer.
 
-    The scales are those of gradients without the loss scale, which is taken off when a gradient is rounded.
+    The scales are those of gradients without the loss scale, which is taken off when a gradient is rounded. ``changes``
+    names what is no gradient, but the change of a buffer: it has no loss scale.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class ExactAccumulator:
         exponents: Mapping[str, int],
         num_contributions: int,
         loss_scale: LossScale | None = None,
+        changes: frozenset[str] = frozenset(),
     ) -> None:
         self._loss_scale = loss_scale
         self._loss_exponent = 0 if loss_scale is None else loss_scale.exponent
+        self._changes = changes
         self._names = tuple(parameters)
         self._indices = {name: index for index, name in enumerate(self._names)}
         self._parameters = parameters
@@ -82,11 +85,12 @@ class ExactAccumulator:
         """See ``Accumulator.add``."""
         values = flat_floats(gradient)
         index = self._indices[name]
-        largest = math.ldexp(largest_magnitude(values), -self._loss_exponent)
+        loss_exponent = 0 if name in self._changes else self._loss_exponent
+        largest = math.ldexp(largest_magnitude(values), -loss_exponent)
         largest = largest if math.isfinite(largest) else math.inf
         self._largest[index] = max(float(self._largest[index]), largest)
         if fits(self._exponents[name], largest, self._num_contributions):
-            exponent = self._exponents[name] - self._loss_exponent
+            exponent = self._exponents[name] - loss_exponent
             add_fixed(self._slices[name], values, exponent)
 
     def start_reduce(self, ring: Ring | None) -> Sequence[Pending]:
@@ -100,7 +104,7 @@ class ExactAccumulator:
         gradients, exponents, overflowed = {}, {}, False
         for name, largest in zip(self._names, self._largest.tolist(), strict=True):
             if not math.isfinite(largest):
-                return _broken(name, step, self._exponents, self._loss_scale)
+                return _broken(_called(name, self._changes), step, self._exponents, self._loss_scale)
             exponent, parameter = self._exponents[name], self._parameters[name]
             overflowed |= not fits(exponent, largest, self._num_contributions)
             total = from_fixed(self._slices[name], exponent, num_micro_batches, parameter.dtype)
@@ -112,8 +116,14 @@ class ExactAccumulator:
 class FastAccumulator:
     """Floating-point sums of one unit in one flat float32 buffer (float64 for float64 parameters)."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], loss_scale: LossScale | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        loss_scale: LossScale | None = None,
+        changes: frozenset[str] = frozenset(),
+    ) -> None:
         self._loss_scale = loss_scale
+        self._changes = changes
         self._parameters = parameters
         wide = any(parameter.dtype == torch.float64 for parameter in parameters.values())
         sizes = [parameter.numel() for parameter in parameters.values()]
@@ -133,18 +143,22 @@ class FastAccumulator:
         gradients = {}
         for name, total in self._slices.items():
             if not math.isfinite(largest_magnitude(flat_floats(total))):
-                return _broken(name, step, {}, self._loss_scale)
+                return _broken(_called(name, self._changes), step, {}, self._loss_scale)
             parameter = self._parameters[name]
             mean = total / num_micro_batches
-            if self._loss_scale is not None:
+            if self._loss_scale is not None and name not in self._changes:
                 mean /= self._loss_scale.factor
             mean = mean.to(parameter.dtype)
             gradients[name] = mean.view(parameter.shape).to(parameter.device)
         return Reduced(gradients=gradients, exponents={}, overflowed=False)
 
 
-def _broken(name: str, step: int, exponents: Mapping[str, int], loss_scale: LossScale | None) -> Reduced:
+def _called(name: str, changes: frozenset[str]) -> str:
+    return f"change of buffer {name}" if name in changes else f"gradient of {name}"
+
+
+def _broken(what: str, step: int, exponents: Mapping[str, int], loss_scale: LossScale | None) -> Reduced:
     """What becomes of a step in which a gradient is not finite: skipped with a loss scale, else the end."""
     if loss_scale is None:
-        raise NonFiniteGradient(f"step {step}: the gradient of {name} is NaN or infinite")
+        raise NonFiniteGradient(f"step {step}: the {what} is NaN or infinite")
     return Reduced(gradients={}, exponents=dict(exponents), overflowed=False, non_finite=True)

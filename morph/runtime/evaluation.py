@@ -1,8 +1,8 @@
 """Evaluation: forward passes of the pipeline, without dropout, at the version that a worker holds.
 
-The sections are those of training with their dropout switched off, so cut positions, parameters and what crosses a
-border are the same; sections that run the model's own code run it in evaluation mode. Other randomness stays on, drawn
-from (seed, version, micro-batch, section) as in training.
+The sections are those of training with their dropout switched off and their buffers as they were committed, so cut
+positions, parameters and what crosses a border are the same; sections that run the model's own code run it in
+evaluation mode. Other randomness stays on, drawn from (seed, version, micro-batch, section) as in training.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from morph.contract.errors import JobError
 from morph.contract.messages import Evaluation, MicroBatchLoss
 from morph.cutting import CutModel, Section
+from morph.cutting.functional import WRITTEN
 from morph.cutting.marked_run import MarkedCode
+from morph.cutting.statistics import PLAIN, use_statistics
 from morph.data.evaluation import EvaluationLoader
+from morph.data.loader import build_dataset, read_samples
 from morph.job import Job, Precision
 from morph.runtime.channels import GROUP_TIMEOUT_S
 from morph.runtime.executor import Neighbours, StageWork, told_loss
@@ -61,12 +64,26 @@ def _without_dropout(section: Section) -> Section:
         return replace(section, code=_InEvaluationMode(code), _on_device={})
     assert isinstance(code, GraphModule)
     quiet = copy.deepcopy(code)
+    _read_only(quiet.graph, len(section.outputs))
     for module in quiet.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
                 _switch_off(node, section)
             module.recompile()
-    return replace(section, code=quiet, _on_device={})
+    return replace(section, code=quiet, writes=(), _on_device={})
+
+
+def _read_only(graph: Graph, num_outputs: int) -> None:
+    """Read written buffers as they were committed, and normalise with the running statistics."""
+    output = graph.output_node()
+    output.args = (output.args[0][:num_outputs],)  # type: ignore[index]
+    placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
+    for node in list(graph.nodes):
+        if WRITTEN in node.meta:
+            node.replace_all_uses_with(placeholders[node.meta[WRITTEN]])
+    for node in list(graph.nodes):
+        if node.target in PLAIN:
+            use_statistics(node)
 
 
 @dataclass(frozen=True)
@@ -176,7 +193,9 @@ class Evaluator:
         assert job.eval_data is not None
         self._job, self._device = job, device
         self._sections = evaluation_sections(model)
-        self._loader = EvaluationLoader(job.eval_data(), job.dataset()[0], model.micro_batch_size, job.eval_samples)
+        (sample,) = read_samples(build_dataset(job.dataset, job.seed), job.seed, [(0, 0)])
+        data = build_dataset(job.eval_data, job.seed)
+        self._loader = EvaluationLoader(data, job.seed, sample, model.micro_batch_size, job.eval_samples)
 
     def run_if_due(self, current: Generation, version: int, model: CutModel) -> Evaluation | None:
         """Evaluate a version that every unit of the generation is at; None when none is due, or not on a last stage.
@@ -193,7 +212,7 @@ class Evaluator:
         )
         stage = EvaluationStage(
             sections=[self._sections[index] for index in current.plan.stages[current.slot.stage].sections],
-            parameters={name: tensor for state in current.units.values() for name, tensor in state.parameters.items()},
+            parameters={name: tensor for state in current.units.values() for name, tensor in state.values.items()},
             load_batch=self._load,
             precision=self._job.precision,
             seed=self._job.seed,

@@ -1,4 +1,4 @@
-"""Scheduled faults, for tests: a worker kills itself when it reaches a phase of a step, or is slow for some steps."""
+"""Scheduled faults, for tests: a worker dies or fails when it reaches a phase of a step, or is slow for some steps."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+
 from morph.contract.messages import Fault, SlowSpell
 
 
 class FaultPlan:
     """The faults of one worker; with none, ``reach`` does nothing.
 
-    A fault is met once: the process does not survive it.
+    A fault is met once: the worker does not survive it.
     """
 
     def __init__(self, faults: Sequence[Fault], spells: Sequence[SlowSpell] = ()) -> None:
@@ -29,14 +31,20 @@ class FaultPlan:
         self._reached.clear()
 
     def reach(self, phase: str, step: int | None = None) -> None:
-        """Die here if a fault says so; ``step`` overrides the step under way (for background work)."""
+        """Die here if a fault says so; ``step`` overrides the step under way (for background work).
+
+        Raises:
+            OutOfMemoryError: if a fault says so.
+            AcceleratorError: the same.
+        """
         if not self._faults:
             return
         nth = self._reached[phase]
         self._reached[phase] += 1
         step = self._step if step is None else step
-        if any(fault.phase == phase and fault.step == step and fault.nth == nth for fault in self._faults):
-            os.kill(os.getpid(), signal.SIGKILL)
+        for fault in self._faults:
+            if fault.phase == phase and fault.step == step and fault.nth == nth:
+                _meet(fault)
 
     @property
     def slowness(self) -> float:
@@ -46,3 +54,13 @@ class FaultPlan:
             for spell in self._spells
             if spell.first_step <= self._step and (spell.end_step is None or self._step < spell.end_step)
         )
+
+
+def _meet(fault: Fault) -> None:
+    match fault.kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "out_of_memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        case "lost_device":
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")

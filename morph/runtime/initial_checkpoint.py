@@ -38,7 +38,7 @@ def write_initial_checkpoint(job: Job, model: CutModel, parameters: Parameters, 
     for unit in model.units:
         state = UnitState(
             unit,
-            {name: parameters[name] for name in unit.parameters},
+            {name: parameters[name] for name in unit.names},
             job.optimizer,
             num_micro_batches=num_micro_batches,
             exact=job.accumulation == "exact",

@@ -1,8 +1,9 @@
-"""Where a worker puts the job's files that its setup brought."""
+"""How a worker takes the job's files that its setup brought: proved, and imported in place of what lies on the disk."""
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import io
 import shutil
 import tempfile
@@ -11,20 +12,41 @@ from pathlib import Path, PurePosixPath
 
 from morph.contract.errors import JobError
 from morph.contract.messages import JobCode
+from morph.job_files import JobFiles
 
 
-def unpack(code: JobCode) -> str:
-    """Write the files into a new folder of this user's alone, removed at exit; returns the job's path there.
+def files_of(code: JobCode) -> dict[str, bytes]:
+    """The files by their path below the job's folder.
 
     Raises:
-        JobError: a file would lie outside of it.
+        JobError: it is not what its digest says, or a file would lie outside of the folder.
     """
-    folder = Path(tempfile.mkdtemp(prefix="morph-job-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if hashlib.sha256(code.archive).hexdigest() != code.sha256:
+        raise JobError("is not the code that the run began with: its digest differs", source=code.job_path)
     with zipfile.ZipFile(io.BytesIO(code.archive)) as archive:
         for name in archive.namelist():
             inside = PurePosixPath(name)
             if inside.is_absolute() or ".." in inside.parts:
                 raise JobError("would be written outside of the job's folder", source=name)
-        archive.extractall(folder)
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def use(code: JobCode) -> str:
+    """Import the job from these files from now on; returns the job's path.
+
+    A worker of the manager's machine finds data beside them in the folder they came from. Elsewhere they are written
+    into a new folder of this user's alone, removed at exit.
+
+    Raises:
+        JobError: as ``files_of``.
+    """
+    files, folder = files_of(code), Path(code.folder)
+    if code.unpack:
+        folder = Path(tempfile.mkdtemp(prefix="morph-job-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        for name, content in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    JobFiles(folder, files).install()
     return str(folder / code.job_path)

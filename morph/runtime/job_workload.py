@@ -10,11 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from morph.contract.data_facts import JobFacts, require_same
 from morph.contract.errors import ProfileError
 from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
 from morph.cutting import cut, export_job
 from morph.cutting.section import BoundaryTensor, ParameterUnit
-from morph.data import MicroBatchLoader
+from morph.data import MicroBatchLoader, build_dataset
+from morph.data.fingerprint import data_facts
 from morph.job import load_job
 from morph.runtime.accumulators import Accumulator
 from morph.runtime.channels import Carrier, Channel
@@ -23,6 +25,7 @@ from morph.runtime.executor import Executor, reduce_all
 from morph.runtime.faults import FaultPlan
 from morph.runtime.generation import Generation
 from morph.runtime.interrupt import Interrupt
+from morph.runtime.job_checks import settings
 from morph.runtime.slowed import slowed
 from morph.runtime.stage import Stage
 from morph.runtime.unit_state import UnitState
@@ -44,7 +47,7 @@ class JobWorkload:
         self._rules = update_rules(self._job, self._device)
         exported = export_job(self._job)
         self._model = cut(exported, num_sections=setup.num_sections, micro_batch_size=setup.micro_batch_size)
-        self._initial = exported.initial_parameters
+        self._initial = exported.initial_state
         if self._model.fingerprint != setup.fingerprint:
             raise ProfileError(
                 "the profile belongs to another model; calibrate again",
@@ -53,9 +56,11 @@ class JobWorkload:
                 value=self._model.fingerprint,
                 allowed=setup.fingerprint,
             )
-        self._loader = MicroBatchLoader(
-            self._job.dataset(), self._job.seed, self._job.batch_size, setup.micro_batch_size
-        )
+        dataset = build_dataset(self._job.dataset, self._job.seed)
+        if setup.known_by != JobFacts():
+            found = JobFacts(data=data_facts(self._job, dataset), settings=settings(self._job, self._model))
+            require_same(found, setup.known_by, setup.job_path)
+        self._loader = MicroBatchLoader(dataset, self._job.seed, self._job.batch_size, setup.micro_batch_size)
         self._evaluator = Evaluator(self._job, self._model, self._device) if self._job.eval_data else None
 
     @property
@@ -63,12 +68,15 @@ class JobWorkload:
         """See ``Workload.units``."""
         return self._model.units
 
-    def make_unit(self, unit: str, num_micro_batches: int) -> UnitState:
+    def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:
         """See ``Workload.make_unit``."""
         found = next(entry for entry in self._model.units if entry.id == unit)
         return UnitState(
             found,
-            {name: self._initial[name].to(self._device) for name in found.parameters},
+            {
+                name: self._initial.empty(name, self._device) if empty else self._initial[name].to(self._device)
+                for name in found.names
+            },
             self._job.optimizer,
             num_micro_batches=num_micro_batches,
             exact=self._job.accumulation == "exact",
@@ -81,7 +89,7 @@ class JobWorkload:
 
     def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
         """See ``Workload.make_shadow``."""
-        return self.make_unit(unit, num_micro_batches)
+        return self.make_unit(unit, num_micro_batches, empty=True)
 
     def arrive(self, num_bytes: int) -> None:
         """See ``Workload.arrive``: what was received is there."""
@@ -98,7 +106,7 @@ class JobWorkload:
             self._model,
             plan.sections,
             recompute=plan.recompute,
-            parameters={name: tensor for unit in current.units.values() for name, tensor in unit.parameters.items()},
+            parameters={name: tensor for unit in current.units.values() for name, tensor in unit.values.items()},
             load_batch=lambda micro_batch, keys: self._load(order.step, micro_batch, keys),
             seed=self._job.seed,
             step=order.step,
@@ -118,12 +126,12 @@ class JobWorkload:
         """See ``Workload.probe``. The gradients are summed as in a step, into sums that nobody reads."""
         used = [unit for unit in self._model.units if set(unit.sections) & set(sections)]
         units = [held.get(unit.id) or self.make_unit(unit.id, 1) for unit in used]
-        sums = {name: total for unit in units for total in (unit.new_accumulator(),) for name in unit.parameters}
+        sums = {name: total for unit in units for total in (unit.new_accumulator(),) for name in unit.values}
         inner = Stage(
             self._model,
             sections,
             recompute=False,
-            parameters={name: tensor for unit in units for name, tensor in unit.parameters.items()},
+            parameters={name: tensor for unit in units for name, tensor in unit.values.items()},
             load_batch=lambda micro_batch, keys: self._load(0, micro_batch, keys),
             seed=self._job.seed,
             step=0,

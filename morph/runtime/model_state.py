@@ -26,11 +26,13 @@ class ModelState:
     Attributes:
         kept: Every name, with the first name of the same tensor: tied parameters are kept under that.
         trainable: Kept names of parameters that require a gradient.
+        buffers: Kept names of buffers.
         values: By kept name, as the job's model makes them.
     """
 
     kept: Mapping[str, str]
     trainable: frozenset[str]
+    buffers: frozenset[str]
     values: LazyTensors
 
     @property
@@ -46,7 +48,7 @@ def model_state(job: Job) -> ModelState:
         JobError: its state_dict holds something besides tensors.
     """
     built = build_model(job.model, job.seed)
-    entries = built.model.train().state_dict(keep_vars=True)
+    entries = built.model.state_dict(keep_vars=True)
     for name, value in entries.items():
         if not isinstance(value, Tensor):
             raise JobError("holds something besides tensors", source="Job", field=f"model state_dict {name!r}")
@@ -56,11 +58,13 @@ def model_state(job: Job) -> ModelState:
     kept = {name: first_names.setdefault(id(value), name) for name, value in entries.items()}
     first = {name: entries[name] for name in dict.fromkeys(kept.values())}
     trainable = frozenset(name for name, value in first.items() if value.requires_grad)
-    return ModelState(kept, trainable, LazyTensors({name: value.detach() for name, value in first.items()}, built.tape))
+    buffers = frozenset(name for name, _ in built.model.named_buffers()) & first.keys()
+    values = LazyTensors({name: value.detach() for name, value in first.items()}, built.tape)
+    return ModelState(kept, trainable, buffers, values)
 
 
 def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str, Tensor]:
-    """Collect a checkpoint's parameters under all of the user's names, with buffers and frozen parameters.
+    """Collect a checkpoint's parameters and buffers under all of the user's names, with what training does not change.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged.
@@ -70,18 +74,19 @@ def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str,
     trained: dict[str, Tensor] = {}
     for entry in manifest.units:
         for key, tensor in read_unit(checkpoint_url, manifest, entry.unit).items():
-            if key.startswith("param/"):
-                trained[key.removeprefix("param/")] = tensor
+            kind, _, name = key.partition("/")
+            if kind == "param" or (kind == "buffer" and name in state.buffers):  # else it is not in the state_dict
+                trained[name] = tensor
     if not trained:
         raise CheckpointError(f"{checkpoint_url}: version {manifest.version} holds no parameters")
     for name, tensor in trained.items():
-        spec = state.specs.get(name) if name in state.trainable else None
+        spec = state.specs.get(name) if name in state.trainable | state.buffers else None
         if spec != (tuple(tensor.shape), tensor.dtype):
             have = "nothing of that name" if spec is None else f"{list(spec[0])} {spec[1]}"
             raise JobError(
                 "is not the model that was trained",
                 source="Job",
-                field=f"model parameter {name!r}",
+                field=f"model {'buffer' if name in state.buffers else 'parameter'} {name!r}",
                 value=have,
                 allowed=f"{list(tensor.shape)} {tensor.dtype}, as in the checkpoint",
             )
@@ -93,18 +98,22 @@ def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str,
 
 
 class ImportedParameters:
-    """A file's parameters for a cut model, checked by names, shapes, types and tied names; read one by one.
+    """A file's parameters and buffers for a cut model, checked by names, shapes, types and tied names; read one by one.
+
+    Buffers that the forward writes may be absent: then they are as the job's model makes them.
 
     Args:
         job: The job.
         model: Its cut model.
         file: The file.
+        initial_buffers: What the job's model makes.
 
     Raises:
         InputError: naming the file and the entry that does not fit.
     """
 
-    def __init__(self, job: Job, model: CutModel, file: PlainFile) -> None:
+    def __init__(self, job: Job, model: CutModel, file: PlainFile, initial_buffers: Mapping[str, Tensor]) -> None:
+        self._initial_buffers = initial_buffers
         self._file, self._state, self._model = file, model_state(job), model
         self._names: dict[str, list[str]] = {}
         for name in file.shapes:
@@ -119,8 +128,10 @@ class ImportedParameters:
             self._check(kept, names)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one parameter, in the type that the job's model has it in."""
-        _, dtype = self._model.parameter_specs[name]
+        """Read one parameter or buffer, in the type that the job's model has it in."""
+        _, dtype = self._model.specs[name]
+        if name not in self._names:
+            return self._initial_buffers[name]
         return self._file[self._names[name][0]].to(dtype)
 
     def __iter__(self) -> Iterator[str]:
@@ -138,9 +149,9 @@ class ImportedParameters:
             if not torch.equal(self._file[name], first):
                 allowed = f"the same numbers as {names[0]!r}: the job's model ties the two"
                 raise self._wrong("differs", [name], None, allowed)
-        is_constant = kept not in self._state.trainable
+        is_constant = kept not in self._state.trainable and kept not in self._model.buffer_specs
         if is_constant and not torch.equal(first.to(dtype), self._state.values[kept]):
-            allowed = "what the job's model makes: buffers and frozen parameters are not part of a run's state"
+            allowed = "what the job's model makes: what training does not change is not part of a run's state"
             raise self._wrong("has other numbers", [names[0]], None, allowed)
 
     def _wrong(self, problem: str, names: list[str], value: object = None, allowed: str | None = None) -> InputError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from morph.contract.errors import JobError
@@ -21,11 +21,13 @@ _NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
 def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Parameter]) -> Optimizer:
-    """Call the job's factory for some parameters.
+    """Call the job's factory for some parameters. For none, as a unit of buffers has, there is nothing to ask it.
 
     Raises:
         JobError: it returns no optimizer, or one that wants to evaluate the loss itself.
     """
+    if not parameters:
+        return SGD([{"params": []}])
     optimizer = make_optimizer(list(parameters.items()))
     if not isinstance(optimizer, Optimizer):
         raise _wrong("optimizer", "does not return an optimizer", optimizer, "a torch.optim.Optimizer")

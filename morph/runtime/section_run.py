@@ -16,6 +16,7 @@ from torch import Tensor
 
 from morph.cutting.section import Section
 from morph.job import Precision
+from morph.runtime.buffer_changes import change_of
 from morph.runtime.precision import autocast
 
 AddGradient = Callable[[str, Tensor], None]
@@ -23,10 +24,11 @@ AddGradient = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True)
 class SectionRun:
-    """A section's inputs and outputs with the autograd graph between them."""
+    """A section's inputs and outputs with the autograd graph between them, and new values of buffers."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    written: tuple[Tensor, ...] = ()
 
 
 def run_section(
@@ -47,9 +49,10 @@ def run_section(
     device_type = next((tensor.device.type for tensor in (*leaves, *parameters.values(), *batch.values())), "cpu")
     with torch.enable_grad():
         with autocast(precision, device_type):
-            outputs = section(leaves, batch, parameters)
+            results = section(leaves, batch, parameters)
+        outputs, written = results[: len(section.outputs)], results[len(section.outputs) :]
         outputs = tuple(output.to(spec.dtype) for output, spec in zip(outputs, section.outputs, strict=True))
-    return SectionRun(inputs=leaves, outputs=outputs)
+    return SectionRun(inputs=leaves, outputs=outputs, written=written)
 
 
 def section_backward(
@@ -59,10 +62,13 @@ def section_backward(
     parameters: Mapping[str, Tensor],
     add: AddGradient,
 ) -> tuple[Tensor | None, ...]:
-    """Run a section's backward; parameter gradients go to ``add``, input gradients are returned.
+    """Run a section's backward; parameter gradients go, dense, to ``add``, input gradients are returned.
 
-    ``output_gradients`` aligns with the outputs; None where an output needs no gradient.
+    ``output_gradients`` aligns with the outputs; None where an output needs no gradient. Changes of buffers go to
+    ``add`` too: a micro-batch has one backward, however often its forward ran.
     """
+    for name, new in zip(section.writes, run.written, strict=True):
+        add(name, change_of(parameters[name], new))
     pairs = [
         (output, gradient)
         for output, gradient in zip(run.outputs, output_gradients, strict=True)
@@ -81,7 +87,7 @@ def section_backward(
     input_gradients = tuple(_or_zeros(next(found), tensor) if tensor.requires_grad else None for tensor in run.inputs)
     for name, gradient in zip(section.parameters, found, strict=True):
         if gradient is not None:
-            add(name, gradient)
+            add(name, gradient.to_dense() if gradient.is_sparse else gradient)
     return input_gradients
 
 

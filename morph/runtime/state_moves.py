@@ -16,13 +16,14 @@ from morph.runtime.channels import GROUP_TIMEOUT_S, Carrier, Transfer
 from morph.runtime.interrupt import Interrupt
 from morph.runtime.unit_state import UnitState
 
-MakeUnit = Callable[[str], UnitState]
+MakeUnit = Callable[[str, bool], UnitState]
 
 
 @dataclass(frozen=True)
 class MoveContext:
     """What the moves of one worker in one reshape need.
 
+    ``make_unit(unit, empty)``: its state at version 0, without its initial numbers where it is about to be loaded.
     ``host_copy(version, unit, sha256)``: what this worker wrote itself and still has, if it is what a manifest names.
     """
 
@@ -94,7 +95,7 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
         if source.kind == "ahead":
             units[source.unit] = context.adopt(source.unit)
             continue
-        state = context.make_unit(source.unit)
+        state = context.make_unit(source.unit, source.kind != "initial")
         if source.kind == "peer":
             assert source.peer is not None
             payload = receive_payload(context.channel(source.peer, context.worker))

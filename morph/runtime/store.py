@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 
@@ -27,6 +28,10 @@ class StoreHost:
             master_listen_fd=listener.detach(),
             use_libuv=True,
         )
+
+    def pid(self) -> int:
+        """The process that it is in."""
+        return os.getpid()
 
     def port(self) -> int:
         """The port on which the store listens."""

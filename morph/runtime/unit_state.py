@@ -1,4 +1,4 @@
-"""State of one parameter unit: parameters, optimizer, schedule, accumulation scales, loss scale, version."""
+"""State of one unit: parameters, written buffers, optimizer, schedule, accumulation scales, loss scale, version."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import NonFiniteGradient
 from morph.cutting.section import ParameterUnit
 from morph.runtime.accumulators import Accumulator, ExactAccumulator, FastAccumulator, Reduced
+from morph.runtime.buffer_changes import apply_change, change_like
 from morph.runtime.fixed_point import first_exponent
 from morph.runtime.norms import squared_norm
 from morph.runtime.optimizer_state import (
@@ -41,7 +42,7 @@ class UnitState:
 
     Args:
         unit: The unit.
-        parameters: Its parameters by name; they become this state's own leaves.
+        tensors: Its parameters and buffers by name; copies of them become this state's own.
         make_optimizer: The job's optimizer factory; the unit gets an instance of its own.
         num_micro_batches: N; with the number of sections that use the unit, it bounds the contributions.
         exact: Whether gradients are summed in fixed point.
@@ -54,7 +55,7 @@ class UnitState:
     def __init__(
         self,
         unit: ParameterUnit,
-        parameters: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         make_optimizer: MakeOptimizer,
         *,
         num_micro_batches: int,
@@ -63,24 +64,35 @@ class UnitState:
     ) -> None:
         self.unit = unit
         self.version = 0
-        self.parameters = {name: Parameter(parameters[name].detach().clone()) for name in unit.parameters}
+        self.parameters = {name: Parameter(tensors[name].detach().clone()) for name in unit.parameters}
+        self.buffers = {name: tensors[name].detach().clone() for name in unit.buffers}
         self._updated = self.parameters
         if rules.optimizer_in_host_memory:
             self._updated = {name: Parameter(_copy(parameter)) for name, parameter in self.parameters.items()}
         self.optimizer = build_optimizer(make_optimizer, self._updated)
-        self.scheduler = build_scheduler(rules.make_scheduler, self.optimizer) if rules.make_scheduler else None
+        make_scheduler = rules.make_scheduler if unit.parameters else None
+        self.scheduler = build_scheduler(make_scheduler, self.optimizer) if make_scheduler else None
         self.reduced: Reduced | None = None
         self.loss_scale = rules.loss_scale
         self._rules = rules
         self._exact = exact
         self._num_contributions = num_micro_batches * len(unit.sections)
-        self.exponents = dict.fromkeys(unit.parameters, first_exponent(self._num_contributions)) if exact else {}
+        self.exponents = dict.fromkeys(unit.names, first_exponent(self._num_contributions)) if exact else {}
+        changes = {name: change_like(buffer, exact=exact) for name, buffer in self.buffers.items()}
+        self._summed: Mapping[str, Tensor] = {**self._updated, **changes}
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """What sections read of it: parameters and buffers."""
+        return {**self.parameters, **self.buffers}
 
     def new_accumulator(self) -> Accumulator:
         """A fresh accumulator at the current scales."""
+        changes = frozenset(self.buffers)
         if self._exact:
-            return ExactAccumulator(self._updated, self.exponents, self._num_contributions, self.loss_scale)
-        return FastAccumulator(self._updated, self.loss_scale)
+            sums = self._summed, self.exponents, self._num_contributions
+            return ExactAccumulator(*sums, self.loss_scale, changes)
+        return FastAccumulator(self._summed, self.loss_scale, changes)
 
     def rescale(self, reduced: Reduced) -> None:
         """Take the scales that fit an overflowed step before it is run again."""
@@ -88,7 +100,7 @@ class UnitState:
 
     def take_over(self, reduced: Reduced, exponents: Mapping[str, int]) -> None:
         """Hold gradients, at scales, that another worker reduced for the present version."""
-        gradients = {name: value.to(self._updated[name].device) for name, value in reduced.gradients.items()}
+        gradients = {name: value.to(self._summed[name].device) for name, value in reduced.gradients.items()}
         self.reduced = replace(reduced, gradients=gradients)
         self.exponents = dict(exponents)
 
@@ -97,7 +109,7 @@ class UnitState:
         reduced = self.reduced
         if self._rules.clip_grad_norm is None or reduced is None or reduced.non_finite or reduced.overflowed:
             return None
-        norm_sq = squared_norm(reduced.gradients.values())
+        norm_sq = squared_norm(reduced.gradients[name] for name in self._updated)
         if not math.isfinite(norm_sq):
             raise NonFiniteGradient(f"step {self.version}: the gradient of unit {self.unit.id} has no finite norm")
         return norm_sq
@@ -105,7 +117,7 @@ class UnitState:
     def apply(self, decided: Decided | None = None) -> None:
         """Apply the held gradients as decided: the optimizer and its schedule step, the version grows by one.
 
-        A skipped step changes nothing but the version and the loss scale.
+        A skipped step changes nothing but the version and the loss scale, buffers included.
         """
         reduced, self.reduced = self.reduced, None
         assert reduced is not None
@@ -127,6 +139,8 @@ class UnitState:
         if self.scheduler is not None:
             self.scheduler.step()
         self._publish()
+        for name, buffer in self.buffers.items():
+            apply_change(name, buffer, reduced.gradients[name])
         self.exponents = dict(reduced.exponents)
 
     def _shrink(self, decided: Decided | None) -> float:
@@ -146,8 +160,9 @@ class UnitState:
                     parameter.copy_(self._updated[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copy the whole state as named CPU tensors (``param/..``, ``optim/../..``) and one of numbers."""
+        """Copy the whole state as named CPU tensors (``param/..``, ``buffer/..``, ``optim/../..``) and numbers."""
         tensors = {f"param/{name}": _copy(parameter) for name, parameter in self._updated.items()}
+        tensors |= {f"buffer/{name}": _copy(buffer) for name, buffer in self.buffers.items()}
         found, plain = optimizer_state(self.optimizer, self._updated)
         tensors |= {f"optim/{name}/{key}": _copy(value) for (name, key), value in found.items()}
         numbers: dict[str, Any] = {
@@ -166,22 +181,27 @@ class UnitState:
         """Take over a state made by ``tensors``.
 
         Raises:
-            ValueError: if a parameter is missing or has another shape or dtype.
+            ValueError: if a parameter or buffer is missing or has another shape or dtype.
         """
         numbers = json.loads(bytes(tensors[_NUMBERS].tolist()))
         found: dict[tuple[str, str], Tensor] = {}
         with torch.no_grad():
             for name, parameter in self._updated.items():
-                saved = tensors.get(f"param/{name}")
-                if saved is None or saved.shape != parameter.shape or saved.dtype != parameter.dtype:
-                    raise ValueError(f"unit {self.unit.id}: saved state does not fit parameter {name}")
-                parameter.copy_(saved)
+                parameter.copy_(self._saved(tensors, "param", name, parameter))
                 prefix = f"optim/{name}/"
                 found |= {(name, key.removeprefix(prefix)): v for key, v in tensors.items() if key.startswith(prefix)}
+            for name, buffer in self.buffers.items():
+                buffer.copy_(self._saved(tensors, "buffer", name, buffer))
         self._publish()
         load_optimizer_state(self.optimizer, self._updated, found, numbers["optimizer"])
         self._load_numbers(numbers)
         self.reduced = None
+
+    def _saved(self, tensors: Mapping[str, Tensor], kind: str, name: str, like: Tensor) -> Tensor:
+        saved = tensors.get(f"{kind}/{name}")
+        if saved is None or saved.shape != like.shape or saved.dtype != like.dtype:
+            raise ValueError(f"unit {self.unit.id}: saved state does not fit {kind} {name}")
+        return saved
 
     def _load_numbers(self, numbers: Mapping[str, Any]) -> None:
         """What a state lacks, because it was saved under other settings of the job, stays as the job says."""

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
-from morph.contract.errors import GenerationAborted, MorphError, PeerLost, WaitTimeout
+from morph.contract.errors import GenerationAborted, JobError, MorphError, PeerLost, WaitTimeout
 from morph.contract.messages import (
     Aborted,
     AheadOrder,
@@ -42,6 +43,7 @@ from morph.contract.messages import (
 )
 from morph.contract.timeline import StepTimeline
 from morph.runtime.ahead.lane import AheadLane
+from morph.runtime.blame import cause_of, user_traceback
 from morph.runtime.channels import Carrier, GroupSet, connect_store
 from morph.runtime.checkpoint_writer import CheckpointWriter
 from morph.runtime.executor import Executor
@@ -49,8 +51,8 @@ from morph.runtime.faults import FaultPlan
 from morph.runtime.generation import Generation
 from morph.runtime.graveyard import Graveyard
 from morph.runtime.interrupt import Interrupt
-from morph.runtime.job_code import unpack
-from morph.runtime.lifeline import hold_lifeline
+from morph.runtime.job_code import use
+from morph.runtime.lifeline import KeptLifeline
 from morph.runtime.order_memory import OrderMemory, order_key
 from morph.runtime.pace import Pace
 from morph.runtime.probing import Prober
@@ -76,7 +78,12 @@ class Worker:
         self._prober = Prober("")
         self._orders = OrderMemory()
         self._ready: WorkerReady | None = None
-        self._lifeline: socket.socket | None = None
+        self._following = threading.Lock()
+        self._manager: Lifeline | None = None  # the newest, known while the worker is still being set up
+        self._lifeline: tuple[Lifeline, KeptLifeline] | None = None
+        self._code_sha256 = ""
+        self._folders = ("", "")
+        """Where the job's files lie here, and where they lie for the user."""
 
     # ---- order lane ----
 
@@ -85,10 +92,14 @@ class Worker:
         start_s = time.perf_counter()
         try:
             torch.set_num_threads(setup.num_threads)
+            lifeline = setup.lifeline
             if not hasattr(self, "_ahead"):
-                if setup.code is not None:
-                    setup = setup.model_copy(update={"job_path": unpack(setup.code), "code": None})
                 self._setup = setup
+                if setup.code is not None:
+                    self._code_sha256 = setup.code.sha256
+                    job_path = use(setup.code)
+                    self._folders = (str(Path(job_path).parent), setup.code.folder)
+                    setup = self._setup = setup.model_copy(update={"job_path": job_path, "code": None})
                 self._prober = Prober(setup.worker)
                 self._faults = FaultPlan(
                     [fault for fault in setup.faults if fault.worker == setup.worker],
@@ -97,7 +108,10 @@ class Worker:
                 self._workload = load_workload(setup)
                 self._writer = CheckpointWriter(setup.worker, setup.checkpoint_url, self._faults)
                 self._ahead = AheadLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
-            self.follow(setup.lifeline)
+                lifeline = self._manager or lifeline  # who gave this order may have a successor by now
+            elif setup.code is not None and setup.code.sha256 != self._code_sha256:
+                raise JobError("is not the code that this worker was set up with", source=setup.code.job_path)
+            self.follow(lifeline)
         except Exception as error:
             return self._failed(0, error)
         if self._ready is None:
@@ -157,15 +171,21 @@ class Worker:
     def follow(self, lifeline: Lifeline | None) -> int:
         """Another manager is there: hold its lifeline, and tell it of checkpoint units again. Returns the process id.
 
+        A lifeline that is held already stays: closing it would say that this process is gone.
+
         Raises:
             OSError: it cannot be reached.
         """
-        writer: CheckpointWriter | None = getattr(self, "_writer", None)
-        if writer is not None:  # else it is being set up, and will be asked for that again
-            previous, self._lifeline = self._lifeline, hold_lifeline(lifeline, self._setup.worker) if lifeline else None
-            if previous is not None:
-                previous.close()
-            writer.tell_again()
+        with self._following:
+            self._manager = lifeline
+            writer: CheckpointWriter | None = getattr(self, "_writer", None)
+            if writer is not None:  # else it is being set up, and follows when that is done
+                held = self._lifeline
+                if held is None or held[0] != lifeline:
+                    self._lifeline = (lifeline, KeptLifeline(lifeline, self._setup.worker)) if lifeline else None
+                    if held is not None:
+                        held[1].close()
+                writer.tell_again()
         return os.getpid()
 
     # ---- inside ----
@@ -184,7 +204,8 @@ class Worker:
         current = self._generation
         if self._orders.is_known(key) and current is not None and current.order.generation == key.generation:
             at_version = (unit for unit in written if current.units[unit].version == key.version)
-            self._hand_over(current, tuple(unit for unit in at_version if not self._writer.has(key.version, unit)))
+            missing = tuple(unit for unit in at_version if not self._writer.has(key.version, unit))
+            self._hand_over(current.units, missing)
         return self._orders.carried_out(key, lambda: self._carry_out(order.generation, work))
 
     def _carry_out(self, generation: int, work: Callable[[], AnswerT]) -> AnswerT | Aborted | Failed:
@@ -199,13 +220,22 @@ class Worker:
             self._interrupt.lose(str(error))  # what timed out is still under way: its groups are broken
             return Aborted(worker=worker, generation=generation, peer_lost=True, detail=str(error))
         except Exception as error:
+            self._interrupt.lose(str(error))  # what was under way with peers still is
             return self._failed(generation, error)
 
     def _failed(self, generation: int, error: Exception) -> Failed:
         log.exception("order failed")
         known = isinstance(error, MorphError)
         text = str(error) if known else f"{type(error).__name__}: {error}"
-        return Failed(worker=self._setup.worker, generation=generation, error=text, detail=type(error).__name__)
+        text = text.replace(*self._folders)
+        return Failed(
+            worker=self._setup.worker,
+            generation=generation,
+            error=text,
+            detail=type(error).__name__,
+            cause=cause_of(error),
+            traceback=user_traceback(error).replace(*self._folders),
+        )
 
     def _reshape(self, order: ReshapeOrder) -> Reshaped:
         start_s = time.perf_counter()
@@ -242,7 +272,7 @@ class Worker:
             version=order.version,
             checkpoint_url=setup.checkpoint_url,
             held=self._held,
-            make_unit=lambda unit: self._workload.make_unit(unit, order.plan.num_micro_batches),
+            make_unit=lambda unit, empty: self._workload.make_unit(unit, order.plan.num_micro_batches, empty=empty),
             channel=lambda sender, receiver: self._move_channel(groups, order.generation, sender, receiver),
             adopt=lambda unit: self._ahead.adopt(unit, order.version, interrupt),
             host_copy=self._writer.copy,
@@ -294,7 +324,7 @@ class Worker:
         self._faults.reach("after_commit")
         current = self._enter(order.generation, order.step, order.decided)
         self._faults.reach("applied")
-        self._hand_over(current, order.checkpoint_units)
+        self._hand_over(current.units, order.checkpoint_units)
         self._ahead.begin_step(current.units)
         for state in current.units.values():
             if state.reduced is not None and state.reduced.overflowed:
@@ -307,7 +337,7 @@ class Worker:
         assert current.slot is not None
         units = current.units
         accumulators = {name: state.new_accumulator() for name, state in units.items()}
-        by_parameter = {name: accumulators[unit] for unit, state in units.items() for name in state.parameters}
+        by_parameter = {name: accumulators[unit] for unit, state in units.items() for name in state.values}
         executor = self._workload.executor(current, order, self._faults)
         assert all(state.loss_scale == order.loss_scale for state in units.values()), "another loss scale is ordered"
         executor.stopwatch.finished = partial(self._pace.note, order.generation)
@@ -348,14 +378,24 @@ class Worker:
 
     def _commit(self, order: CommitOrder) -> Committed:
         self._faults.begin(order.version)
+        if order.held:
+            return self._commit_held(order)
         current = self._enter(order.generation, order.version, order.decided)
-        self._hand_over(current, order.checkpoint_units)
+        self._hand_over(current.units, order.checkpoint_units)
         evaluation = self._workload.evaluate(current, order.version)
         return Committed(
             worker=self._setup.worker, generation=order.generation, version=order.version, evaluation=evaluation
         )
 
-    def _hand_over(self, current: Generation, names: tuple[str, ...]) -> None:
+    def _commit_held(self, order: CommitOrder) -> Committed:
+        """Write what this worker holds, whatever became of the generation in which it got that."""
+        self._roll_forward(self._held, order.version, order.decided)
+        for name in order.checkpoint_units:
+            assert self._held[name].version == order.version, f"unit {name} is at version {self._held[name].version}"
+        self._hand_over(self._held, order.checkpoint_units)
+        return Committed(worker=self._setup.worker, generation=order.generation, version=order.version)
+
+    def _hand_over(self, units: dict[str, UnitState], names: tuple[str, ...]) -> None:
         for name in names:
-            state = current.units[name]
+            state = units[name]
             self._writer.hand_over(state.version, name, state.tensors())

@@ -23,14 +23,14 @@ class Workload(Protocol):
     def units(self) -> tuple[ParameterUnit, ...]:
         """Every parameter unit of the model."""
 
-    def make_unit(self, unit: str, num_micro_batches: int) -> UnitState:
-        """A unit's state at version 0."""
+    def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:
+        """A unit's state at version 0; ``empty``: one that is about to be loaded, with anything in its parameters."""
 
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:
         """The channel over which this worker receives a unit's state."""
 
     def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
-        """A unit's state at version 0 that follows another worker's; made and used beside the order lane."""
+        """An empty unit that is to follow another worker's; made and used beside the order lane."""
 
     def arrive(self, num_bytes: int) -> None:
         """Block until so many bytes that were sent ahead are there; called beside the order lane."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch.optim import Optimizer
 from morph.contract.errors import JobError, MorphError
 from morph.cutting import CutModel, ExportedJob, cut, export_job
 from morph.cutting.locate import definition_line, user_line
-from morph.data import MicroBatchLoader
+from morph.cutting.trial import example_batch, run_really
+from morph.data import MicroBatchLoader, build_dataset
 from morph.job import Job
 from morph.tracing.dry_run import ModelStep, run_model, run_optimizer, stand_ins
 from morph.tracing.findings import DependencyReport, Place
@@ -104,8 +106,16 @@ def _dry_run(
         }
     else:
         parameters = {name: program.initial_parameters[name] for name in specs}
-    given = ModelStep(parameters, _constants(model), _batch(job, model), fake=large)
-    gradients = run_model(model, given, recorder, job.seed)
+    buffers = {name: program.initial_buffers[name] for name in model.buffer_specs}
+    given = ModelStep(parameters, buffers, _constants(model), _batch(job, model), fake=large)
+    try:
+        gradients = run_model(model, given, recorder, job.seed)
+    except MorphError:
+        raise
+    except Exception:
+        if not large:
+            run_really(job, example_batch(job))  # an error of the job's own is told with its line
+        raise
     if large:
         shapes = stand_ins(specs, max_real_elements)
         parameters = {name: _drawn(shapes[name], specs[name][1]) for name in specs}
@@ -121,7 +131,8 @@ def _dry_run(
             return (f"the optimizer was not looked at: it failed on smaller parameters ({error})",)
         line = user_line(error, job, None) or definition_line(job.optimizer)
         raise JobError(f"optimizer failed: {type(error).__name__}: {error}", source=line) from error
-    _judge(run_trials(parameters, model.units, job.optimizer, step), job, recorder)
+    optimized = [replace(unit, buffers=()) for unit in model.units if unit.parameters]
+    _judge(run_trials(parameters, optimized, job.optimizer, step), job, recorder)
     return ("large model: run without numbers, and the optimizer on smaller parameters",) if large else ()
 
 
@@ -136,7 +147,8 @@ def _constants(model: CutModel) -> dict[str, Tensor]:
 
 def _batch(job: Job, model: CutModel) -> dict[str, Tensor]:
     keys = sorted({key for section in model.sections for key in section.batch_keys})
-    return MicroBatchLoader(job.dataset(), job.seed, job.batch_size, model.micro_batch_size).load(0, 0, keys)
+    dataset = build_dataset(job.dataset, job.seed)
+    return MicroBatchLoader(dataset, job.seed, job.batch_size, model.micro_batch_size).load(0, 0, keys)
 
 
 def _drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

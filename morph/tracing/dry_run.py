@@ -35,12 +35,14 @@ class ModelStep:
 
     Attributes:
         parameters: By name; only shapes and types matter when ``fake``.
+        buffers: Those that the forward writes, by name.
         constants: By the names in ``Section.constants``.
         batch: Of one micro-batch.
         fake: Run without numbers and without memory for them.
     """
 
     parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
     constants: Mapping[str, Tensor]
     batch: Mapping[str, Tensor]
     fake: bool
@@ -53,10 +55,13 @@ def run_model(model: CutModel, given: ModelStep, recorder: Recorder, seed: int) 
     gradients: dict[str, Tensor] = {}
 
     def add(name: str, gradient: Tensor) -> None:
+        if name in given.buffers:
+            return
         gradients[name] = gradients[name] + gradient if name in gradients else gradient
 
     with fake or nullcontext():
         tensors = {name: _prepared(tensor, fake).requires_grad_() for name, tensor in given.parameters.items()}
+        tensors |= {name: _prepared(tensor, fake) for name, tensor in given.buffers.items()}
         constants = {name: _prepared(tensor, fake) for name, tensor in given.constants.items()}
         batch = {name: _prepared(tensor, fake) for name, tensor in given.batch.items()}
         mode.know(model, tensors)

@@ -37,9 +37,9 @@ class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._noted: set[tuple[int, Node | None, int]] = set()
 
     def know(self, model: CutModel, parameters: Mapping[str, Tensor]) -> None:
-        """Give every parameter to the first section that reads it."""
+        """Give every parameter and written buffer to the first section that reads it."""
         for unit in model.units:
-            for name in unit.parameters:
+            for name in unit.names:
                 self._storages.own(parameters[name], f"s{unit.sections[0]}", holds_data=True, label=name)
 
     def know_batch(self, batch: Mapping[str, Tensor]) -> None:

@@ -40,6 +40,14 @@ class Numbers(Samples):
         return {"x": 1.0, "y": 2.0}
 
 
+class Drifting(Samples):
+    def __init__(self):
+        self.noise = torch.Generator().manual_seed(0)
+
+    def __getitem__(self, index):
+        return {"x": torch.rand(4, generator=self.noise), "y": torch.zeros(4)}
+
+
 class Plain(nn.Module):
     def __init__(self, width=4):
         super().__init__()
@@ -65,6 +73,17 @@ class Normed(Plain):
         return self.second(self.norm(self.first(x)))
 
 
+class Extreme(Plain):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        self.largest.copy_(torch.maximum(self.largest, x.detach().amax(0)))
+        return self.second(x)
+
+
 def loss(model, batch):
     return functional.mse_loss(model(batch["x"]), batch["y"])
 
@@ -82,8 +101,10 @@ good = make()
 wide = make(model=lambda: Plain(6))
 branching = make(model=Branching)
 normed = make(model=Normed)
+extreme = make(model=Extreme)
 lists = make(dataset=Lists)
 numbers = make(dataset=Numbers)
+drifting = make(dataset=Drifting)
 half = make(batch_size=4)
 number = 3
 

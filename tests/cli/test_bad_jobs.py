@@ -23,9 +23,9 @@ from tests.cli.given import JOBS, Given
             "jobs.py:indivisible",
             "micro_batch_size: is not right (got 3); allowed: a divisor of batch_size 8: 1, 2, 4, 8",
         ),
-        ("jobs.py:lists", "dataset()[0]: is not a sample (got 'list'); allowed: a dict from names to tensors"),
+        ("jobs.py:lists", "dataset()[0]: is not a sample (got 'list'); allowed: a dict from names to dense tensors"),
         ("jobs.py:numbers", """dataset()[0]: is not a sample (got "'x': float"); allowed: a dict"""),
-        ("jobs.py:normed", "norm.running_mean"),
+        ("jobs.py:extreme", "the forward changes buffer largest in a way that depends on"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "calibrate"])
@@ -37,9 +37,21 @@ def test_a_wrong_job_is_refused(given: Given, name: str, problem: str, command: 
         assert problem in given.refused("calibrate", job, "-o", given.folder / "new.json")
 
 
+@pytest.mark.parametrize("command", ["run", "calibrate", "cut"])
+def test_data_that_is_another_when_it_is_read_again_is_refused_by_every_command_that_reads_it(
+    given: Given, command: str
+) -> None:
+    job = f"{given.folder}/jobs.py:drifting"
+    commands = {"calibrate": ("calibrate", job, "-o", given.folder / "new.json"), "cut": ("cut", job)}
+    line = given.run_refused(job=job) if command == "run" else given.refused(*commands[command])
+    assert "jobs.py:" in line
+    assert "dataset()[0]['x']: is another value when the sample is read again; allowed: random numbers from" in line
+
+
 def test_a_name_that_the_job_file_lacks_is_answered_with_those_it_has(given: Given) -> None:
     line = given.run_refused(job=f"{given.folder}/jobs.py:absent")
-    assert line.endswith("jobs.py: defines no 'absent'; allowed: branching, good, half, lists, normed, numbers, wide")
+    have = "branching, drifting, extreme, good, half, lists, normed, numbers, wide"
+    assert line.endswith(f"jobs.py: defines no 'absent'; allowed: {have}")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,22 @@ def test_a_shape_that_cannot_be_is_refused(given: Given, arguments: tuple[object
     assert f"{path}: {problem}" in given.refused(arguments[0], path, *arguments[1:])
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("-P", 3), "-P: is not possible (got 3); allowed: 1 to 2"),
+        (("-D", 3), "-D: is not possible (got 3); allowed: 1 to 2"),
+        (("-P", 2, "-D", 2), "-P: is not possible (got 2); allowed: 1 to 1"),
+        (("-P", 0), "-P: Input should be greater than or equal to 1 (got '0')"),
+    ],
+)
+def test_a_run_in_a_shape_that_its_vms_can_never_form_is_refused(
+    given: Given, options: tuple[object, ...], problem: str
+) -> None:
+    given.file("cluster.yaml", "vms: {num_vms: 2}\n")
+    assert given.run_refused(*options).startswith(problem)
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "0", "-1"])
 def test_a_memory_size_that_is_none_is_refused(given: Given, value: str) -> None:
     line = given.refused("plan", given.folder / "profile.json", "--gpus", 2, "--memory-gib", value)

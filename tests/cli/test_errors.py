@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 
 import pytest
@@ -37,6 +38,8 @@ def app_raising(error: BaseException) -> typer.Typer:
         (WaitTimeout("no answer in 5 s"), 1, "error: no answer in 5 s\n"),
         (ClusterError("cannot start"), 1, "error: cannot start\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "a.png"), 1, "error: a.png: No space left on device\n"),
+        (OSError(errno.EROFS, "Read-only file system"), 1, "error: Read-only file system\n"),
     ],
 )
 def test_an_expected_error_is_one_line_and_a_code(error: BaseException, code: int, line: str) -> None:
@@ -45,7 +48,10 @@ def test_an_expected_error_is_one_line_and_a_code(error: BaseException, code: in
     assert (result.stderr, result.stdout) == (line, "")
 
 
-@pytest.mark.parametrize("make", [lambda: ZeroDivisionError("bug"), lambda: PeerLost("leaked out of its loop")])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: ZeroDivisionError("bug"), lambda: OSError(errno.EBADF, "bug"), lambda: PeerLost("leaked out of its loop")],
+)
 def test_an_unexpected_error_keeps_its_traceback(make: Callable[[], Exception]) -> None:
     error = make()
     result = CliRunner().invoke(app_raising(error), ["work"])

@@ -29,6 +29,17 @@ def job_file(given: Given, job: str = "code: 'jobs.py:good', profile: profile.js
             "",
             "job.batch_size: is not the profile's (got 9)",
         ),
+        ("code: 'jobs.py:good', profile: profile.json, pipeline_depth: 0", "", "job.pipeline_depth: Input should be"),
+        (
+            "code: 'jobs.py:good', profile: profile.json, pipeline_depth: 3",
+            "",
+            "job.pipeline_depth: is not possible (got 3); allowed: 1 to 2",
+        ),
+        (
+            "code: 'jobs.py:good', profile: profile.json, pipeline_depth: 1, num_replicas: 3",
+            "",
+            "job.num_replicas: is not possible (got 3); allowed: 1 to 2",
+        ),
     ],
 )
 def test_a_wrong_job_file_is_refused_with_its_dotted_field(given: Given, job: str, rest: str, problem: str) -> None:
@@ -42,6 +53,8 @@ def test_a_wrong_job_file_is_refused_with_its_dotted_field(given: Given, job: st
         (("--steps", "9"), "--steps: stands in the job file"),
         (("--profile", "p.json"), "--profile: stands in the job file"),
         (("--no-recompute",), "--no-recompute: stands in the job file"),
+        (("-P", "2"), "-P: stands in the job file"),
+        (("-D", "1"), "-D: stands in the job file"),
     ],
 )
 def test_what_a_job_file_says_is_not_said_again(given: Given, options: tuple[str, ...], problem: str) -> None:
@@ -71,6 +84,18 @@ def test_a_right_job_file_says_what_would_run(given: Given) -> None:
     assert not given.run_dir.exists()
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("pipeline_depth: 1, num_replicas: 1", "with 2 workers in shape 1x1, with 1 at least"),
+        ("pipeline_depth: 2", "with 2 workers in shape 2x1, with 2 at least"),
+    ],
+)
+def test_a_job_file_may_ask_for_a_shape(given: Given, asked: str, told: str) -> None:
+    path = job_file(given, f"code: 'jobs.py:good', profile: profile.json, {asked}")
+    assert told in CliRunner().invoke(app, ["config", "check", str(path)]).stdout
+
+
 def test_every_key_is_explained_with_where_its_value_comes_from(given: Given) -> None:
     told = CliRunner().invoke(app, ["config", "explain", str(job_file(given))])
     assert told.exit_code == 0, told.output
@@ -78,6 +103,7 @@ def test_every_key_is_explained_with_where_its_value_comes_from(given: Given) ->
     assert [cell.strip() for cell in rows["job.steps"][2:4]] == ["7", "file"]
     assert [cell.strip() for cell in rows["policy.rules.stutter.samples"][2:4]] == ["8", "default"]
     assert "vms.num_vms" in rows
+    assert rows["job.pipeline_depth"][4].strip().startswith("P of every shape")
 
 
 @pytest.mark.parametrize("kind", ["job", "cluster"])

@@ -168,12 +168,11 @@ def test_shared_storage_allows_a_folder_and_the_run_directory(tmp_path: Path, de
         assert resolved(tmp_path, described).checkpoint_url == url
 
 
-def test_the_code_and_what_it_needs_is_packed(tmp_path: Path, described: Described) -> None:
+def test_the_code_and_what_it_needs_is_gathered(tmp_path: Path, described: Described) -> None:
     (tmp_path / "beside.py").write_text("x = 1", encoding="utf-8")
     described["vms"]["environment"] = {"files": ["beside.py"]}
     run = resolved(tmp_path, described)
-    assert run.job_code.job_path == "train.py:job"
-    assert b"beside.py" in run.job_code.archive
+    assert set(run.job_files.files) == {"train.py", "beside.py"}
 
 
 def test_explain_and_schema_know_every_kind(tmp_path: Path, described: Described) -> None:

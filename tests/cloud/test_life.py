@@ -18,7 +18,7 @@ from tests.system.harness import uninterrupted
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(not_permitted()), reason=not_permitted() or "-"),
 ]
 KEEP, NOTICE_S, NUM_SECTIONS, FIRST_PORT = 2, 30.0, 6, 20000

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from morph.cutting import CutModel, Section
+from morph.cutting.construct import training_mode
 from morph.job import Job
 
 Result = tuple[Tensor, dict[str, Tensor]]
@@ -44,19 +45,20 @@ def run_sections(
     before: Callable[[int], object] = lambda index: None,
 ) -> Result:
     """Forward, then recompute and backward per section, with inputs detached at every border."""
-    parameters = {name: tensor.clone().requires_grad_() for name, tensor in initial.items()}
+    parameters = {name: initial[name].clone().requires_grad_() for name in cut_model.parameter_specs}
+    state = {**parameters, **{name: initial[name].clone() for name in cut_model.buffer_specs}}
     stored: list[tuple[Tensor, ...]] = [()]
     for section in cut_model.sections:
         before(section.index)
         with torch.enable_grad():  # as the runtime does: without it, attention may take another kernel
-            outputs = section(_leaves(section, stored[-1]), batch, parameters)
+            outputs = section(_leaves(section, stored[-1]), batch, state)[: len(section.outputs)]
         stored.append(tuple(output.detach() for output in outputs))
-    gradients: list[Tensor | None] = [torch.ones(())]
+    gradients: list[Tensor | None] = [torch.ones(()), *(None for _ in cut_model.metric_names)]
     for section in reversed(cut_model.sections):
         inputs = _leaves(section, stored[section.index])
         before(section.index)
         with torch.enable_grad():
-            outputs = section(inputs, batch, parameters)
+            outputs = section(inputs, batch, state)[: len(section.outputs)]
         for output, again, spec in zip(stored[section.index + 1], outputs, section.outputs, strict=True):
             assert torch.equal(output, again)
             assert tuple(again.shape) == spec.shape
@@ -77,11 +79,11 @@ def _leaves(section: Section, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def build_whole(job: Job, initial: Mapping[str, Tensor]) -> nn.Module:
     """The user's model with the given weights."""
-    model = job.model().train()
+    model = training_mode(job.model())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.copy_(initial[name])
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if name in initial and not (isinstance(value, nn.Parameter) and not value.requires_grad):
+                value.copy_(initial[name])
     return model
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -264,3 +265,140 @@ def test_marks_in_an_exportable_model_pin_its_cuts(tools: Any) -> None:
 def test_cut_points_are_checked_at_once(tools: Any) -> None:
     with pytest.raises(JobError, match="cut_points"):
         tools.make_job(Plain, mean_loss, ITEMS, cut_points="layers.1")
+
+
+def place_of(text: str) -> str:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return f"{__file__}:{next(number for number, line in enumerate(lines, 1) if line.endswith(text))}"
+
+
+class DropsLayers(nn.Module):
+    """Whether a layer is left out is drawn between the layers, or within each."""
+
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Branching() for _ in range(4))
+        self.cut, self.within = morph.CutPoint(), within
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == 2:
+                x = self.cut(x)
+            if self.within or torch.rand(()) >= 0.3:  # drops
+                x = layer(x)
+        return x
+
+
+class DropsItself(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0.3 else super().forward(x)
+
+
+def test_layers_that_are_dropped_between_modules_are_refused_and_may_drop_themselves(tools: Any) -> None:
+    exported = export_job(tools.make_job(lambda: DropsLayers(within=False), mean_loss, ITEMS))
+    with pytest.raises(JobError, match="a random number decides between the modules, in front of a cut") as caught:
+        cut(exported, num_sections=None, micro_batch_size=2)
+    assert caught.value.source == place_of("# drops")
+    assert len(cut(exported, num_sections=1, micro_batch_size=2).sections) == 1
+
+    def model() -> nn.Module:
+        made = DropsLayers(within=True)
+        made.layers = nn.ModuleList(DropsItself() for _ in range(4))
+        return made
+
+    job = tools.make_job(model, mean_loss, ITEMS)
+    exported = export_job(job)
+    check_against_whole(tools, job, exported, cut(exported, num_sections=None, micro_batch_size=2), ITEMS)
+
+
+class Packed(nn.Module):
+    """The border is the last state, or what is padded to the longest of the micro-batch."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.first, self.second = (nn.LSTM(6, 6, batch_first=True) for _ in range(2))
+        self.cut, self.leave, self.last = morph.CutPoint(), Branching(), last
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, length.cpu(), batch_first=True, enforce_sorted=False)
+        packed, _ = self.first(packed)
+        packed, (state, _) = self.second(packed)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
+        return self.leave(self.cut(state[-1] if self.last else padded))  # cut here
+
+
+SEQUENCES = [{"x": torch.randn(5, 6), "length": torch.tensor(1 + index % 5)} for index in range(8)]
+
+
+def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"], batch["length"]).square().mean()
+
+
+def test_packed_sequences_run_between_marks(tools: Any) -> None:
+    job = tools.make_job(lambda: Packed(last=True), packed_loss, SEQUENCES)
+    exported = export_job(job)
+    model = cut(exported, num_sections=None, micro_batch_size=2)
+    check_against_whole(tools, job, exported, model, SEQUENCES)
+    check_against_whole(tools, job, exported, model, SEQUENCES[3:])
+
+
+def run_in_sections(exported: Any, model: CutModel, batch: dict[str, Tensor]) -> Tensor:
+    values: tuple[Tensor, ...] = ()
+    for section in model.sections:
+        own = {name: exported.initial_parameters[name] for name in section.parameters}
+        values = section(values, batch, own)
+    return values[0]
+
+
+def test_a_border_whose_shape_depends_on_the_data_is_refused_when_it_is_another(tools: Any) -> None:
+    exported = export_job(tools.make_job(lambda: Packed(last=False), packed_loss, SEQUENCES))
+    model = cut(exported, num_sections=None, micro_batch_size=2)
+    run_in_sections(exported, model, tools.stack(SEQUENCES, 2))
+    with pytest.raises(JobError, match=r"in front of cut with a tensor of shape \[2, 4, 6\].*\[2, 2, 6\]") as caught:
+        run_in_sections(exported, model, tools.stack(SEQUENCES[2:], 2))
+    assert caught.value.source == place_of("# cut here")
+
+
+class Chooses(nn.Module):
+    """With ``late`` samples the forward goes where the first ones did not."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (Branching() for _ in range(3))
+        self.cut, self.skips = morph.CutPoint(), skips
+
+    def forward(self, x: Tensor, late: Tensor) -> Tensor:
+        x = self.first(x)
+        if late.any() and self.skips:
+            return x
+        x = self.cut(x)
+        if late.any():
+            x = self.second(x)  # comes late
+        return self.third(x)
+
+
+LATE = [{"x": torch.randn(6), "late": torch.tensor(index > 3)} for index in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("skips", "problem", "place"),
+    [
+        (False, r"does not hold this module's parameters: with the first samples .* \(got 'second'\)", "# comes late"),
+        (True, "comes to the cut in front of cut not at all, unlike with the first samples", "x = self.cut(x)"),
+    ],
+)
+def test_a_branch_that_the_first_samples_do_not_take_is_refused_when_it_is_taken(
+    tools: Any, skips: bool, problem: str, place: str
+) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"], batch["late"]).square().mean()
+
+    exported = export_job(tools.make_job(lambda: Chooses(skips), loss, LATE))
+    model = cut(exported, num_sections=None, micro_batch_size=2)
+    run_in_sections(exported, model, tools.stack(LATE, 2))
+    with pytest.raises(JobError, match=problem) as caught:
+        run_in_sections(exported, model, tools.stack(LATE[4:], 2))
+    found = str(caught.value.source)
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    assert found.startswith(f"{__file__}:")
+    assert lines[int(found.rpartition(":")[2]) - 1].endswith(place)

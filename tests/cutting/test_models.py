@@ -11,7 +11,8 @@ from torch import Tensor
 
 from morph.cutting import ExportedJob, cut, export_job
 from morph.job import Job
-from tests.cutting.zoo import ZOO
+from morph.tracing.agreement import QUICK_FLOPS, Limits, compare_with_plain
+from tests.cutting.zoo import ZOO, causal_loss, phimoe, texts
 
 OTHER_ATTENTION_WHEN_TRACED = {"llama", "qwen2 tied", "qwen3", "mixtral"}
 """Traced, transformers gives these repeated keys and a mask where a plain call says ``enable_gqa`` and ``is_causal``.
@@ -30,7 +31,7 @@ def case_of(tools: Any) -> Any:
         job = tools.make_job(model, loss, items)
         exported = export_job(job)
         batch = tools.stack(items, 4)
-        return job, exported, batch, *tools.run_whole(job, exported.initial_parameters, batch)
+        return job, exported, batch, *tools.run_whole(job, exported.initial_state, batch)
 
     return case
 
@@ -43,15 +44,33 @@ def test_a_model_as_it_is_gives_the_uncut_loss_and_gradients(
     _, exported, batch, expected_loss, expected = case_of(name)
     cut_model = cut(exported, num_sections=num_sections, micro_batch_size=4)
     assert len(cut_model.sections) == num_sections
-    loss, gradients = tools.run_sections(cut_model, exported.initial_parameters, batch)
+    loss, gradients = tools.run_sections(cut_model, exported.initial_state, batch)
     assert gradients.keys() == expected.keys()
     if name in OTHER_ATTENTION_WHEN_TRACED:
         torch.testing.assert_close((loss, gradients), (expected_loss, dict(expected)), rtol=1e-5, atol=1e-7)
         in_one_piece = cut(exported, num_sections=1, micro_batch_size=4)
-        expected_loss, expected = tools.run_sections(in_one_piece, exported.initial_parameters, batch)
+        expected_loss, expected = tools.run_sections(in_one_piece, exported.initial_state, batch)
     assert torch.equal(loss, expected_loss)
     for parameter, gradient in gradients.items():
         assert torch.equal(gradient, expected[parameter]), parameter
+
+
+LIMITS = Limits(available_bytes=1 << 32, flops=QUICK_FLOPS, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_comparison_before_a_run_passes_each_model(case_of: Any, name: str) -> None:
+    found = compare_with_plain(*case_of(name)[:2], 3, LIMITS)
+    assert (found.how, found.num_seeds) == ("whole", 3)
+    assert found.largest < 1e-5
+
+
+def test_routers_with_a_backward_of_their_own_have_the_gradients_of_the_plain_model(tools: Any) -> None:
+    job = tools.make_job(phimoe, causal_loss, texts())
+    exported = export_job(job)
+    found = compare_with_plain(job, exported, 3, LIMITS)
+    assert found.how == "whole"
+    assert found.largest < 1e-5
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -115,6 +115,13 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=4, num_experts_per_tok=2))
 
 
+def phimoe() -> nn.Module:
+    """Its routers draw, and have a backward of their own (an autograd.Function)."""
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    return PhimoeForCausalLM(PhimoeConfig(**LLAMA_SIZES, num_local_experts=4, num_experts_per_tok=2))
+
+
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -228,6 +235,14 @@ class UNet(nn.Module):
         return self.leave(x)
 
 
+def hf_resnet() -> nn.Module:
+    """With BatchNorm."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic", "num_labels": 4}
+    return ResNetForImageClassification(ResNetConfig(**sizes))
+
+
 Entry = tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, Tensor]], Tensor], list[dict[str, Tensor]]]
 ZOO: dict[str, Entry] = {
     "gpt2": (gpt2, causal_loss, texts()),
@@ -239,5 +254,6 @@ ZOO: dict[str, Entry] = {
     "vit": (vit, hf_picture_loss, pictures()),
     "t5": (t5, own_loss, pairs()),
     "resnet": (resnet, picture_loss, pictures()),
+    "resnet with BatchNorm": (hf_resnet, hf_picture_loss, pictures()),
     "unet": (UNet, denoising_loss, pictures()),
 }

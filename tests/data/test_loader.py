@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.data import MicroBatchLoader, sample_indices
+from morph.data import MicroBatchLoader, build_dataset, sample_indices
+from morph.data.evaluation import EvaluationLoader
 
 
 class Counting:
@@ -47,7 +50,7 @@ def test_several_sections_read_a_sample_once() -> None:
     loader = MicroBatchLoader(dataset, seed=0, batch_size=6, micro_batch_size=2)
     first = loader.load(2, 1, ["x"])["x"]
     assert loader.load(2, 1, ["y", "x"])["x"] is first
-    assert dataset.reads == 2
+    assert dataset.reads == 2 + 1, "two samples, and sample 0, like which they must be"
 
 
 def test_old_micro_batches_are_forgotten_and_read_again() -> None:
@@ -57,7 +60,7 @@ def test_old_micro_batches_are_forgotten_and_read_again() -> None:
     for step in range(1, 50):
         loader.load(step, 0, ["x"])
     assert torch.equal(loader.load(0, 0, ["x"])["x"], first)
-    assert dataset.reads == 51 * 2
+    assert dataset.reads == 51 * 2 + 1
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,11 @@ def test_old_micro_batches_are_forgotten_and_read_again() -> None:
         (lambda index: torch.zeros(2), r"dataset\(\)\[\d+\]: is not a sample \(got 'Tensor'\)"),
         (lambda index: {"x": 3}, r"is not a sample \(got \"'x': int\"\)"),
         (lambda index: {"y": torch.zeros(1)}, r"'x': is missing in a sample; allowed: y"),
-        (lambda index: {"x": torch.zeros(index + 1)}, r"'x': differs between samples"),
+        (
+            lambda index: {"x": torch.zeros(index + 1)},
+            r"dataset\(\)\[\d+\]\['x'\]: differs from the others \(got '\(\d+,\) torch.float32'\); "
+            r"allowed: \(1,\) torch.float32, as in item 0; pad or crop",
+        ),
         (
             lambda index: {"x": torch.zeros(1, dtype=[torch.int64, torch.float32][index % 2])},
             r"int64.*float32|float32.*int64",
@@ -82,3 +89,75 @@ def test_items_of_another_kind_are_refused(make: Callable[[int], Any], message: 
 def test_an_empty_data_set_is_refused() -> None:
     with pytest.raises(JobError, match="dataset: is empty"):
         MicroBatchLoader(Counting(item, size=0), seed=0, batch_size=8, micro_batch_size=8)
+
+
+def test_with_one_sample_to_a_micro_batch_another_length_is_refused_too() -> None:
+    loader = MicroBatchLoader(
+        Counting(lambda index: {"x": torch.zeros(4 + (index == 7))}), seed=0, batch_size=20, micro_batch_size=1
+    )
+    place = sample_indices(0, 0, 20, 20).tolist().index(7)
+    assert loader.load(0, (place + 1) % 20, ["x"])["x"].shape == (1, 4)
+    with pytest.raises(JobError, match=r"dataset\(\)\[7\]\['x'\]: differs from the others \(got '\(5,\)"):
+        loader.load(0, place, ["x"])
+
+
+def drawn(index: int) -> dict[str, Tensor]:
+    """One number from each global generator."""
+    numbers = [torch.randn(()).item(), np.random.normal(), random.random()]
+    return {"x": torch.tensor([float(index), *numbers])}
+
+
+def rows(dataset: Counting, seed: int, step: int, micro_batches: tuple[int, ...] = (0, 1)) -> dict[int, list[float]]:
+    """What was drawn for each sample of a step of two micro-batches of two."""
+    loader = MicroBatchLoader(dataset, seed=seed, batch_size=4, micro_batch_size=2)
+    batches = [loader.load(step, micro_batch, ["x"])["x"] for micro_batch in micro_batches]
+    return {int(row[0]): row[1:].tolist() for row in torch.cat(batches)}
+
+
+def test_what_a_sample_draws_depends_on_seed_epoch_and_sample_alone() -> None:
+    dataset = Counting(drawn, size=4)
+    first = rows(dataset, 3, 0)
+    torch.manual_seed(99)
+    np.random.seed(99)
+    random.seed(99)
+    assert rows(Counting(drawn, size=4), 3, 0, (1, 0)) == first
+    epochs = [first, rows(dataset, 3, 1), rows(dataset, 3, 2), rows(dataset, 4, 0)]
+    every = [number for epoch in epochs for numbers in epoch.values() for number in numbers]
+    assert len(every) == len(set(every)) == 4 * 4 * 3
+
+
+def test_an_epoch_that_begins_inside_a_mini_batch_draws_anew() -> None:
+    loader = MicroBatchLoader(Counting(drawn, size=2), seed=0, batch_size=4, micro_batch_size=4)
+    x = loader.load(0, 0, ["x"])["x"]
+    assert sorted(x[:, 0].tolist()) == [0.0, 0.0, 1.0, 1.0]
+    assert len(set(x[:, 1].tolist())) == 4
+
+
+def test_every_evaluation_draws_alike() -> None:
+    loaders = [EvaluationLoader(Counting(drawn), 3, drawn(0), 2, None) for _ in range(2)]
+    assert torch.equal(loaders[0].load(1, ["x"])["x"], loaders[1].load(1, ["x"])["x"])
+    assert len(set(loaders[0].load(0, ["x"])["x"][:, 1].tolist())) == 2
+
+
+def test_a_data_set_may_draw_while_it_is_built() -> None:
+    def make() -> Counting:
+        order = [torch.randperm(9), torch.tensor(np.random.permutation(9)), torch.tensor(random.sample(range(9), 9))]
+        return Counting(lambda _: {"x": torch.stack(order)})
+
+    assert torch.equal(build_dataset(make, 5)[0]["x"], build_dataset(make, 5)[0]["x"])
+    assert not torch.equal(build_dataset(make, 5)[0]["x"], build_dataset(make, 6)[0]["x"])
+
+
+def test_the_global_generators_are_left_as_they_were_also_when_a_sample_fails() -> None:
+    def fails(index: int) -> dict[str, Tensor]:
+        drawn(index)
+        raise OSError("gone")
+
+    def states() -> tuple[Any, ...]:
+        return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+
+    before = states()
+    with pytest.raises(OSError, match="gone"):
+        MicroBatchLoader(Counting(fails), seed=0, batch_size=2, micro_batch_size=2).load(0, 0, ["x"])
+    MicroBatchLoader(Counting(drawn), seed=0, batch_size=2, micro_batch_size=2).load(0, 0, ["x"])
+    assert states() == before

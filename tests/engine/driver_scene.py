@@ -53,6 +53,9 @@ class FakePool:
         self.fail: set[tuple[str, int]] = set()
         self.gone: set[str] = set()
         self.probes: list[tuple[str, ProbeOrder]] = []
+        self.held: tuple[str, int] | None = None
+        self.late: list[WorkerAnswered] = []
+        self.turns_held = 0
 
     def last_decision(self) -> DecisionRecord:
         entry = self.journal.read()[-1]
@@ -67,8 +70,16 @@ class FakePool:
         assert (kind, worker) in asked
         self.calls.append(f"{kind} {worker}")
 
+    def hold_back(self, worker: str, step: int) -> list[WorkerAnswered]:
+        """Keep a worker's answer to a step; returns the list in which it will be."""
+        self.held = (worker, step)
+        return self.late
+
     def answer(self, worker: str, answer: WorkerReady | Reshaped | Prepared | Committed | Failed) -> None:
-        if worker not in self.gone:
+        if isinstance(answer, Prepared) and self.held == (worker, answer.step):
+            self.held = None
+            self.late.append(WorkerAnswered(worker=worker, answer=answer))
+        elif worker not in self.gone:
             self.inbox.put(WorkerAnswered(worker=worker, answer=answer))
 
     def start(self, worker: str, vm: str) -> None:
@@ -124,12 +135,14 @@ class FakePool:
         self.written_down("end_worker", worker)
         self.gone.add(worker)
 
-    def watch(self) -> None:
-        pass
+    def watch(self) -> bool:
+        return True
 
 
 class FakeHost:
     """VMs that are names."""
+
+    boots_at_once = 1
 
     def __init__(self) -> None:
         self.up: list[str] = []

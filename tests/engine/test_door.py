@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from manager.engine import host_line
 from manager.engine.door import Door, hear, tell
 from manager.engine.host_line import HostLine
 from morph.contract.errors import ClusterError
@@ -34,6 +38,19 @@ def let_in(door: Door) -> None:
     manager = door.next()
     assert manager is not None
     manager.close()
+
+
+def test_a_host_that_starts_still_is_not_asked_to_end_but_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while Ray's head node boots: it would hear nothing until it is up."""
+    monkeypatch.setattr(host_line, "END_TIMEOUT_S", 600.0)
+    (tmp_path / "deaf.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    line = HostLine.start("deaf", tmp_path / "door", 0.0, tmp_path / "log", env=environment)
+    assert not line.end()
+    line.kill()
+    assert not psutil.pid_exists(line.pid)
 
 
 def test_after_a_manager_that_settled_the_next_one_is_waited_for(listener: socket.socket) -> None:
@@ -80,18 +97,31 @@ def test_packets_go_both_ways_and_an_end_is_told_from_a_death(listener: socket.s
         assert line.greeting(BOUND_S) == {"host": 0, "vms": {}}
         line.send({"add": "a"})
         assert hear(host) == ({"add": "a"}, [])
-        tell(host, name="late", error="no room")
         tell(host, name="a", pids=[1])
-        assert line.receive("a", BOUND_S, name="a")["pids"] == [1]
+        assert line.receive("a", BOUND_S)["pids"] == [1]
         tell(host, name="b", error="no room")
         with pytest.raises(ClusterError, match="no room"):
-            line.receive("b", BOUND_S, name="b")
+            line.receive("b", BOUND_S)
         with pytest.raises(ClusterError, match=r"waited 0\.01 s for c; see log"):
             line.receive("c", 0.01)
         assert line.end()
         assert hear(host) == ({"end": True}, [])
         assert hear(host) == (None, [])
         host.close()
+
+
+def test_whoever_listens_hears_every_packet_and_then_that_nothing_follows(listener: socket.socket) -> None:
+    door = Door(listener, patience_s=BOUND_S)
+    with visitor(listener) as manager:
+        host = door.next()
+        assert host is not None
+        heard: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+        HostLine(manager, Path("log")).listen(heard.put)
+        tell(host, name="a", error="no room")
+        tell(host, gone="b")
+        host.close()
+        packets = [heard.get(timeout=BOUND_S) for _ in range(3)]
+        assert packets == [{"name": "a", "error": "no room"}, {"gone": "b"}, {}]
 
 
 def test_a_host_that_is_gone_is_told_at_once(listener: socket.socket, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from manager.controller.events import NoticeGiven
 from manager.engine.driver import Observed
 from manager.journal.records import Fact
 from manager.journal.replay import replay
+from manager.report.reading import report_of
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Limits
 from morph.contract.messages import (
@@ -146,3 +148,26 @@ def test_a_node_with_a_notice_hears_that_it_may_go_once_a_step_is_decided_withou
     told = next(seen.decision for seen in run.observed if "nothing of value" in seen.decision.reason.sentence)
     assert "vm1" not in {slot.worker for slot in told.state.slots}
     assert told.state.workers["vm1"].holds == frozenset()
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_while_a_step_is_under_way_costs_nobody(
+    jump_s: float, make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    wall = time.time
+    late = run.pool.hold_back("vm1", 3)
+
+    def jump_then_answer() -> None:
+        """Called in each turn of the loop, before time-outs are judged."""
+        if late:
+            monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
+            run.pool.turns_held += 1
+            if run.pool.turns_held > 3:
+                run.pool.inbox.put(late.pop())
+
+    monkeypatch.setattr(run.pool, "watch", jump_then_answer)
+    assert run.driver.run().outcome == "finished"
+    assert set(run.driver.state.workers) == {"vm0", "vm1"}, [seen.decision.reason.sentence for seen in run.observed]
+    account = report_of(run.journal.read()).account
+    assert account.total_s < 60, "and nobody is billed for the hour"

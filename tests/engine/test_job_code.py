@@ -1,19 +1,23 @@
-"""The job's files, packed on one machine and unpacked on another."""
+"""The job's files, found and packed on one machine and imported on another, or kept for the next manager."""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import stat
+import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from manager.engine import job_code
-from manager.engine.job_code import pack
-from morph.contract.errors import ConfigError, JobError
-from morph.contract.messages import JobCode, WorkerSetup
-from morph.runtime.job_code import unpack
+from manager.engine.job_code import changed, collect, from_elsewhere, keep, kept, pack
+from morph.contract.errors import ConfigError, JobError, RunDirError
+from morph.contract.messages import Failed, JobCode, WorkerSetup
+from morph.job_files import JobFiles
+from morph.runtime.job_code import files_of, use
 from tests.worker_setup import SETUP
 
 
@@ -25,21 +29,38 @@ def folder(tmp_path: Path) -> Path:
         "parts/one.py": "1",
         "parts/deep/two.txt": "2",
         "parts/__pycache__/one.pyc": "old",
+        "parts/.env": "TOKEN=secret",
         "left_out.py": "",
     }
+    return written(tmp_path / "job", files)
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
-        path = tmp_path / "job" / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return tmp_path / "job"
+    return folder
 
 
-def packed(folder: Path, *files: str) -> JobCode:
-    return pack(f"{folder / 'train.py'}:job", files, "cluster.yaml")
+@pytest.fixture
+def importing() -> Iterator[None]:
+    """What a worker's process does to its imports for good is undone."""
+    finders, search, modules = list(sys.meta_path), list(sys.path), set(sys.modules)
+    yield
+    sys.meta_path[:], sys.path[:] = finders, search
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
 
 
+def packed(folder: Path, *files: str, unpack: bool = False) -> JobCode:
+    job_path = f"{folder / 'train.py'}:job"
+    return pack(job_path, collect(job_path, files, "cluster.yaml"), unpack=unpack)
+
+
+@pytest.mark.usefixtures("importing")
 def test_what_is_packed_is_unpacked_in_a_folder_for_this_user_alone(folder: Path) -> None:
-    path, _, name = unpack(packed(folder, "help.py", "parts")).rpartition(":")
+    path, _, name = use(packed(folder, "help.py", "parts", unpack=True)).rpartition(":")
     place = Path(path).parent
     assert (Path(path).name, name) == ("train.py", "job")
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
@@ -78,9 +99,122 @@ def test_too_much_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", ["../outside.py", "/outside.py", "a/../../outside.py"])
-def test_an_archive_that_would_write_elsewhere_is_refused(name: str) -> None:
+def test_an_archive_that_would_write_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr(name, "x")
     with pytest.raises(JobError, match="outside"):
-        unpack(JobCode(job_path="train.py:job", archive=buffer.getvalue()))
+        use(code_of(buffer.getvalue(), tmp_path))
+
+
+def code_of(archive: bytes, folder: Path) -> JobCode:
+    sha256 = hashlib.sha256(archive).hexdigest()
+    return JobCode(job_path="train.py:job", folder=str(folder), sha256=sha256, archive=archive, unpack=True)
+
+
+def test_an_archive_that_is_not_what_its_digest_says_is_refused(folder: Path) -> None:
+    other = packed(folder, "help.py").archive
+    with pytest.raises(JobError, match="is not the code that the run began with"):
+        use(packed(folder).model_copy(update={"archive": other}))
+
+
+@pytest.mark.usefixtures("importing")
+def test_a_worker_refuses_code_that_is_damaged_and_names_the_users_file_where_it_unpacked_it(folder: Path) -> None:
+    from morph.runtime.worker import Worker
+
+    good = packed(folder, unpack=True)
+    damaged = good.model_copy(update={"archive": good.archive + b"x"})
+    answer = Worker().setup(SETUP.model_copy(update={"code": damaged}))
+    assert isinstance(answer, Failed)
+    assert answer.error.startswith("train.py:job: is not the code that the run began with")
+    answer = Worker().setup(SETUP.model_copy(update={"code": good}))
+    assert isinstance(answer, Failed)
+    assert answer.error.startswith(f"{folder}/train.py: job: is not a Job (got 'int')")
+
+
+IMPORTING = {
+    "train.py": """
+import json, numpy, random
+import direct
+from package import member, part
+from package.inner.deep import thing
+try:
+    import missing
+except ImportError:
+    pass
+
+
+def later():
+    from lazily import x
+""",
+    "direct.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import only_types\n",
+    "only_types.py": "",
+    "lazily.py": "import of_lazy\nimport direct\n",
+    "of_lazy.py": "def broken(:",
+    "package/__init__.py": "from . import sibling\nfrom .inner import deep",
+    "package/sibling.py": "from ..beyond import x",
+    "package/part.py": "",
+    "package/unused.py": "",
+    "package/inner/__init__.py": "",
+    "package/inner/deep.py": "from ..relative import y",
+    "package/relative.py": "",
+    "json.py": "neither this, for Python has its own",
+    "numpy/__init__.py": "nor this, for it is installed",
+    "unused.py": "",
+    "data.bin": "",
+}
+
+
+def test_every_file_of_the_folder_that_the_job_imports_is_found_and_no_other(tmp_path: Path) -> None:
+    folder = written(tmp_path / "job", IMPORTING)
+    unused = {"package/unused.py", "json.py", "numpy/__init__.py", "unused.py", "data.bin"}
+    assert set(collect(f"{folder / 'train.py'}:job").files) == set(IMPORTING) - unused
+
+
+def test_what_was_changed_made_or_removed_since_is_named(folder: Path) -> None:
+    job = f"{folder / 'train.py'}:job"
+    written(folder, {"train.py": "import help\ntry:\n    import new\nexcept ImportError:\n    pass\n"})
+    began = JobFiles(folder, files_of(pack(job, collect(job))))
+    began.files["made_up.py"] = b"was imported under a name that only running it tells"
+    written(folder, {"made_up.py": began.files["made_up.py"].decode(), "left_out.py": "changed, and not imported"})
+    assert changed(began, collect(job)) == []
+    written(folder, {"help.py": "x = 3", "new.py": ""})
+    (folder / "made_up.py").unlink()
+    assert changed(began, collect(job)) == ["help.py", "made_up.py", "new.py"]
+
+
+def test_code_is_kept_for_the_user_alone_and_refused_when_it_is_damaged(folder: Path, tmp_path: Path) -> None:
+    code, job = packed(folder), f"{folder / 'train.py'}:job"
+    keep(tmp_path, code)
+    (path,) = (tmp_path / "code").iterdir()
+    assert path.name == f"{code.sha256}.zip"
+    assert [stat.S_IMODE(place.stat().st_mode) for place in (path, path.parent)] == [0o600, 0o700]
+    assert kept(tmp_path, code.sha256, job) == code
+    path.write_bytes(code.archive[:-1])
+    with pytest.raises(RunDirError, match="is damaged"):
+        kept(tmp_path, code.sha256, job)
+    path.unlink()
+    with pytest.raises(RunDirError, match=r"cannot be read: No such file"):
+        kept(tmp_path, code.sha256, job)
+
+
+def test_code_from_outside_of_the_folder_is_named_unless_it_is_installed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(
+        tmp_path / "library", {"shared_code/__init__.py": "from shared_code import more", "shared_code/more.py": ""}
+    )
+    written(tmp_path / "venv/lib/site-packages", {"bought.py": ""})
+    monkeypatch.syspath_prepend(str(tmp_path / "library"))
+    monkeypatch.syspath_prepend(str(tmp_path / "venv/lib/site-packages"))
+    monkeypatch.syspath_prepend(str(folder))
+    files, before = JobFiles(folder, {}, growing=True), set(sys.modules)
+    with files.in_use():
+        import bought  # noqa: F401
+        import help as helper  # noqa: F401
+        import shared_code  # noqa: F401
+
+        assert from_elsewhere(files, before) == [str(tmp_path / "library/shared_code/__init__.py")]
+    assert set(files.files) == {"help.py"}
+    for name in ("bought", "shared_code", "shared_code.more"):
+        del sys.modules[name]

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import queue
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from manager.engine.lifelines import Lifelines
 from morph.contract.messages import Lifeline
 from morph.contract.proof import proof
-from morph.runtime.lifeline import NONCE_BYTES, hold_lifeline
+from morph.runtime.lifeline import NONCE_BYTES, KeptLifeline, hold_lifeline
 
 LOOPBACK = "127.0.0.1"
 BOUND_S = 30.0
@@ -99,3 +101,49 @@ def test_closing_reports_nobody_and_ends_the_thread(closed: queue.Queue[str]) ->
 def test_the_secret_is_not_shown(lifelines: Lifelines) -> None:
     lifeline = Lifeline(host=LOOPBACK, port=1, secret=lifelines.secret)
     assert lifelines.secret not in repr(lifeline)
+
+
+def reset(connection: socket.socket) -> None:
+    """Break it: the other end is told so, which is not what the kernel tells of a process that ended."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def test_a_connection_that_breaks_is_no_death_and_the_end_of_the_one_that_follows_it_is(
+    lifelines: Lifelines, closed: queue.Queue[str]
+) -> None:
+    reset(hold(lifelines, "vm1"))
+    hold(lifelines, "vm2").close()
+    assert closed.get(timeout=BOUND_S) == "vm2"  # so the first one's end was seen, too
+    with hold(lifelines, "vm1") as again:
+        newer = hold(lifelines, "vm1")
+        wait_until_refused(again)  # replaced, and nobody is told
+    newer.close()
+    assert closed.get(timeout=BOUND_S) == "vm1"
+    assert closed.empty()
+
+
+def test_a_worker_whose_lifeline_breaks_makes_a_new_one_until_it_lets_go(
+    lifelines: Lifelines, closed: queue.Queue[str]
+) -> None:
+    kept = KeptLifeline(Lifeline(host=lifelines.host, port=lifelines.port, secret=lifelines.secret), "vm0")
+    try:
+        seen: list[socket.socket] = []
+        while len(seen) < 3:  # of which two are broken from this end
+            connection = wait_for_newest(lifelines, "vm0", but=seen)
+            seen.append(connection)
+            if len(seen) < 3:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                lifelines._forget(connection)
+        assert closed.empty()
+    finally:
+        kept.close()
+    assert closed.get(timeout=BOUND_S) == "vm0"
+
+
+def wait_for_newest(lifelines: Lifelines, worker: str, but: list[socket.socket]) -> socket.socket:
+    until_s = time.monotonic() + BOUND_S
+    while (found := lifelines._newest.get(worker)) is None or found in but:
+        assert time.monotonic() < until_s, "it did not come again"
+        time.sleep(0.01)
+    return found

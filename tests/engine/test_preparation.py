@@ -65,6 +65,35 @@ def test_there_is_a_plan_for_every_number_of_vms_that_the_trace_can_bring() -> N
     assert config.units["s0+s3"] == (0, 3)
 
 
+def shapes(**asked: int) -> dict[int, str]:
+    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, None, **asked)  # type: ignore[arg-type]
+    return {count: plan.shape for count, plan in config.plans.items()}
+
+
+def test_a_pipeline_depth_that_is_asked_for_is_that_of_every_shape_and_fewer_workers_have_none() -> None:
+    assert shapes(pipeline_depth=2) == {2: "2x1", 3: "2x1", 4: "2x2"}
+    assert shapes(pipeline_depth=3) == {3: "3x1", 4: "3x1"}
+
+
+def test_replicas_that_are_asked_for_are_the_most_there_are_and_further_workers_stand_by() -> None:
+    assert shapes(pipeline_depth=1, num_replicas=2) == {1: "1x1", 2: "1x2", 3: "1x2", 4: "1x2"}
+    assert shapes(pipeline_depth=2, num_replicas=1) == {2: "2x1", 3: "2x1", 4: "2x1"}
+    assert all(shape.endswith("x1") for shape in shapes(num_replicas=1).values())
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"pipeline_depth": 5}, r"pipeline_depth: is not possible \(got 5\); allowed: 1 to 4"),
+        ({"num_replicas": 5}, r"num_replicas: is not possible \(got 5\); allowed: 1 to 4"),
+        ({"pipeline_depth": 3, "num_replicas": 2}, r"pipeline_depth: is not possible \(got 3\); allowed: 1 to 2"),
+    ],
+)
+def test_a_shape_that_the_workers_can_never_reach_is_refused(asked: dict[str, int], problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        shapes(**asked)
+
+
 def test_a_constant_trace_brings_every_vm_at_the_start() -> None:
     trace = constant_trace(VMS)
     assert trace.max_nodes == 4

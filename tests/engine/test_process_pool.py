@@ -21,7 +21,9 @@ from manager.engine import silence
 from manager.engine.inbox import Inbox
 from manager.engine.process_pool import Lanes, ProcessPool
 from manager.journal.records import Fact
+from morph.contract.errors import ClusterError
 from morph.contract.messages import (
+    Aborted,
     Heartbeat,
     MicroBatchTimes,
     Probed,
@@ -179,3 +181,71 @@ def test_a_silent_worker_is_lost(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
     assert scene.killed == ["vm0"]  # one that wakes must not go on
     with pytest.raises(EOFError):
         scene.orders.recv_bytes()
+
+
+class Breaking:
+    """A pool with one worker over TCP; the test has the worker's ends, and gives new ones when they broke."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox()
+        self.theirs: list[tuple[Connection, Connection]] = []
+        self.is_gone = False
+        lanes = self.connect("vm0")
+        self.pool = ProcessPool(
+            self.inbox, lambda _: SETUP, lambda _: lanes, lambda _: None, 5.0, reconnect=self.connect
+        )
+        self.pool.start("vm0", "vm0")
+
+    def connect(self, _vm: str) -> Lanes:
+        if self.is_gone:
+            raise ClusterError("it is gone")
+        ours, theirs = zip(*(tcp_pair() for _ in range(2)), strict=True)
+        self.theirs.append((theirs[0], theirs[1]))
+        return Lanes(*ours)
+
+    def next(self) -> object:
+        stamped = self.inbox.get(ANSWER_S)
+        assert stamped is not None, "nothing came"
+        return stamped.item
+
+    def reset(self) -> None:
+        for lane in self.theirs[-1]:
+            with socket.socket(fileno=lane.fileno()) as ours:
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            lane._handle = None  # type: ignore[attr-defined]  # it is closed
+
+
+def tcp_pair() -> tuple[Connection, Connection]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    return Connection(ours.detach()), Connection(theirs.detach())
+
+
+def test_connections_that_break_are_made_anew_and_what_is_not_answered_comes_again() -> None:
+    scene = Breaking()
+    (orders, _) = scene.theirs[0]
+    assert unpack(orders.recv_bytes())[0] == "setup"
+    orders.send_bytes(READY.model_dump_json().encode())
+    assert scene.next() == WorkerAnswered(worker="vm0", answer=READY)
+    order = StepOrder(generation=3, step=7)
+    scene.pool.step("vm0", order)
+    scene.pool.abort("vm0", 3)
+    scene.reset()
+    assert scene.next() == Fact(name="connection_broken", worker="vm0", detail="it has a new one")
+    orders, control = scene.theirs[1]
+    assert unpack(orders.recv_bytes()) == ("step", order)
+    assert control.recv_bytes() == b"3"
+    orders.send_bytes(Aborted(worker="vm0", generation=3, peer_lost=False).model_dump_json().encode())
+    answered = scene.next()
+    assert isinstance(answered, WorkerAnswered)
+    scene.reset()
+    assert scene.next() == Fact(name="connection_broken", worker="vm0", detail="it has a new one")
+    orders, control = scene.theirs[2]
+    assert control.recv_bytes() == b"3"
+    assert not orders.poll(0)  # it is answered
+    scene.is_gone = True
+    scene.reset()
+    lost = scene.next()
+    assert isinstance(lost, WorkerLost)
+    scene.pool.close()

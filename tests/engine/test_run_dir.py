@@ -151,3 +151,16 @@ def test_reading_facts_names_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(FACTS.model_dump() | {"batch_size": 0}))
     with pytest.raises(RunDirError, match=r"run\.json: batch_size: .*\(got 0\)"):
         read_facts(tmp_path)
+
+
+def test_a_lock_that_cannot_be_written_is_refused_in_a_sentence_and_taken_when_it_can(tmp_path: Path) -> None:
+    with RunDir(tmp_path, FACTS):
+        pass
+    lock = tmp_path / "run.lock"
+    lock.unlink()
+    lock.symlink_to("/dev/full")
+    with pytest.raises(RunDirError, match=f"{tmp_path.name}: is not writable: "), RunDir(tmp_path, FACTS):
+        pass
+    lock.unlink()
+    with RunDir(tmp_path, FACTS):
+        pass

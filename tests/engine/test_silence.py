@@ -8,6 +8,7 @@ from manager.engine import silence
 from manager.engine.silence import Signs, Silence, heartbeat_wait_s, watch_every_s
 
 TIMEOUT_S = 4.0
+OUTAGE_TIMEOUT_S = 30.0
 
 
 class Watch:
@@ -16,16 +17,22 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *workers: str) -> None:
         self.now_s = 100.0
         monkeypatch.setattr(silence.time, "monotonic", lambda: self.now_s)
-        self.silence = Silence(TIMEOUT_S)
+        self.unheard_s: list[float] = []
+        self.silence = Silence(TIMEOUT_S, OUTAGE_TIMEOUT_S, self.unheard_s.append)
         self.workers = {worker: Signs(ready=True) for worker in workers}
+        self.gone: set[str] = set()
 
-    def until_overdue(self, *, silent: dict[str, float]) -> dict[str, float]:
-        """Go on until somebody is overdue. ``silent``: since when (seconds from now) each gives no sign any more."""
+    def until_overdue(self, *, silent: dict[str, float], heard_again_s: float = 60.0) -> dict[str, float]:
+        """Go on until somebody is overdue, a minute at most.
+
+        ``silent``: since when (seconds from now) each gives no sign, until ``heard_again_s``, if it is not gone.
+        """
         begin_s = self.now_s
         while self.now_s < begin_s + 60:
             self.now_s += watch_every_s(TIMEOUT_S)
+            since_s = self.now_s - begin_s
             for worker, signs in self.workers.items():
-                if self.now_s - begin_s <= silent.get(worker, 60.0):
+                if since_s <= silent.get(worker, 60.0) or (since_s >= heard_again_s and worker not in self.gone):
                     signs.beat_sent_s = self.now_s
             found = self.silence.overdue(self.workers)
             if found:
@@ -43,3 +50,32 @@ def test_the_workers_of_a_vm_that_falls_silent_are_overdue_together(monkeypatch:
 def test_a_worker_beside_a_silent_one_that_beats_is_not_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch, "a.d0", "a.d1", "b.d0")
     assert set(watch.until_overdue(silent={"a.d0": 1.0, "b.d0": 3.0})) == {"a.d0"}
+
+
+def test_workers_that_are_all_silent_together_are_waited_for_and_whoever_stays_silent_is_overdue_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = Watch(monkeypatch, "a", "b", "c")
+    watch.gone = {"c"}
+    begin_s = watch.now_s
+    found = watch.until_overdue(silent={"a": 1.0, "b": 1.5, "c": 2.0}, heard_again_s=20.0)
+    assert set(found) == {"c"}
+    assert watch.now_s - begin_s > 20.0 + TIMEOUT_S  # it had its time anew
+    assert watch.unheard_s == [pytest.approx(18.0, abs=1.0)]
+    assert not watch.silence.outage
+
+
+def test_workers_that_are_all_silent_for_longer_than_an_outage_are_overdue_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = Watch(monkeypatch, "a", "b")
+    begin_s = watch.now_s
+    assert set(watch.until_overdue(silent={"a": 1.0, "b": 1.0})) == {"a", "b"}
+    assert watch.now_s - begin_s == pytest.approx(1.0 + OUTAGE_TIMEOUT_S, abs=1.0)
+
+
+def test_all_workers_of_a_single_vm_are_no_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(monkeypatch, "a.d0", "a.d1")
+    begin_s = watch.now_s
+    assert set(watch.until_overdue(silent={"a.d0": 1.0, "a.d1": 1.0})) == {"a.d0", "a.d1"}
+    assert watch.now_s - begin_s < 2 * TIMEOUT_S

@@ -14,7 +14,7 @@ from manager.controller.events import Event, ManagerResumed, NodeAppeared, Worke
 from manager.controller.state import ControllerState, initial_state
 from manager.engine.attachment import Attachment, Found
 from manager.engine.take_over import take_over
-from manager.journal.records import TraceMoment
+from manager.journal.records import TOOK_OVER, Fact, TraceMoment
 from morph.contract.messages import WorkerReady
 from simulator import plan_table, synthetic_profile
 
@@ -71,7 +71,8 @@ def test_vms_are_known_before_the_controller_decides_of_them_and_it_hears_who_li
         moment=TraceMoment(),
     )
     take_over(found, seen, seen, seen)  # type: ignore[arg-type]
-    attached, vms, lost, resumed = seen.lines
+    attached, vms, fact, lost, resumed = seen.lines
+    assert fact == Fact(name=TOOK_OVER)
     assert attached == ("attach", ("a", "b"))
     assert isinstance(lost, WorkerLost)
     assert lost.worker == "c"  # it warmed up on a VM that is gone; of b the controller finds out by itself

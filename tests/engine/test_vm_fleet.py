@@ -1,10 +1,13 @@
-"""Local VMs that another manager had asked for by name."""
+"""Local VMs: booted beside one another, and taken over from another manager."""
 
 from __future__ import annotations
 
-from manager.controller.events import NodeAppeared
+import threading
+
+from manager.controller.events import NodeAppeared, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.vm_fleet import VmFleet
+from morph.contract.errors import ClusterError
 from tests.engine.driver_scene import FakeHost
 
 BOUND_S = 20.0
@@ -28,5 +31,40 @@ def test_vms_of_requests_go_on_boot_or_end_as_somebody_waits_for_them() -> None:
         assert (host.up, host.ended) == (["job-1-2"], ["job-0-0"])
         fleet.release("job-1-0", "job-1-2")
         assert host.ended == ["job-0-0", "job-1-0", "job-1-2"]
+    finally:
+        fleet.close()
+
+
+class DyingHost(FakeHost):
+    """Brings up three VMs at a time, none of them before the last one boots too; vm1 dies."""
+
+    boots_at_once = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together = threading.Barrier(self.boots_at_once)
+
+    def add_vm(self, name: str) -> None:
+        self.together.wait(BOUND_S)
+        if name == "vm1":
+            raise ClusterError("VM vm1 did not come up: its raylet ended")
+        super().add_vm(name)
+
+
+def test_vms_boot_beside_one_another_and_one_that_dies_is_told_of_at_once() -> None:
+    host, inbox = DyingHost(), Inbox()
+    fleet = VmFleet(host, inbox)
+    try:
+        for name in ("vm0", "vm1", "vm2"):
+            fleet.request(name)
+        told: list[object] = []
+        while len(told) < 3:
+            stamped = inbox.get(BOUND_S)
+            assert stamped is not None, told
+            if isinstance(stamped.item, NodeAppeared | WorkerLost):
+                told.append(stamped.item)
+        assert WorkerLost(worker="vm1", cause="VM vm1 did not come up: its raylet ended") in told
+        assert sorted(host.up) == ["vm0", "vm2"]
+        assert not fleet.booting
     finally:
         fleet.close()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from manager.controller.events import NodeAppeared, Tick
+from manager.controller.events import NodeAppeared, Tick, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.engine.vm_player import VmPlayer
 from manager.journal.records import TRACE_PLAYED, VM_KILLED, VM_UP, Fact, TraceMoment
@@ -18,6 +18,8 @@ TRACE_NOTE = Fact(name=TRACE_PLAYED)
 
 class FakeHost:
     """VMs that are names. A boot in ``held`` waits for its event, one in ``broken`` fails."""
+
+    boots_at_once = 1
 
     def __init__(self) -> None:
         self.up: list[str] = []
@@ -79,6 +81,8 @@ class Play:
             item = stamped.item
         if isinstance(item, NodeAppeared):
             self.seen.append(f"up {item.node}")
+        elif isinstance(item, WorkerLost):
+            self.seen.append(f"lost {item.worker}")
         elif isinstance(item, Tick):
             assert self.player.finished
             self.seen.append("played")
@@ -188,7 +192,7 @@ def test_a_vm_that_does_not_come_up_is_told_and_the_next_is_tried(played: list[P
     one = play(played, "0,add,a", "0,add,b")
     one.host.broken.add("a")
     one.start()
-    one.until("vm_failed a", "up b")
+    one.until("vm_failed a", "lost a", "up b")
     assert "up a" not in one.seen
 
 
@@ -253,3 +257,8 @@ def test_a_vm_that_died_by_itself_is_not_asked_for_again_by_another_manager(play
     one.until("played")
     assert one.host.up == []
     assert not one.player.fleet.booting
+
+
+def test_a_player_that_was_never_started_closes() -> None:
+    """What comes between may fail: a full disk, a manager that cannot be written down."""
+    Play("0,add,a").player.close()

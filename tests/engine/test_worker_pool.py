@@ -9,7 +9,7 @@ SCRIPT = """
 import time
 import manager.engine.ray_environment as environment
 environment.prepare()
-from manager.controller.events import WorkerLost
+from manager.controller.events import NobodyHeard, WorkerLost
 from manager.engine import worker_pool
 from manager.engine.inbox import Inbox
 
@@ -30,7 +30,9 @@ def watch_for(seconds, step=0.5):
 watch_for(5.0)
 assert len(inbox) == 0, "lost before its time"
 clock[0] += 60.0  # this process stood still
-pool.watch()
+assert not pool.watch(), "waits were judged although nobody could be heard"
+deaf = inbox.get(0.0)
+assert deaf is not None and deaf.item == NobodyHeard(lasted_s=60.0)
 assert len(inbox) == 0, "taken for silent while the manager was deaf"
 watch_for(0.5)
 assert len(inbox) == 0

@@ -20,9 +20,18 @@ from manager.controller.actions import (
     StartWorker,
 )
 from manager.controller.asking import MAX_SENT
-from manager.controller.events import Event, ManagerResumed, ManifestWritten, NodesGranted, Tick, WorkerLost
+from manager.controller.events import (
+    CheckpointFailed,
+    Event,
+    ManagerResumed,
+    ManifestWritten,
+    NodesGranted,
+    Tick,
+    WorkerLost,
+)
 from manager.controller.nodes import NodeState
 from manager.controller.reasons import ReasonCode
+from manager.controller.resting import LONGEST_PAUSE_S
 from manager.controller.state import ControllerState, Decision, Phase
 from morph.contract.vm_names import beside, vm_of
 
@@ -44,6 +53,8 @@ def phase_problem(state: ControllerState) -> str | None:
         return f"{state.phase}, but an order of another kind is outstanding"
     if state.phase in (Phase.RESHAPING, Phase.TRAINING, Phase.ABORTING) and not order:
         return f"{state.phase}, but nobody has an order"
+    if state.phase is Phase.RESTING and (state.rest_until_s is None or (order is not None and order.kind != "commit")):
+        return "resting without an end, or somebody does more than write what it holds"
     if order is not None and (order.abort_sent_s is not None) != (state.phase is Phase.ABORTING):
         return f"{state.phase}, but the order was told to abort at {order.abort_sent_s}"
     if state.phase is Phase.TRAINING and not state.awaited <= members:
@@ -163,6 +174,8 @@ def check_waits(cluster: SimulatedCluster, before: ControllerState, event: Event
     cluster.check(decision.wake_at_s is not None or nobody, f"{state.phase} waits without a bound")
     if decision.wake_at_s is not None:
         bound_s = max(policy.order_timeout_s, policy.start_patience_s)
+        if state.phase is Phase.RESTING:
+            bound_s = max(bound_s, LONGEST_PAUSE_S)
         if state.phase in (Phase.WAITING, Phase.STARTING):
             bound_s = policy.rules.wait.vms_patience_s
         set_back_s = sum(max(0.0, -by_s) for _, by_s in cluster.faults.clock_jumps)
@@ -183,15 +196,35 @@ def check_patience(cluster: SimulatedCluster, before: ControllerState, event: Ev
             cluster.check(not late, f"{worker} drains for ever")
 
 
+def check_rest(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
+    """Before a rest all that is held is written, if it is everything, and nobody else holds it for that long."""
+    state = decision.state
+    if state.phase is not Phase.RESTING or before.rest_until_s == state.rest_until_s:
+        return
+    held = set().union(*(entry.holds for entry in state.workers.values() if entry.ready))
+    known = state.checkpoint.version if state.checkpoint is not None else 0
+    if set(state.config.units) <= held and state.version not in (known, *(one.version for one in state.sealing)):
+        written = [action.order for action in decision.actions if isinstance(action, SendCommit)]
+        units = [unit for order in written for unit in order.checkpoint_units]
+        cluster.check(sorted(units) == sorted(state.config.units), f"before a rest only {sorted(units)} are written")
+
+
 def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """Nothing is asked for without end: an order once a manager, a request so often, and never for too many VMs."""
+    """Nothing is asked for without end: a request so often, never for too many VMs, and an order once a manager.
+
+    A commit is ordered once more each time that storage refused its units.
+    """
     state, stutter = decision.state, decision.state.config.policy.rules.stutter
+    if isinstance(event, CheckpointFailed):
+        cluster.refused[event.worker] += 1
     if isinstance(event, NodesGranted):
         cluster.refused_until_s = -math.inf
     for action in decision.actions:
         match action:
-            case SendReshape() | SendStep() | SendCommit():
+            case SendReshape() | SendStep():
                 repeats, limit = (action.worker, *order_key(action)), 1
+            case SendCommit():
+                repeats, limit = (action.worker, *order_key(action)), 1 + cluster.refused[action.worker]
             case SendAhead():
                 repeats, limit = ("ahead", action.worker, action.order.number), 1
             case StartWorker():
@@ -294,6 +327,7 @@ INVARIANTS: tuple[Observer, ...] = (
     check_holdings,
     check_waits,
     check_patience,
+    check_rest,
     check_repeats,
     check_ahead,
     check_acknowledged,

@@ -184,6 +184,10 @@ def script_in(phase: Phase) -> Script:
         script.aborted()
     if phase is Phase.ABORTING:
         script.aborted("n1")
+    if phase is Phase.RESTING:
+        script.prepared()
+        for _ in range(script.state.config.policy.max_fruitless_generations):
+            script.aborted()
     if phase is Phase.WAITING:
         script.aborted("n1")
         for worker in ("n2", "n3", "n4"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 from cluster_invariants import INVARIANTS
 from simulated_cluster import Faults, SimulatedCluster
 from simulated_job import make_config
 
+from morph.contract.messages import FailureCause
 from morph.contract.rules import AheadRules
 
 QUIET_AFTER_S = 16.0
@@ -73,7 +75,10 @@ def random_faults(seed: int) -> tuple[Faults, int, int]:
         stop_after_s=draw.uniform(0, 12) if draw.random() < 0.25 else None,
         quiet_after_s=QUIET_AFTER_S,
     )
-    return faults, draw.randrange(2, 8), draw.choice([0, 0, 4, 6])
+    num_nodes, target = draw.randrange(2, 8), draw.choice([0, 0, 4, 6])
+    causes: tuple[FailureCause, ...] = ("job", "device", "memory") if target else ("job",)  # else nobody is replaced
+    faults = replace(faults, order_error=now_and_then(0.3, 0.02, 0.1), error_causes=causes)
+    return faults, num_nodes, target
 
 
 def play(seed: int, num_steps: int = 8) -> SimulatedCluster:
@@ -87,8 +92,8 @@ def play(seed: int, num_steps: int = 8) -> SimulatedCluster:
     rules = config.policy.rules
     stutter = rules.stutter.model_copy(update={"windows": 1 + seed % 2})
     rules = rules.model_copy(update={"ahead": AHEAD[seed % len(AHEAD)], "stutter": stutter})
-    # there are that many faults
-    policy = config.policy.model_copy(update={"max_fruitless_generations": 40, "rules": rules})
+    most = (40, 40, 2, 1)[seed // 3 % 4]  # in the first ones there are not that many faults
+    policy = config.policy.model_copy(update={"max_fruitless_generations": most, "rules": rules})
     config = config.model_copy(update={"policy": policy})
     cluster = SimulatedCluster(seed, config, faults, observers=INVARIANTS)
     finish = cluster.run(num_nodes)

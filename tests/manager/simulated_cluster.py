@@ -40,6 +40,7 @@ from manager.controller.events import (
     Event,
     ManagerResumed,
     ManifestWritten,
+    NobodyHeard,
     StopRequested,
     Tick,
     WorkerAnswered,
@@ -83,6 +84,7 @@ class SimulatedCluster(World):
         self.told_lost: set[str] = set()
         self.forgotten: set[str] = set()
         self.asked: Counter[tuple[object, ...]] = Counter()
+        self.refused: Counter[str] = Counter()
         self.refused_until_s = -math.inf
         self.num_managers = 1
         self.entered: Counter[Phase] = Counter()
@@ -139,6 +141,8 @@ class SimulatedCluster(World):
         self.clock_ahead_s += by_s
         self.note(f"the clock jumps by {by_s:.1f} s")
         self.set_alarm(self.state_wake_s)
+        if by_s > 0:  # as if the manager had stood still
+            self.emit(NobodyHeard(lasted_s=by_s))
 
     @property
     def state_wake_s(self) -> float | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from manager.controller.actions import SendCommit, SendReshape, SendStep
 from manager.controller.state import Phase
-from morph.contract.messages import Answer
+from morph.contract.messages import Answer, FailureCause
 
 Order = SendReshape | SendStep | SendCommit
 OrderKey = tuple[str, int, int, int]
@@ -37,6 +37,9 @@ class Faults:
     """by up to 3 s, so that messages overtake each other"""
     broken_stream: float = 0.0
     """what is sent ahead breaks off, or cannot keep up"""
+    order_error: float = 0.0
+    """an order fails: at each step once, but for devices that are lost"""
+    error_causes: tuple[FailureCause, ...] = ("job", "device", "memory")
     overflow: float = 0.0
     non_finite: float = 0.0
     """share of steps with a gradient that is not finite; which ones, and in which unit, depends on the step alone"""
@@ -84,6 +87,7 @@ class SimulatedWorker:
     alive: bool = True
     deaf: bool = False
     slow: bool = False
+    lost_device: bool = False
     token: int = 0
     order: Order | None = None
     begun: OrderKey | None = None

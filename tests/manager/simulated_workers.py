@@ -21,6 +21,7 @@ from morph.contract.messages import (
     Answer,
     Committed,
     ComputeTimes,
+    Failed,
     MicroBatchLoss,
     Prepared,
     Reshaped,
@@ -40,6 +41,7 @@ class SimulatedWorkers:
         self.all: dict[str, SimulatedWorker] = {}
         self.killer: Callable[[str], None] = self.die
         self.members: dict[int, frozenset[str]] = {}
+        self.failed: set[int] = set()
         self.ahead = SimulatedAhead(world, tell, self.all)
 
     # --- life ------------------------------------------------------------------------------------------------
@@ -140,6 +142,7 @@ class SimulatedWorkers:
         if sequence_of(key) < worker.newest:
             return  # it was sent twice, and overtaken
         worker.newest = sequence_of(key)
+        world.check(not worker.lost_device, f"{action.worker} gets an order, and its device is lost")
         world.check(worker.order is None, f"{action.worker} gets an order while it has one")
         if action.order.generation <= worker.aborted:
             self.answer(action.worker, action, self.aborted(action.worker, action.order.generation, peer_lost=False))
@@ -156,7 +159,23 @@ class SimulatedWorkers:
             world.at(duration_s * world.random.random(), lambda: self.killer(action.worker))
         if world.chance(world.faults.spurious_abort):
             world.at(duration_s * 0.9, lambda: self.give_up(action.worker, peer_lost=True, token=token))
+        if world.chance(world.faults.order_error):
+            world.at(duration_s * 0.9, lambda: self.fail(action, token))
         world.at(duration_s, lambda: self.complete(action, token))
+
+    def fail(self, action: Order, token: int) -> None:
+        """An error comes in an order; a device that is lost does nothing any more."""
+        name, worker, step = action.worker, self.all[action.worker], order_key(action)[2]
+        if not worker.alive or worker.token != token:
+            return
+        causes = [cause for cause in self.world.faults.error_causes if cause == "device" or step not in self.failed]
+        if causes:
+            cause = self.world.random.choice(causes)
+            self.failed.add(step)
+            worker.lost_device = cause == "device"
+            self.world.note(f"{name} fails at {step}: {cause}")
+            generation = action.order.generation
+            self.answer(name, action, Failed(worker=name, generation=generation, error=cause, cause=cause))
 
     def begin(self, name: str, worker: SimulatedWorker, action: Order) -> None:
         """Apply the version that the order decides, as the contract says; the state must be there."""
@@ -176,6 +195,11 @@ class SimulatedWorkers:
                 raise world.broken(f"{name} is to scale by {order.loss_scale}, its units say {scale}")
             if order.attempt and worker.prepared != order.step:
                 raise world.broken(f"{name} is to retry step {version}, which it did not run")
+        if isinstance(action, SendCommit) and action.order.held:
+            if any(not worker.has(unit, version) for unit in order.checkpoint_units):
+                raise world.broken(f"{name} is to write {order.checkpoint_units} at version {version}: {worker.units}")
+            self.write_later(action)
+            return
         worker.prepared = None
         if isinstance(action, SendReshape):
             worker.units |= {unit: held for unit, held in worker.received.items() if held == version}

@@ -10,6 +10,7 @@ from random_history import random_faults
 from simulated_cluster import TIMES, Faults
 from simulated_job import make_config
 
+from manager.controller.config import ControllerConfig
 from manager.controller.decide import decide
 from manager.controller.events import (
     EVENT,
@@ -25,12 +26,13 @@ from manager.controller.events import (
     WorkerLost,
 )
 from manager.controller.state import initial_state
-from manager.journal.records import DecisionRecord
+from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, EntryKind, Fact
 from manager.report.account import Account, Part
 from manager.report.accounting import Ledger
 from manager.report.prices import Prices
-from manager.report.reading import read_report
+from manager.report.reading import read_report, report_of
 from manager.report.spent import NOTHING, NS_PER_S, SHARES, nano_usd
+from morph.contract.base import Value
 from morph.contract.messages import WorkerReady
 
 COMPUTE_S = TIMES.forward_s + TIMES.recompute_s + TIMES.backward_s
@@ -110,6 +112,61 @@ def test_a_vm_that_boots_is_paid_for_from_its_grant_until_it_is_given_back() -> 
     account = ledger.account()
     assert account.total_s == 2 * boot_s + 3.0
     assert account.part_s(Part.WARMING) == account.total_s
+
+
+def journalled(*lines: tuple[float, Event | Fact | ControllerConfig]) -> Account:
+    """The account of a journal with these lines; an event's decision follows it."""
+    entries: list[Entry] = []
+    state = initial_state(make_config())
+
+    def add(time_s: float, kind: EntryKind, value: Value) -> None:
+        line = Entry(sequence=len(entries), time_s=time_s, kind=kind, payload_json=value.model_dump_json())
+        entries.append(line)
+
+    for time_s, item in lines:
+        if isinstance(item, Fact):
+            add(time_s, "fact", item)
+        elif isinstance(item, ControllerConfig):
+            state = initial_state(item)
+            add(time_s, "config", item)
+        else:
+            decision = decide(state, item, time_s)
+            state = decision.state
+            add(time_s, "event", item)
+            add(time_s, "decision", DecisionRecord.of(decision))
+    account = report_of(tuple(entries)).account
+    assert sum(account.parts.values(), NOTHING) == account.total
+    return account
+
+
+CONFIG = make_config(expected_nodes=9)
+BEGUN: tuple[tuple[float, Event | Fact | ControllerConfig], ...] = (
+    (0.0, CONFIG),
+    (0.0, Fact(name=OUTLIVES, detail="60.0")),
+    (0.0, NodeAppeared(node="a")),
+    (0.0, NodeAppeared(node="b")),
+)
+"""A manager that is killed at its last line, with two nodes that outlive it by a minute."""
+
+
+@pytest.mark.parametrize(
+    ("next_s", "unmanaged_s"), [(91.0, 60.0), (3691.0, 60.0), (31.0, 31.0)], ids=["later", "clock set on", "in time"]
+)
+def test_what_nodes_cost_after_their_manager_was_killed_is_a_part_of_its_own(next_s: float, unmanaged_s: float) -> None:
+    account = journalled(*BEGUN, (next_s, CONFIG), (next_s + 5, NodeAppeared(node="a")), (next_s + 9, Tick()))
+    assert account.part_s(Part.UNMANAGED) == 2 * unmanaged_s
+    assert account.total_s == 2 * unmanaged_s + 4.0
+
+
+def test_what_nodes_cost_until_another_manager_took_over_is_a_part_of_its_own() -> None:
+    took_over = (Fact(name=TOOK_OVER), ManagerResumed(living=()))
+    account = journalled(*BEGUN, *((41.0, item) for item in took_over), (44.0, Tick()))
+    assert (account.part_s(Part.UNMANAGED), account.part_s(Part.WARMING)) == (82.0, 6.0)
+
+
+def test_nodes_of_a_session_that_ended_in_order_cost_nothing_until_the_next() -> None:
+    account = journalled(*BEGUN, (7.0, Fact(name=SESSION_OVER)), (91.0, CONFIG), (92.0, Tick()))
+    assert (account.part_s(Part.UNMANAGED), account.total_s) == (0.0, 14.0)
 
 
 def booked(timed: list[tuple[float, Event]], **fields: object) -> Ledger:

@@ -18,6 +18,7 @@ from manager.controller.events import (
     Event,
     ManagerResumed,
     ManifestWritten,
+    NobodyHeard,
     NodeAppeared,
     NodesGranted,
     NoticeGiven,
@@ -99,6 +100,8 @@ def events_of(event_type: type[Event], script: Script) -> list[Event]:
             )
             for old in generations
         ]
+    if event_type is NobodyHeard:
+        return [NobodyHeard(lasted_s=lasted_s) for lasted_s in (0.0, 40.0)]
     if event_type is StopRequested:
         return [StopRequested(reason="asked to")]
     assert event_type is Tick, f"the grid knows no {event_type}"

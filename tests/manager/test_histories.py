@@ -46,6 +46,7 @@ def play_deaths(phase: Phase, count: int, seed: int) -> SimulatedCluster:
         Phase.ABORTING: ((Phase.TRAINING, 0, 1),),
         Phase.HOLDING: ((Phase.TRAINING, 0, 1), (Phase.TRAINING, 1, 1)),
         Phase.WAITING: ((Phase.TRAINING, 0, 5),),
+        Phase.RESTING: ((Phase.TRAINING, 0, 1),),
     }
     faults = Faults(
         deaths_in=(*before.get(phase, ()), (phase, seed % 2 and phase is Phase.TRAINING, count)),
@@ -53,7 +54,11 @@ def play_deaths(phase: Phase, count: int, seed: int) -> SimulatedCluster:
         comeback=1.0 if phase is Phase.HOLDING else 0.0,
         quiet_after_s=16.0,
     )
-    cluster = SimulatedCluster(seed, make_config(num_steps=6), faults, observers=INVARIANTS)
+    config = make_config(num_steps=6)
+    if phase is Phase.RESTING:
+        policy = config.policy.model_copy(update={"max_fruitless_generations": 1})
+        config = config.model_copy(update={"policy": policy})
+    cluster = SimulatedCluster(seed, config, faults, observers=INVARIANTS)
     cluster.entered[Phase.STARTING] += 1
     cluster.check(cluster.run(4 if phase is Phase.HOLDING else 6).outcome == "finished", "did not finish")
     return cluster

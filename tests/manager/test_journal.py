@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from journalled_history import JournalledCluster
 from simulated_cluster import Faults
 from simulated_job import make_config
+from simulated_workers import TIMES
 
 from manager.controller.actions import SendReshape
 from manager.controller.decide import decide
-from manager.controller.events import EVENT, NodeAppeared
+from manager.controller.events import EVENT, NodeAppeared, WorkerAnswered
 from manager.controller.state import ControllerState, Phase, initial_state
 from manager.journal import journal as journal_module
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import TRACE_PLAYED, VM_UP, DecisionRecord, Fact, TraceMoment
 from manager.journal.replay import nodes_up, replay, trace_moment
 from morph.contract.errors import RunDirError
+from morph.contract.messages import MicroBatchLoss, Prepared
 
 FAULTS = Faults(
     deaths_in=((Phase.TRAINING, 2, 2), (Phase.RESHAPING, 2, 1)),
@@ -156,6 +159,15 @@ def test_events_decisions_and_states_survive_json(tmp_path: Path) -> None:
     for _, event, decision in cluster.history[::7]:
         assert EVENT.validate_json(event.model_dump_json()) == event
         assert ControllerState.model_validate_json(decision.state.model_dump_json()) == decision.state
+
+
+def test_a_loss_that_is_no_number_is_read_back_from_the_answer_that_tells_it() -> None:
+    losses = tuple(MicroBatchLoss(micro_batch=i, loss=loss) for i, loss in enumerate((math.nan, -math.inf)))
+    answer = Prepared(worker="a", generation=1, step=0, losses=losses, times=TIMES)
+    read = EVENT.validate_json(WorkerAnswered(worker="a", answer=answer).model_dump_json())
+    assert isinstance(read, WorkerAnswered)
+    assert isinstance(read.answer, Prepared)
+    assert [str(loss.loss) for loss in read.answer.losses] == ["nan", "-inf"]
 
 
 def test_what_is_no_journal_is_refused_with_its_name(tmp_path: Path) -> None:

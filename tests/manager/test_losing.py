@@ -16,13 +16,11 @@ from manager.controller.changes import ended, followed, said
 from manager.controller.events import (
     NodeAppeared,
     Tick,
-    WorkerAnswered,
     WorkerLost,
 )
 from manager.controller.reasons import ReasonCode
 from manager.controller.state import Phase
 from morph.contract.messages import (
-    Failed,
     ReshapeOrder,
 )
 
@@ -153,25 +151,6 @@ def test_an_abort_before_the_loss_is_known_reforms_with_everybody_believed_alive
     assert receivers(script.aborted(), SendReshape) == ["n1", "n2", "n3", "n4"]
     aborts = script.tell(WorkerLost(worker="n1", cause="killed"))
     assert [action.worker for action in aborts if isinstance(action, Abort)] == ["n2", "n3", "n4"]
-
-
-def test_generations_that_come_to_nothing_end_the_run() -> None:
-    script = script_in(Phase.TRAINING)
-    limit = script.state.config.policy.max_fruitless_generations
-    for _ in range(limit):
-        actions = script.aborted()
-    finish = actions[-1]
-    assert isinstance(finish, Finish)
-    assert finish.outcome == "failed"
-    assert f"{limit} generations in a row" in finish.sentence
-
-
-def test_a_failed_order_ends_the_run_with_its_sentence() -> None:
-    script = script_in(Phase.TRAINING)
-    failed = Failed(worker="n2", generation=1, error="gradient of s3 is not finite")
-    actions = script.tell(WorkerAnswered(worker="n2", answer=failed))
-    assert [action.worker for action in actions if isinstance(action, Abort)] == ["n1", "n3", "n4"]
-    assert actions[-1] == Finish(outcome="failed", sentence="n2 failed: gradient of s3 is not finite")
 
 
 def test_an_order_that_is_never_answered_costs_its_worker() -> None:

@@ -16,9 +16,11 @@ from manager.controller import (
     changes,
     choosing,
     decide,
+    failing,
     forming,
     losing,
     probing,
+    resting,
     resuming,
     saving,
     sending,
@@ -150,10 +152,23 @@ def _what_was_sent_is_kept(state: Any, spared: Any = ()) -> Any:
     return state, ()
 
 
+def _a_broken_device_is_kept(state: Any, worker: str, answer: Any, version: int, now_s: float) -> Any:
+    return failing._given_up(state, changes.said(state, asking.ReasonCode.ABORTING, "kept"), now_s)
+
+
+def _any_error_is_the_last(state: Any, worker: str, answer: Any, now_s: float) -> Any:
+    return failed(state, worker, answer.model_copy(update={"cause": "run"}), now_s)
+
+
+def _the_first_one_writes_all(state: Any) -> Any:
+    first = next(iter(changes.ready_workers(state)), None)
+    return None if first is None else dict.fromkeys(state.config.units, first)
+
+
 answered_by, fits = answering.answered_by, answering._fits
 begin, decide_step, decided_step = stepping.begin, stepping.decide_step, stepping.decided_step
 choose_sources, choose_steady, place = forming.choose_sources, choosing._steady, forming.place
-with_ahead = forming.with_ahead
+failed, with_ahead = failing.failed, forming.with_ahead
 probe_failed, resumed, send_again, settle = probing._probe_failed, resuming.resumed, resuming.send_again, losing.settle
 
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -193,6 +208,12 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "_is_free_with_its_vm",
         lambda state, worker: acknowledging._is_free(state, worker),
     ),
+    "a worker whose device is lost is kept": (failing, "_lost", _a_broken_device_is_kept),
+    "any error inside a worker ends the run": (answering, "failed", _any_error_is_the_last),
+    "nothing is saved before a rest": (resting, "_writers", lambda state: None),
+    "before a rest anybody writes anything": (resting, "_writers", _the_first_one_writes_all),
+    "a rest lasts for ever": (resting, "pause_after", lambda num_before: 1000.0),
+    "a rest never ends": (waking, "rest_over", lambda state, now_s: None),
     "probes never end": (probing, "_probe_failed", _probes_never_end),
 }
 

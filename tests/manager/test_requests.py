@@ -133,6 +133,27 @@ def test_a_vm_that_is_taken_while_it_boots_is_awaited_no_longer_and_replaced() -
     assert set(script.state.requests["job-1"].granted) == {"n1", "n2", "n4"}
 
 
+def test_vms_that_die_while_they_boot_are_replaced_at_once_the_first_time_and_then_ever_less_often() -> None:
+    script = asking()
+    script.tell(Tick())
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    actions = script.tell(WorkerLost(worker="n1", cause="its raylet ended"))
+    assert ReleaseNodes(nodes=("n1",)) in actions
+    assert requested(actions) == [("job-2", 1)]
+    assert requested(script.tell(WorkerLost(worker="n2", cause="its raylet ended"))) == [("job-3", 1)]  # of the same
+    script.tell(NodesGranted(request="job-2", nodes=("m2",)))
+    waits_s = []
+    for number in (3, 4):
+        script.tell(NodesGranted(request=f"job-{number}", nodes=(f"m{number}",)))
+        assert requested(script.tell(WorkerLost(worker=f"m{number}", cause="its raylet ended"))) == []
+        lost_s = script.now_s
+        assert requested(script.wake()) == [(f"job-{number + 1}", 1)]
+        waits_s.append(script.now_s - lost_s)
+    assert waits_s == pytest.approx([1.0, 2.0])
+    script.ready("n3")
+    assert requested(script.tell(WorkerLost(worker="n4", cause="its raylet ended"))) == [("job-6", 1)]
+
+
 def test_a_vm_that_will_be_taken_while_it_boots_is_given_back_and_replaced() -> None:
     script = asking()
     script.tell(Tick())

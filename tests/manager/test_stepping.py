@@ -14,6 +14,7 @@ from manager.controller.actions import (
     WriteManifest,
 )
 from manager.controller.events import (
+    MANIFEST_WRITER,
     CheckpointFailed,
     ManifestWritten,
     StopRequested,
@@ -105,6 +106,53 @@ def test_a_failed_checkpoint_is_tried_again_a_whole_interval_later() -> None:
     script.prepared()
     assert script.state.pending is not None
     assert script.state.pending.version == 6
+
+
+def test_the_last_checkpoint_is_written_again_by_whom_storage_refused_until_it_is_there() -> None:
+    script = script_in(Phase.COMMITTING)
+    script.committed()
+    assert script.state.pending is not None
+    generation, (owing, *others) = script.state.generation, sorted(set(script.state.pending.writers.values()))
+    for writer in others:
+        script.written(2, [unit for unit, by in script.state.pending.writers.items() if by == writer])
+    pauses_s, owed = [], tuple(unit for unit, writer in script.state.pending.writers.items() if writer == owing)
+    for _ in range(8):
+        failed_s = script.now_s
+        script.tell(CheckpointFailed(worker=owing, error="No space left on device"))
+        actions = script.wake()
+        pauses_s.append(round(script.now_s - failed_s, 1))
+        assert receivers(actions, SendCommit) == [owing]
+        assert [action.order.checkpoint_units for action in actions if isinstance(action, SendCommit)] == [owed]
+    assert pauses_s == sorted(pauses_s)
+    assert (round(pauses_s[0]), round(pauses_s[-1])) == (1, 30)
+    assert (script.state.phase, script.state.generation) == (Phase.COMMITTING, generation)
+    script.written(2, owed)
+    script.tell(ManifestWritten(version=2))
+    assert script.code == "finished"
+
+
+def test_the_last_manifest_is_written_again_until_it_is_there_or_the_users_bound_is_reached() -> None:
+    script = script_in(Phase.SEALING)
+    for _ in range(5):
+        script.tell(CheckpointFailed(worker=MANIFEST_WRITER, error="No space left on device", version=2))
+        (action,) = script.wake()
+        assert isinstance(action, WriteManifest)
+        assert action.manifest.version == 2
+    script.tell(CheckpointFailed(worker=MANIFEST_WRITER, error="No space left on device", version=2))
+    script.tell(ManifestWritten(version=2))
+    assert script.code == "finished"
+
+
+def test_a_last_checkpoint_that_is_refused_for_as_long_as_the_user_allows_ends_the_run() -> None:
+    script = script_in(Phase.SEALING)
+    script.tell(CheckpointFailed(worker=MANIFEST_WRITER, error="Read-only file system", version=2))
+    script.wake()
+    limit_s = script.state.config.policy.rules.wait.vms_patience_s
+    script.now_s += limit_s
+    script.tell(CheckpointFailed(worker=MANIFEST_WRITER, error="Read-only file system", version=2))
+    script.wake()
+    assert script.code == "failed"
+    assert f"could not be written for {limit_s:g} s" in script.sentence
 
 
 def test_newcomers_join_at_a_step_boundary_when_they_make_it_faster() -> None:

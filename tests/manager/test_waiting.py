@@ -6,8 +6,8 @@ import pytest
 from controller_script import Script, receivers, script_in
 from simulated_job import PLANS
 
-from manager.controller.actions import Finish, SendReshape, SendStep
-from manager.controller.events import NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost
+from manager.controller.actions import EndWorker, Finish, SendReshape, SendStep
+from manager.controller.events import NobodyHeard, NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost
 from manager.controller.state import Phase
 from morph.contract.messages import WorkerReady
 
@@ -115,3 +115,16 @@ def test_a_pause_for_vms_ends_one_day() -> None:
     assert "2 ready workers were awaited for 500 s" in finish.sentence
     early = script_in(Phase.WAITING)
     assert early.tell(Tick(), at_s=early.now_s + 400.0) == ()
+
+
+def test_a_time_in_which_nobody_could_be_heard_counts_for_no_wait() -> None:
+    script = Script(expected_nodes=2)
+    script.ready("n1", "n2")
+    script.reshaped()
+    script.tell(WorkerLost(worker="n2", cause="killed"))
+    assert script.state.phase is Phase.ABORTING
+    policy = script.state.config.policy
+    aborted_s = script.now_s
+    script.tell(NobodyHeard(lasted_s=40.0), at_s=aborted_s + 40.0)
+    assert script.tell(Tick(), at_s=aborted_s + 40.0 + policy.heartbeat_timeout_s - 0.1) == ()
+    assert EndWorker(worker="n1") in script.tell(Tick(), at_s=aborted_s + 40.0 + policy.heartbeat_timeout_s + 0.1)

@@ -18,7 +18,7 @@ from tests.runtime.trace_checks import check_trace, complete
 from tests.runtime.worker_crew import Crew
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, uninterrupted
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 NAMES = ("w0", "w1", "w2", "w3")
 NUM_STEPS = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from morph.cutting.cut_model import BoundaryTensor, Section
+from morph.data import MicroBatchLoader
+from morph.job import MapDataset
 from morph.runtime.section_run import run_section, section_backward
-from morph.runtime.stage import Stage
+from morph.runtime.stage import LoadBatch, Stage
 from tests.runtime.conftest import CutJob
-from tests.system.harness import NUM_SECTIONS
+from tests.system.harness import MICRO_BATCH_SIZE, NUM_SECTIONS
 
 MICRO_BATCHES = (0, 1, 2)
 PARTITIONS = [
@@ -29,7 +32,7 @@ class Ran:
     gradients: dict[tuple[int, str], list[Tensor]] = field(default_factory=dict)
 
 
-def run(tiny: CutJob, bounds: tuple[int, ...], *, recompute: bool, step: int = 0) -> Ran:
+def run(tiny: CutJob, bounds: tuple[int, ...], *, recompute: bool, step: int = 0, load: LoadBatch | None = None) -> Ran:
     edges = (0, *bounds, NUM_SECTIONS)
     parameters = {name: tensor.clone().requires_grad_() for name, tensor in tiny.initial.items()}
     stages = [
@@ -38,7 +41,7 @@ def run(tiny: CutJob, bounds: tuple[int, ...], *, recompute: bool, step: int = 0
             range(first, end),
             recompute=recompute,
             parameters=parameters,
-            load_batch=tiny.load,
+            load_batch=load or tiny.load,
             seed=tiny.job.seed,
             step=step,
         )
@@ -79,6 +82,32 @@ def test_every_grouping_gives_the_same_bits(tiny: CutJob, whole: Ran, bounds: tu
     assert ran.gradients.keys() == whole.gradients.keys()
     for place, contributions in whole.gradients.items():
         assert len(ran.gradients[place]) == len(contributions)
+        assert all(torch.equal(one, other) for one, other in zip(ran.gradients[place], contributions, strict=True))
+
+
+@dataclass
+class Drawing:
+    """The same samples, with random numbers drawn for nothing."""
+
+    inner: MapDataset
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        torch.rand(index + 1)
+        return self.inner[index]
+
+
+def test_what_the_data_set_draws_changes_no_bit_of_the_dropout(tiny: CutJob, whole: Ran) -> None:
+    def load(micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
+        dataset = Drawing(tiny.job.dataset())
+        loader = MicroBatchLoader(dataset, tiny.job.seed, tiny.job.batch_size, MICRO_BATCH_SIZE)  # nothing remembered
+        return loader.load(0, micro_batch, keys)
+
+    ran = run(tiny, (1,), recompute=True, load=load)
+    assert all(torch.equal(one, other) for one, other in zip(ran.losses, whole.losses, strict=True))
+    for place, contributions in whole.gradients.items():
         assert all(torch.equal(one, other) for one, other in zip(ran.gradients[place], contributions, strict=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from dataclasses import replace
 from pathlib import Path
@@ -64,18 +65,23 @@ class Network:
         self.messages: defaultdict[tuple[str, str], deque[Tensor]] = defaultdict(deque)
         self.url = str(tmp_path)
         self.ahead: dict[str, UnitState] = {}
+        self.made: list[tuple[str, bool]] = []
 
     def context(self, worker: str, held: dict[str, UnitState], version: int = 2) -> MoveContext:
         def channel(sender: str, receiver: str) -> Any:
             assert worker in (sender, receiver)
             return FakeChannel(self.messages[sender, receiver], sending=worker == sender)
 
+        def make(name: str, empty: bool) -> UnitState:
+            self.made.append((name, empty))
+            return make_unit(name, math.nan if empty else 0.0)
+
         return MoveContext(
             worker=worker,
             version=version,
             checkpoint_url=self.url,
             held=held,
-            make_unit=make_unit,
+            make_unit=make,
             channel=channel,
             adopt=lambda unit: self.ahead[unit],
         )
@@ -170,6 +176,16 @@ def test_what_a_worker_wrote_itself_is_not_read_from_storage(network: Network) -
     assert value_of(units["s1"]) == 7.0
     with pytest.raises(CheckpointError, match="s1"):
         take_units([source("a", "s1", "checkpoint")], network.context("a", {}, version=2))
+
+
+def test_only_what_nobody_has_is_made_with_its_initial_numbers(network: Network) -> None:
+    save(network, 2)
+    start_sending([source("b", "s0", "peer", "a")], network.context("a", {"s0": make_unit("s0", 1.0, 2)}))
+    sources = [source("b", "s0", "peer", "a"), source("b", "s1", "checkpoint")]
+    units, _ = take_units(sources, network.context("b", {}))
+    take_units([source("b", "s2", "initial")], network.context("b", {}, version=0))
+    assert network.made == [("s0", True), ("s1", True), ("s2", False)]
+    assert [value_of(units[name]) for name in ("s0", "s1")] == [1.0, 7.0]
 
 
 def test_a_missing_checkpoint_is_named(network: Network) -> None:

@@ -13,6 +13,7 @@ from manager.engine.lifelines import Lifelines
 from morph.contract.errors import CheckpointError, GenerationAborted, PeerLost, WaitTimeout
 from morph.contract.messages import Aborted, CommitOrder, Failed, Lifeline, StepOrder, WorkerReady, WorkerSetup
 from morph.runtime.interrupt import Interrupt
+from morph.runtime.lifeline import hold_lifeline
 from morph.runtime.worker import Worker
 from tests.runtime.conftest import CutJob
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
@@ -203,9 +204,27 @@ def test_a_worker_that_is_set_up_again_keeps_its_model_and_follows_the_new_manag
     finally:
         first.close()
         second.close()
+    worker.follow(None)
     with pytest.raises(OSError, match="refused"):
         worker.follow(lifeline)
-    worker.follow(None)
+
+
+def test_a_worker_that_is_asked_twice_to_follow_one_manager_does_not_seem_to_die(tiny: CutJob, tmp_path: Path) -> None:
+    worker, lost = Worker(), queue.Queue[str]()
+    lifelines = Lifelines("127.0.0.1", lost.put)
+    lifeline = Lifeline(host=lifelines.host, port=lifelines.port, secret=lifelines.secret)
+    gone = Lifeline(host="127.0.0.1", port=1, secret="x")
+    fingerprint = tiny.model.fingerprint
+    try:
+        worker.follow(lifeline)  # the new manager's, while the order of the old one is under way
+        assert isinstance(worker.setup(make_setup(tmp_path, fingerprint=fingerprint, lifeline=gone)), WorkerReady)
+        worker.follow(lifeline)
+        assert isinstance(worker.setup(make_setup(tmp_path, fingerprint=fingerprint, lifeline=lifeline)), WorkerReady)
+        hold_lifeline(lifeline, "next").close()
+        assert lost.get(timeout=30) == "next"  # and nobody before it
+    finally:
+        worker.follow(None)
+        lifelines.close()
 
 
 def test_a_manager_that_died_in_a_setup_leaves_a_worker_that_can_be_set_up(tiny: CutJob, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from morph.job import load_job
 from tests.runtime.worker_crew import Crew, Footprint, poll_until
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, uninterrupted
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 NAMES = ("w0", "w1", "w2", "w3")
 NUM_STEPS = 4
@@ -131,6 +131,26 @@ def test_a_decided_step_is_applied_by_the_next_reshape_and_an_undecided_one_is_r
     crew.reshape("2x2", NAMES)
     crew.prepare()  # not decided: the reshape names the version before it
     crew.reshape("1x2", NAMES[2:] + NAMES[:2])
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+
+
+def test_what_is_held_is_written_when_no_generation_can_be_formed_and_is_gone_on_with(
+    crew: Crew, reference: dict[str, str]
+) -> None:
+    crew.reshape("2x2", NAMES)
+    crew.train(NUM_STEPS - 2)
+    crew.prepare()
+    crew.version += 1  # decided, and applied by nobody yet
+    slots = crew.slots
+    crew.members["w0"].send("reshape", crew.order("4x1", NAMES))  # alone it waits for the others
+    for name in NAMES:
+        crew.members[name].control("abort", crew.generation)
+    assert isinstance(crew.members["w0"].answer(), Aborted)
+    crew.plan, crew.slots = crew.job.plan("2x2"), slots
+    write_manifest(str(crew._directory), crew.save(held=True))
+    crew.held = {}
+    crew.reshape("1x2", NAMES[:2], restore="checkpoint")
     crew.train(NUM_STEPS)
     assert crew.digests() == reference
 

@@ -65,6 +65,7 @@ def _serve(orders: Connection, control: Connection) -> None:
         commands: dict[str, Callable[..., Any]] = {
             "abort": lambda generation: workers[-1].abort(generation),
             "heartbeat": lambda wait_s: workers[-1].heartbeat(wait_s),
+            "ahead": lambda order: workers[-1].ahead(order),
             "footprint": footprint,
             "waiting": lambda: bool(workers[-1]._interrupt._condition._waiters),  # type: ignore[attr-defined]
         }
@@ -251,14 +252,15 @@ class Crew:
             self.prepare()
             self.version += 1
 
-    def save(self) -> Manifest:
-        """Commit the decided version, and write every unit of it once."""
+    def save(self, *, held: bool = False) -> Manifest:
+        """Commit the decided version, and write every unit of it once; ``held``: whatever became of the generation."""
         assert self.plan is not None
+        self.generation += held
         needed = units_by_stage(self.plan, self.job.units)
         writers = share_units(self.slots, needed, dict.fromkeys(self.job.units, 1))
         for name in self.present:
             mine = tuple(unit for unit, writer in writers.items() if writer == name)
-            order = CommitOrder(generation=self.generation, version=self.version, checkpoint_units=mine)
+            order = CommitOrder(generation=self.generation, version=self.version, checkpoint_units=mine, held=held)
             self.members[name].send("commit", order)
         for name in self.present:
             answer = self.members[name].answer()
@@ -274,9 +276,9 @@ class Crew:
         files = [UnitFile(**written[unit].model_dump(exclude={"worker", "version"})) for unit in sorted(written)]
         return Manifest(fingerprint=self.job.fingerprint, version=self.version, units=tuple(files))
 
-    def digests(self) -> dict[str, str]:
+    def digests(self, *, held: bool = False) -> dict[str, str]:
         """sha256 of every unit at the decided version."""
-        return {entry.unit: entry.sha256 for entry in self.save().units}
+        return {entry.unit: entry.sha256 for entry in self.save(held=held).units}
 
     def close(self) -> None:
         """End every process."""

@@ -22,8 +22,8 @@ from tests.system.exposure import RECORDED
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "morph.cli.main")
 KEPT = ("RAY_USAGE_STATS_ENABLED",)
-COMMAND_TIMEOUT_S = 100.0
-LINE_TIMEOUT_S = 100.0
+COMMAND_TIMEOUT_S = 300.0
+LINE_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 40.0
 
 
@@ -120,6 +120,16 @@ class RunningMorph:
         """Ids of its processes of a name."""
         self._record()
         return [pid for pid, process in self._family.items() if process.is_running() and process.name() == name]
+
+    def running(self, part: str) -> list[int]:
+        """Ids of its processes that have this in their command line, in the order in which they began."""
+        self._record()
+        found: list[tuple[float, int]] = []
+        for process in self._family.values():
+            with suppress(psutil.NoSuchProcess):  # also of one that nobody has waited for yet, in which case it is over
+                if any(part in word for word in process.cmdline()):
+                    found.append((process.create_time(), process.pid))
+        return [pid for _, pid in sorted(found)]
 
     def wait_for_end(self) -> int:
         """The exit code; checks that no process, no directory and no listening port of it is left."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manager.controller.config import ControllerConfig
 from manager.engine.driver import Observed, Observer
+from manager.engine.job_code import collect, pack
+from manager.engine.machines import OpenMachines
 from manager.engine.session import RunSpec, run_session
 from manager.engine.vm_fleet import VmFleet
 from manager.run_dir import RunDir, RunFacts
@@ -94,6 +96,8 @@ def managed(
     slow_spells: tuple[SlowSpell, ...] = (),
     stutter: StutterRules = StutterRules(),  # noqa: B008 (frozen)
     heartbeat_timeout_s: float = 5.0,
+    job_path: str = JOB,
+    machines: OpenMachines | None = None,
 ) -> Outcome:
     """Run the tiny job; ``shapes[G]`` is the shape for G workers."""
     vms = vms or LocalVms()
@@ -112,7 +116,8 @@ def managed(
         target_nodes=vms.keep or 0,
     )
     cluster = ClusterConfig(vms=vms, policy=policy)
-    spec = RunSpec(JOB, config, cluster, trace, NUM_SECTIONS, MICRO_BATCH_SIZE, faults, slow_spells)
+    spec = RunSpec(job_path, config, cluster, trace, NUM_SECTIONS, MICRO_BATCH_SIZE, faults, slow_spells)
+    spec = replace(spec, machines=machines, code=pack(job_path, collect(job_path)))
     history: list[str] = []
     formed: list[str] = []
 
@@ -127,7 +132,7 @@ def managed(
             observe(observed)
 
     facts = RunFacts(
-        job=JOB,
+        job=job_path,
         fingerprint=job.fingerprint,
         micro_batch_size=MICRO_BATCH_SIZE,
         batch_size=job.batch_size,

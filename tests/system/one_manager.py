@@ -8,15 +8,26 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
+import psutil
+
+from manager.controller.actions import Finish
 from manager.controller.config import ControllerConfig
-from manager.controller.events import ManagerResumed, WorkerAnswered
+from manager.controller.events import Event, ManagerResumed, WorkerAnswered
+from manager.engine import session
+from manager.engine.again import Again, until_it_ends
 from manager.engine.attachment import find_living
 from manager.engine.driver import Observed
+from manager.engine.inbox import Inbox
+from manager.engine.job_code import collect, pack
 from manager.engine.machines import Processes
-from manager.engine.session import RunSpec, run_session
+from manager.engine.session import RunSpec
+from manager.journal.records import Fact
 from manager.run_dir import RunDir, RunFacts
+from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.messages import WorkerReady
@@ -26,15 +37,19 @@ from morph.contract.trace import Trace
 class Death(Value):
     """When the manager is to die: after a decision in ``phase`` with the version at least so high.
 
-    ``taking_over``: instead after the decision with which it took over. ``worker``: dies a moment before; with
-    ``manager_lives`` it alone. ``saved``: not before a checkpoint is complete.
+    ``taking_over``: instead after the decision with which it took over. ``unwritten``: instead when the first worker
+    says that it is set up, which nobody writes down any more. ``worker``: dies a moment before; with
+    ``manager_lives`` it alone. ``process``: instead of the manager the rendezvous store dies, or the host from which
+    all is forked. ``saved``: not before a checkpoint is complete.
     """
 
     phase: str = ""
     version: int = 0
     taking_over: bool = False
+    unwritten: bool = False
     worker: str | None = None
     manager_lives: bool = False
+    process: Literal["", "store", "host"] = ""
     saved: bool = False
 
 
@@ -50,20 +65,21 @@ class Orders(Value):
     config: ControllerConfig
     trace: Trace
     vms: LocalVms = LocalVms()
-    death: Death | None = None
+    deaths: tuple[Death, ...] = ()
 
 
 class Undertaker:
     """Kills this process when its time has come."""
 
-    def __init__(self, death: Death, pids: dict[str, int]) -> None:
-        self._death, self._pids, self._over = death, pids, False
+    def __init__(self, death: Death) -> None:
+        self._death, self._over = death, False
+        self.pids: dict[str, int] = {}
 
     def __call__(self, observed: Observed) -> None:
         death, state = self._death, observed.decision.state
         answer = observed.event.answer if isinstance(observed.event, WorkerAnswered) else None
         if isinstance(answer, WorkerReady):
-            self._pids[answer.worker] = answer.pid
+            self.pids[answer.worker] = answer.pid
         if death.taking_over:
             due = isinstance(observed.event, ManagerResumed)
         else:
@@ -72,9 +88,33 @@ class Undertaker:
         if due and not self._over:
             self._over = True
             if death.worker is not None:
-                os.kill(self._pids[death.worker], signal.SIGKILL)
-            if not death.manager_lives:
+                os.kill(self.pids[death.worker], signal.SIGKILL)
+            if death.process:
+                kill(death.process, self.pids)
+            elif not death.manager_lives:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill(process: str, workers: dict[str, int]) -> None:
+    """End the store, or the host of this manager's plain processes; under Ray its head node."""
+    of_ray = {"store": "ray::StoreHost", "host": "gcs_server"}[process]
+    found = [child for child in psutil.Process().children(recursive=True) if child.name() == of_ray[:15]]
+    if found:
+        found[0].kill()
+        return
+    (host,) = [child for child in psutil.Process().children() if "manager.engine.process_host" in child.cmdline()]
+    (store,) = [child for child in host.children() if child.pid not in workers.values() and child.status() != "zombie"]
+    (store if process == "store" else host).kill()
+
+
+class DeafInbox(Inbox):
+    """Kills this process when a worker says that it is set up."""
+
+    def put(self, item: Event | Fact) -> None:
+        """Add it, or die."""
+        if isinstance(item, WorkerAnswered) and isinstance(item.answer, WorkerReady):
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().put(item)
 
 
 def main() -> None:
@@ -96,14 +136,40 @@ def main() -> None:
         num_sections=orders.num_sections,
         micro_batch_size=orders.micro_batch_size,
         machines=Processes(orders.run_dir / "workers.log") if orders.kind == "processes" else None,
+        code=pack(orders.job, collect(orders.job)),
     )
-    with RunDir(orders.run_dir, facts) as opened:
-        found = find_living(opened, {})
-        pids = dict(found.greeting["vms"]) if found and orders.kind == "processes" else {}
-        observer = Undertaker(orders.death, pids) if orders.death else lambda _: None
+    if any(death.unwritten for death in orders.deaths):
+        session.Inbox = DeafInbox  # type: ignore[misc]
+    again = Again(config.policy.give_up_after_s)
+    undertakers = [Undertaker(death) for death in orders.deaths if not death.unwritten]
+
+    def one_session(number: int) -> Finish:
+        found, begun = find_living(opened, {}), spec
+        if found and orders.kind == "processes":
+            for undertaker in undertakers:
+                undertaker.pids.update(found.greeting["vms"])
+        if number:
+            begun = session.gone_on_with_trace(replace(spec, config=from_newest(config, opened)), opened)
         print(f"found {len(found.vms) if found else 'nothing'}", flush=True)
-        finish = run_session(spec, opened, observer, found=found)
+        return session.run_session(begun, opened, observe, found=found)
+
+    def observe(observed: Observed) -> None:
+        again(observed)
+        for undertaker in undertakers:
+            undertaker(observed)
+
+    with RunDir(orders.run_dir, facts) as opened:
+        finish = until_it_ends(one_session, again, print)
         print(finish.outcome, flush=True)
+
+
+def from_newest(config: ControllerConfig, run_dir: RunDir) -> ControllerConfig:
+    """The same, beginning with the newest checkpoint."""
+    versions = complete_versions(run_dir.checkpoint_url)
+    if not versions:
+        return config
+    manifest = read_manifest(run_dir.checkpoint_url, versions[-1])
+    return config.model_copy(update={"initial_version": manifest.version, "initial_checkpoint": manifest})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from morph.contract.messages import Fault
 from tests.system.ahead_runs import Case, emulated, real, run
 from tests.system.harness import uninterrupted
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 SHAPES = {2: "2x1", 4: "2x2"}
 JOIN_AT = 2

@@ -18,7 +18,7 @@ from morph.contract.rules import AheadRules, StutterRules
 from tests.system.ahead_runs import PROFILE, Case, Ran, best, emulated, real, run
 from tests.system.harness import uninterrupted
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 NOTICE_AT = 3
 LEAD_S = 60.0

@@ -18,7 +18,7 @@ from morph.contract.profile import load_profile
 from tests.system.commands import RunningMorph, morph
 from tests.system.harness import JOB
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 STEPS = 300
 PNG = b"\x89PNG"

@@ -19,7 +19,7 @@ from morph.contract.cluster import ClusterConfig, Policy
 from morph.contract.trace import Trace, TraceEvent
 from simulator import plan_table, synthetic_profile
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 STEPS = 8
 PROFILE = synthetic_profile(

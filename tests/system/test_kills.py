@@ -13,7 +13,7 @@ from morph.contract.trace import Trace, TraceEvent, parse_trace
 from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import TinyJob, constant_vms, managed, uninterrupted
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 SHAPES = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
 

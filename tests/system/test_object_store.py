@@ -21,7 +21,7 @@ from tests.system.commands import COMMAND, ROOT, RunningMorph, environment_of_co
 from tests.system.exposure import files_below, files_with, shown_by
 from tests.system.harness import JOB, uninterrupted
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 STEPS, MANY = 160, 10_000
 CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"

@@ -27,7 +27,7 @@ from tests.system.exposure import files_below, files_with, holds, recorded, show
 from tests.system.harness import uninterrupted
 from tests.system.hosts import Hosts
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 STEPS = 40
 LONG_STEPS = 160

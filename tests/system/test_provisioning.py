@@ -15,7 +15,7 @@ from morph.contract.trace import Trace
 from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import TinyJob, managed
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 KEEP = 2
 

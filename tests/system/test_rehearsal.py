@@ -23,7 +23,7 @@ from morph.contract.profile import Timing
 from simulator import synthetic_profile
 from tests.system.commands import COMMAND, ROOT
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 
 def _spread(timing: Timing) -> Timing:

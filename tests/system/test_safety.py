@@ -22,7 +22,7 @@ from tests.system.exposure import Shown, files_below, files_with, holds, shown_b
 from tests.system.harness import JOB
 from tests.system.watched import WatchedMorph
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 MANY_STEPS = 1_000_000
 PRIVATE = ("attach.json", "page.json")

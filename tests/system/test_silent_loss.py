@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +25,7 @@ from tests.system.emulated import Emulated, M, shape
 from tests.system.harness import TinyJob, constant_vms, managed, uninterrupted
 from tests.system.test_rehearsal import permitted
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 PROFILE = synthetic_profile(
     num_sections=4, forward_s=0.001, overhead_s=0.0, batch_size=16, micro_batch_size=M, parameter_bytes=40_000
@@ -147,6 +148,43 @@ def test_a_stopped_worker_is_left_behind_dead_and_changes_no_bit(expected: dict[
     assert all(isinstance(answer, Aborted) for answer in fault.answers), fault.answers
     assert waking.outlived is False
     assert waking.answers == []
+    assert weights == expected
+
+
+class AllStopped:
+    """Stops every worker in a step, and wakes them when one that were silent alone would be given up."""
+
+    def __init__(self) -> None:
+        self.pids: dict[str, int] = {}
+        self.versions: list[int] = []
+        self.waking: threading.Timer | None = None
+
+    def __call__(self, observed: Observed) -> None:
+        event, state = observed.event, observed.decision.state
+        self.versions.append(state.version)
+        assert not isinstance(event, WorkerLost), event
+        if isinstance(event, WorkerAnswered) and isinstance(event.answer, WorkerReady):
+            self.pids[event.worker] = event.answer.pid
+        if self.waking is None and state.phase is Phase.TRAINING and state.version == FAULT_AT:
+            for pid in self.pids.values():
+                stopped(pid)
+            self.waking = threading.Timer(2.5 * HEARTBEAT_TIMEOUT_S, self._wake)
+            self.waking.start()
+
+    def _wake(self) -> None:
+        for pid in self.pids.values():
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_workers_that_are_all_stopped_for_a_while_are_not_lost(expected: dict[str, str], tmp_path: Path) -> None:
+    stopping = AllStopped()
+    policy = Policy(checkpoint_every_steps=1000, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
+    emulated = Emulated(PROFILE, [shape(PROFILE, 2, 2)], STEPS, num_vms=4, policy=policy, observers=[stopping])
+    weights, _ = emulated.run(tmp_path / "run")
+    assert stopping.waking is not None
+    stopping.waking.join()
+    assert any("nobody was heard for" in line for line in emulated.lines)
+    assert stopping.versions == sorted(stopping.versions)
     assert weights == expected
 
 

@@ -23,7 +23,7 @@ from simulator import synthetic_profile
 from tests.system.emulated import Emulated, M, shape
 from tests.system.harness import TinyJob, constant_vms, managed, uninterrupted
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 SLOW = 1.3
 SLOW_FROM, WELL_FROM = 3, 30

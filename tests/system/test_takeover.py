@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from manager.controller.config import ControllerConfig
-from manager.controller.events import EVENT, Event, NodesGranted, RequestRefused, WorkerAnswered
+from manager.controller.events import EVENT, Event, NodesGranted, RequestRefused, WorkerAnswered, WorkerLost
 from manager.controller.state import Phase
 from manager.journal.journal import Journal
-from manager.journal.records import DecisionRecord
+from manager.journal.records import DecisionRecord, Fact
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Limits, LocalVms, Policy
@@ -29,7 +29,7 @@ from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, constant_vms
 from tests.system.one_manager import Death, Orders
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 SHAPES = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
 MANAGER_S = 150.0
@@ -75,9 +75,9 @@ class Managed:
             vms=vms,
         )
 
-    def manage(self, death: Death | None = None) -> str:
-        """Run a manager until it dies, as it must if a death is given, or to the end; returns what it wrote."""
-        orders = self._orders.model_copy(update={"death": death})
+    def manage(self, *deaths: Death) -> str:
+        """Run a manager until it dies, as it must if its death is given, or to the end; returns what it wrote."""
+        orders = self._orders.model_copy(update={"deaths": deaths})
         self._orders_path.write_text(orders.model_dump_json(), encoding="utf-8")
         done = subprocess.run(
             [sys.executable, "-m", "tests.system.one_manager", str(self._orders_path)],
@@ -87,8 +87,8 @@ class Managed:
             text=True,
             timeout=MANAGER_S,
         )
-        dies = death is not None and not death.manager_lives
-        assert done.returncode == (-signal.SIGKILL if dies else 0), (death, done.stdout, done.stderr, self.history())
+        dies = any(not death.manager_lives for death in deaths)
+        assert done.returncode == (-signal.SIGKILL if dies else 0), (deaths, done.stdout, done.stderr, self.history())
         return done.stdout
 
     def start_from_newest(self) -> None:
@@ -118,6 +118,11 @@ class Managed:
         """sha256 of every unit of the newest checkpoint."""
         url = str(self.directory / "checkpoints")
         return {entry.unit: entry.sha256 for entry in read_manifest(url, complete_versions(url)[-1]).units}
+
+    def facts(self, *names: str) -> list[str]:
+        """The names of those facts of the journal that have one of these, in order."""
+        facts = [Fact.model_validate_json(entry.payload_json) for entry in self._entries() if entry.kind == "fact"]
+        return [fact.name for fact in facts if fact.name in names]
 
     def events(self, kind: type[EventT]) -> list[EventT]:
         """Every event of a kind, in order."""
@@ -158,6 +163,7 @@ def wait_until_gone(pids: list[int], directory: Path) -> None:
 HISTORIES = {
     "processes": (
         Death(phase=Phase.STARTING),
+        Death(unwritten=True),
         Death(phase=Phase.RESHAPING),
         Death(phase=Phase.TRAINING, version=3, worker="vm1"),
         Death(taking_over=True),
@@ -166,6 +172,7 @@ HISTORIES = {
         Death(phase=Phase.SEALING),
     ),
     "ray": (
+        Death(unwritten=True),
         Death(phase=Phase.RESHAPING),
         Death(phase=Phase.TRAINING, version=4),
         Death(phase=Phase.COMMITTING),
@@ -191,6 +198,7 @@ def test_managers_die_in_every_phase_and_nothing_is_lost(
     print(run.history())
     assert run.digests() == reference
     assert run.generations() == 1 + len(lost)  # taking over forms none
+    assert {worker for event in run.events(WorkerLost) for worker in event.workers} <= lost, run.history()
     report = read_report(run.directory)
     assert [record.step for record in report.steps] == list(range(REFERENCE_STEPS))
     assert not any(record.redone_later for record in report.steps)
@@ -235,6 +243,35 @@ def test_vms_that_were_asked_for_are_kept_by_the_next_manager_and_replaced_withi
     assert run.events(RequestRefused) == []
     assert set(run.pids()) == {"job-1-0", "job-1-1", "job-2-0", "job-3-0"}  # no other was ever set up
     assert max(count.num_vms for count in read_report(run.directory).vms) == 2
+    assert run.digests() == reference
+
+
+@pytest.mark.parametrize("kind", ["processes", "ray"])
+def test_a_store_that_dies_is_started_again_where_it_was_and_the_next_generation_finds_it(
+    tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    run = Managed(tiny_job, tmp_path, kind, num_vms=3)
+    store = Death(phase=Phase.TRAINING, version=5, process="store", manager_lives=True)
+    loss = Death(phase=Phase.TRAINING, version=5, worker="vm1", manager_lives=True)
+    assert "finished" in run.manage(store, loss)
+    assert run.facts("store_lost", "store_started_again") == ["store_lost", "store_started_again"]
+    assert run.generations() <= 3, run.history()  # one more than were needed, at the most
+    assert set(run.pids()) == {"vm0", "vm1", "vm2"}  # each set up once
+    assert run.digests() == reference
+
+
+@pytest.mark.parametrize(("kind", "gone"), [("processes", "the process that owns the VMs"), ("ray", "Ray's head node")])
+def test_a_run_whose_vms_are_gone_with_their_owner_goes_on_by_itself_from_its_newest_checkpoint(
+    tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path, kind: str, gone: str
+) -> None:
+    run = Managed(tiny_job, tmp_path, kind, num_vms=2)
+    output = run.manage(Death(phase=Phase.TRAINING, version=6, saved=True, process="host", manager_lives=True))
+    assert f"{gone} is gone" in output
+    assert "and every VM with it; the run goes on from its newest checkpoint at once" in output
+    assert "finished" in output
+    assert run.facts("cluster_lost") == ["cluster_lost"]
+    report = read_report(run.directory)
+    assert (report.outcome, report.num_sessions) == ("finished", 2)
     assert run.digests() == reference
 
 

@@ -14,7 +14,7 @@ from tests.system.encrypted import answered, visitors
 from tests.system.harness import JOB, uninterrupted
 from tests.system.watched import WatchedMorph
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 STEPS = 400
 SETTINGS = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")

@@ -16,7 +16,7 @@ from manager.engine.namespaces import HostNetwork, check_permitted
 from morph.contract.errors import ClusterError, ConfigError
 from morph.contract.profile import load_profile
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 JOB = f"{ROOT}/configs/jobs/tiny_gpt.py:job"

@@ -1,15 +1,24 @@
-"""The process that owns local Ray nodes keeps nothing of a node that was killed."""
+"""The process that owns local Ray nodes: boots them together, tells of their deaths, and keeps nothing of the dead."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from manager.engine.names import VM_RESOURCE
 from manager.engine.ray_environment import prepare, stay_on_loopback
+from morph.contract.errors import ClusterError
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
+if TYPE_CHECKING:
+    from manager.engine.ray_cluster import RayCluster
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 GONE_S = 20.0
 
@@ -31,11 +40,66 @@ def test_killed_nodes_leave_no_zombie_and_no_thread_behind() -> None:
             zombies.append(sum(child.status() == psutil.STATUS_ZOMBIE for child in host.children()))
             (raylet, *_) = cluster.vm_pids(f"vm{number}")
             cluster.prepare_kill([f"vm{number}"])()
-            until_s = time.monotonic() + GONE_S
-            while psutil.Process(raylet).status() != psutil.STATUS_ZOMBIE:
-                assert time.monotonic() < until_s, "it was not killed"
-                time.sleep(0.01)
+            _wait_until(lambda raylet=raylet: not psutil.pid_exists(raylet), "it was not killed")
         assert zombies == [0, 0, 0]
         assert threads[2] - threads[0] < 2, threads  # one for each lost node would be 2; Ray starts one now and then
     finally:
         cluster.close()
+
+
+def test_vms_boot_together_and_the_death_of_one_is_told_at_once_while_it_boots_and_when_it_is_up() -> None:
+    directory = prepare()
+    stay_on_loopback()
+    from manager.engine.ray_cluster import RayCluster
+
+    gone: list[str] = []
+    cluster = RayCluster(directory, gone=gone.append)
+    outcomes: dict[str, str] = {}
+
+    def boot(name: str) -> None:
+        try:
+            cluster.add_vm(name)
+            outcomes[name] = "up"
+        except ClusterError as error:
+            outcomes[name] = str(error)
+
+    try:
+        cluster.start()
+        names = ("vm0", "vm1", "vm2")
+        boots = [threading.Thread(target=boot, args=(name,)) for name in names]
+        for thread in boots:
+            thread.start()
+        raylets: dict[str, psutil.Process] = {}
+
+        def found() -> bool:
+            raylets.update(_booting(cluster, names))
+            return "vm1" in raylets
+
+        _wait_until(found, "no raylet was started")
+        raylets["vm1"].kill()
+        boots[1].join(GONE_S)
+        assert outcomes.get("vm1") == "VM vm1 did not come up: its raylet ended while it booted"
+        assert "vm2" not in outcomes, "it booted only behind the others"
+        for thread in boots:
+            thread.join(2 * GONE_S)
+        assert (outcomes["vm0"], outcomes["vm2"]) == ("up", "up")
+        assert set(cluster.joined()) == {"vm0", "vm2"}
+        psutil.Process(cluster.vm_pids("vm0")[0]).kill()
+        _wait_until(lambda: gone == ["vm0"], "nobody told of its end")
+    finally:
+        cluster.close()
+
+
+def _booting(cluster: RayCluster, names: Iterable[str]) -> Iterator[tuple[str, psutil.Process]]:
+    assert cluster._line is not None
+    for child in psutil.Process(cluster._line.pid).children():
+        with suppress(psutil.NoSuchProcess):
+            line = " ".join(child.cmdline()) if child.name() == "raylet" else ""
+            yield from ((name, child) for name in names if f"{VM_RESOURCE}{name}," in f"{line},")
+
+
+def _wait_until(reached: Callable[[], bool], otherwise: str) -> None:
+    until_s = time.monotonic() + GONE_S
+    while not reached():
+        assert time.monotonic() < until_s, otherwise
+        time.sleep(0.01)

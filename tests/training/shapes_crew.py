@@ -16,6 +16,8 @@ from morph.checkpoint.unit_files import from_payload
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.decided import Decided, LossScale, decided_step
 from morph.contract.messages import (
+    AheadMove,
+    AheadOrder,
     CommitOrder,
     Committed,
     Prepared,
@@ -73,6 +75,7 @@ class Trained:
     answers: list[list[Prepared]] = field(default_factory=list)
     commits: list[Committed] = field(default_factory=list)
     directory: Path = Path()
+    num_sent_ahead: int = 0
 
     @property
     def digests(self) -> dict[str, str]:
@@ -118,7 +121,13 @@ class ShapesCrew:
             member.end()
 
     def train(
-        self, job: str, spans: Sequence[tuple[Plan | str, int]], directory: Path, *, lose: bool = False
+        self,
+        job: str,
+        spans: Sequence[tuple[Plan | str, int]],
+        directory: Path,
+        *,
+        lose: bool = False,
+        ahead: bool = False,
     ) -> Trained:
         """Train a job from its seed.
 
@@ -128,6 +137,7 @@ class ShapesCrew:
             directory: For checkpoints.
             lose: The first worker of a shape with replicas does not come along into the next one. The others are
                 told of the last decided step only then, and roll forward.
+            ahead: In every step, each worker is sent all units of another ahead, which it then drops.
         """
         spec = spec_of(job)
         model = cut(export_job(load_job(spec)), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
@@ -141,10 +151,13 @@ class ShapesCrew:
             spare = place_in_row > 0 and run.num_replicas > 1
             run.reshape(wanted, without=run.present[0] if lose and spare else None)
             while run.version < until:
+                if ahead:
+                    run.send_ahead()
                 run.step()
+            run.collect_ahead()
         manifest = run.save(model.fingerprint)
         write_manifest(str(directory), manifest)
-        return Trained(manifest, run.all_decided, run.scales, run.answers, run.commits, directory)
+        return Trained(manifest, run.all_decided, run.scales, run.answers, run.commits, directory, run.num_sent_ahead)
 
     def ask(self, workers: Iterable[str], method: str, order: object) -> list[Any]:
         """Give several workers the same order, and collect their answers."""
@@ -195,6 +208,7 @@ class _Run:
         self.scales: list[LossScale | None] = []
         self.answers: list[list[Prepared]] = []
         self.commits: list[Committed] = []
+        self.num_orders_ahead = self.num_sent_ahead = 0
 
     @property
     def present(self) -> list[str]:
@@ -230,6 +244,29 @@ class _Run:
         self.plan = wanted
         self.scale = next((answer.loss_scale for answer in answers if answer.loss_scale), None)
         self.held = {slot.worker: frozenset(needed[slot.stage]) for slot in self.slots}
+
+    def send_ahead(self) -> None:
+        """Have everybody send all its units to the next worker; what was sent before is dropped."""
+        assert self.plan is not None
+        self.collect_ahead()
+        self.num_orders_ahead += 1
+        nexts = dict(zip(self.present, [*self.present[1:], *self.present[:1]], strict=True))
+        moves = [
+            AheadMove(unit=unit, sender=name, receiver=nexts[name])
+            for name in self.present
+            for unit in sorted(self.held[name] - self.held[nexts[name]])
+        ]
+        order = AheadOrder(
+            number=self.num_orders_ahead, num_micro_batches=self.plan.num_micro_batches, moves=tuple(moves)
+        )
+        for name in self.present:
+            self.crew.members[name].control("ahead", order)
+
+    def collect_ahead(self) -> None:
+        """Count the units that follow their senders."""
+        for name in self.present:
+            report = self.crew.members[name].control("heartbeat", 0.0).ahead
+            self.num_sent_ahead += len(report.following) if report is not None else 0
 
     def step(self) -> None:
         """Run and decide one step."""

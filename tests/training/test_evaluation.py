@@ -24,7 +24,7 @@ def evaluate(job: Job, *, seed: int) -> tuple[Tensor, Tensor]:
     """The loss of one micro-batch without dropout, and what the user's model in evaluation mode says."""
     exported = export_job(job)
     model = cut(exported, num_sections=job.num_sections, micro_batch_size=MICRO_BATCH_SIZE)
-    loader = EvaluationLoader(Points(500, 6), job.dataset()[0], MICRO_BATCH_SIZE, None)
+    loader = EvaluationLoader(Points(500, 6), 0, job.dataset()[0], MICRO_BATCH_SIZE, None)
     parameters = {name: value.clone().requires_grad_() for name, value in exported.initial_parameters.items()}
     stage = EvaluationStage(evaluation_sections(model), parameters, loader.load, "fp32", seed, 4)
     (loss,) = stage.forward(1, ())
@@ -127,8 +127,8 @@ class Keyless(Points):
             {"eval_data": lambda: Points(0, 1)},
             "eval_data: is too small (got 1); allowed: at least one micro-batch of 2",
         ),
-        ({"eval_data": Shaped}, "eval_data item 'x': is not like a training sample (got '(3,) torch.float32')"),
-        ({"eval_data": Keyless}, "eval_data item 'y': is not like a training sample (got 'nothing')"),
+        ({"eval_data": Shaped}, "eval_data()[0]['x']: differs from the others (got '(3,) torch.float32')"),
+        ({"eval_data": Keyless}, "eval_data()[0]['y']: differs from the others (got 'nothing')"),
         ({"eval_data": Points, "eval_samples": 99}, "eval_samples: are more than there are (got 99); allowed: 40"),
         ({"eval_data": Points, "eval_samples": 1}, "eval_data: is too small"),
         ({"optimizer": lambda named: optim.LBFGS([p for _, p in named])}, "whose step needs a closure"),
@@ -158,9 +158,9 @@ def test_each_micro_batch_is_evaluated_once(total: int, replicas: int) -> None:
 
 
 def test_samples_that_fill_no_micro_batch_are_left_out() -> None:
-    loader = EvaluationLoader(Points(0, 7), Points()[0], 2, None)
+    loader = EvaluationLoader(Points(0, 7), 0, Points()[0], 2, None)
     assert loader.num_micro_batches == 3
-    assert EvaluationLoader(Points(0, 7), Points()[0], 2, 5).num_micro_batches == 2
+    assert EvaluationLoader(Points(0, 7), 0, Points()[0], 2, 5).num_micro_batches == 2
     assert torch.equal(loader.load(2, ("x",))["x"][1], Points()[5]["x"])
     assert loader.load(2, ()) == {}
 

@@ -64,7 +64,7 @@ def test_the_commands_can_switch_it_off(command: tuple[str, ...], tmp_path: Path
 
 
 @pytest.mark.system
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("job", ["plain", "bf16"])
 def test_recomputing_or_not_gives_the_same_bytes(job: str, crew: ShapesCrew, tmp_path: Path) -> None:
     digests = [

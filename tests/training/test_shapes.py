@@ -11,7 +11,7 @@ from morph.runtime.model_state import export_state
 from tests.training.shapes_crew import ShapesCrew, Trained
 from tests.training.training_jobs import MICRO_BATCH_SIZE, Net, Points, evaluated, loss_with_metrics
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 NUM_STEPS = 6
 HISTORIES = {
@@ -19,7 +19,10 @@ HISTORIES = {
     "4x1": ((("4x1", NUM_STEPS),), False),
     "1x3, then losses": ((("1x3", 2), ("2x1", 4), ("1x1", NUM_STEPS)), True),
 }
-JOBS = ("clipped", "scheduled", "bf16", "fp16", "scaled", "evaluated", "evaluated_in_part")
+JOBS = (
+    *("clipped", "scheduled", "bf16", "fp16", "scaled", "evaluated", "evaluated_in_part"),
+    *("normed", "normed_fp16", "averaged"),
+)
 
 
 @pytest.fixture(scope="module", params=JOBS)
@@ -91,3 +94,23 @@ def test_evaluating_changes_no_weight(crew: ShapesCrew, tmp_path: Path) -> None:
     assert with_it.evaluations
     assert not without.evaluations
     assert with_it.digests == without.digests
+
+
+def test_a_data_set_with_random_crops_is_learned_in_two_stages_as_in_one(crew: ShapesCrew, tmp_path: Path) -> None:
+    """Inputs are read by the first stage, labels by the last: both must see the same crop."""
+    whole = crew.train("cropped", [("1x2", 30)], tmp_path / "one")
+    split = crew.train("cropped", [("2x1", 30)], tmp_path / "more")
+    assert split.losses == whole.losses
+    assert split.evaluations == whole.evaluations
+    assert split.digests == whole.digests
+    assert whole.evaluations[-1].loss < 0.6 * whole.evaluations[0].loss
+
+
+def test_units_that_arrive_ahead_all_the_time_change_no_bit_of_dropout_and_recompute(
+    crew: ShapesCrew, tmp_path: Path
+) -> None:
+    alone = crew.train("tables", [("2x1", 30)], tmp_path / "alone")
+    beside = crew.train("tables", [("2x1", 30)], tmp_path / "beside", ahead=True)
+    assert beside.losses == alone.losses
+    assert beside.digests == alone.digests
+    assert beside.num_sent_ahead >= 10

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -169,3 +171,96 @@ wider = replace(plain, model=WiderNet)
 
 evaluated = replace(measured, eval_data=lambda: Points(1000, 11), eval_every_steps=2)
 evaluated_in_part = replace(evaluated, eval_samples=2, precision="bf16")
+
+
+class Tables(Net):
+    """A model whose first and last sections take long to draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Parameter(torch.randn(50_000, WIDTH) * 0.1)
+        self.late = nn.Parameter(torch.randn(50_000, WIDTH) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        return super().forward(x + self.early[7]) + self.late[7]
+
+
+tables = replace(plain, model=Tables)
+
+
+class Crops(Points):
+    """One number each, from somewhere in a row and perhaps upside down: the label says whether it is above zero."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return ``x`` and ``y``, each [width]."""
+        row = torch.randn(4 * WIDTH, generator=torch.Generator().manual_seed(self._first + index))
+        level = row[torch.randint(0, 4 * WIDTH, ())] * np.random.uniform(0.5, 1.0) * random.choice((-1, 1))
+        return {"x": level.float().expand(WIDTH), "y": level.sign().float().expand(WIDTH) * 3}
+
+
+cropped = replace(plain, dataset=Crops, eval_data=lambda: Crops(1000, 11), eval_every_steps=10)
+
+
+class Normed(nn.Module):
+    """Convolutions with BatchNorm; one of them is frozen, one is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(1, 4, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm1d(4)
+        self.second = nn.Conv1d(4, 4, 3, padding=1, bias=False)
+        self.again = nn.BatchNorm1d(4, affine=False)
+        self.third = nn.Conv1d(4, 4, 3, padding=1, bias=False)
+        self.frozen = nn.BatchNorm1d(4).requires_grad_(False).eval()
+        self.last = nn.Conv1d(4, 1, 1)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        x = torch.tanh(self.norm(self.first(x[:, None])))
+        x = self.dropout(torch.tanh(self.again(self.second(x))))
+        x = torch.tanh(self.frozen(self.again(self.third(x))))
+        out: Tensor = self.last(x)[:, 0]
+        return out
+
+
+class Averaged(Net):
+    """A network with moving averages of a weight and of an activation, a counter, a flag and a spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("slow", torch.zeros(WIDTH, WIDTH))
+        self.register_buffer("centre", torch.zeros(WIDTH))
+        self.register_buffer("assigned", torch.ones(WIDTH))
+        self.register_buffer("begun", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        x = self.dropout(torch.tanh(self.first(x)))
+        x = torch.tanh(self.second(x))
+        if self.training:
+            with torch.no_grad():
+                self.steps += 1
+                self.slow.mul_(0.9).add_(self.third.weight, alpha=0.1)
+                mean = x.mean(0)
+                self.centre.copy_(torch.where(self.begun, 0.8 * self.centre + 0.2 * mean, mean))
+                self.begun.fill_(True)
+                self.assigned = 0.5 * self.assigned + 0.5 * x.square().mean(0)
+        x = self.dropout(torch.tanh(self.third(x - self.centre))) / (1 + self.assigned)
+        x = x + functional.linear(x, self.slow)
+        out: Tensor = self.last(x)
+        return out
+
+
+def mean_absolute(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean absolute error."""
+    return functional.l1_loss(model(batch["x"]), batch["y"])
+
+
+normed = replace(plain, model=Normed, eval_data=lambda: Points(1000, 8), eval_every_steps=3)
+averaged = replace(normed, model=Averaged, loss=mean_absolute)
+normed_fp16 = replace(fp16, model=Normed)
+normed_fast = replace(normed, accumulation="fast", optimizer=sgd, clip_grad_norm=0.1)

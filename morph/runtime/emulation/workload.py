@@ -53,8 +53,8 @@ class EmulatedWorkload:
         """See ``Workload.units``."""
         return tuple(parameter_unit(unit) for unit in self._device.units)
 
-    def make_unit(self, unit: str, num_micro_batches: int) -> UnitState:
-        """See ``Workload.make_unit``."""
+    def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:  # noqa: ARG002
+        """See ``Workload.make_unit``: its few numbers are always drawn."""
         return make_unit(self._device, self._units[unit], self._clock, num_micro_batches)
 
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:

@@ -1,0 +1,108 @@
+"""Normalisation that updates running statistics, as an operation that returns them instead of changing them.
+
+It runs torch's own normalisation on copies of the statistics, so kernels and derivatives are those of the user's model.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+
+_LIBRARY: Any = torch.library.Library("morph", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch does not annotate it
+_ARGUMENTS = (
+    "Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, float momentum, float eps, bool cudnn"
+)
+_TRAINING, _STATISTICS = 5, (3, 4)
+"""Places of arguments, alike in both of torch's operations."""
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, var = mean.detach().clone(), var.detach().clone()
+    return torch.batch_norm(x, weight, bias, mean, var, True, momentum, eps, cudnn), mean, var
+
+
+def _instance_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, var = mean.detach().clone(), var.detach().clone()
+    return torch.instance_norm(x, weight, bias, mean, var, True, momentum, eps, cudnn), mean, var
+
+
+for _name, _function in (("batch_norm", _batch_norm), ("instance_norm", _instance_norm)):
+    _LIBRARY.define(f"{_name}({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+    _LIBRARY.impl(_name, _function, "CompositeImplicitAutograd")
+
+_LIBRARY.define("assigned(Tensor value) -> Tensor")
+_LIBRARY.impl("assigned", lambda value: value.detach().clone(), "CompositeImplicitAutograd")
+ASSIGNED = torch.ops.morph.assigned.default
+"""Marks what the forward has put in a buffer's place; who reads the buffer behind that reads the marked tensor."""
+
+aten = torch.ops.aten
+RETURNING: dict[Any, OpOverload] = {
+    aten.batch_norm.default: torch.ops.morph.batch_norm.default,
+    aten.instance_norm.default: torch.ops.morph.instance_norm.default,
+}
+"""By torch's operation, the one that returns (result, mean, variance)."""
+
+PLAIN: dict[Any, Any] = {returning: plain for plain, returning in RETURNING.items()}
+
+
+def updated_statistics(node: Node) -> list[Node]:
+    """Return the running statistics that the node changes, although its schema does not say so."""
+    if node.target not in RETURNING or not node.args[_TRAINING]:
+        return []
+    return [value for place in _STATISTICS if isinstance(value := node.args[place], Node)]
+
+
+def return_statistics(node: Node) -> None:
+    """Put the returning operation in the node's place, behind it plain copies into the statistics."""
+    graph, statistics = node.graph, updated_statistics(node)
+    x, weight, bias, mean, var, _, *rest = node.args
+    value, place = node.meta["val"], {key: entry for key, entry in node.meta.items() if key != "val"}
+    with graph.inserting_before(node):
+        all_three = graph.call_function(RETURNING[node.target], (x, weight, bias, mean, var, *rest))
+        all_three.meta = place | {"val": (value, *(entry.meta["val"] for entry in statistics))}
+        parts = [graph.call_function(operator.getitem, (all_three, index)) for index in range(3)]
+        for part, example in zip(parts, all_three.meta["val"], strict=True):
+            part.meta = place | {"val": example}
+        for target, part in zip(statistics, parts[1:], strict=True):
+            new = graph.call_function(aten.detach.default, (part,))
+            copy = graph.call_function(aten.copy_.default, (target, new))
+            new.meta, copy.meta = (place | {"val": target.meta["val"]} for _ in range(2))
+    node.replace_all_uses_with(parts[0])
+    graph.erase_node(node)
+
+
+def use_statistics(node: Node) -> None:
+    """Make a returning node normalise with the statistics that it is given, as in evaluation mode."""
+    arguments: tuple[Any, ...] = node.args
+    x, weight, bias, mean, var, *rest = arguments
+    for user in list(node.users):
+        index = user.args[1]
+        if index == 0:
+            user.target, user.args = PLAIN[node.target], (x, weight, bias, mean, var, False, *rest)
+        else:
+            user.replace_all_uses_with(mean if index == 1 else var)
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)

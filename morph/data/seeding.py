@@ -1,0 +1,51 @@
+"""Global random generators for the user's code: seeded for each piece of it, and put back behind it.
+
+Only the training thread may enter: the generators are the process's, and no other thread of Morph draws from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+
+_NUMPY = np.random.MT19937(0)
+"""Making one takes longer than reading many a sample."""
+
+
+def seed_of(*key: object) -> int:
+    """A 63-bit seed made of the key."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def own_generators() -> Iterator[Callable[[int], None]]:
+    """Give the block states of its own; yields a function that seeds torch, ``numpy.random`` and ``random``.
+
+    numpy's generator is exchanged, not copied, for a copy takes longer than many a sample; so a normal number that it
+    keeps for its next call is drawn anew. Generators of CUDA devices are seeded and not put back.
+    """
+    torch_state, python_state = torch.default_generator.get_state(), random.getstate()
+    numpy_generator = mtrand.get_bit_generator()
+    assert numpy_generator is not _NUMPY, "a block of its own within another"
+    mtrand.set_bit_generator(_NUMPY)
+    try:
+        yield _seed_all
+    finally:
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python_state)
+        mtrand.set_bit_generator(numpy_generator)
+
+
+def _seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed: see morph.runtime.random_streams
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch ships no types for it
+        torch.cuda.manual_seed_all(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

@@ -1,0 +1,160 @@
+"""The Python files of a job as they were when its run began, and importing from them rather than from the disk.
+
+Loads no torch. What is imported keeps its path: ``__file__`` names the file in the job's folder, so that data beside
+it is found and tracebacks name the user's own files, with the lines that are really run.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import decode_source, spec_from_file_location
+from pathlib import Path
+from types import CodeType, ModuleType
+
+OWN = frozenset({"morph", "calibrate", "simulator", "manager", "__main__"})
+"""Morph's own packages, and its command: never part of a job."""
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_STANDARD = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
+
+
+class JobFiles:
+    """A finder for ``sys.meta_path``: what Python would import from a job's folder comes from here.
+
+    Args:
+        folder: The job's folder, an absolute path.
+        files: Contents by path below it.
+        growing: Takes in whatever is imported from the folder and is not here yet. Otherwise that is refused, with an
+            ImportError: no worker trains on code that the run did not begin with.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, bytes], *, growing: bool = False) -> None:
+        self.folder = folder
+        self.files = dict(files)
+        self._growing = growing
+        self._known: dict[str, str | None] = {}
+
+    def install(self) -> None:
+        """Import from here for as long as this process lives."""
+        place = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
+        sys.meta_path.insert(place, self)  # what Python has built in goes before
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Import from here while the block runs, and forget afterwards what was: another job may have like names."""
+        search = list(sys.path)
+        stale = {name: sys.modules.pop(name) for name in list(sys.modules) if self._has(sys.modules[name])}
+        self.install()
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(self)
+            sys.path[:] = search
+            for name in [name for name, module in sys.modules.items() if self._has(module)]:
+                del sys.modules[name]
+            sys.modules.update(stale)
+
+    def main(self, name: str, path: Path) -> ModuleSpec | None:
+        """How the file that defines the job is imported as a module of this name; None: it is not here."""
+        inside = self.inside(str(path))
+        return self._spec(name, inside) if inside in self.files and inside.endswith(".py") else None
+
+    def inside(self, path: str) -> str | None:
+        """The path below the job's folder; None: it is elsewhere, or there and installed (a virtual environment)."""
+        if path not in self._known:
+            self._known[path] = self._inside(path)
+        return self._known[path]
+
+    def _inside(self, path: str) -> str | None:
+        for known in (Path(path).absolute(), Path(path).resolve()):
+            if known.is_relative_to(self.folder):
+                inside = known.relative_to(self.folder)
+                return None if is_installed(known, inside) else inside.as_posix().removeprefix(".")
+        return None
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        """See ``importlib.abc.MetaPathFinder``.
+
+        Raises:
+            ImportError: it would come from the job's folder, and is not among the files.
+        """
+        if fullname.partition(".")[0] in OWN:
+            return None
+        search = list(sys.path if path is None else path)
+        for number, entry in enumerate(search):
+            found = self._below(entry, fullname)
+            if found is not None:
+                before = PathFinder.find_spec(fullname, search[:number])
+                return None if before is not None and before.origin is not None else self._spec(fullname, found)
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is None or spec.origin is None or (inside := self.inside(spec.origin)) is None:
+            return spec
+        content = Path(spec.origin).read_bytes()
+        if self._growing:
+            self.files[inside] = content
+        elif self.files.get(inside) != content:
+            raise ImportError(f"{spec.origin} is not what the run began with", name=fullname, path=spec.origin)
+        return self._spec(fullname, inside) if isinstance(spec.loader, SourceFileLoader) else spec
+
+    def _below(self, entry: str, fullname: str) -> str | None:
+        """Where the files have a module, if Python looked for it in this folder."""
+        if (folder := self.inside(entry)) is None:
+            return None
+        base = "/".join(filter(None, (folder, fullname.rpartition(".")[2])))
+        return next((file for file in (f"{base}/__init__.py", f"{base}.py") if file in self.files), None)
+
+    def _spec(self, fullname: str, inside: str) -> ModuleSpec | None:
+        path = self.folder / inside
+        loader = _Loader(fullname, str(path), self.files[inside])
+        within = [str(path.parent)] if path.name == "__init__.py" else None
+        return spec_from_file_location(fullname, path, loader=loader, submodule_search_locations=within)
+
+    def _has(self, module: ModuleType) -> bool:
+        file = file_of(module)
+        return file is not None and module.__name__.partition(".")[0] not in OWN and self.inside(file) is not None
+
+
+class _Loader(SourceFileLoader):
+    """Runs the given source under the file's own path, and shows its lines in tracebacks."""
+
+    def __init__(self, fullname: str, path: str, source: bytes) -> None:
+        super().__init__(fullname, path)
+        self._source = source
+
+    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002
+        if self.path.endswith(".py"):
+            lines = decode_source(self._source).splitlines(keepends=True)
+            linecache.cache[self.path] = (len(self._source), None, lines, self.path)  # without a time: never re-read
+        code: CodeType = compile(self._source, self.path, "exec", dont_inherit=True)
+        return code
+
+    def get_data(self, path: str) -> bytes:
+        return self._source if path == self.path else super().get_data(path)
+
+
+def is_installed(path: Path, inside: Path) -> bool:
+    """Whether a file belongs to Python's library or to an installed package; ``inside``: the part of it that tells."""
+    return any(path.is_relative_to(folder) for folder in _STANDARD) or not _INSTALLED.isdisjoint(inside.parts)
+
+
+def file_of(module: ModuleType) -> str | None:
+    """The file a module was made from, without waking those that load themselves when they are looked at."""
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return file if isinstance(file, str) else None
+
+
+def held(path: Path) -> JobFiles | None:
+    """The files in use that hold a job's file."""
+    for finder in sys.meta_path:
+        if isinstance(finder, JobFiles) and finder.inside(str(path)) in finder.files:
+            return finder
+    return None

@@ -1,0 +1,286 @@
+"""Before a job trains: is what its sections compute what the plain model computes, loss and every gradient?
+
+Both are given the same weights and samples, and the same draws: torch's generator is seeded once, and the sections
+draw on from each other as the parts of the whole do. Attention uses its plain kernel on both sides, because a trace
+gives it masks where a model may say ``is_causal``, and other kernels round and draw differently. What is left are other
+orders of the same sums: see ``_check``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from morph.contract.errors import ExportError, JobError, MorphError
+from morph.cutting import CutModel, ExportedJob, cut, export_job
+from morph.cutting.analysis import REFERENCE_SAMPLES, analyse
+from morph.cutting.exported import GraphJob, MarkedJob
+from morph.cutting.locate import user_line
+from morph.cutting.refusal import OR_MARK, first_line
+from morph.data import MicroBatchLoader, build_dataset
+from morph.data.loader import read_samples
+from morph.job import Job
+from morph.runtime.section_run import SectionRun, run_section, section_backward
+from morph.tracing.plain_model import plain_model, shortened
+
+NUM_SEEDS = 3
+NUM_SAMPLES = 2
+QUICK_FLOPS = 1e12
+"""Some ten seconds of one core."""
+PATIENT_FLOPS = 1e13
+"""One or two minutes of one core."""
+_SHARE_OF_MEMORY = 0.6
+_RUNS = 6.0
+"""Forward and backward, of both sides, in forwards."""
+_RELATIVE = 1e-3
+_BESIDE_THE_LARGEST = 1e-6
+_ROUNDINGS = 8.0
+"""Of weights in fewer bits than 32."""
+_NOISE = 0.1
+_NOISE_OF_ZEROS = 0.01
+_SHOWN = 5
+_LACKING = re.compile(r"cuda|nvidia|triton|backend|not enough memory|out of memory", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a comparison may take.
+
+    Attributes:
+        available_bytes: Free memory of the device.
+        flops: Of all runs together; see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
+        device: Where it runs.
+        shorten: Whether a model that is too large may be compared with fewer of its equal blocks.
+    """
+
+    available_bytes: int
+    flops: float
+    device: torch.device
+    shorten: bool = True
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What was compared.
+
+    Attributes:
+        how: ``whole``; ``shortened``: with two of each kind of its equal blocks; ``none``.
+        num_seeds: How many times, each with other samples and draws.
+        num_samples: In each.
+        largest: The largest difference of a gradient, as a share of that gradient; see ``_check``.
+        reason: Why the whole, or anything, was not compared.
+    """
+
+    how: str
+    num_seeds: int = 0
+    num_samples: int = 0
+    largest: float = 0.0
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class _Size:
+    num_seeds: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Loss and gradients of one side; a parameter without a gradient is left out."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+class _DoesNotRun(Exception):
+    """The plain model fails, or this machine cannot run it."""
+
+
+def compare_with_plain(job: Job, exported: ExportedJob, num_sections: int | None, limits: Limits) -> Agreement:
+    """Compare once; see the module's text.
+
+    Raises:
+        ExportError: loss or gradients differ; names the parameters that differ most, and by how much.
+        JobError: the plain model fails on real samples.
+    """
+    size = _size(exported, limits, job.batch_size)
+    if isinstance(size, _Size):
+        try:
+            largest = _compare(job, exported, num_sections, size, limits.device)
+        except _DoesNotRun as error:
+            return Agreement("none", reason=str(error))
+        return Agreement("whole", size.num_seeds, size.num_samples, largest)
+    if not limits.shorten:
+        return Agreement("none", reason=size)
+    return _compare_shortened(job, size, limits)
+
+
+def _compare_shortened(job: Job, reason: str, limits: Limits) -> Agreement:
+    try:
+        twin = replace(job, model=partial(shortened, job.model), cut_points=(), num_sections=None)
+        exported = export_job(twin)
+        size = _size(exported, limits, job.batch_size)
+    except MorphError as error:
+        return Agreement("none", reason=f"{reason}, and it cannot be shortened: {first_line(error)}")
+    if not isinstance(size, _Size):
+        return Agreement("none", reason=f"with fewer blocks, {size}")
+    try:
+        largest = _compare(twin, exported, None, size, limits.device)
+    except (_DoesNotRun, JobError) as error:
+        return Agreement("none", reason=f"{reason}, and with fewer blocks it does not run: {error}")
+    return Agreement("shortened", size.num_seeds, size.num_samples, largest, reason)
+
+
+def _size(exported: ExportedJob, limits: Limits, batch_size: int) -> _Size | str:
+    """Return how much to compare, or why nothing can be."""
+    largest = min(NUM_SAMPLES, batch_size)
+    if not isinstance(exported, GraphJob):  # its cut runs the whole model anyway, and no size is known of it
+        return _Size(NUM_SEEDS, largest)
+    analysis = analyse(exported)
+    flops = _RUNS * analysis.total_cost / REFERENCE_SAMPLES
+    parameters = sum(math.prod(shape) * dtype.itemsize for shape, dtype in exported.initial_parameters.specs.values())
+    activations = sum(analysis.bytes_of(node) for node in analysis.sequence) / REFERENCE_SAMPLES
+    reason = ""
+    for size in (_Size(NUM_SEEDS, largest), _Size(NUM_SEEDS - 1, largest), _Size(1, 1)):
+        needed = 3 * parameters + 2 * size.num_samples * activations
+        if needed > _SHARE_OF_MEMORY * limits.available_bytes:
+            reason = f"it may take {needed / 2**30:.1f} GiB, and {limits.available_bytes / 2**30:.1f} GiB are free"
+        elif size.num_seeds * size.num_samples * flops > limits.flops:
+            reason = f"one sample takes {flops / 1e12:.1f} TFLOP"
+        else:
+            return size
+    return reason
+
+
+def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _Size, device: torch.device) -> float:
+    """Return the largest difference of a gradient.
+
+    Raises:
+        ExportError: a difference that rounding does not explain.
+        _DoesNotRun: there is nothing to compare with.
+    """
+    model = cut(exported, num_sections=num_sections, micro_batch_size=size.num_samples)
+    dataset = build_dataset(job.dataset, job.seed)
+    keys = sorted(read_samples(dataset, job.seed, [(0, 0)])[0])
+    loader = MicroBatchLoader(dataset, job.seed, job.batch_size, size.num_samples)
+    generators = [device] if device.type == "cuda" else []
+    largest: list[float] = []
+    with torch.random.fork_rng(devices=generators), warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+        warnings.simplefilter("ignore")
+        plain = _plain_model(job, exported, device)
+        buffers = {name: buffer.clone() for name, buffer in plain.named_buffers()}
+        for seed in range(size.num_seeds):
+            batch = {key: entry.to(device) for key, entry in loader.load(seed, 0, keys).items()}
+            torch.manual_seed(seed)
+            expected = _run_plain(job, plain, batch)
+            if not expected.loss.isfinite():
+                continue
+            for name, buffer in plain.named_buffers():
+                buffer.data.copy_(buffers[name])
+            torch.manual_seed(seed)
+            found = _run_sections(model, dict(plain.named_parameters()), dict(plain.named_buffers()), batch)
+            largest.append(_check(expected, found, exported.model_line, f"{size.num_samples} samples, seed {seed}"))
+    if not largest:
+        raise _DoesNotRun("its loss is not a finite number")
+    return max(largest)
+
+
+def _plain_model(job: Job, exported: ExportedJob, device: torch.device) -> nn.Module:
+    """Build it, its weights a little away from where they begin: zeros at the beginning would hide gradients."""
+    model = plain_model(job, device)
+    torch.manual_seed(job.seed)
+    with torch.no_grad():
+        if isinstance(exported, MarkedJob):  # it holds constants of its own, which a run reads
+            held = exported.whole.model.state_dict(keep_vars=True)
+            for name, value in model.state_dict(keep_vars=True).items():
+                if not value.requires_grad:
+                    value.copy_(held[name])
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                size = _rms(parameter)
+                parameter.add_(torch.randn_like(parameter), alpha=_NOISE * size if size > 0 else _NOISE_OF_ZEROS)
+    return model
+
+
+def _run_plain(job: Job, model: nn.Module, batch: Mapping[str, Tensor]) -> _Step:
+    try:
+        result = job.loss(model, dict(batch))
+        loss = result[0] if isinstance(result, tuple) else result
+        loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    except Exception as error:
+        lacking = isinstance(error, NotImplementedError | MemoryError) or _LACKING.search(str(error)) is not None
+        if lacking:
+            raise _DoesNotRun(f"this machine cannot run it: {first_line(error)}") from error
+        line = user_line(error, job, model)
+        raise JobError(
+            f"loss failed on real samples: {type(error).__name__}: {first_line(error)}", source=line
+        ) from error
+    gradients = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return _Step(loss.detach(), gradients)
+
+
+def _run_sections(
+    model: CutModel, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+) -> _Step:
+    given = {**buffers, **parameters}
+    runs: list[SectionRun] = []
+    values: tuple[Tensor, ...] = ()
+    for section in model.sections:
+        runs.append(run_section(section, values, batch, given))
+        values = runs[-1].outputs
+    gradients: dict[str, Tensor] = {}
+
+    def add(name: str, gradient: Tensor) -> None:
+        if name in parameters:
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+
+    following: tuple[Tensor | None, ...] = (torch.ones_like(values[0]), *(None for _ in values[1:]))
+    for section in reversed(model.sections):
+        following = section_backward(section, runs.pop(), following, given, add)
+    return _Step(values[0].detach(), {name: gradient.to_dense() for name, gradient in gradients.items()})
+
+
+def _check(expected: _Step, found: _Step, source: str, which: str) -> float:
+    """Return the largest difference.
+
+    A gradient may differ by a thousandth of its own norm; beside that by a millionth of the largest gradient of any
+    weight, for where a gradient is nearly zero (a bias in front of a softmax), nothing but rounding is left of it.
+    """
+    largest_rms = max((_rms(gradient) for gradient in expected.gradients.values()), default=0.0)
+    differences = {}
+    for name in expected.gradients.keys() | found.gradients.keys():
+        plain, ours = expected.gradients.get(name), found.gradients.get(name)
+        difference = _rms(ours if plain is None else plain if ours is None else plain - ours)  # type: ignore[arg-type]
+        of = (_rms(plain) if plain is not None else 0.0) + _BESIDE_THE_LARGEST / _RELATIVE * largest_rms
+        differences[name] = difference / of if difference else 0.0
+    worst = sorted(differences, key=lambda name: -differences[name])
+    apart = abs(float(found.loss - expected.loss)) / max(abs(float(expected.loss)), _RELATIVE)
+    types = {gradient.dtype for gradient in expected.gradients.values()}
+    allowed = max((_RELATIVE, *(_ROUNDINGS * torch.finfo(dtype).eps for dtype in types)))
+    wrong = [name for name in worst if not differences[name] <= allowed]
+    if apart <= allowed and not wrong:
+        return differences[worst[0]] if worst else 0.0
+    shown = ", ".join(f"{name} by {differences[name]:.2%}" for name in wrong[:_SHOWN])
+    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    raise ExportError(
+        f"sections would not train the model as it is written ({which}): the loss differs by {apart:.2%}, "
+        f"{len(wrong)} of {len(worst)} gradients" + (f": {shown}{more}" if wrong else ""),
+        source=source,
+        field="model",
+        allowed="operations that torch.export writes down: no state kept in Python, no hooks; a backward of its own in "
+        "a torch.autograd.Function" + OR_MARK,
+    )
+
+
+def _rms(tensor: Tensor) -> float:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return float(real.double().square().mean().sqrt())

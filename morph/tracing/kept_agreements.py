@@ -1,0 +1,92 @@
+"""What was found equal to its plain model is kept, in a file for each job, code and version of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import morph
+from morph.cutting import ExportedJob
+from morph.cutting.exported import GraphJob, MarkedJob
+from morph.cutting.user_functions import UserFunction
+from morph.job import Job
+from morph.tracing.agreement import Agreement
+
+
+def agreement_key(job: Job, exported: ExportedJob, fingerprint: str, device: torch.device) -> str:
+    """Return what stands for the cut model, the code behind it, and what runs it.
+
+    Code is the files of the classes and functions that make up job and model, and whatever else is loaded from the
+    job's folder.
+    """
+    lines = [fingerprint, torch.__version__, morph.__version__, platform.python_version(), device.type]
+    names = set(_module_names(job, exported))
+    packages = {name.partition(".")[0] for name in names}
+    lines += sorted(f"{name} {getattr(sys.modules.get(name), '__version__', None)}" for name in packages)
+    files = {_file_of(sys.modules.get(name)) for name in names} - {None}
+    folder = _file_of(sys.modules.get(_defined(job.loss).__module__))
+    if folder is not None:
+        loaded = [_file_of(module) for module in list(sys.modules.values())]
+        files |= {file for file in loaded if file is not None and file.is_relative_to(folder.parent)}
+    digests = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file is not None)
+    return hashlib.sha256("\n".join(lines + digests).encode()).hexdigest()
+
+
+def kept_agreement(folder: Path, key: str) -> Agreement | None:
+    """Return what was kept; None where nothing was, or it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Agreement(**json.loads(_path(folder, key).read_text(encoding="utf-8")))
+    return None
+
+
+def keep_agreement(folder: Path, key: str, agreement: Agreement) -> None:
+    """Write one, readable by this user alone; a folder that cannot be written is left as it is."""
+    with contextlib.suppress(OSError):
+        path = _path(folder, key)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(asdict(agreement), file)
+            Path(name).replace(path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+
+
+def _path(folder: Path, key: str) -> Path:
+    return folder / "agreements" / f"{key}.json"
+
+
+def _module_names(job: Job, exported: ExportedJob) -> Iterator[str]:
+    for thing in (job.model, job.loss, job.dataset, job.optimizer):
+        yield _defined(thing).__module__
+    if isinstance(exported, MarkedJob):
+        yield from (type(module).__module__ for module in exported.whole.modules())
+    if isinstance(exported, GraphJob):
+        for node in exported.graph_module.graph.nodes:
+            if isinstance(node.target, UserFunction):
+                yield node.target.function.__module__
+            for _, kind in (node.meta.get("nn_module_stack") or {}).values():
+                yield kind.rpartition(".")[0] if isinstance(kind, str) else kind.__module__
+
+
+def _defined(thing: Any) -> Any:
+    return _defined(thing.func) if isinstance(thing, functools.partial) else thing
+
+
+def _file_of(module: Any) -> Path | None:
+    file = getattr(module, "__file__", None)
+    path = Path(file) if isinstance(file, str) else None
+    return path if path is not None and path.is_file() else None

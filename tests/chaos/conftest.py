@@ -1,0 +1,1 @@
+from tests.system.conftest import calibrated as calibrated

@@ -1,0 +1,133 @@
+"""Playing a run with faults drawn from a seed to its end, and judging it."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.faults import FAULTS, Fault
+from tests.chaos.world import Setting, World
+
+POLL_S = 0.2
+LAST_SHARE = 0.9
+"""Of the steps: from then on nothing more happens. A command that is given again after its run's end is refused."""
+STEPS_BETWEEN = 3
+RECOVERS = 0.7
+"""The share of faults after which the run trains again before the next one."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds: how long faults are inflicted once it trains, how long the whole may take, and how long the run is left
+    alone after a fault; after most of them until it trained a few steps again, but ``patience_s`` at most.
+    """
+
+    faults_s: float
+    whole_s: float
+    calm_s: tuple[float, float] = (1.0, 5.0)
+    patience_s: float = 20.0
+
+
+@dataclass
+class Played:
+    """One run, or several together. ``failures``: what did not hold; none where the run is as if undisturbed."""
+
+    seed: int
+    faults: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    steps: int = 0
+    redone: int = 0
+    pauses_s: list[float] = field(default_factory=list)
+    num_runs: int = 0
+
+    def add(self, other: Played) -> None:
+        """Take in the figures of one more run."""
+        self.num_runs += 1
+        self.faults += other.faults
+        self.steps += other.steps
+        self.redone += other.redone
+        self.pauses_s += other.pauses_s
+
+    def told(self) -> str:
+        """The figures."""
+        pauses = "no pause"
+        if self.pauses_s:
+            pauses = f"{len(self.pauses_s)} pauses, median {statistics.median(self.pauses_s):.2f} s"
+            pauses += f", worst {max(self.pauses_s):.1f} s"
+        kinds = ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))
+        return f"{self.faults.total()} faults ({kinds}); {self.steps} steps, {self.redone} run again; {pauses}"
+
+
+def play(
+    seed: int,
+    setting: Setting,
+    reference: dict[str, str],
+    folder: Path,
+    bounds: Bounds,
+    faults: Sequence[Fault] = FAULTS,
+) -> Played:
+    """Start the command, disturb it for a while, let it end; what did not hold is in the result."""
+    played, draw = Played(seed), random.Random(seed)
+    possible = [fault for fault in faults if fault.possible()]
+    with World(setting, folder) as world:
+        world.start()
+        began_s = time.monotonic()
+        code = _disturbed(world, played, draw, possible, bounds)
+        played.lines.append(f"{time.monotonic() - began_s:6.1f} s  exit code {code}")
+        if code is None:
+            played.failures.append(f"did not end within {bounds.whole_s:g} s, at version {world.version()}")
+        elif code != 0:
+            played.failures.append(f"exit code {code}")
+        else:
+            if world.digests() != reference:
+                played.failures.append("the final weights differ from those of the undisturbed run")
+            played.failures += [f"left behind: {what}" for what in world.left()]
+            report = world.report()
+            played.steps, played.redone = len(report.steps), report.steps_redone
+            played.pauses_s = [morph.pause_ms / 1e3 for morph in report.morphs if morph.pause_ms is not None]
+        if played.failures:
+            played.lines.append(world.story())
+    return played
+
+
+def _disturbed(world: World, played: Played, draw: random.Random, faults: list[Fault], bounds: Bounds) -> int | None:
+    """Inflict one fault after the other once the run trains; returns the exit code, None if it does not end."""
+    began_s = time.monotonic()
+    deck: list[Fault] = []
+    trains_s = next_s = None
+    goal = 0
+    while (code := world.ended()) is None:
+        now_s = time.monotonic()
+        if now_s - began_s > bounds.whole_s:
+            return None
+        if trains_s is None or next_s is None:
+            trains_s = next_s = now_s if world.version() > 0 else None
+        elif now_s >= next_s and world.version() < goal and now_s < next_s + bounds.patience_s:
+            pass
+        elif next_s <= now_s < trains_s + bounds.faults_s and world.version() < LAST_SHARE * world.steps:
+            deck = deck or draw.sample(faults, len(faults))  # each kind comes before any comes again
+            _inflict(world, played, draw, deck.pop(), began_s)
+            next_s = time.monotonic() + draw.uniform(*bounds.calm_s)
+            goal = world.version() + STEPS_BETWEEN if draw.random() < RECOVERS else 0
+        world.family.look()
+        time.sleep(POLL_S)
+    return code
+
+
+def _inflict(world: World, played: Played, draw: random.Random, fault: Fault, began_s: float) -> None:
+    at_s, version = time.monotonic() - began_s, world.version()
+    try:
+        done = fault.inflict(world, draw)
+    except psutil.Error:
+        done = ""  # its victim ended just then
+    played.lines.append(f"{at_s:6.1f} s  v{version}  {fault.name}: {done or 'nothing there'}")
+    if done:
+        played.faults[fault.name] += 1

@@ -1,0 +1,82 @@
+"""Every process of one run, found from outside: those started with its environment, and whatever they started."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+
+import psutil
+
+MARK = "CHAOS_RUN"
+
+
+class Family:
+    """Processes of a run; none of anybody else is ever signalled.
+
+    Args:
+        mark: The value of the environment variable ``MARK`` with which the run was started.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._known: dict[int, psutil.Process] = {}
+
+    def look(self) -> list[psutil.Process]:
+        """Every process of the run that lives now. To be called often: an orphan is known by its parent."""
+        found = {process.pid: process for process in psutil.process_iter()}
+        for process in found.values():
+            if process.pid not in self._known and self._is_marked(process):
+                self._known[process.pid] = process
+        for process in list(found.values()):
+            with suppress(psutil.Error):
+                parent = self._known.get(process.ppid())
+                if parent is not None and parent == found.get(parent.pid):
+                    self._known.setdefault(process.pid, process)
+        self._known = {pid: process for pid, process in self._known.items() if _lives(process)}
+        return list(self._known.values())
+
+    def named(self, *parts: str) -> list[psutil.Process]:
+        """Those in whose command line all of these stand."""
+        return [process for process in self.look() if all(part in _line(process) for part in parts)]
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self._mark
+        except psutil.Error:
+            return False
+
+
+def send(process: psutil.Process, number: signal.Signals) -> bool:
+    """Signal a process unless it is gone, or its number is another's by now; returns whether it was there."""
+    try:
+        process.send_signal(number)
+    except psutil.Error:
+        return False
+    return True
+
+
+def end_all(processes: Iterable[psutil.Process]) -> None:
+    """SIGKILL to each, stopped or not."""
+    for process in processes:
+        send(process, signal.SIGKILL)
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def own_mark() -> str:
+    """A mark that no other run on this machine has."""
+    return f"{os.getpid()}-{os.urandom(4).hex()}"

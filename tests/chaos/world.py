@@ -1,0 +1,186 @@
+"""One run of the real command, as a user has it: its folder, its processes, its journal, the clock that it sees."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sqlite3
+import struct
+import subprocess
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from manager.engine.gone import wait_gone
+from manager.report.reading import read_report
+from manager.report.values import RunReport
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.contract.errors import MorphError
+from tests.chaos.processes import MARK, Family, end_all, own_mark
+from tests.small_disk import may_mount, small_disk
+from tests.system.commands import COMMAND, ROOT, environment_of_commands
+
+JOB = ROOT / "configs/jobs/tiny_gpt.py"
+NUM_VMS = 3
+POLICY = "{checkpoint_every_steps: 15, heartbeat_timeout_s: 4, takeover_patience_s: 120}"
+CLUSTER = f"vms: {{keep: {NUM_VMS}}}\npolicy: {POLICY}\n"
+END_S = 150.0
+DISK = "256m"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is run: the job's profile and its steps."""
+
+    profile: Path
+    steps: int
+
+
+class World:
+    """A run in a folder of its own; a context manager after which no process and no file of it is left.
+
+    ``disk``: a small one of its own for the run directory; None where this user may not mount one.
+    """
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        self._rest = ExitStack()
+        self.disk = self._rest.enter_context(small_disk(folder / "disk", DISK)) if may_mount() else None
+        self.folder, self.run_dir = folder, folder / "disk" / "run"
+        self.family = Family(mark := own_mark())
+        self.steps = setting.steps
+        self._process: subprocess.Popen[bytes] | None = None
+        self._temporary = Path(tempfile.mkdtemp(prefix="c"))  # short: Ray puts sockets below it
+        self._clock = folder / "clock"
+        self._clock.write_bytes(struct.pack("q", 0))
+        self.job = folder / "job" / "job.py"
+        self.job.parent.mkdir()
+        shutil.copy(JOB, self.job)
+        (folder / "cluster.yaml").write_text(CLUSTER, encoding="utf-8")
+        self._arguments = (
+            *("run", f"{self.job}:job", "--profile", setting.profile, "--cluster", folder / "cluster.yaml"),
+            *("--steps", setting.steps, "--run-dir", self.run_dir, "--plain"),
+        )
+        given = {MARK: mark, "TMPDIR": str(self._temporary), "CHAOS_CLOCK": str(self._clock)}
+        self._environment = {**environment_of_commands(), **given, **_preloaded(folder)}
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        left = self.family.look()
+        end_all(left)
+        wait_gone(left, END_S)
+        self._rest.close()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def start(self) -> None:
+        """Give the command, for the first time or again."""
+        with (self.folder / "output.log").open("ab") as output:
+            self._process = subprocess.Popen(
+                [*COMMAND, *map(str, self._arguments)],
+                cwd=ROOT,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def manager(self) -> psutil.Process:
+        """The command's own process."""
+        assert self._process is not None
+        return psutil.Process(self._process.pid)
+
+    def ended(self) -> int | None:
+        """The exit code of the command; None: it runs."""
+        assert self._process is not None
+        return self._process.poll()
+
+    def kill_manager(self) -> bool:
+        """SIGKILL to it alone; returns whether it died of that, and had not ended before."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        return self._process.wait(END_S) == -signal.SIGKILL
+
+    def set_clock(self, moved_s: int) -> None:
+        """Let the wall clock of every process of the run be so much ahead of this machine's."""
+        with self._clock.open("r+b") as clock:
+            clock.write(struct.pack("q", moved_s))
+
+    def version(self) -> int:
+        """The newest decided version, as the journal says; 0 where it says nothing."""
+        if not (self.run_dir / "journal.sqlite").exists():
+            return 0
+        try:
+            uri = f"{(self.run_dir / 'journal.sqlite').as_uri()}?mode=ro"
+            connection = sqlite3.connect(uri, uri=True, timeout=1.0)
+            try:
+                query = "SELECT json_extract(payload_json, '$.version') FROM entries WHERE kind = 'decision'"
+                row = connection.execute(f"{query} ORDER BY sequence DESC LIMIT 1").fetchone()
+            finally:
+                connection.close()
+        except sqlite3.Error:
+            return 0
+        return int(row[0]) if row else 0
+
+    def checkpoints(self) -> Path:
+        """Where they lie."""
+        return self.run_dir / "checkpoints"
+
+    def digests(self) -> dict[str, str]:
+        """sha256 of every unit of the last version; empty where it is not there."""
+        url = str(self.checkpoints())
+        try:
+            if self.steps not in complete_versions(url):
+                return {}
+            return {entry.unit: entry.sha256 for entry in read_manifest(url, self.steps).units}
+        except MorphError:
+            return {}
+
+    def left(self) -> list[str]:
+        """What outlives the run, after a moment and the next command: processes, and files in the temporary folder."""
+        wait_gone(self.family.look(), END_S)
+        subprocess.run(
+            [*COMMAND, "status", str(self.run_dir)], cwd=ROOT, env=self._environment, capture_output=True, timeout=END_S
+        )
+        until_s = time.monotonic() + END_S
+        while found := self._left():
+            if time.monotonic() > until_s:
+                break
+            time.sleep(0.2)
+        return found
+
+    def _left(self) -> list[str]:
+        processes = [f"process {process.pid}" for process in self.family.look()]
+        files = [path for folder in self._temporary.glob("morph-*") for path in (folder, *folder.rglob("*"))]
+        return processes + list(map(str, files))
+
+    def story(self) -> str:
+        """The end of what the command said, and where the rest is: its disk goes with this."""
+        kept = self.folder / "run"
+        shutil.copytree(self.run_dir, kept, ignore_dangling_symlinks=True)
+        output = (self.folder / "output.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join([*output[-60:], f"journal: {kept / 'journal.sqlite'}"])
+
+    def report(self) -> RunReport:
+        """What the journal says."""
+        return read_report(self.run_dir)
+
+
+def _preloaded(folder: Path) -> dict[str, str]:
+    """Build the clock that can be set; nothing where there is no compiler."""
+    compiler, library = shutil.which("gcc"), folder / "clock.so"
+    if compiler is None:
+        return {}
+    source = Path(__file__).with_name("clock.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return {"LD_PRELOAD": os.fspath(library)}

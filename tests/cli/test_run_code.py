@@ -1,0 +1,180 @@
+"""A run trains on the code and data it began with; where they differ, the user decides before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manager.run_dir import RunDir, RunFacts, read_facts
+from morph.cli.kept_command import RunCommand, keep_command
+from morph.cli.run_code import IfChanged, RunCode
+from morph.contract.errors import JobError, RunDirError
+from tests.cli.given import JOBS, Given
+
+SCALED = JOBS.replace("float(index)", "float(index) * SCALE").replace(
+    "class Samples:",
+    """from pathlib import Path
+
+SCALE = float((Path(__file__).parent / "scale.txt").read_text())
+
+
+class Samples:""",
+)
+
+
+def facts(given: Given) -> RunFacts:
+    return RunFacts(
+        job=given.job,
+        fingerprint=given.profile.job.fingerprint,
+        micro_batch_size=2,
+        batch_size=8,
+        num_sections=2,
+    )
+
+
+def run_code(given: Given, if_changed: IfChanged = IfChanged.REFUSE) -> RunCode:
+    from manager.engine.job_code import collect
+
+    return RunCode(given.job, given.profile, collect(given.job), if_changed, unpack=False)
+
+
+@pytest.fixture
+def begun(given: Given) -> Given:
+    """A run whose data set depends on a file beside its code."""
+    given.file("jobs.py", SCALED)
+    given.file("scale.txt", "2")
+    with RunDir(given.run_dir, facts(given)) as opened:
+        run_code(given).begin(opened)
+    return given
+
+
+def test_what_a_run_begins_with_is_kept_and_gone_on_with(begun: Given) -> None:
+    known = read_facts(begun.run_dir)
+    assert known.code_sha256 is not None
+    assert known.known_by.data["dataset"].num_samples == 16
+    with RunDir(begun.run_dir, facts(begun)) as opened:
+        again = run_code(begun)
+        code = again.of(opened)
+        assert again.begin(opened) == code
+        assert [fact.name for fact in again.facts(code)] == ["job_code"]
+    assert code.sha256 == known.code_sha256
+    assert read_facts(begun.run_dir) == known
+
+
+def test_changed_code_is_refused_kept_out_or_accepted_as_the_user_says(begun: Given) -> None:
+    began = read_facts(begun.run_dir)
+    begun.file("jobs.py", SCALED.replace("lr=0.1", "lr=0.2"))
+    with RunDir(begun.run_dir, facts(begun)) as opened:
+        with pytest.raises(RunDirError, match=r"jobs\.py: was changed since the run began; allowed: as it was; --if-c"):
+            run_code(begun).of(opened)
+        kept = run_code(begun, IfChanged.KEEP)
+        code = kept.of(opened)
+        assert (code.sha256, kept.begin(opened)) == (began.code_sha256, code)
+        assert [(fact.name, fact.detail) for fact in kept.facts(code)][1:] == [("changed_code_ignored", "jobs.py")]
+        assert read_facts(begun.run_dir) == began
+        accepted = run_code(begun, IfChanged.ACCEPT)
+        other = accepted.of(opened)
+        assert read_facts(begun.run_dir) == began  # as long as it may turn out that its VMs live
+        assert accepted.begin(opened) == other
+        told = [fact.name for fact in accepted.facts(other)]
+        assert told == ["job_code", "changed_code_accepted", "changed_job_accepted"]  # its rate is another one
+    assert other.sha256 == read_facts(begun.run_dir).code_sha256 != began.code_sha256
+    assert {path.stem for path in (begun.run_dir / "code").iterdir()} == {began.code_sha256, other.sha256}
+
+
+def test_code_that_would_not_even_load_any_more_is_kept_out(begun: Given) -> None:
+    begun.file("jobs.py", "def broken(:")
+    with RunDir(begun.run_dir, facts(begun)) as opened:
+        run_code(begun, IfChanged.KEEP).of(opened)
+        code = run_code(begun, IfChanged.KEEP)
+        code.of(opened)
+        code.begin(opened)
+
+
+def test_changed_data_is_refused_by_its_sample_and_entry_or_accepted(begun: Given) -> None:
+    begun.file("scale.txt", "3")
+    with RunDir(begun.run_dir, facts(begun)) as opened:
+        with pytest.raises(
+            JobError, match=r"dataset\(\)\[2\]\['x'\]: is not the data that the run began with \(got 'fl"
+        ):
+            run_code(begun).begin(opened)
+        before = read_facts(begun.run_dir)
+        accepted = run_code(begun, IfChanged.ACCEPT)
+        told = accepted.facts(accepted.begin(opened))
+        assert [fact.name for fact in told] == ["job_code", "changed_job_accepted"]
+        assert "dataset()[2]['x']" in told[1].detail
+    assert read_facts(begun.run_dir).known_by != before.known_by
+
+
+def test_a_changed_setting_that_the_code_reads_from_elsewhere_is_refused_by_name(
+    begun: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun.file("jobs.py", SCALED.replace("lr=0.1", "lr=float(__import__('os').environ.get('RATE', '0.1'))"))
+    with RunDir(begun.run_dir, facts(begun)) as opened:
+        run_code(begun, IfChanged.ACCEPT).begin(opened)
+        run_code(begun).begin(opened)
+        monkeypatch.setenv("RATE", "0.2")
+        with pytest.raises(
+            JobError, match=r"\['lr'\]: is not the setting that .* \(got '0\.2'\); allowed: 0\.1; or --if-c"
+        ):
+            run_code(begun).begin(opened)
+
+
+REFUSED = """
+import json, sys
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+import manager.engine.attachment as attachment
+from manager.run_dir import RunDir, read_facts
+from morph.cli.main import app
+from morph.contract.errors import RunDirError
+
+folder, arguments = Path(sys.argv[1]), sys.argv[2:]
+told = []
+
+def tell(*commands):
+    for given in commands or (arguments, ["resume", str(folder / "run")]):
+        result = CliRunner().invoke(app, given, prog_name="morph")
+        told.append((result.exit_code, "torch" in sys.modules, result.stderr.strip()))
+
+def living(run_dir, command):
+    raise RunDirError("lives, and was asked for " + command["the job's code"])
+
+with RunDir(folder / "run", read_facts(folder / "run")):
+    tell()
+attachment.find_living = living
+tell()
+(folder / "jobs.py").write_text("raise SystemExit")
+tell()
+tell([*arguments, "--run-dir", str(folder)])
+print(json.dumps(told))
+"""
+
+
+def test_a_run_in_use_one_whose_vms_live_and_changed_code_are_told_before_torch_is_loaded(begun: Given) -> None:
+    profile, cluster = begun.folder / "profile.json", begun.folder / "cluster.yaml"
+    keep_command(begun.run_dir, RunCommand(job=begun.job, profile=profile, cluster=cluster, steps=9), (profile,))
+    options = ["--profile", profile, "--cluster", cluster, "--run-dir", begun.run_dir]
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, str(begun.folder), "run", begun.job, *map(str, options), "--steps", "9"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    digest = read_facts(begun.run_dir).code_sha256
+    parts = ["run: is in use by process ", f"lives, and was asked for {digest}", "jobs.py: was changed since the"]
+    wanted = [part for part in parts for _ in ("run", "resume")]
+    for part, (code, has_torch, line) in zip([*wanted, "is not empty and is no run"], told, strict=True):
+        assert (code, has_torch) == (2, False)
+        assert part in line
+        assert len(line.splitlines()) == 1

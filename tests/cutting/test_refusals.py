@@ -1,0 +1,254 @@
+"""Each refusal says what is wrong, in the user's file, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import morph
+from morph.contract.errors import ExportError, InputError, JobError
+from morph.cutting import cut, export_job
+from morph.cutting.report import report_cuts
+
+ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(index))} for index in range(8)]
+HERE = Path(__file__)
+
+
+def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).square().mean()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+
+class NeedsEight(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).view(2, -1, 24).reshape(8, 6))  # needs eight
+
+
+class FixesTheBatch(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x.view(3, 2, 3)  # fixes three
+        return self.second(x.flatten(1))
+
+
+class AsksForTheBatch(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.shape[0] > 2:  # asks for the number
+            x = x * 2
+        return self.second(x)
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y * 2 if y.sum().item() > 1e9 else y  # decides
+
+
+def unflattened() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Unflatten(0, (3, 1)), nn.Flatten())
+
+
+def place_of(text: str) -> str:
+    lines = HERE.read_text(encoding="utf-8").splitlines()
+    return f"{HERE}:{next(number for number, line in enumerate(lines, 1) if line.endswith(text))}"
+
+
+def refusal(tools: Any, model: Callable[[], nn.Module], **fields: Any) -> InputError:
+    with pytest.raises(InputError) as caught:
+        cut(export_job(tools.make_job(model, mean_loss, ITEMS, **fields)), num_sections=None, micro_batch_size=2)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("model", "place", "reason"),
+    [
+        (FixesTheBatch, "# fixes three", "it fixes the number of samples in a micro-batch"),
+        (AsksForTheBatch, "# asks for the number", "it does one thing for some numbers of samples in a micro-batch"),
+        (lambda: nn.Sequential(Deciding(), Deciding()), "# decides", "control flow or a shape depends on values"),
+        (unflattened, ".square().mean()", "it fixes the number of samples in a micro-batch, in a Unflatten"),
+    ],
+)
+def test_what_is_said_of_the_number_of_samples_names_its_own_line(
+    tools: Any, model: Callable[[], nn.Module], place: str, reason: str
+) -> None:
+    found = refusal(tools, model)
+    assert found.source == place_of(place)
+    assert reason in found.message
+
+
+def test_a_shape_that_only_fits_another_number_of_samples_is_told_as_such(tools: Any) -> None:
+    found = refusal(tools, NeedsEight, batch_size=8)
+    assert found.source == place_of("# needs eight")
+    assert "fails with 3 samples, but not with 8: the number of samples is written into the model" in found.message
+    assert "invalid for input of size 18" in found.message
+    assert "tensor.shape[0]" in str(found.allowed)
+
+
+def test_a_loss_that_fails_with_any_number_of_samples_is_told_as_it_is(tools: Any) -> None:
+    with pytest.raises(JobError, match=r"loss failed: RuntimeError: shape '\[7, 5\]' is invalid"):
+        export_job(tools.make_job(Deciding, lambda model, batch: model(batch["x"].view(7, 5)).mean(), ITEMS))
+
+
+def test_a_sequential_model_is_told_by_the_line_that_builds_it(tools: Any) -> None:
+    exported = export_job(tools.make_job(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), mean_loss, ITEMS))
+    assert exported.model_line.startswith(f"{HERE}:")
+    report = report_cuts(exported, cut(exported, num_sections=3, micro_batch_size=2))
+    assert {section.source for section in report.sections} == {None}
+
+
+def test_an_operation_of_torchs_own_module_is_told_by_the_line_that_builds_the_model(tools: Any) -> None:
+    def picks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"][batch["x"][:, 0] > 0]).sum()
+
+    job = tools.make_job(lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU()), picks, ITEMS)
+    with pytest.raises(ExportError, match="size that depends on the data") as caught:
+        export_job(job)
+    assert str(caught.value.source).startswith(f"{HERE}:")
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        (lambda a, b: (a, b), r"loss: returns several losses \(got 2\); allowed: .* such as their sum.* \(GAN\)"),
+        (lambda a, b: [a, b, a], r"returns several losses \(got 3\)"),
+        (lambda a, b: (a, [b]), r"returns no dict of metrics \(got 'list'\)"),
+        (lambda a, b: {"loss": a}, r"does not return a scalar \(got 'dict'\)"),
+        (lambda a, b: None, r"does not return a scalar \(got 'NoneType'\)"),
+    ],
+)
+def test_what_is_no_loss_with_metrics_is_refused(
+    tools: Any, result: Callable[[Tensor, Tensor], Any], problem: str
+) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        return result(model.first(batch["x"]).mean(), model.second(batch["x"]).mean())
+
+    with pytest.raises(JobError, match=problem):
+        export_job(tools.make_job(Layers, loss, ITEMS))
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Any:
+        return iter(ITEMS)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (Stream, r"returns an IterableDataset; .* \(got 'Stream'\); allowed: a map-style data set"),
+        (lambda: DataLoader(ITEMS, batch_size=2), r"returns a DataLoader; Morph forms the batches itself"),
+        (lambda: iter(ITEMS), r"does not return a data set \(got 'list_iterator'\)"),
+        (lambda: None, r"does not return a data set \(got 'NoneType'\)"),
+    ],
+)
+def test_what_is_no_map_style_data_set_is_refused(tools: Any, make: Callable[[], Any], problem: str) -> None:
+    job = morph.Job(
+        name="streamed", model=Deciding, loss=mean_loss, dataset=make, optimizer=lambda p: None, batch_size=4
+    )
+    with pytest.raises(JobError, match=f"Job: dataset: {problem}"):
+        export_job(job)
+
+
+class Words(nn.Module):
+    """``decides``: torch.export refuses it."""
+
+    def __init__(self, decides: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 6, sparse=True)
+        self.cut, self.linear, self.decides = morph.CutPoint(), nn.Linear(6, 4), decides
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.cut(self.words(x))
+        if self.decides and x.sum() > 1e9:
+            x = x * 2
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_gradients_of_a_sparse_embedding_come_out_dense(
+    tools: Any, decides: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from morph.runtime.section_run import run_section, section_backward
+
+    items = [{"x": torch.tensor([index, (index + 1) % 8])} for index in range(8)]
+    job = tools.make_job(lambda: Words(decides), mean_loss, items)
+    exported = export_job(job)
+    assert capsys.readouterr().err == "", "torch prints the graph of a model that it refuses"
+    model = cut(exported, num_sections=2, micro_batch_size=4)
+    batch = tools.stack(items, 4)
+    _, expected = tools.run_whole(job, exported.initial_parameters, batch)
+    parameters = {name: tensor.clone().requires_grad_() for name, tensor in exported.initial_parameters.items()}
+    first = run_section(model.sections[0], (), batch, parameters)
+    second = run_section(model.sections[1], first.outputs, batch, parameters)
+    found: dict[str, Tensor] = {}
+    back = section_backward(model.sections[1], second, (torch.ones(()),), parameters, found.__setitem__)
+    section_backward(model.sections[0], first, back, parameters, found.__setitem__)
+    assert expected["words.weight"].is_sparse
+    assert torch.equal(found["words.weight"], expected["words.weight"].to_dense())
+    assert torch.equal(found["linear.weight"], expected["linear.weight"])
+
+
+def test_what_only_real_numbers_show_is_told_with_its_line_before_training(tools: Any) -> None:
+    from morph.cutting.mean_trial import loss_warnings
+    from morph.tracing import check_dependencies
+
+    items = [{"x": item["x"].double()} for item in ITEMS]
+    job = tools.make_job(Layers, lambda model, batch: model.second(model.first(batch["x"])).mean(), items)
+    for look in (loss_warnings, check_dependencies):
+        with pytest.raises(
+            JobError, match=r"loss failed: RuntimeError: mat1 and mat2 must have the same dtype"
+        ) as caught:
+            look(job)
+        assert str(caught.value.source).startswith(f"{HERE}:")
+
+
+def test_a_loss_that_runs_backward_itself_is_refused(tools: Any) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        value: Tensor = model.first(batch["x"]).mean()
+        value.backward(retain_graph=True)
+        return value
+
+    with pytest.raises(JobError, match="the loss runs backward itself"):
+        export_job(tools.make_job(Layers, loss, ITEMS))
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"optimizer": lambda model: torch.optim.SGD(model.parameters())}, "optimizer failed: AttributeError: 'list'"),
+        ({"lr_scheduler": lambda optimizer: 1 / 0}, "lr_scheduler failed: ZeroDivisionError"),
+    ],
+)
+def test_an_optimizer_or_a_schedule_that_fails_is_told_with_its_line(
+    tools: Any, fields: dict[str, Any], problem: str
+) -> None:
+    from dataclasses import replace
+
+    from morph.runtime.job_checks import check_training
+
+    job = replace(tools.make_job(lambda: nn.Linear(6, 6), mean_loss, ITEMS), **fields)
+    with pytest.raises(JobError, match=problem) as caught:
+        check_training(job, cut(export_job(job), num_sections=1, micro_batch_size=1))
+    assert str(caught.value.source).startswith(f"{HERE}:")
+
+
+def test_sparse_samples_are_refused(tools: Any) -> None:
+    items = [{"x": torch.eye(6)[index % 6].to_sparse()} for index in range(8)]
+    with pytest.raises(JobError, match=r"is not a sample \(got \"'x': torch.sparse_coo\"\); allowed: .* dense tensors"):
+        export_job(tools.make_job(Layers, mean_loss, items))

@@ -1,0 +1,98 @@
+"""What is drawn when weights are made: the numbers that a seeded global generator gives, and none taken from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from morph.cutting import tape
+from morph.cutting.construct import LazyTensors, build_model
+
+
+def parameters(make: Callable[[], nn.Module], seed: int) -> LazyTensors:
+    built = build_model(make, seed)
+    assert built.tape is not None
+    return LazyTensors(dict(built.model.named_parameters()), built.tape)
+
+
+class Seen(TorchDispatchMode):
+    """Fails at the first operation at which torch's global generator is not as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = torch.default_generator.get_state()
+        self.num_random = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_random += torch.Tag.nondeterministic_seeded in func.tags
+        result = func(*args, **(kwargs or {}))
+        assert torch.equal(torch.default_generator.get_state(), self.state), f"{func} drew from the global generator"
+        return result
+
+
+class Drawing(nn.Module):
+    """Draws in every way for which torch has one function with a generator and one without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.randn = nn.Parameter(torch.randn(40))
+        self.randint = nn.Parameter(torch.randint(2, 900, (40,)).float())
+        self.randperm = nn.Parameter(torch.randperm(40).float())
+        self.like = nn.Parameter(torch.rand_like(self.randn) + torch.randn_like(self.randn))
+        self.poisson = nn.Parameter(torch.poisson(torch.ones(40) * 3))
+        self.bernoulli = nn.Parameter(torch.bernoulli(torch.ones(40) * 0.3))
+        self.normal = nn.Parameter(torch.normal(torch.zeros(40), torch.ones(40)))
+        self.truncated = nn.Parameter(nn.init.trunc_normal_(torch.empty(40)))
+
+
+def test_making_weights_draws_from_no_global_generator_for_another_thread_may_train() -> None:
+    values = parameters(Drawing, 0)
+    with Seen() as seen:
+        values.all_at_once()
+    assert seen.num_random >= 9
+
+
+def test_weights_are_those_of_the_global_generator_seeded_for_each_operation() -> None:
+    made = parameters(Drawing, 5)
+    draws = [
+        lambda: torch.randn(40),
+        lambda: torch.randint(2, 900, (40,)).float(),
+        lambda: torch.randperm(40).float(),
+    ]
+    with torch.random.fork_rng(devices=[]):
+        for number, (name, draw) in enumerate(zip(("randn", "randint", "randperm"), draws, strict=True)):
+            torch.manual_seed(tape._seed(5, number))
+            assert torch.equal(made[name], draw()), name
+
+
+def test_what_takes_no_generator_gives_the_same_numbers_each_time_and_puts_the_global_one_back() -> None:
+    def make() -> nn.Module:
+        module = nn.Linear(40, 1)
+        module.noise = nn.Parameter(nn.functional.dropout(torch.ones(40), 0.5))
+        return module
+
+    before = torch.get_rng_state()
+    one, other = (parameters(make, 3)["noise"] for _ in range(2))
+    assert torch.equal(one, other)
+    assert 0 < int((one == 0).sum()) < 40
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_weight_without_numbers_is_laid_out_as_the_weight() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turned = nn.Parameter(torch.randn(3, 5).t())
+            self.part = nn.Parameter(torch.randn(6, 8)[:, :5])
+            self.images = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+            self.narrow = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+            self.listed = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    values = parameters(Odd, 0)
+    for name in values:
+        empty, real = values.empty(name, torch.device("cpu")), values[name]
+        assert (empty.shape, empty.dtype, empty.stride()) == (real.shape, real.dtype, real.stride()), name

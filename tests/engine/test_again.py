@@ -1,0 +1,107 @@
+"""A session whose cluster was lost is followed by another, until one ends or the limit is reached."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from manager.controller.actions import Finish
+from manager.engine import again as module
+from manager.engine.again import Again, until_it_ends
+from manager.engine.driver import Observed
+from morph.contract.errors import ClusterError, ClusterLost
+
+FINISHED = Finish(outcome="finished", sentence="done")
+GONE = ClusterLost("the head node is gone")
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits between sessions, which take no time."""
+    waited: list[float] = []
+    monkeypatch.setattr(module, "_wait", waited.append)
+    return waited
+
+
+def at_version(version: int, stop_reason: str | None = None) -> Observed:
+    state = SimpleNamespace(version=version, stop_reason=stop_reason)
+    return cast(Observed, SimpleNamespace(decision=SimpleNamespace(state=state)))
+
+
+def sessions(
+    *ends: Finish | ClusterError, begin: Callable[[int], Any] = lambda _number: None
+) -> Callable[[int], Finish]:
+    def session(number: int) -> Finish:
+        begin(number)
+        end = ends[number]
+        if isinstance(end, ClusterError):
+            raise end
+        return end
+
+    return session
+
+
+def test_a_lost_cluster_is_replaced_at_once_then_after_growing_pauses(pauses: list[float]) -> None:
+    told: list[str] = []
+    failed = ClusterError("Ray did not start")
+    ends = (GONE, failed, failed, GONE, FINISHED)
+    assert until_it_ends(sessions(*ends), Again(3600), told.append) == FINISHED
+    assert pauses == [0.0, 5.0, 10.0, 20.0]
+    assert told[0] == "the head node is gone; the run goes on from its newest checkpoint at once"
+    assert told[1] == "Ray did not start; the run goes on from its newest checkpoint in 5 s"
+
+
+def test_a_decided_step_makes_the_pauses_short_again(pauses: list[float]) -> None:
+    again = Again(3600)
+
+    def begin(number: int) -> None:
+        for version in (5, 6) if number == 2 else (5, 5):
+            again(at_version(version))
+
+    assert until_it_ends(sessions(GONE, GONE, GONE, FINISHED, begin=begin), again, lambda _: None) == FINISHED
+    assert pauses == [0.0, 5.0, 0.0]
+
+
+def test_a_cluster_that_never_came_up_is_an_error_at_once(pauses: list[float]) -> None:
+    with pytest.raises(ClusterError, match="no Ray"):
+        until_it_ends(sessions(ClusterError("no Ray")), Again(3600), lambda _: None)
+    assert pauses == []
+
+
+def test_a_run_that_was_to_stop_is_not_begun_again(pauses: list[float]) -> None:
+    again = Again(3600)
+    with pytest.raises(ClusterLost, match="the head node is gone"):
+        until_it_ends(sessions(GONE, begin=lambda _: again(at_version(5, "SIGINT"))), again, lambda _: None)
+    assert pauses == []
+
+
+def test_at_the_limit_the_run_ends_and_says_whose_limit_it_is(pauses: list[float]) -> None:
+    now_s = [0.0]
+    again = Again(100, lambda: now_s[0])
+
+    def begin(_number: int) -> None:
+        now_s[0] += 40
+
+    with pytest.raises(ClusterError, match=r"the head node is gone; no step was decided for 100 s \(policy.give_up"):
+        until_it_ends(sessions(*[GONE] * 9, begin=begin), again, lambda _: None)
+    assert len(pauses) == 3
+
+
+def test_a_signal_between_two_sessions_stops_the_run() -> None:
+    failed = ClusterError("Ray did not start")
+
+    def begin(number: int) -> None:
+        if number:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+    previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        finish = until_it_ends(sessions(GONE, failed, begin=begin), Again(3600), lambda _: None)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert finish == Finish(outcome="stopped", sentence="SIGTERM before the run had a cluster again")

@@ -1,0 +1,133 @@
+"""The live loop where nothing can be written for a while: it pauses, says so once, and goes on."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from manager.engine import manifest_writer
+from manager.engine.driver import Observed
+from manager.journal import journal as journal_module
+from manager.journal import patience
+from manager.journal.journal import FILE_NAME
+from manager.journal.replay import replay
+from morph.checkpoint.manifest import complete_versions
+from morph.contract.errors import JournalStuck
+from tests.engine.driver_scene import Run
+from tests.small_disk import read_only, small_disk
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Another process has the journal."""
+    other = sqlite3.connect(path / FILE_NAME, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    finally:
+        other.close()
+
+
+class Pauses:
+    """Instead of sleeping: the run's clock goes on by an hour, and after three pauses the trouble is over."""
+
+    def __init__(self, run: Run, trouble: ExitStack) -> None:
+        self._run, self._trouble, self.num = run, trouble, 0
+
+    def __call__(self, _pause_s: float) -> None:
+        self.num += 1
+        clock = self._run.inbox.now_s
+        self._run.inbox.now_s = lambda: clock() + 3600.0
+        if self.num == 3:
+            self._trouble.close()
+
+
+@pytest.mark.parametrize("kind", ["locked", "full"])
+def test_a_journal_that_cannot_be_written_for_hours_is_a_pause_and_costs_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal_module, "WRITER_BUSY_S", 0.01)
+    with ExitStack() as disks, ExitStack() as trouble:
+        disk = disks.enter_context(small_disk(tmp_path / "disk")) if kind == "full" else None
+        run = Run(disk.path if disk else tmp_path, 6, 2)
+        disks.callback(run.journal.close)
+        pauses = Pauses(run, trouble)
+        monkeypatch.setattr(patience.time, "sleep", pauses)
+
+        def begin(observed: Observed) -> None:
+            if observed.decision.state.version == 3 and not pauses.num:
+                if disk:
+                    disk.fill()
+                    trouble.callback(disk.free)
+                else:
+                    trouble.enter_context(locked(tmp_path))
+
+        run.react = begin
+        assert run.driver.run().outcome == "finished"
+        assert pauses.num == 3
+        assert set(run.driver.state.workers) == {"vm0", "vm1"}, "orders' time did not run"
+        assert run.driver.state.generation == 1
+        assert replay(run.journal) == run.driver.state
+    told = [record.message for record in caplog.records]
+    assert [line for line in told if "the run pauses" in line] == told[:1]
+    assert ("database is locked" if kind == "locked" else "database or disk is full") in told[0]
+    assert "goes on after a pause" in told[1]
+    assert len(told) == 2
+
+
+def test_a_journal_that_is_stuck_for_longer_than_the_user_waits_ends_the_run(
+    make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "WRITER_BUSY_S", 0.01)
+    run, now_s = make_run(), iter(range(0, 10**9, 86400))
+    monkeypatch.setattr(patience.time, "sleep", lambda _s: None)
+    monkeypatch.setattr(patience.time, "monotonic", lambda: float(next(now_s)))
+    with locked(tmp_path), pytest.raises(JournalStuck, match="database is locked"):
+        run.driver.run()
+
+
+@pytest.mark.parametrize("kind", ["read-only", "full", "injected"])
+def test_the_last_manifest_waits_for_storage_and_the_run_ends_saved(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., Run]
+) -> None:
+    run, trouble, tried = make_run(), ExitStack(), [0]
+    checkpoints = Path(run.url)
+    if kind == "full":
+        disk = trouble.enter_context(small_disk(checkpoints))
+    write = manifest_writer.write_manifest
+
+    def attempt(url: str, manifest: object) -> None:
+        """Two tries fail for real."""
+        tried[0] += 1
+        with ExitStack() as now:
+            if tried[0] <= 2:
+                if kind == "read-only":
+                    now.enter_context(read_only(checkpoints))
+                elif kind == "full":
+                    disk.fill()
+                    now.callback(disk.free)
+                else:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+            write(url, manifest)
+
+    with trouble:
+        monkeypatch.setattr(manifest_writer, "write_manifest", attempt)
+        run = _without_earlier_checkpoints(run)
+        assert run.driver.run().outcome == "finished"
+        assert tried[0] == 3
+        assert complete_versions(run.url)[-1] == 6
+    told = [seen.decision.reason.sentence for seen in run.observed if seen.event.kind == "checkpoint_failed"]
+    assert len(told) == 2
+    assert all("the manifest of version 6 cannot be written" in sentence for sentence in told)
+
+
+def _without_earlier_checkpoints(run: Run) -> Run:
+    """Only the last manifest is ever written."""
+    policy = run.config.policy.model_copy(update={"checkpoint_every_steps": 100})
+    run.driver.state = run.driver.state.model_copy(update={"config": run.config.model_copy(update={"policy": policy})})
+    return run

@@ -1,0 +1,136 @@
+"""What is left in the folder for temporary files by processes that were killed, and who removes it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from manager.engine.folders import LOCK, sweep
+from manager.engine.gone import wait_gone
+from tests.system.commands import COMMAND, ROOT
+
+MANAGER = """
+import subprocess, sys
+from manager.engine.folders import holding, make_folder
+folder = make_folder()
+(folder / "token").write_text("secret")
+owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=0, pass_fds=holding(folder / "door"))
+print(folder, owner.pid, flush=True)
+input()
+"""
+
+
+class Run:
+    """A manager with its folder, and the process that owns its VMs; neither does anything."""
+
+    def __init__(self, temporary: Path, ending: ExitStack) -> None:
+        environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+        self.manager = subprocess.Popen(
+            [sys.executable, "-c", MANAGER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        ending.callback(self.manager.wait, 20)
+        ending.callback(self.manager.kill)
+        assert self.manager.stdout is not None
+        assert self.manager.stdin is not None
+        ending.callback(self.manager.stdin.close)  # which ends the owner
+        ending.callback(self.manager.stdout.close)
+        folder, owner = self.manager.stdout.readline().split()
+        self.folder, self.owner = Path(folder), int(owner)
+
+    def kill(self, *pids: int) -> None:
+        processes = [psutil.Process(pid) for pid in pids]
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+        self.manager.wait(20)
+        assert wait_gone(processes, 20) == []
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with ExitStack() as ending:
+        yield Run(tmp_path, ending)
+
+
+def test_a_folder_stays_as_long_as_the_manager_or_the_owner_of_its_vms_lives(run: Run) -> None:
+    sweep()
+    assert (run.folder / "token").is_file()
+    run.kill(run.manager.pid)
+    sweep()
+    assert (run.folder / "token").is_file(), "another manager may take over"
+
+
+def test_the_next_command_of_the_same_user_removes_what_was_left_by_processes_killed_together(run: Run) -> None:
+    run.kill(run.owner, run.manager.pid)
+    environment = {**os.environ, "TMPDIR": str(run.folder.parent), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*COMMAND, "status", "nowhere"], env=environment, capture_output=True, text=True, timeout=60)
+    assert "nowhere" in done.stderr
+    assert not run.folder.exists()
+
+
+def test_a_folder_into_which_somebody_writes_while_it_is_removed_is_removed_by_the_next_command(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's agents outlive their node by a moment, and log."""
+    run.kill(run.owner, run.manager.pid)
+    (run.folder / "ray").mkdir()
+    rmtree = shutil.rmtree
+
+    def write_then_remove(path: Path, ignore_errors: bool) -> None:
+        rmtree(path, ignore_errors=ignore_errors)
+        (run.folder / "late.log").write_text("dying")
+
+    monkeypatch.setattr(shutil, "rmtree", write_then_remove)
+    sweep()
+    assert (run.folder / "late.log").exists()
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    sweep()
+    assert not run.folder.exists()
+
+
+def test_a_folder_of_which_a_process_has_a_file_open_still_waits_for_it(run: Run) -> None:
+    run.kill(run.owner, run.manager.pid)
+    log = run.folder / "agent.log"
+    code = "import sys; out = open(sys.argv[1], 'w'); print(flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, str(log)], **pipes) as agent:  # type: ignore[call-overload]
+        assert agent.stdout.read(1)
+        sweep()
+        assert log.is_file()
+        agent.kill()
+    sweep()
+    assert not run.folder.exists()
+
+
+def test_what_is_not_surely_a_dead_runs_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    for folder in (tmp_path / "morph-of-another-tool", tmp_path / "other-1", elsewhere):
+        folder.mkdir()
+    (tmp_path / "morph-file").touch()
+    (tmp_path / "other-1" / LOCK).touch()
+    (elsewhere / LOCK).touch()
+    (tmp_path / "morph-link").symlink_to(elsewhere)
+    before = sorted(tmp_path.rglob("*"))
+    sweep()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder to somebody else")
+def test_the_folder_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / "morph-theirs"
+    folder.mkdir()
+    (folder / LOCK).touch()
+    os.chown(folder, 12345, 12345)
+    sweep()
+    assert (folder / LOCK).is_file()

@@ -1,0 +1,86 @@
+"""The store is started again where it was, and the run told when that cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from manager.engine import store_watch
+from manager.engine.inbox import Inbox
+from manager.engine.store_watch import StoreWatch
+from manager.journal.records import Fact
+from morph.contract.errors import ClusterError, ClusterLost
+
+BOUND_S = 30.0
+
+
+class FakeStore:
+    """A store whose process is given, and which starts the ``num_failures`` + first time that it is told to."""
+
+    host, port = "127.0.0.1", 4711
+
+    def __init__(self, pid: int, num_failures: int = 0) -> None:
+        self.pid, self.num_failures, self.num_starts = pid, num_failures, 0
+
+    def start(self) -> None:
+        self.num_starts += 1
+        if self.num_starts <= self.num_failures:
+            raise ClusterError("the port is taken")
+        self.pid = os.getpid()
+
+
+@pytest.fixture
+def dead() -> int:
+    """The number of a process that is gone."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.fixture
+def inbox(monkeypatch: pytest.MonkeyPatch) -> Inbox:
+    monkeypatch.setattr(store_watch, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(store_watch, "PAUSE_S", 0.001)
+    return Inbox()
+
+
+def told(inbox: Inbox) -> str:
+    stamped = inbox.get(BOUND_S)
+    assert stamped is not None
+    assert isinstance(stamped.item, Fact)
+    return stamped.item.name
+
+
+def test_a_store_that_lives_is_left_alone(inbox: Inbox) -> None:
+    store = FakeStore(os.getpid())
+    watch = StoreWatch(store, inbox)
+    watch.check()
+    watch.close()
+    assert (store.num_starts, len(inbox)) == (0, 0)
+
+
+def test_a_dead_one_is_started_once_and_both_are_told(inbox: Inbox, dead: int) -> None:
+    store = FakeStore(dead, num_failures=2)
+    watch = StoreWatch(store, inbox)
+    watch.check()
+    watch.check()  # while it is being started
+    assert [told(inbox), told(inbox)] == ["store_lost", "store_started_again"]
+    watch.close()
+    watch.check()
+    assert (store.num_starts, len(inbox)) == (3, 0)
+
+
+def test_one_that_cannot_be_started_again_ends_the_session(
+    inbox: Inbox, dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_watch, "AGAIN_S", 0.0)
+    watch = StoreWatch(FakeStore(dead, num_failures=10**9), inbox)
+    watch.check()
+    watch.close()
+    with pytest.raises(
+        ClusterLost, match="the rendezvous store is gone and cannot be started again: the port is taken"
+    ):
+        watch.check()

@@ -1,0 +1,9 @@
+from __future__ import annotations
+
+from tests.models.case import Case, check, parameters
+from tests.models.rows import LANGUAGE
+
+
+@parameters(LANGUAGE)
+def test_a_model_gives_what_the_plain_one_does_or_is_refused_in_one_sentence(case: Case) -> None:
+    check(case)

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.models.rows import GROUPS, rendered
+
+PAGE = Path(__file__).parents[2] / "docs" / "your-model.md"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_docs_show_each_group_as_it_is_tested(group: str) -> None:
+    assert rendered(group) in PAGE.read_text(), f"docs/your-model.md should have:\n\n{rendered(group)}"
+
+
+def test_there_are_sixty_cases_of_different_names() -> None:
+    names = [case.name for cases in GROUPS.values() for case in cases]
+    assert len(set(names)) == len(names) >= 60

@@ -1,0 +1,120 @@
+"""Importing a job from the files that its run began with, whatever lies on the disk."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+from morph.contract.errors import JobError
+from morph.job import load_job
+from morph.job_files import JobFiles
+
+JOB = """
+from pathlib import Path
+
+import torch
+
+from morph import Job
+from package import part
+
+NUMBER = 1
+
+
+def failing():
+    return 1 / 0  # the line that is run
+
+
+def job():
+    size = int((Path(__file__).parent / "size.txt").read_text())
+    return Job(name=part.NAME, model=failing, loss=failing, dataset=failing, optimizer=failing, batch_size=size)
+"""
+FILES = {
+    "train.py": JOB,
+    "package/__init__.py": "",
+    "package/part.py": "import sys\nNAME = 'began'\n",
+    "late.py": "x = 'began'",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in {**FILES, "size.txt": "8"}.items():
+        path = tmp_path / "job" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return tmp_path / "job"
+
+
+def files(folder: Path, *, growing: bool = False) -> JobFiles:
+    return JobFiles(folder, {name: text.encode() for name, text in FILES.items()}, growing=growing)
+
+
+def test_a_job_is_imported_as_it_was_with_its_data_beside_it(folder: Path) -> None:
+    (folder / "train.py").write_text("raise SystemExit", encoding="utf-8")
+    (folder / "package/part.py").unlink()
+    (folder / "late.py").write_text("x = 'edited'", encoding="utf-8")
+    before = set(sys.modules)
+    with files(folder).in_use():
+        job = load_job(f"{folder / 'train.py'}:job")
+        import late
+
+        assert (job.name, job.batch_size, late.x) == ("began", 8, "began")
+    assert not {name for name in set(sys.modules) - before if name.startswith(("late", "package", "morph_job"))}
+    assert str(folder) not in sys.path
+    assert not [finder for finder in sys.meta_path if isinstance(finder, JobFiles)]
+
+
+def test_a_traceback_names_the_users_file_and_shows_the_line_that_is_run(folder: Path) -> None:
+    (folder / "train.py").write_text("\n" * 40, encoding="utf-8")
+    with files(folder).in_use():
+        job = load_job(f"{folder / 'train.py'}:job")
+        with pytest.raises(ZeroDivisionError) as caught:
+            job.model()
+        assert f'File "{folder}/train.py", line 13, in failing\n    return 1 / 0  # the line that is run' in "".join(
+            traceback.format_exception(caught.value)
+        )
+        assert "the line that is run" in inspect.getsource(job.model)
+
+
+def test_a_job_whose_files_are_gone_is_still_there(folder: Path) -> None:
+    for name in FILES:
+        (folder / name).unlink()
+    with files(folder).in_use():
+        assert load_job(f"{folder / 'train.py'}:job").name == "began"
+    with pytest.raises(JobError, match="no such file"):
+        load_job(f"{folder / 'train.py'}:job")
+
+
+def test_what_the_run_did_not_begin_with_is_refused_in_a_worker_and_taken_in_by_a_manager(folder: Path) -> None:
+    (folder / "other.py").write_text("y = 1", encoding="utf-8")
+    sys.path.append(str(folder))
+    with files(folder).in_use(), pytest.raises(ImportError, match=r"other\.py is not what the run began with"):
+        __import__("other")
+    sys.path.append(str(folder))
+    growing = files(folder, growing=True)
+    with growing.in_use():
+        assert __import__("other").y == 1
+    assert growing.files["other.py"] == b"y = 1"
+    sys.path.remove(str(folder))
+
+
+def test_python_s_own_and_installed_modules_come_before_the_jobs(folder: Path) -> None:
+    found = JobFiles(folder, {"json.py": b"raise SystemExit", "numpy/__init__.py": b"raise SystemExit"})
+    sys.path.append(str(folder))
+    try:
+        assert found.find_spec("json") is None
+        assert found.find_spec("numpy") is None
+    finally:
+        sys.path.remove(str(folder))
+
+
+def test_an_environment_in_the_jobs_folder_is_no_part_of_the_job(folder: Path) -> None:
+    found = files(folder)
+    assert found.inside(str(folder / ".venv/lib/python3.11/site-packages/bought/__init__.py")) is None
+    assert found.inside(str(folder / "package")) == "package"
+    assert found.inside(str(folder)) == ""
+    assert found.inside(str(folder.parent)) is None

@@ -1,0 +1,42 @@
+"""Breaking every TCP connection of a living process, as a network device that forgets them does."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from contextlib import suppress
+
+import psutil
+
+TIMEOUT_S = 20.0
+
+
+def permitted() -> bool:
+    """Whether the kernel lets this process break a connection of another (CONFIG_INET_DIAG_DESTROY, and root)."""
+    if shutil.which("ss") is None:
+        return False
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as ours, server.accept()[0]:
+            _break(ours.getsockname()[1], port)
+            ours.settimeout(0.5)
+            with suppress(TimeoutError):
+                try:
+                    ours.recv(1)
+                except OSError:
+                    return True
+    return False
+
+
+def break_connections(pid: int) -> int:
+    """Reset each of a process's TCP connections; returns how many there were."""
+    found = [each for each in psutil.Process(pid).net_connections("tcp") if each.raddr]
+    for each in found:
+        _break(each.laddr.port, each.raddr.port)
+    return len(found)
+
+
+def _break(port: int, peer_port: int) -> None:
+    which = ["sport", "=", f":{port}", "and", "dport", "=", f":{peer_port}"]
+    subprocess.run(["ss", "--kill", "--tcp", *which], capture_output=True, timeout=TIMEOUT_S, check=False)
