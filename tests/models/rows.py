@@ -205,7 +205,7 @@ _WARNINGS = {
     MEET: "; a warning says that the samples of a batch meet in the loss",
     SUM: "; a warning says that the loss is no mean",
 }
-_WORDS = {"exact": "as it is, bit for bit", "close": "as it is, within 5e-7"}
+_WORDS = {"exact": "as it is, bit for bit", "close": "as it is, within 2e-6"}
 
 
 def rendered(group: str) -> str:

@@ -92,9 +92,10 @@ def failing_run(directory: Path, fail: str, at_version: int, faults: tuple[Fault
 def test_an_error_that_passes_costs_nobody_and_a_device_that_is_full_or_lost_its_worker(
     reference: dict[str, str], tmp_path: Path
 ) -> None:
+    # at each of these steps, for after its first error a worker may be left out of a shape or two
     faults = (
-        Fault(worker="vm1", phase="backward", step=5, kind="out_of_memory"),
-        Fault(worker="vm2", phase="forward", step=8, kind="lost_device"),
+        *(Fault(worker="vm1", phase="backward", step=step, kind="out_of_memory") for step in range(5, 12)),
+        *(Fault(worker="vm2", phase="forward", step=step, kind="lost_device") for step in range(8, 14)),
     )
     ended = failing_run(tmp_path, ONCE, at_version=2, faults=faults)
     assert ended.finish.outcome == "finished", ended.finish.sentence
