@@ -11,7 +11,7 @@ from calibrate.bench import Bench, make_bench, one_of_each
 from calibrate.clocks import use_device
 from morph.cutting import CutModel, ExportedJob, cut, export_job
 from morph.cutting.data_trial import check_data
-from morph.data import MicroBatchLoader, build_dataset
+from morph.data import MicroBatchLoader, data_of
 from morph.job import Job, MapDataset, load_job
 
 
@@ -59,7 +59,7 @@ def load_subject(job_path: str, device: torch.device, num_sections: int | None =
         job_path=job_path,
         job=job,
         exported=exported,
-        dataset=build_dataset(job.dataset, job.seed),
+        dataset=data_of(job),
         num_sections=job.num_sections if num_sections is None else num_sections,
         device=device,
     )

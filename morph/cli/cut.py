@@ -29,7 +29,7 @@ def cut_command(
         Path | None, typer.Option("--png", help="Draw compute against crossing bytes into this PNG file.")
     ] = None,
 ) -> None:
-    """Show where a job's model is cut, and what would cross each cut. Nothing is trained; no weight takes memory.
+    """Show where a job's model is cut, and what would cross each cut. Nothing is trained; no large model takes memory.
 
     \b
     Example:

@@ -39,6 +39,7 @@ def trace_deps_command(
     from morph.cli.checks import users_code
     from morph.cli.plain_check import agreement_note, compare_once
     from morph.cutting import cut, export_job
+    from morph.cutting.data_trial import check_data
     from morph.job import load_job
     from morph.tracing import check_dependencies
 
@@ -46,6 +47,7 @@ def trace_deps_command(
     with users_code(job):
         loaded = load_job(job)
         exported = export_job(loaded)
+        check_data(loaded)
         report = check_dependencies(loaded, num_sections=num_sections, micro_batch_size=m, exported=exported)
         model = cut(exported, num_sections=report.num_sections, micro_batch_size=report.micro_batch_size)
         compared = compare_once(loaded, exported, model, quick=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from morph.contract.errors import JobError
 from morph.cutting.locate import definition_line
 from morph.cutting.trial import run_users_code
-from morph.data.loader import build_dataset, read_samples, require_alike
+from morph.data.loader import DataField, data_of, forget_data, read_samples, require_alike
 from morph.data.map_style import check_map_style
 from morph.job import Job, MapDataset
 
@@ -35,21 +35,26 @@ def check_data(job: Job) -> None:
     Raises:
         JobError: they differ, which names the entry; or the data set fails by itself.
     """
-    for field, make in (("dataset", job.dataset), ("eval_data", job.eval_data)):
-        if make is not None:
-            run_users_code(partial(_check, make, job.seed, field), job, None, field)
+    fields: tuple[DataField, ...] = ("dataset", "eval_data")
+    for field in fields:
+        if getattr(job, field) is not None:
+            run_users_code(partial(_check, job, field), job, None, field)
 
 
-def _check(make: Callable[[], MapDataset], seed: int, field: str) -> None:
-    dataset = build_dataset(make, seed)
+def _check(job: Job, field: DataField) -> None:
+    dataset = data_of(job, field)
     count, line = check_map_style(dataset, field), definition_line(type(dataset).__getitem__)
     indices = sorted({count * part // _NUM_SAMPLES for part in range(_NUM_SAMPLES)})
-    read = partial(_read, seed=seed)
+    read = partial(_read, seed=job.seed)
     first = [{key: value.clone() for key, value in sample.items()} for sample in read(dataset, indices)]
     again = read(dataset, indices[::-1])[::-1]
     del dataset  # two of them may not fit
-    anew = read(build_dataset(make, seed), indices)
-    for found, (problem, allowed), source in ((again, _READ_AGAIN, line), (anew, _BUILT_AGAIN, definition_line(make))):
+    forget_data(job, field)
+    anew = read(data_of(job, field), indices)
+    for found, (problem, allowed), source in (
+        (again, _READ_AGAIN, line),
+        (anew, _BUILT_AGAIN, definition_line(getattr(job, field))),
+    ):
         for index, one, other in zip(indices, first, found, strict=True):
             for key in sorted(one.keys() | other.keys()):
                 if key not in one or key not in other or not _same(one[key], other[key]):

@@ -15,7 +15,7 @@ from morph.contract.errors import JobError, MorphError
 from morph.cutting.construct import build_really, training_mode
 from morph.cutting.equal_draws import EqualDraws
 from morph.cutting.trial import example_batch, run_really
-from morph.data.loader import build_dataset, read_samples, stack_entry
+from morph.data.loader import data_of, read_samples, stack_entry
 from morph.job import Job
 
 Sample = Mapping[str, Tensor]
@@ -62,7 +62,7 @@ def loss_warnings(job: Job) -> tuple[str, ...]:
 
 def _unlike_samples(job: Job) -> list[Sample]:
     """Return up to four samples; the first two have the most different numbers of filled entries."""
-    dataset = build_dataset(job.dataset, job.seed)
+    dataset = data_of(job)
     count = len(dataset)
     indices = sorted({count * place // _NUM_LOOKED_AT for place in range(_NUM_LOOKED_AT)})
     samples = read_samples(dataset, job.seed, [(0, index) for index in indices])

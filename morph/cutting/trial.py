@@ -16,7 +16,7 @@ from morph.cutting.locate import definition_line, user_line
 from morph.cutting.recordable import quiet_fakes
 from morph.cutting.refusal import first_line
 from morph.cutting.repeatable import Forward, require_repeatable
-from morph.data.loader import build_dataset, read_samples, stack_entry
+from morph.data.loader import data_of, read_samples, stack_entry
 from morph.data.map_style import check_map_style
 from morph.job import Job
 
@@ -136,7 +136,7 @@ def example_batch(job: Job) -> dict[str, Tensor]:
 
 
 def _first_samples(job: Job, num_samples: int) -> dict[str, Tensor]:
-    dataset = run_users_code(lambda: build_dataset(job.dataset, job.seed), job, None, "dataset")
+    dataset = run_users_code(lambda: data_of(job), job, None, "dataset")
     size = run_users_code(lambda: check_map_style(dataset, "dataset"), job, None, "dataset")
     places = [(0, position % size) for position in range(num_samples)]
     samples = run_users_code(lambda: read_samples(dataset, job.seed, places), job, None, "dataset")

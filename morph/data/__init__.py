@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from morph.data.loader import MicroBatchLoader, build_dataset
+from morph.data.loader import MicroBatchLoader, data_of
 from morph.data.order import sample_indices
 
-__all__ = ["MicroBatchLoader", "build_dataset", "sample_indices"]
+__all__ = ["MicroBatchLoader", "data_of", "sample_indices"]

@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from morph.contract.data_facts import DataFacts, SampleFacts
-from morph.data.loader import build_dataset, read_samples
+from morph.data.loader import data_of, read_samples
 from morph.job import Job, MapDataset
 
 NUM_SAMPLED = 8
 
 
-def data_facts(job: Job, dataset: MapDataset | None = None) -> dict[str, DataFacts]:
-    """Look at a job's data sets; ``dataset``: the training data, where it was built before.
+def data_facts(job: Job) -> dict[str, DataFacts]:
+    """Look at a job's data sets.
 
     Raises:
         JobError: a sample that is none.
     """
-    found = {"dataset": _facts(build_dataset(job.dataset, job.seed) if dataset is None else dataset, job.seed)}
+    found = {"dataset": _facts(data_of(job), job.seed)}
     if job.eval_data is not None:
-        found["eval_data"] = _facts(build_dataset(job.eval_data, job.seed), job.seed)
+        found["eval_data"] = _facts(data_of(job, "eval_data"), job.seed)
     return found
 
 

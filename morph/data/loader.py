@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +13,12 @@ from morph.contract.errors import JobError
 from morph.data.map_style import check_map_style
 from morph.data.order import sample_indices
 from morph.data.seeding import own_generators, seed_of
-from morph.job import MapDataset
+from morph.job import Job, MapDataset
 
+DataField = Literal["dataset", "eval_data"]
 _CACHED_MICRO_BATCHES = 8
+_BUILT = "_built_data"
+"""The attribute of a job that holds its data sets."""
 
 
 class MicroBatchLoader:
@@ -95,11 +99,24 @@ def require_alike(sample: Mapping[str, Tensor], like: Mapping[str, Tensor], fiel
             )
 
 
-def build_dataset(make: Callable[[], MapDataset], seed: int) -> MapDataset:
-    """Build a data set; what it draws from the global generators depends on the job's seed alone."""
-    with own_generators() as seed_all:
-        seed_all(seed_of(seed, "dataset"))
-        return make()
+def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
+    """Return a job's data set, which is built the first time: that may mean reading or tokenising a corpus.
+
+    What it draws from the global generators while it is built depends on the job's seed alone.
+    """
+    built = job.__dict__.setdefault(_BUILT, {})
+    if field not in built:
+        make = getattr(job, field)
+        with own_generators() as seed_all:
+            seed_all(seed_of(job.seed, "dataset"))
+            built[field] = make()
+    data: MapDataset = built[field]
+    return data
+
+
+def forget_data(job: Job, field: DataField) -> None:
+    """Let go of a job's data set; it is built anew when it is next asked for."""
+    job.__dict__.get(_BUILT, {}).pop(field, None)
 
 
 def read_samples(dataset: MapDataset, seed: int, places: Iterable[tuple[int, int]]) -> list[dict[str, Tensor]]:

@@ -23,7 +23,7 @@ from morph.cutting.functional import WRITTEN
 from morph.cutting.marked_run import MarkedCode
 from morph.cutting.statistics import PLAIN, use_statistics
 from morph.data.evaluation import EvaluationLoader
-from morph.data.loader import build_dataset, read_samples
+from morph.data.loader import data_of, read_samples
 from morph.job import Job, Precision
 from morph.runtime.channels import GROUP_TIMEOUT_S
 from morph.runtime.executor import Neighbours, StageWork, told_loss
@@ -193,8 +193,8 @@ class Evaluator:
         assert job.eval_data is not None
         self._job, self._device = job, device
         self._sections = evaluation_sections(model)
-        (sample,) = read_samples(build_dataset(job.dataset, job.seed), job.seed, [(0, 0)])
-        data = build_dataset(job.eval_data, job.seed)
+        (sample,) = read_samples(data_of(job), job.seed, [(0, 0)])
+        data = data_of(job, "eval_data")
         self._loader = EvaluationLoader(data, job.seed, sample, model.micro_batch_size, job.eval_samples)
 
     def run_if_due(self, current: Generation, version: int, model: CutModel) -> Evaluation | None:

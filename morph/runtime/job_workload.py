@@ -15,7 +15,7 @@ from morph.contract.errors import ProfileError
 from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
 from morph.cutting import cut, export_job
 from morph.cutting.section import BoundaryTensor, ParameterUnit
-from morph.data import MicroBatchLoader, build_dataset
+from morph.data import MicroBatchLoader, data_of
 from morph.data.fingerprint import data_facts
 from morph.job import load_job
 from morph.runtime.accumulators import Accumulator
@@ -56,11 +56,11 @@ class JobWorkload:
                 value=self._model.fingerprint,
                 allowed=setup.fingerprint,
             )
-        dataset = build_dataset(self._job.dataset, self._job.seed)
         if setup.known_by != JobFacts():
-            found = JobFacts(data=data_facts(self._job, dataset), settings=settings(self._job, self._model))
+            found = JobFacts(data=data_facts(self._job), settings=settings(self._job, self._model))
             require_same(found, setup.known_by, setup.job_path)
-        self._loader = MicroBatchLoader(dataset, self._job.seed, self._job.batch_size, setup.micro_batch_size)
+        data = data_of(self._job)
+        self._loader = MicroBatchLoader(data, self._job.seed, self._job.batch_size, setup.micro_batch_size)
         self._evaluator = Evaluator(self._job, self._model, self._device) if self._job.eval_data else None
 
     @property

@@ -25,7 +25,7 @@ from morph.cutting.analysis import REFERENCE_SAMPLES, analyse
 from morph.cutting.exported import GraphJob, MarkedJob
 from morph.cutting.locate import user_line
 from morph.cutting.refusal import OR_MARK, first_line
-from morph.data import MicroBatchLoader, build_dataset
+from morph.data import MicroBatchLoader, data_of
 from morph.data.loader import read_samples
 from morph.job import Job
 from morph.runtime.section_run import SectionRun, run_section, section_backward
@@ -168,7 +168,7 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
         _DoesNotRun: there is nothing to compare with.
     """
     model = cut(exported, num_sections=num_sections, micro_batch_size=size.num_samples)
-    dataset = build_dataset(job.dataset, job.seed)
+    dataset = data_of(job)
     keys = sorted(read_samples(dataset, job.seed, [(0, 0)])[0])
     loader = MicroBatchLoader(dataset, job.seed, job.batch_size, size.num_samples)
     generators = [device] if device.type == "cuda" else []

@@ -14,7 +14,7 @@ from morph.contract.errors import JobError, MorphError
 from morph.cutting import CutModel, ExportedJob, cut, export_job
 from morph.cutting.locate import definition_line, user_line
 from morph.cutting.trial import example_batch, run_really
-from morph.data import MicroBatchLoader, build_dataset
+from morph.data import MicroBatchLoader, data_of
 from morph.job import Job
 from morph.tracing.dry_run import ModelStep, run_model, run_optimizer, stand_ins
 from morph.tracing.findings import DependencyReport, Place
@@ -147,8 +147,7 @@ def _constants(model: CutModel) -> dict[str, Tensor]:
 
 def _batch(job: Job, model: CutModel) -> dict[str, Tensor]:
     keys = sorted({key for section in model.sections for key in section.batch_keys})
-    dataset = build_dataset(job.dataset, job.seed)
-    return MicroBatchLoader(dataset, job.seed, job.batch_size, model.micro_batch_size).load(0, 0, keys)
+    return MicroBatchLoader(data_of(job), job.seed, job.batch_size, model.micro_batch_size).load(0, 0, keys)
 
 
 def _drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

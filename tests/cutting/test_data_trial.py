@@ -16,6 +16,10 @@ from torch.nn import functional
 from morph import Job
 from morph.contract.errors import JobError
 from morph.cutting.data_trial import check_data
+from morph.cutting.mean_trial import loss_warnings
+from morph.cutting.trial import example_batch
+from morph.data import data_of
+from morph.data.fingerprint import data_facts
 from morph.job import MapDataset
 
 WIDTH = 16
@@ -125,6 +129,22 @@ def test_data_that_comes_out_differently_is_refused(make: Callable[[], Data], pr
 @pytest.mark.parametrize("make", [augmented, own_generator_for_each_sample])
 def test_random_data_that_comes_out_the_same_is_taken(make: Callable[[], Data]) -> None:
     check_data(job(make, make))
+
+
+def test_checks_build_a_data_set_twice_and_keep_one() -> None:
+    built: list[Data] = []
+
+    def make() -> Data:
+        built.append(augmented())
+        return built[-1]
+
+    checked = job(make)
+    example_batch(checked)
+    check_data(checked)
+    data_facts(checked)
+    loss_warnings(checked)
+    assert len(built) == 2
+    assert data_of(checked) is built[-1]
 
 
 def test_a_data_set_that_fails_is_told_with_its_line() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from morph.contract.data_facts import JobFacts, require_same
 from morph.contract.errors import JobError
 from morph.data.fingerprint import data_facts
+from tests.data.jobs import job_with
 
 LENGTH = 100
 
@@ -38,15 +38,7 @@ def same(_index: int, item: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def facts_of(dataset: Samples) -> JobFacts:
-    return JobFacts(data={"dataset": data_facts(_JOB, dataset)["dataset"]})
-
-
-class _Job:
-    eval_data = None
-    seed = 0
-
-
-_JOB: Any = _Job()
+    return JobFacts(data=data_facts(job_with(lambda: dataset)))
 
 
 @pytest.mark.parametrize(

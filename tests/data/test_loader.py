@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.data import MicroBatchLoader, build_dataset, sample_indices
+from morph.data import MicroBatchLoader, data_of, sample_indices
 from morph.data.evaluation import EvaluationLoader
+from tests.data.jobs import job_with
 
 
 class Counting:
@@ -144,8 +145,11 @@ def test_a_data_set_may_draw_while_it_is_built() -> None:
         order = [torch.randperm(9), torch.tensor(np.random.permutation(9)), torch.tensor(random.sample(range(9), 9))]
         return Counting(lambda _: {"x": torch.stack(order)})
 
-    assert torch.equal(build_dataset(make, 5)[0]["x"], build_dataset(make, 5)[0]["x"])
-    assert not torch.equal(build_dataset(make, 5)[0]["x"], build_dataset(make, 6)[0]["x"])
+    def built(seed: int) -> torch.Tensor:
+        return data_of(job_with(make, seed))[0]["x"]
+
+    assert torch.equal(built(5), built(5))
+    assert not torch.equal(built(5), built(6))
 
 
 def test_the_global_generators_are_left_as_they_were_also_when_a_sample_fails() -> None:
