@@ -2,8 +2,8 @@
 
 Each is held, by a shared lock on a file in it, by the manager and by the process that owns its VMs. Whoever of them
 lives longest removes it. One that nobody holds is what processes left that were killed together: the next command of
-the same user removes it, once nobody has a file of it open. Ray's agents outlive a killed node by a minute or two, and
-would make the folder anew, without a lock.
+the same user removes it, once nobody has a file of it open. Ray's agents, which outlive a killed node by minutes while
+they try to report its end, are ended: they would make the folder anew, without a lock.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import atexit
 import fcntl
 import os
 import shutil
+import signal
 import stat
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,7 +60,7 @@ def sweep() -> None:
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and (folder / LOCK).is_file():
                 descriptor = _lock(folder / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not _is_open(folder):
+                if all(_is_rays(user) and _end(user) for user in _users(folder)):
                     remove(folder)
                 os.close(descriptor)
 
@@ -81,16 +83,34 @@ def remove_at_exit(folder: Path) -> None:
     atexit.register(remove, folder)
 
 
-def _is_open(folder: Path) -> bool:
-    """Whether another process has a file below a folder open."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it just ended, or is another user's
-            for descriptor in (process / "fd").iterdir():
-                with suppress(OSError):
-                    is_ours = process.name == str(os.getpid())
-                    if not is_ours and str(descriptor.readlink()).startswith(f"{folder}/"):
-                        return True
-    return False
+def _users(folder: Path) -> list[Path]:
+    """The other processes, below ``/proc``, that have a file below a folder open."""
+    return [
+        process
+        for process in Path("/proc").glob("[0-9]*")
+        if process.name != str(os.getpid()) and any(path.startswith(f"{folder}/") for path in _open_files(process))
+    ]
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    with suppress(OSError):  # it just ended, or is another user's
+        for descriptor in (process / "fd").iterdir():
+            with suppress(OSError):
+                yield str(descriptor.readlink())
+
+
+def _is_rays(process: Path) -> bool:
+    """Whether it is an agent or a worker of a Ray node; which titles itself so."""
+    try:
+        return (process / "cmdline").read_bytes().startswith(b"ray::")
+    except OSError:
+        return True  # it is gone
+
+
+def _end(process: Path) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(int(process.name), signal.SIGKILL)
+    return True
 
 
 def _lock(path: Path, kind: int, *, create: bool = False) -> int:

@@ -39,7 +39,7 @@ class Family:
 
     def named(self, *parts: str) -> list[psutil.Process]:
         """Those in whose command line all of these stand."""
-        return [process for process in self.look() if all(part in _line(process) for part in parts)]
+        return [process for process in self.look() if all(part in line_of(process) for part in parts)]
 
     def _is_marked(self, process: psutil.Process) -> bool:
         try:
@@ -63,7 +63,8 @@ def end_all(processes: Iterable[psutil.Process]) -> None:
         send(process, signal.SIGKILL)
 
 
-def _line(process: psutil.Process) -> str:
+def line_of(process: psutil.Process) -> str:
+    """Its command line; empty where it just ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:

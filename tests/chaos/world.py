@@ -22,7 +22,7 @@ from manager.report.reading import read_report
 from manager.report.values import RunReport
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.errors import MorphError
-from tests.chaos.processes import MARK, Family, end_all, own_mark
+from tests.chaos.processes import MARK, Family, end_all, line_of, own_mark
 from tests.small_disk import may_mount, small_disk
 from tests.system.commands import COMMAND, ROOT, environment_of_commands
 
@@ -147,8 +147,7 @@ class World:
             return {}
 
     def left(self) -> list[str]:
-        """What outlives the run, after a moment and the next command: processes, and files in the temporary folder."""
-        wait_gone(self.family.look(), END_S)
+        """What outlives the run and the next command, after a moment: processes, and folders of the run's."""
         subprocess.run(
             [*COMMAND, "status", str(self.run_dir)], cwd=ROOT, env=self._environment, capture_output=True, timeout=END_S
         )
@@ -160,9 +159,10 @@ class World:
         return found
 
     def _left(self) -> list[str]:
-        processes = [f"process {process.pid}" for process in self.family.look()]
-        files = [path for folder in self._temporary.glob("morph-*") for path in (folder, *folder.rglob("*"))]
-        return processes + list(map(str, files))
+        processes = [f"process {process.pid}: {line_of(process)[:100]}" for process in self.family.look()]
+        return processes + [
+            f"{folder} with {len(list(folder.rglob('*')))} files" for folder in self._temporary.glob("morph-*")
+        ]
 
     def story(self) -> str:
         """The end of what the command said, and where the rest is: its disk goes with this."""

@@ -111,6 +111,30 @@ def test_a_folder_of_which_a_process_has_a_file_open_still_waits_for_it(run: Run
     assert not run.folder.exists()
 
 
+def test_agents_of_ray_that_outlive_a_dead_run_s_nodes_are_ended(run: Run) -> None:
+    run.kill(run.owner, run.manager.pid)
+    with (run.folder / "agent.log").open("w") as log:
+        agent = subprocess.Popen(["ray::DashboardAgent", "1000"], executable=shutil.which("sleep"), stdout=log)
+    try:
+        sweep()
+        assert agent.wait(20) == -signal.SIGKILL
+        assert not run.folder.exists()
+    finally:
+        agent.kill()
+
+
+def test_agents_of_a_run_whose_manager_may_come_back_go_on(run: Run) -> None:
+    run.kill(run.manager.pid)
+    with (run.folder / "agent.log").open("w") as log:
+        agent = subprocess.Popen(["ray::DashboardAgent", "1000"], executable=shutil.which("sleep"), stdout=log)
+    try:
+        sweep()
+        assert agent.poll() is None
+    finally:
+        agent.kill()
+        agent.wait(20)
+
+
 def test_what_is_not_surely_a_dead_runs_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     elsewhere = tmp_path / "elsewhere"
