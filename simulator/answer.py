@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from morph.contract.plan import Expectation, Plan, StagePlan
-from simulator.bounds import lower_bound_ns, stage_time_ns
+from simulator.bounds import Pipe, lower_bound_ns, pipe_of, pipes_of, total_ns
 from simulator.conditions import Conditions
 from simulator.costs import StageCosts
-from simulator.finish import finish, optimizer_ns
+from simulator.finish import finish, optimizer_ns, optimizer_steps_ns
 from simulator.jitter import Spread
 from simulator.ladder import explain, ladder_s
 from simulator.outcome import Outcome, Rehearsal
@@ -29,7 +29,7 @@ def deal(num_micro_batches: int, num_replicas: int) -> tuple[int, ...]:
 
 
 def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions, *, reducing: bool = True) -> int:
-    """Lower bound of the whole mini-batch: nobody slow, every link as good as the best that a replica has there.
+    """Lower bound of the whole mini-batch on these workers and links; of its mean, where times are drawn.
 
     ``reducing``: False leaves the all-reduces out; what is left, on costs of one pipeline alone, only grows when there
     are fewer replicas.
@@ -38,12 +38,30 @@ def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions, *
     reduce = costs.private_reduce_ns(num_replicas)
     for stages, duration in costs.tied_reduce_ns(num_replicas):
         reduce[list(stages)] += duration
-    times = costs.alone if costs.layout.has_neighbours else costs.times
-    bound = lower_bound_ns(times, max(counts), reduce)
-    slots = conditions.compute_slots
-    if slots is not None:
-        bound = max(bound, int(stage_time_ns(times).sum()) * sum(counts) // slots)
-    return bound + costs.sections.commit_ns + optimizer_ns(costs, num_replicas, replace(conditions, slow=()))
+    pipes = _pipes(costs, counts, conditions, reducing=reducing)
+    bound = max(lower_bound_ns(pipe, costs.times.window, count, reduce) for pipe, count, _ in pipes)
+    if conditions.compute_slots is not None:
+        work = sum(int(total_ns(pipe.work_ns, count).sum()) * number for pipe, count, number in pipes)
+        bound = max(bound, work // conditions.compute_slots)
+    return bound + costs.sections.commit_ns + optimizer_ns(costs, num_replicas, conditions)
+
+
+def _pipes(
+    costs: StageCosts, counts: Sequence[int], conditions: Conditions, *, reducing: bool
+) -> list[tuple[Pipe, int, int]]:
+    """As :func:`simulator.bounds.pipes_of`: the replicas whose bounds count."""
+    if conditions.jitter_seed is not None:
+        luck = costs.sections.mean_luck(conditions.jitter_seed, conditions.num_draws)
+        if reducing:
+            found = pipes_of(costs, counts, conditions, luck)
+        else:  # nobody hinders the one pipeline; the least times are those of all micro-batches, whoever has them
+            costs = replace(costs, layout=replace(costs.layout, slowdown=np.ones_like(costs.layout.slowdown)))
+            (one,) = pipes_of(costs, (sum(counts),), conditions, luck)
+            found = [(one[0], max(counts), 1)]
+        return [(pipe.less_one_ns(), count, number) for pipe, count, number in found]
+    if not reducing and costs.layout.has_neighbours:
+        return [(pipe_of(costs.alone), max(counts), len(counts))]
+    return pipes_of(costs, counts, conditions)
 
 
 @dataclass(frozen=True)
@@ -116,7 +134,7 @@ def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
             examples_per_s=sections.profile.job.batch_size / total_s,
             lower_bound_s=bound_ns(costs, counts, conditions) / 1e9,
             peak_memory_bytes=int(costs.memory_bytes.max()),
-            parts_s=_parts_s(outcome),
+            parts_s=_parts_s(outcome, conditions),
         ),
         node_sizes=placement.node_sizes if placement else (),
         placement=placement.nodes if placement else (),
@@ -125,17 +143,21 @@ def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
     return Simulation(plan, explain(ladder, plan), ladder, costs, rehearsal, outcome.spread)
 
 
-def _parts_s(outcome: Outcome) -> dict[str, float]:
+def _parts_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
     """Seconds per worker, averaged over the P x D workers; what is left of the mini-batch is bubble."""
     costs, counts = outcome.costs, outcome.counts
-    times = costs.times
-    per_replica = sum(counts) / len(counts)
-    parts_ns = {
-        "forward": per_replica * float(times.forward_ns.mean()),
-        "recompute": per_replica * float(np.where(times.recompute, times.recompute_ns, 0).mean()),
-        "backward": per_replica * float(times.backward_ns.mean()),
+    seed, workers = conditions.jitter_seed, len(counts) * costs.times.num_stages
+    luck = None if seed is None else costs.sections.mean_luck(seed, conditions.num_draws)
+    pipes = pipes_of(costs, counts, conditions, luck)
+
+    def task_ns(kind: str) -> float:
+        total = sum(int(total_ns(getattr(pipe, kind), count).sum()) * number for pipe, count, number in pipes)
+        return total / workers
+
+    parts_ns = {kind: task_ns(f"{kind}_ns") for kind in ("forward", "recompute", "backward")}
+    parts_ns |= {
         "all_reduce": float(outcome.after.reduce_ns.mean()),
-        "optimizer": float(costs.optimizer_ns.mean()),
+        "optimizer": float(optimizer_steps_ns(costs, len(counts), conditions).mean()),
         "commit": float(costs.sections.commit_ns),
     }
     parts_ns["bubble"] = max(0.0, outcome.mini_batch_ns - sum(parts_ns.values()))

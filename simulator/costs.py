@@ -14,6 +14,7 @@ import numpy.typing as npt
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import LinkProfile, Profile
+from simulator.jitter import MeanLuck
 from simulator.layout import Layout, lone_workers
 from simulator.orders import recomputes
 from simulator.times import Ints, StageTimes
@@ -83,12 +84,20 @@ class SectionCosts:
         self.own_reduced_sum_bytes = np.concatenate([np.zeros(1), np.cumsum(own)])
         self.shared_units = tuple(unit for unit in units if len(unit.sections) > 1)
         self._all_reduces: dict[int, AllReduce] = {}
+        self._luck: dict[tuple[int, int], MeanLuck] = {}
 
     def all_reduce(self, in_flight: int) -> AllReduce:
         """AR(D) when so many all-reduces share one machine's network."""
         if in_flight not in self._all_reduces:
             self._all_reduces[in_flight] = AllReduce(self.profile, in_flight)
         return self._all_reduces[in_flight]
+
+    def mean_luck(self, seed: int, num_draws: int) -> MeanLuck:
+        """The mean of so many draws."""
+        if (seed, num_draws) not in self._luck:
+            total = self.profile.job.batch_size // self.micro_batch_size
+            self._luck[seed, num_draws] = MeanLuck(self.profile, self.micro_batch_size, total, seed, num_draws)
+        return self._luck[seed, num_draws]
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,16 @@ def finish(costs: StageCosts, last_backward_ns: Ints, conditions: Conditions | N
 
 def optimizer_ns(costs: StageCosts, num_replicas: int, conditions: Conditions) -> int:
     """The slowest optimizer step, or all of them one after the other on the slots."""
+    steps = optimizer_steps_ns(costs, num_replicas, conditions)
+    longest = int(steps.max())
+    if conditions.compute_slots is None:
+        return longest
+    return max(longest, -(-int(steps.sum()) // conditions.compute_slots))
+
+
+def optimizer_steps_ns(costs: StageCosts, num_replicas: int, conditions: Conditions) -> Ints:
+    """[P, D]: of each worker."""
     steps = np.repeat(costs.optimizer_ns[:, None], num_replicas, axis=1).astype(np.float64)
     for stage, replica, factor in conditions.slow:
         steps[stage, slice(None) if replica is None else replica] *= factor
-    longest = round(float(steps.max()))
-    if conditions.compute_slots is None:
-        return longest
-    return max(longest, -(-round(float(steps.sum())) // conditions.compute_slots))
+    return np.rint(steps).astype(np.int64)

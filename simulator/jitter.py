@@ -8,8 +8,9 @@ timing without quantiles always takes its median.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -68,16 +69,21 @@ class Luck:
 
     def __init__(self, profile: Profile, micro_batch_size: int, num_micro_batches: int, seed: int, draw: int) -> None:
         self._profile, self._m = profile, micro_batch_size
-        shape = (len(profile.sections), num_micro_batches)
-        self._numbers = {
-            kind: np.random.default_rng([seed, draw, number]).random(shape)
-            for number, kind in enumerate((*_TASKS, *_MESSAGES))
-        }
+        self._shape = (len(profile.sections), num_micro_batches)
+        self._seeds = (seed, draw)
+        self._known: dict[str, Floats] = {}
+
+    def _numbers(self, kind: str) -> Floats:
+        """float64[K, N] in [0, 1)."""
+        if kind not in self._known:
+            number = (*_TASKS, *_MESSAGES).index(kind)
+            self._known[kind] = np.random.default_rng([*self._seeds, number]).random(self._shape)
+        return self._known[kind]
 
     def task_sums_ns(self, kind: str) -> Floats:
         """Sums over sections 0..k of "forward", "recompute" or "backward" times: float64[K + 1, N], first row 0."""
         measured = "backward" if kind == "backward" else "forward"
-        numbers = self._numbers[kind]
+        numbers = self._numbers(kind)
         times = np.empty_like(numbers)
         for index, section in enumerate(self._profile.sections):
             times[index] = drawn_ns(getattr(section, measured)[self._m], numbers[index])
@@ -85,8 +91,40 @@ class Luck:
 
     def message_ns(self, kind: str, section: int, link: LinkProfile, size_bytes: float) -> Floats:
         """Times of the "activation" or "gradient" that crosses the cut behind a section: float64[N]."""
-        quantiles = message_quantiles_ns(getattr(link, kind), size_bytes)
-        return _at(quantiles, self._numbers[kind][section])
+        return _at(_quantiles_ns(getattr(link, kind), size_bytes), self._numbers(kind)[section])
+
+
+class MeanLuck:
+    """The mean of several draws, asked like one of them; see :class:`Luck` for the arguments."""
+
+    def __init__(
+        self, profile: Profile, micro_batch_size: int, num_micro_batches: int, seed: int, num_draws: int
+    ) -> None:
+        self._draws = [(profile, micro_batch_size, num_micro_batches, seed, draw) for draw in range(num_draws)]
+        self._sent_bytes = [float(micro_batch_size * section.output_bytes_per_sample) for section in profile.sections]
+        self._known: dict[tuple[str, int], Floats] = {}
+
+    def task_sums_ns(self, kind: str) -> Floats:
+        """As :meth:`Luck.task_sums_ns`."""
+        return self._mean((kind, 0), lambda luck: luck.task_sums_ns(kind))
+
+    def message_ns(self, kind: str, section: int, link: LinkProfile, size_bytes: float) -> Floats:  # noqa: ARG002
+        """As :meth:`Luck.message_ns`, for the size that the section sends."""
+        sent = list(enumerate(self._sent_bytes))
+        of_all = self._mean(
+            (kind, id(link)),
+            lambda luck: np.stack([luck.message_ns(kind, index, link, size) for index, size in sent]),
+        )
+        times: Floats = of_all[section]
+        return times
+
+    def _mean(self, key: tuple[str, int], of: Callable[[Luck], Floats]) -> Floats:
+        if key not in self._known:
+            total = of(Luck(*self._draws[0]))
+            for draw in self._draws[1:]:
+                total += of(Luck(*draw))
+            self._known[key] = total / len(self._draws)
+        return self._known[key]
 
 
 def drawn_ns(timing: Timing, numbers: Floats) -> Floats:
@@ -108,6 +146,11 @@ def message_quantiles_ns(times: Sequence[SendTime], size_bytes: float) -> Floats
     at_levels = [Curve(list(by_size), [float(times_ns[level]) for times_ns in drawn]) for level in range(longest)]
     size = np.array([size_bytes])
     return np.maximum.accumulate([float(curve(size)[0]) for curve in at_levels])
+
+
+@lru_cache(maxsize=4096)
+def _quantiles_ns(times: tuple[SendTime, ...], size_bytes: float) -> Floats:
+    return message_quantiles_ns(times, size_bytes)
 
 
 def _at(quantiles_ns: Floats, numbers: Floats) -> Floats:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from morph.contract.plan import Plan
-from simulator.bounds import lower_bound_ns, stage_time_ns
+from simulator.bounds import lower_bound_ns, pipes_of, total_ns
 from simulator.conditions import Conditions
 from simulator.outcome import Outcome
+from simulator.times import Ints
 
 _SENTENCES = {
     "imbalance": "uneven stages or replicas: the slowest worker sets the pace; more cut-points or another P may help",
@@ -39,20 +42,24 @@ def ladder_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
     what of it is exposed; commit_and_optimizer; jitter.
     """
     costs, counts = outcome.costs, outcome.counts
-    times, most = costs.times, max(counts)
-    work = stage_time_ns(times)
-    nothing = np.zeros_like(work)
-    pipeline_bound = lower_bound_ns(times, most, nothing)
+    quick = tuple(entry for entry in conditions.slow if entry[2] < 1)
+    pipes = pipes_of(costs, counts, replace(conditions, slow=quick))
+    work = [(total_ns(pipe.work_ns, count), number) for pipe, count, number in pipes]
+    nothing = np.zeros(costs.times.num_stages, np.int64)
     reduced = costs.private_reduce_ns(len(counts))
     for stages, duration in costs.tied_reduce_ns(len(counts)):
         reduced[list(stages)] += duration
-    exposed = max(0, lower_bound_ns(times, most, reduced) - pipeline_bound)
+
+    def bound(reduce_ns: Ints = nothing, **without: bool) -> int:
+        return max(lower_bound_ns(pipe, costs.times.window, count, reduce_ns, **without) for pipe, count, _ in pipes)
+
+    exposed = max(0, bound(reduced) - bound())
     rungs: list[tuple[str, float]] = [
-        ("work", float(work.sum()) * sum(counts) / (len(counts) * len(work))),
-        ("imbalance", float(most * work.max())),
-        ("fill_and_drain", float(lower_bound_ns(times, most, nothing, latency=False, window=False))),
-        ("latency", float(lower_bound_ns(times, most, nothing, bandwidth=False))),
-        ("bandwidth", float(pipeline_bound)),
+        ("work", sum(float(ns.mean()) * number for ns, number in work) / len(counts)),
+        ("imbalance", float(max(ns.max() for ns, _ in work))),
+        ("fill_and_drain", float(bound(latency=False, window=False))),
+        ("latency", float(bound(bandwidth=False))),
+        ("bandwidth", float(bound())),
         ("schedule", float(outcome.planned.prepared_ns - exposed)),
         (_hindrance(conditions), float(outcome.after.prepared_ns - exposed)),
         ("all_reduce", float(outcome.after.prepared_ns)),

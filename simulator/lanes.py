@@ -10,7 +10,7 @@ import numpy.typing as npt
 from simulator.conditions import Conditions
 from simulator.costs import StageCosts
 from simulator.following import LaneTimes
-from simulator.jitter import Luck
+from simulator.jitter import Luck, MeanLuck
 from simulator.times import Ints, StageTimes
 
 Floats = npt.NDArray[np.float64]
@@ -19,7 +19,7 @@ _MESSAGES = ("activation", "gradient")
 
 
 def worker_times(
-    costs: StageCosts, counts: Sequence[int], conditions: Conditions, luck: Luck | None = None
+    costs: StageCosts, counts: Sequence[int], conditions: Conditions, luck: Luck | MeanLuck | None = None
 ) -> LaneTimes:
     """Times of stage s of replica d for each.
 
@@ -75,7 +75,7 @@ def _dealt(values: Floats, counts: Sequence[int]) -> Floats:
     return dealt
 
 
-def _drawn_tasks(costs: StageCosts, counts: Sequence[int], luck: Luck) -> dict[str, Floats]:
+def _drawn_tasks(costs: StageCosts, counts: Sequence[int], luck: Luck | MeanLuck) -> dict[str, Floats]:
     begin, end = _ends(costs)
     sums = {kind: luck.task_sums_ns(kind) for kind in _TASKS}
     return {kind: _dealt(total[end] - total[begin], counts) for kind, total in sums.items()}
@@ -90,7 +90,7 @@ def _by_worker(costs: StageCosts, name: str, num_replicas: int) -> Ints:
     return np.ascontiguousarray(np.broadcast_to(chosen, (len(end), num_replicas)))
 
 
-def _drawn_messages(costs: StageCosts, counts: Sequence[int], luck: Luck, kind: str) -> Ints:
+def _drawn_messages(costs: StageCosts, counts: Sequence[int], luck: Luck | MeanLuck, kind: str) -> Ints:
     """[P, D, most]."""
     _, end = _ends(costs)
     sections = costs.sections
