@@ -7,8 +7,11 @@ else is turned away, and the next caller is waited for.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -20,6 +23,7 @@ from calibrate.session import Session, answer
 from calibrate.two_nodes import WAIT_S, Hello, own_hello
 from morph.contract.base import Value, first_problem
 from morph.contract.errors import ClusterError, ConfigError, JobError, MorphError, WaitTimeout
+from morph.runtime.listener import Caller, Listener
 
 Say = Callable[[str], None]
 
@@ -61,43 +65,60 @@ class PeerNode:
 
     def __init__(self, host: str, port: int, token: str, say: Say) -> None:
         self._token, self._say = token, say
+        self._proven: SimpleQueue[tuple[Session, str, threading.Event]] = SimpleQueue()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port), family=family)
+            self._listener = Listener(socket.create_server((host, port), family=family), self._admit, "morph-peer")
         except OSError as error:
             raise ConfigError(
                 f"cannot be listened on: {error.strerror or error}", field="--listen", value=f"{host}:{port}"
             ) from error
-        self.host, self.port = host, int(self._listener.getsockname()[1])
+        self.host, self.port = host, self._listener.address[1]
 
     def __enter__(self) -> PeerNode:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._listener.stop()
+        with suppress(Empty):
+            while True:  # who came too late
+                self._proven.get_nowait()[2].set()
         self._listener.close()
 
     def serve(self, wait_s: float) -> None:
-        """Turn strangers away until a node that knows the secret has had its link measured.
+        """Turn strangers away until a node that knows the secret has had its link measured; one node at a time.
 
         Raises:
             WaitTimeout: none came within ``wait_s``, or none that got to the end.
         """
         end_s = time.monotonic() + wait_s
         while (left_s := end_s - time.monotonic()) > 0:
-            self._listener.settimeout(left_s)
             try:
-                connection, (address, *_) = self._listener.accept()
-            except TimeoutError:
+                session, address, done = self._proven.get(timeout=left_s)
+            except Empty:
                 break
             try:
-                with answer(connection, self._token) as session:
+                with session:
                     self._say(f"{address} is here")
                     _lend(session, wait_s)
                 self._say(f"measured with {address}")
                 return
             except (MorphError, OSError) as error:
                 self._say(f"{address}: {error}")
+            finally:
+                done.set()
         raise WaitTimeout(f"waited {wait_s:g} s for another node to measure with")
+
+    def _admit(self, caller: Caller) -> None:
+        try:
+            session = answer(caller.connection, self._token)
+            caller.known()
+        except (MorphError, OSError) as error:
+            self._say(f"{caller.source}: {error}")
+            return
+        done = threading.Event()
+        self._proven.put((session, caller.source, done))
+        done.wait()
 
 
 def _lend(session: Session, wait_s: float) -> None:

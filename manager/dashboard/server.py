@@ -16,9 +16,11 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 from tornado.httpserver import HTTPServer
+from tornado.iostream import IOStream
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
@@ -27,6 +29,7 @@ from manager.dashboard.snapshot import snapshot
 from manager.report.live import LiveRun
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ClusterError, RunDirError
+from morph.runtime.listener import HELLO_TIMEOUT_S, Strangers
 
 LOOPBACK = "127.0.0.1"
 FILE_NAME = "page.json"
@@ -112,7 +115,7 @@ class _Server:
             default_handler_args=known,
             log_function=lambda _handler: None,
         )
-        server = HTTPServer(application, max_header_size=16_384, max_body_size=0, idle_connection_timeout=60.0)
+        server = _Bounded(application, max_header_size=16_384, max_body_size=0, idle_connection_timeout=HELLO_TIMEOUT_S)
         server.add_sockets(self._sockets)
         self._loop.call_soon(self._ready.set)
         try:
@@ -121,6 +124,22 @@ class _Server:
             server.stop()
             self._loop.run_until_complete(server.close_all_connections())
             self._loop.close()
+
+
+class _Bounded(HTTPServer):
+    """Whose connections are all strangers', for a token comes with each request: each may be sent away between two."""
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize(*args, **kwargs)
+        self._strangers = Strangers()
+
+    def handle_stream(self, stream: IOStream, address: tuple[Any, ...]) -> None:
+        self._strangers.add(stream, str(address[0]), stream.close)
+        super().handle_stream(stream, address)
+
+    def on_close(self, server_conn: Any) -> None:
+        self._strangers.remove(server_conn.stream)
+        super().on_close(server_conn)
 
 
 class _Guarded(RequestHandler):

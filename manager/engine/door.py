@@ -8,12 +8,15 @@ and goes without having settled gains no time.
 from __future__ import annotations
 
 import json
+import os
 import socket
+import struct
 import time
 from typing import Any
 
 PACKET_BYTES = 1 << 17
 FIRST_S = 30.0
+PAUSE_S = 0.1
 
 
 class Door:
@@ -44,13 +47,19 @@ class Door:
         else:
             until_s = self._until_s
         self._settled = False
-        self._listener.settimeout(max(0.0, until_s - now_s))
-        try:
-            connection, _ = self._listener.accept()
-        except (TimeoutError, BlockingIOError):
-            return None
-        connection.setblocking(True)
-        return connection
+        while True:
+            self._listener.settimeout(max(0.0, until_s - time.monotonic()))
+            try:
+                connection, _ = self._listener.accept()
+            except (TimeoutError, BlockingIOError):
+                return None
+            except OSError:  # no descriptor is left, mostly: a run must not end for that
+                time.sleep(PAUSE_S)
+                continue
+            if _user_of(connection) in (os.geteuid(), 0):
+                connection.setblocking(True)
+                return connection
+            connection.close()
 
     def close(self) -> None:
         """Let nobody in any more."""
@@ -67,9 +76,19 @@ def tell(connection: socket.socket, **entries: object) -> None:
 
 
 def hear(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[str, Any] | None, list[int]]:
-    """Receive one packet, and the file descriptors that came with it; blocks. None: the other side is gone."""
+    """Receive one packet, and the file descriptors that came with it; blocks.
+
+    None: the other side is gone, or does not speak as a manager does.
+    """
     try:
         message, descriptors, _, _ = socket.recv_fds(connection, PACKET_BYTES, max_descriptors)
-    except ConnectionError:
+        request = json.loads(message) if message else None
+    except (ConnectionError, ValueError, RecursionError):
         return None, []
-    return (json.loads(message) if message else None), descriptors
+    return (request if isinstance(request, dict) else None), descriptors
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Who is at the other end of a Unix socket."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", data)[1])

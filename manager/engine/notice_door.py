@@ -5,26 +5,22 @@ VMs get their certificates at the same port, where the run's Ray is encrypted.
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
 from manager.controller.events import NoticeGiven, NoticeWithdrawn
 from manager.engine.inbox import Inbox
 from manager.journal.records import Fact
-from manager.notices.line import Lines, is_proven, new_nonce
+from manager.notices.line import Handshake, Lines
 from manager.notices.watch import Given, Trouble, Withdrawn
+from morph.contract.proof import new_secret
 from morph.contract.vm_names import MAX_DEVICES, vm_of, workers_of
+from morph.runtime.listener import HELLO_TIMEOUT_S, Caller, Listener
 
 if TYPE_CHECKING:
     from manager.engine.enrolment_desk import EnrolmentDesk
 
-HELLO_TIMEOUT_S = 10.0
 SILENT_S = 30.0
-BACKLOG = 128
-MAX_CONNECTIONS = 4096
-JOIN_TIMEOUT_S = 5.0
 
 
 class NoticeDoor:
@@ -51,14 +47,10 @@ class NoticeDoor:
         self._inbox = inbox
         self._desk = desk
         self._secret = secret
-        self._listener = socket.create_server((host, port), backlog=BACKLOG)
-        self.host, self.port = host, int(self._listener.getsockname()[1])
         self._lines: dict[str, Lines] = {}
-        self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name="morph-notice-door", daemon=True)
-        self._thread.start()
+        self._listener = Listener.at(host, port, self._serve, "morph-notice-door")
+        self.host, self.port = self._listener.address
 
     def left(self, worker: str, notice: str) -> bool:
         """Tell a worker's VM that nothing of value is left on it, so that it acknowledges; False: it is not there."""
@@ -74,64 +66,43 @@ class NoticeDoor:
 
     def close(self) -> None:
         """Listen no more, and send everybody away."""
-        self._over.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+    def _serve(self, caller: Caller) -> None:
+        """Hear one agent, until it is gone or silent (it comes again if it can), or sign for one node."""
+        lines, nonce = Lines(caller.connection), new_secret()
+        lines.write(nonce=nonce)
+        hello = lines.read(HELLO_TIMEOUT_S)
+        if self._desk is not None and "request" in hello:
+            self._desk.serve(lines, nonce, hello, caller.source)
+            return
+        handshake = self._greeted(nonce, hello)
+        caller.known()
+        node, workers = handshake.node, workers_of(handshake.node, handshake.num_devices)
+        lines.seal(handshake.key, "manager", "agent")
+        lines.write(welcome=True)
         with self._lock:
-            connections = list(self._connections)
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join(JOIN_TIMEOUT_S)
-
-    def _accept(self) -> None:
-        while not self._over.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                full = len(self._connections) >= MAX_CONNECTIONS or self._over.is_set()
-                if not full:
-                    self._connections.add(connection)
-            if full:
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="morph-notice-agent", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        lines, node = Lines(connection), ""
+            before, self._lines[node] = self._lines.get(node), lines
+        if before is not None:
+            before.close()
         try:
-            nonce = new_nonce()
-            lines.write(nonce=nonce)
-            hello = lines.read(HELLO_TIMEOUT_S)
-            if self._desk is not None and "request" in hello:
-                self._desk.serve(lines, nonce, hello, str(connection.getpeername()[0]))
-                return
-            node, workers = self._greeted(nonce, hello)
-            with self._lock:
-                self._lines[node] = lines
-            lines.write(welcome=True)
-            while not self._over.is_set():
+            while True:
                 self._take(node, workers, lines.read(SILENT_S))
                 lines.write(heard=True)
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # a stranger, or an agent that is gone or silent: it comes again if it can
         finally:
             with self._lock:
-                self._connections.discard(connection)
                 if self._lines.get(node) is lines:
                     del self._lines[node]
-            lines.close()
 
-    def _greeted(self, nonce: str, hello: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-        """Return which VM speaks, and its workers."""
-        node, number, answer = hello["node"], hello["devices"], hello["proof"]
-        fit = isinstance(node, str) and isinstance(answer, str) and isinstance(number, int)
-        if not (fit and 1 <= number <= MAX_DEVICES and is_proven(self._secret, nonce, node, number, answer)):
+    def _greeted(self, nonce: str, hello: dict[str, Any]) -> Handshake:
+        """Return which VM speaks, with how many devices."""
+        handshake = Handshake(self._secret, nonce, hello["fresh"], hello["node"], hello["devices"])
+        fit = all(isinstance(part, str) for part in (handshake.fresh, handshake.node, hello["proof"]))
+        number = handshake.num_devices
+        is_number = isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= MAX_DEVICES
+        if not (fit and is_number and handshake.is_proven(hello["proof"])):
             raise ConnectionError("not one of ours")
-        return node, workers_of(node, number)
+        return handshake
 
     def _take(self, node: str, workers: tuple[str, ...], line: dict[str, Any]) -> None:
         kind = line.pop("kind")

@@ -26,9 +26,10 @@ from manager.notices.aws import AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.notices.azure import AzureNotices
 from manager.notices.end import MANAGEMENT_URL, end_on_azure
 from manager.notices.gcp import GcpNotices
-from manager.notices.line import Lines, proof
+from manager.notices.line import Handshake, Lines
 from manager.notices.source import NoticeSource
 from manager.notices.watch import Given, NoticeWatch, Told, Trouble, Withdrawn
+from morph.contract.proof import new_secret
 
 CONNECT_TIMEOUT_S = 10.0
 BEAT_S = 5.0
@@ -51,6 +52,9 @@ def sources_of(name: str) -> list[NoticeSource]:
 
 class Agent:
     """Tells the manager of notices; a notice that stands is told again after each new connection.
+
+    Whoever answers at the manager's address without the secret is not the manager: he is told nothing, and the VM is as
+    lonely as without him.
 
     Args:
         address: Of the manager.
@@ -98,8 +102,9 @@ class Agent:
                 with socket.create_connection(self._address, CONNECT_TIMEOUT_S) as connection:
                     lines = Lines(connection)
                     nonce = str(lines.read(CONNECT_TIMEOUT_S)["nonce"])
-                    given = proof(self._secret, nonce, self._node, self._num_devices)
-                    lines.write(node=self._node, devices=self._num_devices, proof=given)
+                    handshake = Handshake(self._secret, nonce, new_secret(), self._node, self._num_devices)
+                    lines.write(**handshake.hello())
+                    lines.seal(handshake.key, "agent", "manager")
                     if lines.read(CONNECT_TIMEOUT_S).get("welcome") is True:
                         heard_s = self._talk(lines)
             except (OSError, KeyError):

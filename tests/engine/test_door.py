@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import socket
@@ -140,3 +141,29 @@ def test_a_host_that_is_gone_is_told_at_once(listener: socket.socket, tmp_path: 
     for path in (tmp_path / "door", tmp_path / "never"):
         with pytest.raises(ClusterError, match="owned its VMs is gone"):
             HostLine.attach(path, tmp_path)
+
+
+def test_a_packet_that_is_not_a_managers_ends_that_visit_alone() -> None:
+    for packet in (b"{", b"\xff\xfe", b"[1]", b"[" * 60_000):
+        inside, outside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with inside, outside:
+            outside.sendall(packet)
+            assert hear(inside) == (None, [])
+
+
+def test_the_vms_live_on_while_no_descriptor_is_left_for_the_next_manager(listener: socket.socket) -> None:
+    class Short(socket.socket):
+        num_failures = 3
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.num_failures:
+                self.num_failures -= 1
+                raise OSError(errno.EMFILE, "too many open files")
+            return super().accept()
+
+    short = Short(fileno=os.dup(listener.fileno()))
+    door = Door(short, 0.0)
+    with visitor(listener):
+        let_in(door)
+    assert short.num_failures == 0
+    short.close()

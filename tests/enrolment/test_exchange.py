@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from manager.enrolment.exchange import MAX_REQUEST_CHARACTERS, Answered, Asked, Exchange
-from manager.notices.line import proof
+from manager.notices.line import Handshake
 from morph.contract.proof import new_secret
 
 SECRET, NONCE, FRESH = "s3cret-of-this-run", "ab" * 32, "cd" * 32
@@ -50,7 +50,8 @@ def test_no_part_can_be_taken_for_the_end_of_another() -> None:
 def test_an_agents_proof_is_none_here_whatever_it_was_made_to_sign() -> None:
     asked = exchange().ask()
     for nonce in (NONCE, '["morph-enrolment", "request"', f"{NONCE} {FRESH}"):
-        assert not exchange().is_asked(asked.model_copy(update={"proof": proof(SECRET, nonce, "n1", 1)}))
+        given = Handshake(SECRET, nonce, FRESH, "n1", 1).hello()["proof"]
+        assert not exchange().is_asked(asked.model_copy(update={"proof": given}))
 
 
 @pytest.mark.parametrize(

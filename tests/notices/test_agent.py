@@ -11,8 +11,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import psutil
@@ -24,7 +25,7 @@ from manager.engine.notice_door import NoticeDoor
 from manager.journal.records import Fact
 from manager.notices.agent import Agent
 from manager.notices.end import end_on_azure
-from manager.notices.line import Lines
+from manager.notices.line import Handshake, Lines
 from manager.notices.source import NoticeUnavailable, Standing
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply
 
@@ -216,6 +217,85 @@ def test_the_secret_does_not_travel() -> None:
     thread.join(BOUND_S)
     assert SECRET not in json.dumps(hello)
     assert hello["node"] == "n1"
+
+
+@contextlib.contextmanager
+def impostor(world: World, speak: Callable[[Lines, dict[str, Any]], None], lonely_s: float = 600.0) -> Iterator[None]:
+    """Stand in for the manager, without the secret: ``speak`` once an agent has said its hello."""
+    listener, over = socket.create_server(("127.0.0.1", 0)), threading.Event()
+    spoken = threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                lines = Lines(connection)
+                lines.write(nonce="ab" * 32)
+                speak(lines, lines.read(BOUND_S))
+                lines.read(BOUND_S)  # until the agent hangs up, or believes it
+                spoken.set()
+
+    server = threading.Thread(target=serve, daemon=True)
+    agent = Agent(
+        listener.getsockname(), "n1", SECRET, [world.source], lonely_s=lonely_s, end=world.ended.set, every_s=0.02
+    )
+    thread = threading.Thread(target=agent.run)
+    thread.start()
+    server.start()
+    try:
+        yield
+        assert not spoken.is_set(), "the agent went on talking"
+    finally:
+        over.set()
+        agent.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(BOUND_S)
+        server.join(BOUND_S)
+
+
+def plainly(lines: Lines, _: dict[str, Any]) -> None:
+    lines.write(welcome=True)
+    lines.write(left="E-1")
+
+
+def with_a_guess(lines: Lines, hello: dict[str, Any]) -> None:
+    guess = Handshake("guessed", "ab" * 32, hello["fresh"], hello["node"], hello["devices"])
+    lines.seal(guess.key, "manager", "agent")
+    plainly(lines, hello)
+
+
+@pytest.mark.parametrize("speak", [plainly, with_a_guess])
+def test_whoever_stands_in_for_the_manager_without_the_secret_gets_no_early_eviction_and_a_lonely_vm_ends(
+    world: World, speak: Callable[[Lines, dict[str, Any]], None]
+) -> None:
+    world.source.now = (notice(),)
+    with impostor(world, speak, lonely_s=0.5):
+        assert world.ended.wait(BOUND_S)  # it had long enough to believe it
+        assert not world.source.acknowledged.is_set()
+
+
+def test_a_line_that_was_changed_added_or_repeated_on_the_way_is_not_believed() -> None:
+    key = Handshake(SECRET, "ab" * 32, "cd" * 32, "n1", 1).key
+    for tamper in (
+        lambda sent: sent.replace(b"E-1", b"E-2"),
+        lambda sent: b'{"left": "E-1"}\n' + sent,
+        lambda sent: sent + sent,
+    ):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            writing, reading = Lines(ours), Lines(theirs)
+            writing.seal(key, "manager", "agent")
+            reading.seal(key, "agent", "manager")
+            writing.write(left="E-1")
+            assert reading.read(BOUND_S) == {"left": "E-1"}
+            writing.write(left="E-1")
+            sent = theirs.recv(10_000)
+            ours.sendall(tamper(sent))
+            believed = []
+            with contextlib.suppress(ConnectionError):
+                while len(believed) < 2:
+                    believed.append(reading.read(BOUND_S))
+            assert believed == ([{"left": "E-1"}] if tamper(b"x") == b"xx" else [])
 
 
 def test_a_vm_ends_itself_once_it_was_lonely_for_long_and_not_before(world: World) -> None:

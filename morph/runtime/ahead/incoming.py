@@ -16,15 +16,14 @@ from morph.runtime.ahead.update import apply_update
 from morph.runtime.ahead.wire import (
     CONNECT_TIMEOUT_S,
     GREETING_BYTES,
-    GREETING_TIMEOUT_S,
     SILENT_S,
     Frame,
     acknowledge,
-    close,
     receive_frame,
 )
 from morph.runtime.faults import FaultPlan
 from morph.runtime.interrupt import Interrupt
+from morph.runtime.listener import HELLO_TIMEOUT_S, Caller, Listener
 from morph.runtime.unit_state import UnitState
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,6 @@ class Incoming:
         self._make_shadow, self._arrive, self._open_store = make_shadow, arrive, open_store
         self._faults, self._news = faults, news
         self._lock = threading.Lock()
-        self._connections: list[socket.socket] = []
         self._shadows: dict[str, UnitState] = {}
         self._versions: dict[str, int] = {}
         self._following: set[str] = set()
@@ -73,11 +71,12 @@ class Incoming:
         self._interrupt: Interrupt | None = None
         self._ended = False
         self.received_bytes = 0
-        self._listener = socket.create_server((listen_host, 0))
-        self._listener.settimeout(CONNECT_TIMEOUT_S)
-        host, port = self._listener.getsockname()[:2]
-        self._told = self._meeting.told(host, port)
-        threading.Thread(target=self._listen, name="morph-ahead-listen", daemon=True).start()
+        self._expected = set(senders.values())
+        self._met = threading.Condition(self._lock)
+        self._told = ""
+        self._listener = Listener.at(listen_host, 0, self._serve, "morph-ahead")
+        self._told = self._meeting.told(*self._listener.address)
+        threading.Thread(target=self._meet, name="morph-ahead-meet", daemon=True).start()
 
     # ---- order lane ----
 
@@ -116,57 +115,47 @@ class Incoming:
 
     def end(self) -> None:
         """Drop everything; from any thread."""
-        with self._lock:
+        with self._met:
             self._ended = True
-            connections = tuple(self._connections)
-        for connection in (self._listener, *connections):
-            close(connection)
+            self._met.notify_all()
+        self._listener.close(join_timeout_s=0.0)
         if self._interrupt is not None:
             self._interrupt.notify()
 
     # ---- its own threads ----
 
-    def _listen(self) -> None:
-        expected = set(self._senders.values())
+    def _meet(self) -> None:
+        """Say where this is, and wait until all senders are there: strangers make the time for that no longer."""
         try:
             self._open_store().set(self._meeting.key, self._told)
-            while expected:
-                connection = self._listener.accept()[0]
-                connection.settimeout(GREETING_TIMEOUT_S)
-                sender = self._greeted(connection)
-                if sender not in expected:
-                    close(connection)
-                    continue
-                expected.discard(sender)
-                self._begin(connection, sender)
+            with self._met:
+                if not self._met.wait_for(lambda: self._ended or not self._expected, CONNECT_TIMEOUT_S):
+                    raise TimeoutError(f"{CONNECT_TIMEOUT_S:g} s are over")
         except (OSError, RuntimeError) as error:  # the store raises RuntimeError and subclasses
-            for sender in sorted(expected):
+            with self._lock:
+                missing, self._expected = sorted(self._expected), set()
+            for sender in missing:
                 self._give_up(sender, f"{sender} did not come to send units ahead: {type(error).__name__}: {error}")
         finally:
-            close(self._listener)
+            self._listener.stop()
 
-    def _greeted(self, connection: socket.socket) -> str | None:
-        """Who is there; None for a stranger."""
-        try:
-            received = receive_frame(connection, GREETING_BYTES)
-            sender = None if received is None else self._meeting.greeted(self._told, received[0].facts)
-            if sender is not None:
-                acknowledge(connection)
-        except (OSError, ValueError):
-            return None
-        return sender
-
-    def _begin(self, connection: socket.socket, sender: str) -> None:
+    def _serve(self, caller: Caller) -> None:
+        connection = caller.connection
+        connection.settimeout(HELLO_TIMEOUT_S)
+        received = receive_frame(connection, GREETING_BYTES)
+        sender = None if received is None else self._meeting.greeted(self._told, received[0].facts)
+        if sender is None:
+            return
+        caller.known()
+        with self._met:
+            if sender not in self._expected:
+                return
+            self._expected.discard(sender)
+            self._met.notify_all()
         connection.settimeout(SILENT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with self._lock:
-            self._connections.append(connection)
-            ended = self._ended
-        if ended:
-            close(connection)
-        threading.Thread(
-            target=self._receive, args=(connection, sender), name="morph-ahead-receive", daemon=True
-        ).start()
+        acknowledge(connection)
+        self._receive(connection, sender)
 
     def _receive(self, connection: socket.socket, sender: str) -> None:
         try:
@@ -180,8 +169,6 @@ class Incoming:
             self._give_up(sender, f"{sender} hung up")
         except Exception as error:  # whatever it is, the units are sent again, in the change
             self._give_up(sender, f"what {sender} sends ahead broke off: {type(error).__name__}: {error}")
-        finally:
-            close(connection)
 
     def _take_in(self, frame: Frame, size: int, sender: str) -> None:
         facts = frame.facts

@@ -20,7 +20,6 @@ from morph.checkpoint.unit_files import from_payload, to_payload
 HEADER = struct.Struct("<IQ")
 ACKNOWLEDGED = b"+"
 CONNECT_TIMEOUT_S = 30.0
-GREETING_TIMEOUT_S = 5.0
 GREETING_BYTES = 4096
 SILENT_S = 600.0
 """A peer that neither sends nor takes a byte for so long is given up; whoever waits for it has given it up before."""

@@ -1,0 +1,257 @@
+"""Every listener of Morph against the same abuse: silent strangers in numbers, rubbish, no descriptor left."""
+
+from __future__ import annotations
+
+import queue
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from calibrate.peer_node import PeerNode
+from calibrate.session import call
+from manager.dashboard.server import serving
+from manager.engine.certificates import Tls, load_authority, make_certificates
+from manager.engine.enrolment_desk import EnrolmentDesk
+from manager.engine.inbox import Inbox
+from manager.engine.lifelines import Lifelines
+from manager.engine.notice_door import NoticeDoor
+from manager.enrolment.authority import new_key, signing_request
+from manager.enrolment.node import Place, ask
+from manager.journal.records import Fact
+from manager.notices.agent import Agent
+from manager.notices.source import NoticeUnavailable
+from manager.report.live import LiveRun
+from morph.contract.messages import Lifeline
+from morph.runtime import listener as listener_module
+from morph.runtime.ahead.incoming import Incoming
+from morph.runtime.ahead.meeting import Meeting
+from morph.runtime.ahead.wire import Frame, send_frame
+from morph.runtime.faults import FaultPlan
+from morph.runtime.lifeline import hold_lifeline
+from morph.runtime.listener import MOST_STRANGERS, Strangers
+
+SECRET = "s3cret-of-this-run"
+BOUND_S = 60.0
+NUM_STRANGERS = 1024
+CROWD = """
+import resource, socket, sys
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+host, port, number, said = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
+held = []
+for _ in range(number):
+    held.append(socket.create_connection((host, port), 30))
+    try:
+        held[-1].sendall(said)
+    except OSError:
+        pass
+print("there", flush=True)
+sys.stdin.read()
+"""
+"""Connects many times, says the same each time, and stays."""
+
+
+@dataclass
+class Scene:
+    """A listener, and what one of its own does there."""
+
+    address: tuple[str, int]
+    come: Callable[[], None]
+
+
+class Silent:
+    """A source that never answers: told as trouble, which shows that an agent was heard."""
+
+    name = "fake"
+
+    def standing(self) -> tuple[()]:
+        raise NoticeUnavailable("silent")
+
+    def acknowledge(self, notice: str) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def lifelines(_: Path) -> Iterator[Scene]:
+    closed: queue.Queue[str] = queue.Queue()
+    listening = Lifelines("127.0.0.1", closed.put)
+
+    def come() -> None:
+        hold_lifeline(Lifeline(host=listening.host, port=listening.port, secret=listening.secret), "vm0").close()
+        assert closed.get(timeout=BOUND_S) == "vm0"
+
+    yield Scene((listening.host, listening.port), come)
+    listening.close()
+
+
+@contextmanager
+def notices(_: Path) -> Iterator[Scene]:
+    inbox = Inbox()
+    door = NoticeDoor(inbox, SECRET)
+
+    def come() -> None:
+        address = (door.host, door.port)
+        agent = Agent(address, "n1", SECRET, [Silent()], lonely_s=600, end=lambda: None, every_s=0.02)
+        thread = threading.Thread(target=agent.run)
+        thread.start()
+        told = inbox.get(BOUND_S)
+        agent.close()
+        thread.join(BOUND_S)
+        assert told is not None
+        assert told.item == Fact(name="notice_trouble", worker="n1", detail="fake: silent")
+
+    yield Scene((door.host, door.port), come)
+    door.close()
+
+
+@contextmanager
+def enrolment(folder: Path) -> Iterator[Scene]:
+    make_certificates(folder, Tls(enrols=True))
+    inbox, key = Inbox(), new_key()
+    door = NoticeDoor(inbox, SECRET, desk=EnrolmentDesk(inbox, SECRET, load_authority(folder)))
+
+    def come() -> None:
+        place = Place((door.host, door.port), "tiny-1-0", SECRET)
+        assert ask(place, lambda address: signing_request(key, "tiny-1-0", address)).certificate
+
+    yield Scene((door.host, door.port), come)
+    door.close()
+
+
+class Keys(dict[str, bytes]):
+    """A rendezvous store of one process."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+
+@contextmanager
+def units_sent_ahead(_: Path) -> Iterator[Scene]:
+    store: Any = Keys()
+    incoming = Incoming(
+        1, "b", {f"s{number}": f"a{number}" for number in range(9)},
+        make_shadow=lambda unit: pytest.fail(unit), arrive=lambda _: None, open_store=lambda: store,
+        listen_host="127.0.0.1", faults=FaultPlan([], []), news=lambda: None, secret=SECRET,
+    )  # fmt: skip
+    senders = iter(range(9))
+
+    def come() -> None:
+        sender, meeting = f"a{next(senders)}", Meeting(1, "b", SECRET)
+        with socket.create_connection(incoming._listener.address, BOUND_S) as connection:
+            send_frame(connection, Frame(meeting.hello(incoming._told, sender), {}))  # waits until it is taken
+
+    yield Scene(incoming._listener.address, come)
+    incoming.end()
+
+
+@contextmanager
+def calibrate_peer(_: Path) -> Iterator[Scene]:
+    with PeerNode("127.0.0.1", 0, SECRET, lambda _: None) as node:
+        yield Scene((node.host, node.port), lambda: call(node.host, node.port, SECRET).close())
+
+
+@contextmanager
+def page(folder: Path) -> Iterator[Scene]:
+    with serving(LiveRun("gpt2-stdlib", 12, 8), folder) as address:
+        host, _, port = address.url.removeprefix("http://").rstrip("/").partition(":")
+
+        def come() -> None:
+            with urllib.request.urlopen(address.url, timeout=BOUND_S) as answer:
+                assert answer.status == 200
+
+        yield Scene((host, int(port)), come)
+
+
+SCENES = [lifelines, notices, enrolment, units_sent_ahead, calibrate_peer, page]
+
+
+@pytest.fixture(params=SCENES, ids=lambda scene: scene.__name__)
+def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
+    with request.param(tmp_path) as opened:
+        yield opened
+
+
+@contextmanager
+def crowd(address: tuple[str, int], number: int = NUM_STRANGERS, said: bytes = b"") -> Iterator[None]:
+    arguments = [sys.executable, "-c", CROWD, address[0], str(address[1]), str(number), said.hex()]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"there\n"
+        yield
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(BOUND_S)
+
+
+def test_a_crowd_of_silent_strangers_keeps_nobody_out_and_is_not_held(scene: Scene) -> None:
+    scene.come()
+    before = psutil.Process().num_fds()
+    with crowd(scene.address):
+        assert psutil.Process().num_fds() - before <= MOST_STRANGERS
+        scene.come()
+
+
+@pytest.mark.parametrize("said", [b"\n", b"\xff" * 5000, b'{"node": []}\n' * 50], ids=["nothing", "noise", "objects"])
+def test_strangers_who_talk_rubbish_keep_nobody_out(scene: Scene, said: bytes) -> None:
+    with crowd(scene.address, 200, said):
+        scene.come()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_it_goes_on_when_there_was_no_descriptor_left(scene: Scene) -> None:
+    scene.come()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as held:
+        held.enter_context(crowd(scene.address, 10))
+        lowest = max(int(name.name) for name in Path("/proc/self/fd").iterdir()) + 1
+        more = subprocess.Popen(
+            [sys.executable, "-c", CROWD, scene.address[0], str(scene.address[1]), "5", ""],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert more.stdout is not None
+        assert more.stdin is not None
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(3, lowest), hard))
+        try:
+            assert more.stdout.readline() == b"there\n"  # the kernel took them, whatever became of accepting
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        scene.come()
+        more.stdin.close()
+        more.wait(BOUND_S)
+        more.stdout.close()
+
+
+def test_strangers_are_bounded_of_one_address_in_all_and_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(listener_module.time, "monotonic", lambda: now[0])
+    gone: list[str] = []
+    strangers = Strangers(most=4, most_of_source=2)
+
+    def add(name: str) -> None:
+        strangers.add(name, name[0], lambda: gone.append(name))
+
+    for name in ("a1", "a2", "a3"):
+        add(name)
+    assert gone == ["a1"]  # the oldest of its address
+    for name in ("b1", "b2", "c1"):
+        add(name)
+    assert gone == ["a1", "a2"]  # the oldest of all
+    assert strangers.remove("b1")
+    assert not strangers.remove("a2")  # it took too long
+    now[0] += 5.0
+    add("d1")
+    now[0] += 6.0
+    strangers.expire(10.0)
+    assert gone == ["a1", "a2", "a3", "b2", "c1"]
+    assert len(strangers) == 1
