@@ -33,6 +33,7 @@ class Aim:
     revocations_per_hour: float | None
     pause_s: float
     replacement_s: float
+    revoked_together: int = 1
 
     def __post_init__(self) -> None:
         needs = {"usd_per_example": "usd_per_gpu_hour", "progress": "revocations_per_hour"}
@@ -51,7 +52,7 @@ def objective_for(aim: Aim, sweep: Sweep, num_gpus: int) -> Objective:
         price = aim.usd_per_gpu_hour
         return Cheapest(batch_size, lambda shape: usd_per_h_of(price, used_sizes(sweep, shape)))
     if aim.revocations_per_hour is not None and aim.objective == "progress":
-        revocations = Revocations(aim.revocations_per_hour, aim.pause_s, aim.replacement_s)
+        revocations = Revocations(aim.revocations_per_hour, aim.pause_s, aim.replacement_s, aim.revoked_together)
         sizes = sweep.rehearsal.conditions.node_sizes
         num_nodes = num_gpus if sizes is None else len(sizes)
         return MostProgress(

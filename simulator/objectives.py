@@ -6,14 +6,18 @@ for are looked at too.
 
 *Expected progress* of a shape that uses U of V nodes, examples per second:
 
-    progress = sum over n of Poisson(n; V r w) rate(n)  /  (1 + r U (1 + q) c + r U T/2)
+    progress = sum over n of p(n) M/T'(n) exp(-h c) x/(exp(x) - 1),    x = h T'(n)
 
-r: revocations per node and second, each node on its own (memoryless; zones that go down together are not in it); w:
-seconds until a revoked node is replaced, so that on average V r w nodes are missing; rate(n): M/T as long as no more
-than the V - U idle spares are missing, else the rate of the best shape for the GPUs that are left (of nodes of average
-size); c: pause of one morph, and q = P(n >= V - U), the share of revocations that find no spare and so cost a second
-morph when the replacement comes; T/2: the half mini-batch that a revocation loses on average. The revocation of a spare
-costs nothing.
+p(n): chance that n nodes live. Each living node is revoked r times a second, b at once; each missing one is replaced
+after w seconds on average (both memoryless), so the stationary p follows from the balance of what crosses between n and
+n + 1; for b = 1 it is binomial, each node living for 1/(1 + r w) of the time, however long replacements take.
+
+T(n): T of the shape as long as n >= U, else that of the best shape for the n that live (of nodes of average size). h:
+revocations a second that hit one of the nodes in use; each ends the mini-batch under way and costs a pause c, which
+begins anew if another one comes. So training goes on for exp(-h c) of the time, and x/(exp(x) - 1) of it counts: half
+a mini-batch is lost each time where these are short, everything where none is ever completed. g: replacements a second
+that a faster shape can use; they are taken in between mini-batches, with one pause for all, so
+T'(n) = T(n) + c (1 - exp(-g T'(n) exp(h c))).
 """
 
 from __future__ import annotations
@@ -21,18 +25,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from morph.contract.errors import PlanError
 
 ObjectiveName = Literal["examples_per_s", "usd_per_example", "progress"]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 Price = float | Mapping[int, float]
 Shape = tuple[int, int]
 """(P, D)"""
 
 PAUSE_S = 1.0
 REPLACEMENT_S = 120.0
-_TAIL = 1e-4
+_TAIL = 1e-7
+"""Numbers of living nodes less likely than this are left out."""
+_MOST_FALLBACKS = 128
+_LARGE = 1e200
 
 
 class Objective(Protocol):
@@ -78,17 +91,58 @@ class Cheapest:
 
 @dataclass(frozen=True)
 class Revocations:
-    """How often nodes are taken, and what that costs."""
+    """How often nodes are taken, and what that costs.
+
+    Args:
+        per_hour: How often each living node is revoked.
+        pause_s: What a morph stops training for.
+        replacement_s: From the revocation of a node until another one has taken its place.
+        together: How many nodes one revocation takes, or all that live if those are fewer.
+    """
 
     per_hour: float
     pause_s: float = PAUSE_S
     replacement_s: float = REPLACEMENT_S
+    together: int = 1
 
     def __post_init__(self) -> None:
         values = {"revocations_per_hour": self.per_hour, "pause_s": self.pause_s, "replacement_s": self.replacement_s}
         for field, value in values.items():
             if not (math.isfinite(value) and value >= 0):
                 raise PlanError("is out of range", field=field, value=value, allowed="0 or more")
+        if self.together < 1:
+            raise PlanError("is out of range", field="revoked_together", value=self.together, allowed="1 or more")
+
+    def living(self, num_nodes: int) -> Floats:
+        """Chances that 0, 1, ..., ``num_nodes`` nodes live, in the long run: float64[V + 1].
+
+        What comes from above across the line between n and n + 1 is what goes up across it:
+        p(n) (V - n)/w = sum over k = n + 1 to n + b of p(k) k r/b.
+        """
+        gone = self.per_hour / 3600 * self.replacement_s / self.together
+        chances, falls = np.zeros(num_nodes + 1), np.zeros(num_nodes + 1)  # falls: p(k) k r w / b
+        chances[num_nodes], falls[num_nodes] = 1.0, num_nodes * gone
+        for number in range(num_nodes - 1, -1, -1):
+            chances[number] = falls[number + 1 : number + 1 + self.together].sum() / (num_nodes - number)
+            falls[number] = chances[number] * number * gone
+            if chances[number] > _LARGE:
+                chances, falls = chances / _LARGE, falls / _LARGE
+        normed: Floats = chances / chances.sum()
+        return normed
+
+
+@dataclass(frozen=True)
+class _Living:
+    """Numbers n of living nodes that are likely enough, and of each its chance and what the best shape for it does.
+
+    ``used``: the fewest nodes with which it is as fast. ``grows``: whether one more node would make it faster.
+    """
+
+    numbers: Ints
+    chances: Floats
+    rates: Floats
+    used: Ints
+    grows: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -100,7 +154,7 @@ class MostProgress:
         revocations: Their rate and what they cost.
         num_nodes: V.
         num_used: U of a shape.
-        fallback: Examples per second of the best shape when so many nodes are missing.
+        fallback: Examples per second of the best shape when so many nodes are missing; 0: none fits.
     """
 
     batch_size: int
@@ -111,30 +165,65 @@ class MostProgress:
 
     def cost(self, shape: Shape, mini_batch_s: float) -> float:
         """Seconds per example, pauses included."""
-        return 1.0 / self.value(shape, mini_batch_s)
+        value = self.value(shape, mini_batch_s)
+        return 1.0 / value if value > 0 else math.inf
 
     def value(self, shape: Shape, mini_batch_s: float) -> float:
         """Examples per second, pauses included."""
-        given = self.revocations
-        used, per_s = self.num_used(shape), given.per_hour / 3600
-        spares, rate = self.num_nodes - used, self.batch_size / mini_batch_s
-        chances = poisson(self.num_nodes * per_s * given.replacement_s)
-        kept = sum(chances[: spares + 1])
-        reached = kept * rate + sum(
-            chance * min(rate, self.fallback(missing)) for missing, chance in enumerate(chances) if missing > spares
+        given, living, planned = self.revocations, self._living, self.num_used(shape)
+        numbers, per_s = living.numbers, given.per_hour / 3600
+        whole = numbers >= planned
+        rates = np.where(
+            whole, self.batch_size / mini_batch_s, np.minimum(self.batch_size / mini_batch_s, living.rates)
         )
-        without_spare = sum(chances[spares:])
-        lost_s = given.pause_s * (1 + without_spare) + mini_batch_s / 2
-        return reached / (1 + per_s * used * lost_s)
+        used = np.where(whole, planned, np.minimum(planned, living.used))
+        hits_per_s = per_s * _hit(numbers, used, given.together)
+        joins_per_s = np.zeros(len(numbers))
+        if given.replacement_s > 0:
+            joins_per_s = np.where(living.grows & ~whole, (self.num_nodes - numbers) / given.replacement_s, 0.0)
+        training = rates > 0
+        trained_s = self.batch_size / np.where(training, rates, 1.0)
+        share = np.exp(-hits_per_s * given.pause_s)
+        step_s = trained_s
+        for _ in range(2):  # the more pauses, the longer a step, the more nodes join during it
+            elapsed_s = step_s / np.maximum(share, 1e-300)
+            step_s = trained_s + given.pause_s * -np.expm1(-joins_per_s * elapsed_s)
+        steps = np.clip(hits_per_s * step_s, 1e-12, 700.0)
+        kept = share * steps / np.expm1(steps)
+        return float((living.chances * np.where(training, self.batch_size / step_s * kept, 0.0)).sum())
+
+    @cached_property
+    def _living(self) -> _Living:
+        chances = self.revocations.living(self.num_nodes)
+        likely = np.flatnonzero(chances >= _TAIL)
+        numbers = np.arange(likely[0], min(self.num_nodes, likely[-1] + 1) + 1)
+        asked = np.unique(np.linspace(numbers[0], numbers[-1], min(len(numbers), _MOST_FALLBACKS)).round().astype(int))
+        known = [self.fallback(self.num_nodes - number) if number else 0.0 for number in asked.tolist()]
+        rates = np.maximum.accumulate(np.interp(numbers, asked, known))
+        return _Living(
+            numbers=numbers,
+            chances=chances[numbers],
+            rates=rates,
+            used=numbers[np.searchsorted(rates, rates)],
+            grows=np.append(rates[1:] > rates[:-1], False),
+        )
 
 
-def poisson(mean: float) -> list[float]:
-    """Chances of 0, 1, 2, ... events, until less than 1 in 10,000 is left, which the last one takes."""
-    chances = [math.exp(-mean)]
-    while 1 - sum(chances) > _TAIL and len(chances) < 1000:
-        chances.append(chances[-1] * mean / len(chances))
-    chances[-1] += max(0.0, 1 - sum(chances))
-    return chances
+def _hit(living: Ints, used: Ints, together: int) -> Floats:
+    """Revocations that take one of the ``used`` nodes, over those of one node.
+
+    n ``living`` nodes are revoked n/b times as often as one, b at once; 1 - C(n - used, b)/C(n, b) of that hits.
+    """
+    log_factorials = np.concatenate([np.zeros(1), np.cumsum(np.log(np.arange(1, int(living.max()) + 1)))])
+    spared = living - used - together
+
+    def at(numbers: Ints) -> Floats:
+        found: Floats = log_factorials[np.maximum(0, numbers)]
+        return found
+
+    missed = np.exp(at(living - used) - at(spared) - at(living) + at(living - together))
+    hits: Floats = living / together * (1 - np.where(spared >= 0, missed, 0.0))
+    return hits
 
 
 def usd_per_h_of(price: Price, used_sizes: Mapping[int, int]) -> float:

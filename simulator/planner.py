@@ -91,6 +91,7 @@ def plan(
     revocations_per_hour: float | None = None,
     pause_s: float = PAUSE_S,
     replacement_s: float = REPLACEMENT_S,
+    revoked_together: int = 1,
 ) -> PlanChoice:
     """Find the best shape for so many GPUs.
 
@@ -119,6 +120,7 @@ def plan(
         revocations_per_hour: How often a node is revoked; for "progress".
         pause_s: What a morph stops training for; for "progress".
         replacement_s: From the revocation of a node until another one has taken its place; for "progress".
+        revoked_together: How many nodes one revocation takes at once; for "progress".
 
     Raises:
         PlanError: naming the argument and what would do, for example the least number of GPUs.
@@ -135,7 +137,7 @@ def plan(
         jitter_seed=jitter_seed,
         num_draws=num_draws,
     )
-    aim = Aim(objective, usd_per_gpu_hour, revocations_per_hour, pause_s, replacement_s)
+    aim = Aim(objective, usd_per_gpu_hour, revocations_per_hour, pause_s, replacement_s, revoked_together)
     sweep = Sweep(profile, schedule, memory_bytes, micro_batch_size, conditions, recompute=recompute)
     fastest = objective == "examples_per_s" and num_replicas is None
     shapes = _shapes(sweep, gpus, pipeline_depth, num_replicas, smaller=not fastest)

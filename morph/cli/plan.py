@@ -94,6 +94,10 @@ def plan_command(
         float | None,
         typer.Option("--replacement-s", help="Until a revoked node is replaced, for progress. Default: 120."),
     ] = None,
+    revoked_together: Annotated[
+        int | None,
+        typer.Option("--revoked-together", help="Nodes that one revocation takes at once, for progress. Default: 1."),
+    ] = None,
     jitter_seed: Annotated[
         int | None, typer.Option("--jitter-seed", help="Judge the shapes in the running with times drawn at random.")
     ] = None,
@@ -132,6 +136,7 @@ def plan_command(
             "--revocations-per-hour": revocations_per_hour,
             "--pause-s": pause_s,
             "--replacement-s": replacement_s,
+            "--revoked-together": revoked_together,
             "--jitter-seed": jitter_seed,
             "--draws": draws,
             "-o": output,
@@ -161,6 +166,7 @@ def plan_command(
             "revocations_per_hour": revocations_per_hour,
             "pause_s": pause_s,
             "replacement_s": replacement_s,
+            "revoked_together": revoked_together,
         }
         figures |= {"usd_per_gpu_hour": priced, "jitter_seed": jitter_seed, "num_draws": draws}
         choice = _choice(measured, numbers, shared | {"objective": objective.objective}, figures)
@@ -204,6 +210,7 @@ def _numbers(given: dict[str, Any]) -> range | None:
         ("--revocations-per-hour", "--objective progress"),
         ("--pause-s", "--objective progress"),
         ("--replacement-s", "--objective progress"),
+        ("--revoked-together", "--objective progress"),
     ]:
         require(given, option, other)
     return numbers

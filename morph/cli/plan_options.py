@@ -70,6 +70,7 @@ def options(profile: Path, m: int | None) -> dict[str, tuple[str, str]]:
         "revocations_per_hour": "--revocations-per-hour",
         "pause_s": "--pause-s",
         "replacement_s": "--replacement-s",
+        "revoked_together": "--revoked-together",
     }
     return {field: (str(profile), name) for field, name in names.items()}
 

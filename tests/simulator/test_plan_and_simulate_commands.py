@@ -99,6 +99,8 @@ def test_other_objectives_show_their_value(profile: Path) -> None:
     steady = json.loads(_run("plan", profile, "--gpus", 6, *arguments, "--json"))
     assert 0 < steady["value"] < Plan.model_validate(steady["best"]).expected.examples_per_s
     assert "progress/s" in _run("plan", profile, "--gpus", 6, *arguments)
+    together = json.loads(_run("plan", profile, "--gpus", 6, *arguments, "--revoked-together", 3, "--json"))
+    assert together["value"] != steady["value"]
 
 
 def test_simulate_takes_nodes_slow_workers_and_a_late_all_reduce(profile: Path) -> None:
