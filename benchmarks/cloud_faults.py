@@ -4,7 +4,8 @@
 
 The controller, the thread that asks for VMs, Azure's SDK and the agents are real, over HTTP and TCP on loopback; the
 VMs are names, and time runs 20 times as fast for the controller. Each case checks by itself that the run has its VMs
-again and leaves nothing: tests/cloud/provider_faults.py and notice_faults.py, which tests/cloud/test_faults.py runs.
+again and leaves nothing: tests/cloud/provider_faults.py, ending_faults.py and notice_faults.py, which
+tests/cloud/test_faults.py runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.cloud import notice_faults, provider_faults
+from tests.cloud import ending_faults, notice_faults, provider_faults
 from tests.providers.fake_arm import served
 
 SHORTER = (
@@ -39,7 +40,8 @@ def sentence(told: list[str]) -> str:
 
 def main() -> None:
     begin_s, failed = time.monotonic(), 0
-    for title, cases in (("the provider", provider_faults.CASES), ("notices", notice_faults.CASES)):
+    tables = {"the provider": provider_faults.CASES, "an end": ending_faults.CASES, "notices": notice_faults.CASES}
+    for title, cases in tables.items():
         print(f"| fault of {title} | what Morph did |\n|---|---|")
         for name, play in cases.items():
             with served() as arm, tempfile.TemporaryDirectory(prefix="morph-faults-") as directory:
@@ -49,7 +51,7 @@ def main() -> None:
                     failed, did = failed + 1, f"**FAILED** {type(error).__name__}: {error}"
             print(f"| {name} | {did} |", flush=True)
         print()
-    count = len(provider_faults.CASES) + len(notice_faults.CASES)
+    count = sum(len(cases) for cases in tables.values())
     print(f"{count - failed} of {count} faults borne, nothing left; {time.monotonic() - begin_s:.0f} s")
     sys.exit(1 if failed else 0)
 

@@ -24,6 +24,7 @@ from manager.providers.provider import (
     Transient,
     Vm,
 )
+from manager.providers.reconcile import end_all
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,6 @@ TRIES = 5
 WAIT_S = 2.0
 WAIT_MAX_S = 120.0
 CLOSE_TIMEOUT_S = 10.0
-LEAVE_PATIENCE_S = 300.0
-"""How long ending the VMs of a run is tried again where the provider fails."""
 ROOM_PATIENCE_S = 900.0
 """How long a request that was refused waits for VMs that are being ended: longer than a provider takes for that."""
 
@@ -58,7 +57,8 @@ class Provisioning:
         nodes: Nodes that the controller knows from another manager, whose VMs the provider lists.
         look_every_s: How often the provider is asked which VMs there are, for one may be taken while it boots; None:
             never.
-        close_timeout_s: How long ``close`` waits for a call that is under way.
+        close_timeout_s: How long ``close`` waits for a call that is under way before it ends the other VMs.
+        end_all: Ends every VM of the run, again where that may help.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Provisioning:
         nodes: Collection[str] = (),
         look_every_s: float | None = None,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
+        end_all: Callable[..., None] = end_all,
     ) -> None:
         self._provider = provider
         self._inbox = inbox
@@ -79,6 +80,7 @@ class Provisioning:
         self._pause = pause or self._over.wait
         self._book = VmBook()
         self._close_timeout_s = close_timeout_s
+        self._end_all = end_all
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
         self._nodes = frozenset(nodes)
         self._counting, self._adopting = threading.Lock(), threading.Lock()
@@ -135,9 +137,9 @@ class Provisioning:
             self._end(self._book.give_up(gone, self._nodes))
 
     def close(self) -> None:
-        """Ask for nothing any more, and end every VM of the run; blocks while a call is under way, for a bounded time.
+        """Ask for nothing any more, and end every VM of the run; blocks for a bounded time: see ``end_all``.
 
-        What cannot be ended in time is told as a fact, and to the user; ``reconcile`` finds it.
+        What cannot be ended in time is told by name, as a fact and to the user, with the command that ends it.
         """
         self._over.set()
         self._book.close()
@@ -146,26 +148,22 @@ class Provisioning:
         self._ends.stop()
         until_s = time.monotonic() + self._close_timeout_s
         if not self._asks.join(until_s):
-            sentence = f"a call to the provider did not end within {self._close_timeout_s:g} s"
-            self._fact("provider_busy", sentence)
-            log.warning("VMs of this run may be left: %s", sentence)
-            return
+            sentence = f"a call to the provider did not end within {self._close_timeout_s:g} s, and may make VMs"
+            self._warn("provider_busy", sentence + self._command())
         self._ends.join(until_s)  # an end that is still under way does not keep the others from theirs
-        until_s = time.monotonic() + LEAVE_PATIENCE_S
-        wait_s = WAIT_S
-        while True:
-            try:
-                self._provider.dismantle()
-                return
-            except Exception as error:  # whatever it is, the user must hear of it, and the rest be closed
-                asked_s = getattr(error, "retry_after_s", None) or wait_s
-                again = isinstance(error, Throttled | Transient) and time.monotonic() + asked_s < until_s
-                if not again:
-                    self._fact("vms_left", str(error))
-                    log.warning("VMs of this run may be left: %s", error)
-                    return
-                time.sleep(asked_s)
-                wait_s = min(2 * wait_s, WAIT_MAX_S)
+        try:
+            self._end_all(self._provider, told=lambda sentence: self._warn("provider_retried", sentence))
+        except Exception as error:  # whatever it is, the user must hear of it, and the rest be closed
+            self._warn("vms_left", f"{error}{self._command()}")
+
+    def _command(self) -> str:
+        """What the user can do about VMs that are left."""
+        command = self._provider.capabilities().ending
+        return f"; what ends them: {command}" if command else ""
+
+    def _warn(self, name: str, sentence: str) -> None:
+        self._fact(name, sentence)
+        log.warning("VMs of this run may be left: %s", sentence)
 
     def _failed(self, error: Exception) -> None:
         self._fact("provider_failed", f"{type(error).__name__}: {error}")  # a bug, or a provider's own error
@@ -189,11 +187,11 @@ class Provisioning:
         nodes, requests = self._inherited
         with self._told("provider_silent"):
             strays = self._book.adopt(self._listed(), nodes, requests)
+            self._inherited = None  # one that cannot be ended is nobody's from now on, and no reason not to look
             if strays:
                 self._provider.delete([vm.name for vm in strays])
             for vm in strays:
                 self._fact("vm_reconciled", f"{vm.name} of {vm.request} was left by an earlier manager: ended")
-            self._inherited = None
 
     def _look(self) -> None:
         """Tell of VMs that were taken, or ended, behind our back: those that two looks in a row did not find.

@@ -7,30 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from azure.core.exceptions import ResourceNotFoundError
-
-from manager.providers.azure_errors import translating
+from manager.providers.azure_errors import SizeRefused, translating
+from manager.providers.azure_group import Bounds, Group, Identity, NotInTime
 from manager.providers.azure_operations import Operations
-from manager.providers.azure_spec import (
-    DEVICES_TAG,
-    JOB_TAG,
-    REQUEST_TAG,
-    RUN_TAG,
-    AzureSize,
-    AzureSpec,
-    scale_set_body,
-    scale_set_name,
-    vm_body,
-)
-from manager.providers.azure_times import paid_since_s
+from manager.providers.azure_spec import AzureSize, AzureSpec, vm_body
 from manager.providers.provider import (
     Capabilities,
+    CapacityShort,
+    Misconfigured,
     Price,
     QuotaExceeded,
     Refused,
@@ -40,25 +29,9 @@ from manager.providers.provider import (
 )
 
 Offer = tuple[AzureSize, str | None]
-STOP_WITHIN_S = 0.5
-ENDED = ("succeeded", "failed", "canceled")
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """How long to wait, in seconds. ``poll_s``: between two looks at an operation, where Azure names no time."""
-
-    make_s: float = 900.0
-    delete_s: float = 600.0
-    poll_s: float = 5.0
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Whose VMs they are: the tags."""
-
-    run: str
-    job: str
+BEING_MADE = ("accepted", "creating")
+LOST = ("failed", "canceled", "deleting")
+"""Nothing comes of it. In any state besides a VM is there: Azure may be updating or moving it."""
 
 
 @dataclass(eq=False)
@@ -84,6 +57,7 @@ class AzureProvider:
         custom_data: The encoded cloud-config for a VM of this name, with so many devices.
         find_price: The price of one hour of a size whose price the user does not give; None when it is not known.
         bounds: How long to wait.
+        ending: The command that ends what is left of the run.
     """
 
     def __init__(
@@ -96,18 +70,20 @@ class AzureProvider:
         *,
         find_price: Callable[[AzureSize], float | None] = lambda _size: None,
         bounds: Bounds | None = None,
+        ending: str = "",
     ) -> None:
         self._machines = client.virtual_machines
-        self._sets = client.virtual_machine_scale_sets
         self._spec = spec
         self._identity = identity
         self._operations = operations
         self._custom_data = custom_data
         self._find_price = find_price
         self._bounds = bounds or Bounds()
+        self.group = Group(client, spec, identity, self._bounds, self._usd_per_h)
+        self._ending = ending
         self._has_set = False
+        self._taken: frozenset[str] = frozenset()
         self._price: Price | None = None
-        self._stopped = threading.Event()
 
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
         """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size.
@@ -117,15 +93,19 @@ class AzureProvider:
         answer = self._operations.answer(request)
         if answer is not None:
             return tuple(vm for vm in self.list() if vm.name in answer)
-        self._make_set()
+        if not self._has_set:
+            self.group.make_set()
+            self._has_set = True
         until_s = time.monotonic() + self._bounds.make_s
         most = count if max_vms is None else max_vms
-        found = [(vm, state) for vm, state in self._found() if vm.request == request]
+        found = self._of(request)
+        there = {vm.name: vm.num_devices for vm, state in found if state not in (*BEING_MADE, *LOST)}
+        making = [_Making(vm.name, [], vm.num_devices) for vm, state in found if state in BEING_MADE]
         states = {vm.name: state for vm, state in found}
-        there = {vm.name: vm.num_devices for vm, state in found if state == "succeeded"}
-        making = [_Making(vm.name, [], vm.num_devices) for vm, state in found if state not in ENDED]
         refused: list[Refused] = []
         for num_devices in self._spec.turns(count, most):
+            if time.monotonic() >= until_s:
+                break
             known = there | {one.name: one.num_devices for one in making}
             num_vms = max(0, min(-(-(count - sum(known.values())) // num_devices), most - len(known)))
             free = (index for index in itertools.count() if vm_name(request, index) not in known)
@@ -137,11 +117,9 @@ class AzureProvider:
             there |= {one.name: one.num_devices for one in making if one not in given_up}
             refused += [one.error for one in given_up if one.error is not None]
             making = []
-        found = [(vm, state) for vm, state in self._found() if vm.request == request]
-        made = tuple(vm for vm, state in found if state == "succeeded")
-        for vm, state in found:
-            if state != "succeeded":
-                self._discard(vm.name, until_s)
+        found = self._of(request)
+        made = tuple(vm for vm, state in found if state not in (*BEING_MADE, *LOST))
+        self.group.begin_ends([vm.name for vm, _ in found if vm not in made])  # nobody waits for them any more
         if not made:
             evicted = Transient(f"{request}: its VMs were made and are gone")
             raise next((error for error in refused if isinstance(error, QuotaExceeded)), [*refused, evicted][0])
@@ -150,31 +128,23 @@ class AzureProvider:
 
     def list(self) -> tuple[Vm, ...]:
         """See ``Provider``."""
-        return tuple(vm for vm, _ in self._found())
+        return tuple(vm for vm, _ in self.group.look().vms)
 
     def delete(self, names: Sequence[str]) -> None:
         """See ``Provider``: blocks until Azure says that they are gone."""
-        until_s = time.monotonic() + self._bounds.delete_s
-        pollers = [(vm.name, self._begin_delete(vm.name)) for vm in self.list() if vm.name in names]
-        for name, poller in pollers:
+        ours = [vm.name for vm in self.list() if vm.name in names]
+        for name in ours:
             self._operations.ended(name)
-            if poller is not None:
-                self._wait(poller, f"the end of {name}", until_s, always=True)
+        self.group.end(ours, time.monotonic() + self._bounds.delete_s)
 
     def stop(self) -> None:
         """See ``Provider``: Azure goes on with what was begun, and the VM is listed."""
-        self._stopped.set()
+        self.group.stopped.set()
 
     def dismantle(self) -> None:
         """See ``Provider``: the scale set too; one that is not there is no error."""
-        self.delete([vm.name for vm in self.list()])
-        until_s = time.monotonic() + self._bounds.delete_s
-        with translating("the end of the scale set"), contextlib.suppress(ResourceNotFoundError):
-            poller = self._sets.begin_delete(
-                self._spec.resource_group, scale_set_name(self._identity.run), polling_interval=self._bounds.poll_s
-            )
-            self._wait(poller, "the end of the scale set", until_s, always=True)
         self._has_set = False
+        self.group.end_all(time.monotonic() + self._bounds.delete_s)
 
     def price(self) -> Price | None:
         """See ``Provider``. A size without a price makes the whole unknown."""
@@ -190,62 +160,21 @@ class AzureProvider:
 
     def capabilities(self) -> Capabilities:
         """See ``Provider``."""
-        return Capabilities(spot=self._spec.spot, zones=self._spec.zones, notices="azure")
+        return Capabilities(spot=self._spec.spot, zones=self._spec.zones, notices="azure", ending=self._ending)
 
     def simulate_eviction(self, name: str) -> None:
         """Have Azure evict a spot VM as if it needed the room: for trying things out."""
         with translating(f"the eviction of {name}"):
             self._machines.simulate_eviction(self._spec.resource_group, name)
 
-    def _found(self) -> Sequence[tuple[Vm, str]]:
-        """Every VM with this run's tag, and its provisioning state in small letters."""
-        answered: list[str | None] = [None]
-
-        def note(response: Any) -> None:
-            answered[0] = response.http_response.headers.get("Date")
-
-        with translating("the list of VMs"):
-            try:
-                machines = [*self._machines.list(self._spec.resource_group, raw_response_hook=note)]
-            except ResourceNotFoundError:
-                return []
-        found, now_s = [], time.time()
-        sizes = {size.name: size for size in self._spec.sizes}
-        for machine in machines:
-            tags = machine.tags or {}
-            if tags.get(RUN_TAG) != self._identity.run or tags.get(JOB_TAG) != self._identity.job:
-                continue
-            size = machine.hardware_profile.vm_size if machine.hardware_profile else ""
-            size = str(getattr(size, "value", size) or "")  # an enumeration where the SDK knows the size
-            vm = Vm(
-                name=machine.name,
-                request=tags.get(REQUEST_TAG, ""),
-                zone=(machine.zones or ["unknown"])[0],
-                size=size,
-                usd_per_h=self._usd_per_h(sizes[size]) if size in sizes else None,
-                paid_since_s=paid_since_s(machine.time_created, answered[0], now_s),
-                num_devices=int(tags.get(DEVICES_TAG) or 1),
-            )
-            found.append((vm, str(machine.provisioning_state or "").lower()))
-        return found
-
     def _usd_per_h(self, size: AzureSize) -> float | None:
         return size.usd_per_h if size.usd_per_h is not None else self._find_price(size)
 
-    def _make_set(self) -> None:
-        if self._has_set:
-            return
-        body = scale_set_body(self._spec, self._identity.run, self._identity.job)
-        until_s = time.monotonic() + self._bounds.make_s
-        with translating("the scale set"):
-            poller = self._sets.begin_create_or_update(
-                self._spec.resource_group,
-                scale_set_name(self._identity.run),
-                body,
-                polling_interval=self._bounds.poll_s,
-            )
-        self._wait(poller, "the scale set", until_s)
-        self._has_set = True
+    def _of(self, request: str) -> Sequence[tuple[Vm, str]]:
+        """The VMs of a request, and their states."""
+        look = self.group.look()
+        self._taken = look.others
+        return [(vm, state) for vm, state in look.vms if vm.request == request]
 
     def _make(
         self, making: Sequence[_Making], request: str, states: dict[str, str], until_s: float
@@ -261,14 +190,13 @@ class AzureProvider:
 
     def _begin(self, one: _Making, request: str, state: str | None, until_s: float) -> None:
         """Begin to make a VM, or go on with what an earlier manager began."""
-        if state == "succeeded":
-            one.poller = None
+        if state in BEING_MADE:
+            one.poller = self._resumed(one)
             return
-        if state is not None and state not in ENDED:
-            one.poller = self._resumed(one, until_s)
-            return
-        if state is not None:
-            self._discard(one.name, until_s)
+        if one.name in self._taken:
+            raise Misconfigured(f"VM {one.name} is there without the tags of this run: it is left alone")
+        if state is not None:  # what is left of it has its name
+            self.group.end([one.name], until_s, always=False)
         one.offer = one.offers.pop(0)
         names = {"run": self._identity.run, "job": self._identity.job, "request": request}
         body = vm_body(self._spec, names, one.name, one.offer, self._custom_data(one.name, one.num_devices))
@@ -282,8 +210,8 @@ class AzureProvider:
             return
         self._operations.begun(one.name, one.poller.continuation_token())
 
-    def _resumed(self, one: _Making, until_s: float) -> Any:
-        """The operation of an earlier manager; None once the VM is there by other ways."""
+    def _resumed(self, one: _Making) -> Any:
+        """The operation of an earlier manager, or what looks at its VM where it was killed before it noted it."""
         token = self._operations.token(one.name)
         if token is not None:
             with contextlib.suppress(ValueError), translating(f"VM {one.name}"):  # ValueError: not such a token
@@ -294,61 +222,55 @@ class AzureProvider:
                     continuation_token=token,
                     polling_interval=self._bounds.poll_s,
                 )
-        while time.monotonic() < until_s:  # it was killed before it noted the token
-            state = {vm.name: state for vm, state in self._found()}.get(one.name, "failed")
-            if state in ENDED:
-                return None
-            if self._stopped.wait(self._bounds.poll_s):
-                break
-        raise Transient(f"VM {one.name} is still being made")
+        return _Watched(self.group, one.name, self._bounds.poll_s)
 
     def _round(self, making: Sequence[_Making], until_s: float) -> tuple[Sequence[_Making], Sequence[_Making]]:
-        """Wait for what was begun; returns those with a further offer, and those without, with their errors."""
+        """Wait for what was begun; returns those with a further offer, and those without, with their errors.
+
+        One that is not made in time is given up as if there were no such VM: it holds up nobody else's request.
+        """
         left: list[_Making] = []
         given_up: list[_Making] = []
+        remains: list[str] = []
         for one in making:
-            if one.poller is not None:
-                try:
-                    self._wait(one.poller, f"VM {one.name}", until_s)
-                except Refused as error:
-                    one.error = error
-                    self._discard(one.name, until_s)
+            try:
+                self.group.wait(one.poller, f"VM {one.name}", until_s)
+            except NotInTime:
+                one.error, one.offers = CapacityShort(f"VM {one.name}: not made within {self._bounds.make_s:g} s"), []
+            except Refused as error:
+                one.error = error
+                remains.append(one.name)
             self._operations.ended(one.name)
             why, one.poller, one.error = one.error, None, None
             if why is None:
                 continue
-            if isinstance(why, QuotaExceeded) and one.offer is not None:  # no zone has another quota
+            if isinstance(why, QuotaExceeded | SizeRefused) and one.offer is not None:  # it is the same in all zones
                 one.offers = [offer for offer in one.offers if offer[0] != one.offer[0]]
             if one.offers:
                 left.append(one)
             else:
                 one.error = why
                 given_up.append(one)
+        self.group.end(remains, until_s, always=False)
         return left, given_up
 
-    def _discard(self, name: str, until_s: float) -> None:
-        """End a VM that failed: Azure keeps what is left of it under its name."""
-        poller = self._begin_delete(name)
-        if poller is not None:
-            self._wait(poller, f"the end of {name}", until_s)
 
-    def _begin_delete(self, name: str) -> Any:
-        with translating(f"the end of {name}"):
-            try:
-                return self._machines.begin_delete(
-                    self._spec.resource_group, name, force_deletion=True, polling_interval=self._bounds.poll_s
-                )
-            except ResourceNotFoundError:
-                return None
+class _Watched:
+    """Stands for an operation of which nothing is known but its VM: done once that is not being made any more."""
 
-    def _wait(self, poller: Any, what: str, until_s: float, *, always: bool = False) -> None:
-        """Wait for an operation; unless ``always``, no longer than until ``stop``."""
-        with translating(what), contextlib.suppress(ResourceNotFoundError):  # it was there and is gone
-            while not poller.done():
-                left_s = until_s - time.monotonic()
-                if left_s <= 0:
-                    raise Transient(f"{what}: not done in time")
-                if self._stopped.is_set() and not always:
-                    raise Transient(f"{what}: not waited for any more")
-                poller.wait(min(left_s, STOP_WITHIN_S))
-            poller.result(0)
+    def __init__(self, group: Group, name: str, every_s: float) -> None:
+        self._group, self._name, self._every_s = group, name, every_s
+        self._look_at_s, self._done = 0.0, False
+
+    def done(self) -> bool:
+        if not self._done and (now_s := time.monotonic()) >= self._look_at_s:
+            self._look_at_s = now_s + self._every_s
+            states = {vm.name: state for vm, state in self._group.look().vms}
+            self._done = states.get(self._name) not in BEING_MADE
+        return self._done
+
+    def wait(self, timeout_s: float) -> None:
+        self._group.stopped.wait(min(timeout_s, self._every_s))
+
+    def result(self, _timeout_s: float) -> None:
+        """Nothing: the VM says by itself whether it was made."""

@@ -62,8 +62,10 @@ def retail_price(location: str, size: str, *, spot: bool, url: str = PRICES_URL)
     for _ in range(MAX_PAGES):
         try:
             answer = fetch(page, timeout_s=TIMEOUT_S)
-            document = json.loads(answer.body) if answer.status == 200 else {}
-            figures += [float(item["retailPrice"]) for item in document.get("Items", []) if _fits(item, spot)]
+            if answer.status != 200:  # the highest price may stand on the page that is missing
+                return None
+            document = json.loads(answer.body)
+            figures += [float(item["retailPrice"]) for item in document["Items"] if _fits(item, spot)]
         except (HttpFailed, ValueError, TypeError, KeyError, AttributeError):
             return None
         page = document.get("NextPageLink") or ""

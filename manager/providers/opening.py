@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from manager.providers.azure_prices import RetailPrices, retail_price
@@ -36,14 +37,20 @@ def azure_price(spec: AzureSpec) -> Price | None:
     return Price(usd_per_h=max(known), source="Azure's retail price list" if theirs else "the cluster file")
 
 
-def open_azure(spec: AzureSpec, name: RunName, run_dir: Path, start: NodeStart) -> Provider:
-    """Open the provider of a run's VMs on Azure; nothing is asked yet.
+def ending_command(path: Path, name: RunName) -> str:
+    """Return the command that ends what is left of a run; ``path``: the cloud file, or the file of hosts."""
+    return shlex.join(["morph", "cloud", "reconcile", str(path), "--run", name.run, "--job", name.job])
+
+
+def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start: NodeStart) -> Provider:
+    """Open the provider of a run's VMs on Azure; nothing is asked yet. ``path``: the cloud file.
 
     Raises:
         ProviderError: what an earlier manager noted in the run directory is damaged.
     """
-    from manager.providers.azure import AzureProvider, Identity
+    from manager.providers.azure import AzureProvider
     from manager.providers.azure_client import azure_client
+    from manager.providers.azure_group import Identity
     from manager.providers.azure_operations import Operations
 
     return AzureProvider(
@@ -53,10 +60,12 @@ def open_azure(spec: AzureSpec, name: RunName, run_dir: Path, start: NodeStart) 
         Operations(run_dir / OPERATIONS_NAME),
         lambda node, num_devices: custom_data(cloud_init(start, node, "azure", num_devices)),
         find_price=RetailPrices(spec),
+        ending=ending_command(path, name),
     )
 
 
-def open_static(hosts: Hosts, folder: Path, name: RunName, start: NodeStart) -> Provider:
-    """Open the provider of hosts; ``folder``: that of the file of hosts, to which its paths are relative."""
+def open_static(hosts: Hosts, path: Path, name: RunName, start: NodeStart) -> Provider:
+    """Open the provider of hosts; ``path``: the file of hosts, to whose folder its paths are relative."""
     spec = StaticSpec(command=static_node(start), **dict(hosts))
-    return StaticProvider(spec, name.run, folder / hosts.leases, secret_of(start))
+    leases, secret = path.parent / hosts.leases, secret_of(start)
+    return StaticProvider(spec, name.run, leases, secret, ending=ending_command(path, name))

@@ -5,7 +5,7 @@ ProviderError
 │   ├── QuotaExceeded  the account may have no more
 │   └── CapacityShort  there are none of them now
 ├── Throttled          the same call again, after ``retry_after_s``
-├── Transient          the same call again, soon
+├── Transient          the same call again, soon, or after ``retry_after_s``
 └── Misconfigured      fix the input
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from pydantic import Field
@@ -26,7 +26,11 @@ NAME_CHARACTERS = 48
 
 
 class ProviderError(MorphError):
-    """A provider did not do what it was asked."""
+    """A provider did not do what it was asked; ``retry_after_s``: how long it asks to wait, None: it does not say."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
 
 
 class Refused(ProviderError):
@@ -42,11 +46,7 @@ class CapacityShort(Refused):
 
 
 class Throttled(ProviderError):
-    """Too many calls; ``retry_after_s``: how long the provider asks to wait, None when it does not say."""
-
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        self.retry_after_s = retry_after_s
-        super().__init__(message)
+    """Too many calls."""
 
 
 class Transient(ProviderError):
@@ -54,7 +54,22 @@ class Transient(ProviderError):
 
 
 class Misconfigured(ProviderError):
-    """Something that the user gave is wrong: an account, a name, a right."""
+    """Something that the user gave is wrong: an account, a name, a right, a lock."""
+
+
+AGAIN = (Throttled, Transient)
+"""What the same call may mend."""
+
+
+def not_ended(left: Mapping[str, ProviderError]) -> ProviderError:
+    """Return the error for what could not be ended, by name: Transient where for one of them another try may help."""
+    text = "; ".join(f"{name} is left: {error}" for name, error in sorted(left.items()))
+    again = [error for error in left.values() if isinstance(error, AGAIN)]
+    if not again:
+        return Misconfigured(text)
+    return Transient(
+        text, max((error.retry_after_s for error in again if error.retry_after_s is not None), default=None)
+    )
 
 
 class Vm(Value):
@@ -91,6 +106,7 @@ class Capabilities(Value):
     zones: tuple[str, ...] = ()
     max_vms: int | None = Field(default=None, ge=0, description="None: not known beforehand")
     notices: str = Field(default="", description="name of the notice source on its VMs; empty: none")
+    ending: str = Field(default="", description="the command that ends what a run left; empty: nothing can be left")
 
 
 class Provider(Protocol):
@@ -98,6 +114,7 @@ class Provider(Protocol):
 
     Calls block, for a bounded time. One thread at a time calls ``request``; others may make the other calls meanwhile,
     several of them at once, too, but end no VM of a request that is under way, except for its end with ``stop``.
+    An answer that does not say which VMs there are is an error, and never "none".
     """
 
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
@@ -115,16 +132,30 @@ class Provider(Protocol):
         """
 
     def list(self) -> tuple[Vm, ...]:
-        """Return every VM of this run that exists or is being made, also those that another manager asked for."""
+        """Return every VM of this run that exists or is being made, also those that another manager asked for.
+
+        Raises:
+            ProviderError: which VMs there are is not known.
+        """
 
     def delete(self, names: Sequence[str]) -> None:
-        """End VMs and all that belongs to them; one that is not there, or not of this run, is passed over."""
+        """End VMs and all that belongs to them; one that is not there, or not of this run, is passed over.
+
+        Every end is begun before any is waited for.
+
+        Raises:
+            ProviderError: naming those that are left; the others are ended.
+        """
 
     def stop(self) -> None:
         """Have a request that is under way in another thread give up soon; what came of it is still listed."""
 
     def dismantle(self) -> None:
-        """End every VM of this run, and whatever was made beside them; called twice it changes nothing."""
+        """End every VM of this run, and whatever was made beside them; called twice it changes nothing.
+
+        Raises:
+            ProviderError: naming what is left; the rest is ended.
+        """
 
     def price(self) -> Price | None:
         """Return the price of one VM, the dearest that may come; None when it is not known."""

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count as numbers
 from pathlib import Path
@@ -14,9 +15,22 @@ from typing import Protocol, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from manager.providers.provider import Capabilities, CapacityShort, Misconfigured, Price, Transient, Vm, vm_name
+from manager.providers.provider import (
+    Capabilities,
+    CapacityShort,
+    Misconfigured,
+    Price,
+    ProviderError,
+    Transient,
+    Vm,
+    not_ended,
+    vm_name,
+)
 from manager.providers.ssh import SshHost, Unanswered, end_script, run_ssh, start_script
 from morph.contract.base import Value
+
+MAX_AT_ONCE = 32
+"""Hosts whose nodes are ended at the same time."""
 
 
 class Hosts(Value):
@@ -84,16 +98,25 @@ class StaticProvider:
         leases_path: The file with the leases.
         secret: Given to a node on its standard input.
         shell: Runs a line on a host.
+        ending: The command that ends what is left of the run.
     """
 
     def __init__(
-        self, spec: StaticSpec, run: str, leases_path: Path, secret: str = "", shell: Shell | None = None
+        self,
+        spec: StaticSpec,
+        run: str,
+        leases_path: Path,
+        secret: str = "",
+        shell: Shell | None = None,
+        *,
+        ending: str = "",
     ) -> None:
         self._spec = spec
         self._run = run
         self._path = leases_path
         self._secret = secret
         self._shell: Shell = shell or run_ssh
+        self._ending = ending
         self._stopped = threading.Event()
         self._hosts = {f"{host.address}:{host.port}": host for host in spec.hosts}
 
@@ -142,19 +165,18 @@ class StaticProvider:
 
     def delete(self, names: Sequence[str]) -> None:
         """See ``Provider``: a host is given back once its node has ended; one that is not reached stays leased."""
-        failed: list[str] = []
-        for key, vm in self._ours().items():
-            if vm.name not in names:
-                continue
-            try:
-                if key in self._hosts:
-                    self._shell(self._hosts[key], end_script(vm.name))
-            except Transient as error:
-                failed.append(str(error))
-                continue
-            self._give_back(key, vm)
-        if failed:
-            raise Transient("; ".join(failed))
+        ours = {key: vm for key, vm in self._ours().items() if vm.name in names}
+        if not ours:
+            return
+        with ThreadPoolExecutor(MAX_AT_ONCE) as pool:  # one that does not answer keeps none of the others
+            ends = {vm.name: pool.submit(self._end, key, vm) for key, vm in ours.items()}
+        raised = {name: end.exception() for name, end in ends.items()}
+        left = {name: error for name, error in raised.items() if isinstance(error, ProviderError)}
+        for error in raised.values():
+            if error is not None and not isinstance(error, ProviderError):
+                raise error
+        if left:
+            raise not_ended(left)
 
     def stop(self) -> None:
         """See ``Provider``: the host that is being started is the last one."""
@@ -171,7 +193,7 @@ class StaticProvider:
 
     def capabilities(self) -> Capabilities:
         """See ``Provider``."""
-        return Capabilities(spot=False, max_vms=len(self._hosts))
+        return Capabilities(spot=False, max_vms=len(self._hosts), ending=self._ending)
 
     def _start(self, key: str, vm: Vm) -> None:
         host = self._hosts[key]
@@ -180,6 +202,13 @@ class StaticProvider:
         for name, value in known.items():
             command = [part.replace(name, value) for part in command]
         self._shell(host, start_script(vm.name, command), self._secret)
+
+    def _end(self, key: str, vm: Vm) -> None:
+        """End a node and give its host back."""
+        if key not in self._hosts:
+            raise Misconfigured(f"{key} is not in the file of hosts any more, and the node may run there")
+        self._shell(self._hosts[key], end_script(vm.name))
+        self._give_back(key, vm)
 
     def _ended(self, key: str, vm: Vm) -> bool:
         """Whether a node that may have started is ended for sure."""
@@ -228,6 +257,8 @@ class StaticProvider:
                 leases = _LEASES.validate_json(self._path.read_bytes()) if self._path.exists() else {}
             except ValidationError as error:
                 raise Misconfigured(f"{self._path} holds no leases; remove it once no run uses its hosts") from error
+            except OSError as error:  # who has which host is not known
+                raise Transient(f"{self._path} cannot be read: {error.strerror}") from error
             yield leases, self._write
 
     def _write(self, leases: dict[str, Lease]) -> None:

@@ -47,15 +47,15 @@ def dry_run_command(
 
 @cloud_app.command("reconcile")
 def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
-    """End every VM that a run left on a cloud, and its scale set, or on hosts. Calling it twice changes nothing.
+    """End every VM that a run left on a cloud, and its scale set, or on hosts; nothing else, whatever its name.
 
-    RUN_DIR/vms.json holds both names.
+    RUN_DIR/vms.json holds both names. Where nothing of that run is there, a name may be misspelt: exit status 1.
 
     \b
     Example:
       morph cloud reconcile configs/clouds/azure.yaml --run my-run --job my-job
     """
-    from manager.providers.provider import ProviderError
+    from manager.providers.provider import AGAIN, ProviderError
     from morph.cli.cluster_file import read_yaml
     from morph.contract.errors import ClusterError
 
@@ -65,7 +65,7 @@ def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
             _end_on_hosts(file, run) if isinstance(data, dict) and "hosts" in data else _end_on_azure(file, run, job)
         )
     except ProviderError as error:
-        raise ClusterError(f"{error}; the same command goes on") from error
+        raise ClusterError(f"{error}; the same command goes on" if isinstance(error, AGAIN) else str(error)) from error
     for vm in ended:
         print(f"ended {vm.name} ({vm.request}, {vm.size}, zone {vm.zone})")
     print(f"{len(ended)} VMs of {run} were there; none is left")
@@ -81,13 +81,24 @@ def _end_on_azure(file: Path, run: str, job: str) -> tuple[Vm, ...]:
         from manager.providers.azure_ending import end_run
     except ImportError as error:
         raise ConfigError("needs the extra: pip install 'morph-train[azure]'", source=str(file)) from error
-    return end_run(spec, run, job)
+    return end_run(spec, run, job, told=_told)
 
 
 def _end_on_hosts(file: Path, run: str) -> tuple[Vm, ...]:
-    from manager.providers.reconcile import reconcile
+    from manager.providers.provider import Misconfigured
+    from manager.providers.reconcile import end_all
     from manager.providers.static import Hosts, StaticProvider, StaticSpec
     from morph.cli.cluster_file import load_yaml
 
     spec = StaticSpec(command=("false",), **dict(load_yaml(file, Hosts)))  # nothing is started
-    return reconcile(StaticProvider(spec, run, file.resolve().parent / spec.leases))
+    leases = file.resolve().parent / spec.leases
+    provider = StaticProvider(spec, run, leases)
+    leased = provider.list()
+    if not leased:
+        raise Misconfigured(f"{leases}: run {run} has no host: it was ended before, or its name is misspelt")
+    end_all(provider, told=_told)
+    return leased
+
+
+def _told(sentence: str) -> None:
+    print(sentence, flush=True)

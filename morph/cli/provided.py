@@ -59,9 +59,9 @@ class Cloud:
         if isinstance(described, AzureSpec):
             spec = azure_spec(described, vms.environment.image, vms.usd_per_h)
             elsewhere = "" if spec.resource_manager == PUBLIC_AZURE else spec.resource_manager
-            return Providing(lambda start: open_azure(spec, name, run_dir, start), elsewhere)
+            return Providing(lambda start: open_azure(spec, self.path, name, run_dir, start), elsewhere)
         hosts = described if vms.usd_per_h is None else described.at(vms.usd_per_h)
-        return Providing(lambda start: open_static(hosts, self.path.parent, name, start))
+        return Providing(lambda start: open_static(hosts, self.path, name, start))
 
 
 def load_cloud(cluster: ClusterConfig, source: Path) -> Cloud | None:

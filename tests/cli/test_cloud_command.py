@@ -22,6 +22,20 @@ def arm() -> Iterator[FakeArm]:
         yield fake
 
 
+def cloud_file(arm: FakeArm, directory: Path, monkeypatch: pytest.MonkeyPatch, **changes: str) -> Path:
+    """A cloud file of this Azure, whose client is that of the fake."""
+    spec = SPEC.model_copy(update=changes)
+
+    def client(subscription: str, **where: str | None) -> object:
+        assert where == {"base_url": spec.resource_manager, "authority": None}
+        return azure_client(subscription, credential=Credential(), base_url=arm.url, policies=[Line()])
+
+    monkeypatch.setattr(azure_ending, "azure_client", client)
+    path = directory / "azure.yaml"
+    path.write_text(spec.model_dump_json(), encoding="utf-8")  # JSON is YAML
+    return path
+
+
 def morph(*arguments: object) -> tuple[int, str]:
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return done.exit_code, done.output
@@ -60,25 +74,61 @@ def test_a_mistake_in_the_file_is_one_line_that_names_it(tmp_path: Path, old: st
 def test_reconcile_ends_what_a_run_left_and_nothing_else(
     arm: FakeArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = cloud_file(arm, tmp_path, monkeypatch)
     provider(arm, tmp_path).request("a", 2)
     provider(arm, tmp_path, run="another").request("b", 1)
-
-    def client(subscription: str, **where: str | None) -> object:
-        assert where == {"base_url": SPEC.resource_manager, "authority": None}
-        return azure_client(subscription, credential=Credential(), base_url=arm.url, policies=[Line()])
-
-    monkeypatch.setattr(azure_ending, "azure_client", client)
-    path = tmp_path / "azure.yaml"
-    path.write_text(SPEC.model_dump_json(), encoding="utf-8")  # JSON is YAML
     arm.faults = [Fault("GET", "virtualMachines", 503)]
     code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
     assert code == 1
     assert "the same command goes on" in output
-    for left in ("2 VMs of tiny-1 were there", "0 VMs of tiny-1 were there"):
-        code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
-        assert (code, left in output) == (0, True)
+    code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
+    assert (code, "2 VMs of tiny-1 were there; none is left" in output) == (0, True)
+    for run, job in (("tiny-1", "tiny"), ("anothre", "tiny"), ("another", "tinny")):
+        code, output = morph("cloud", "reconcile", path, "--run", run, "--job", job)
+        assert (code, "none is left" in output) == (1, False), output
+        assert f"nothing in resource group train has the tags of run {run} of job {job}" in output
+        assert "runs whose VMs are there: another of job tiny" in output
     assert set(arm.machines) == {"b-0"}
     assert set(arm.sets) == {"another"}
+
+
+def test_a_group_that_is_not_there_is_no_group_in_which_nothing_is_left(
+    arm: FakeArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cloud_file(arm, tmp_path, monkeypatch, resource_group="trian")
+    provider(arm, tmp_path).request("a", 2)
+    arm.group = "train"
+    code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
+    assert (code, "none is left" in output) == (1, False), output
+    assert "ResourceGroupNotFound: Resource group 'trian' could not be found" in output
+    assert "goes on" not in output
+    assert len(arm.machines) == 2
+
+
+def test_a_scale_set_that_morph_did_not_make_is_named_and_left_alone(
+    arm: FakeArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cloud_file(arm, tmp_path, monkeypatch)
+    for name in ("web-1", "web-2"):
+        arm.put_by_others(name, scale_set="web")
+    code, output = morph("cloud", "reconcile", path, "--run", "web", "--job", "tiny")
+    assert code == 1
+    assert "scale set web does not have the tags of this run: it is left alone" in output
+    assert "has the tags of run web of job tiny" in output
+    assert set(arm.machines) == {"web-1", "web-2"}
+    assert set(arm.sets) == {"web"}
+
+
+def test_a_lock_on_one_vm_keeps_no_other_and_is_told_at_once(
+    arm: FakeArm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cloud_file(arm, tmp_path, monkeypatch)
+    provider(arm, tmp_path).request("a", 3)
+    arm.locked = {"a-1"}
+    code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
+    assert code == 1
+    assert "a-1 is left: ScopeLocked" in output
+    assert set(arm.machines) == {"a-1"}
 
 
 def test_reconcile_ends_what_a_run_left_on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +143,10 @@ def test_reconcile_ends_what_a_run_left_on_hosts(tmp_path: Path, monkeypatch: py
     (tmp_path / "leases.json").write_text(json.dumps(kept), encoding="utf-8")
     path = tmp_path / "hosts.yaml"
     path.write_text("hosts: [{address: h1}, {address: h2}, {address: h3}]", encoding="utf-8")
-    for left in ("2 VMs of tiny-1 were there", "0 VMs of tiny-1 were there"):
-        code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
-        assert (code, left in output) == (0, True), output
-    assert ended == ["h1", "h3"]
+    code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
+    assert (code, "2 VMs of tiny-1 were there; none is left" in output) == (0, True), output
+    for run in ("tiny-1", "tiny-2"):
+        code, output = morph("cloud", "reconcile", path, "--run", run, "--job", "tiny")
+        assert (code, f"run {run} has no host: it was ended before, or its name is misspelt" in output) == (1, True)
+    assert sorted(ended) == ["h1", "h3"]
     assert list(json.loads((tmp_path / "leases.json").read_text())) == ["h2:22"]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from manager.engine.notice_door import NoticeDoor
 from manager.engine.provisioning import Provisioning
 from manager.engine.spending import Spending
 from manager.journal.records import Fact
+from manager.providers.reconcile import end_all
 from morph.contract.cluster import Limits, Policy
 from morph.contract.messages import WorkerReady
 from morph.contract.rules import RequestRules, Rules
@@ -87,7 +89,7 @@ class Dying(Line):
 
 @dataclass
 class World:
-    """One manager. ``never_join``: VMs that are granted and do not come up."""
+    """One manager. ``never_join``: VMs that are granted and do not come up; ``look_every_s``: by the real clock."""
 
     arm: FakeArm
     directory: Path
@@ -97,6 +99,7 @@ class World:
     port: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     never_join: set[str] = field(default_factory=set)
+    look_every_s: float | None = None
     told: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -105,7 +108,14 @@ class World:
         self.over = threading.Event()
         self.inbox = Inbox()
         self.azure = provider(self.arm, self.directory, **self.options)
-        self.shell = Provisioning(self.azure, self.inbox, Spending(self.limits, self.now_s), self.pause)
+        self.shell = Provisioning(
+            self.azure,
+            self.inbox,
+            Spending(self.limits, self.now_s),
+            self.pause,
+            look_every_s=self.look_every_s,
+            end_all=partial(end_all, pause=lambda wait_s: time.sleep(wait_s / self.scale), clock=self.now_s),
+        )
         self.door = NoticeDoor(self.inbox, NODE_SECRET, port=self.port)
 
     def now_s(self) -> float:
@@ -142,13 +152,15 @@ class World:
             assert time.monotonic() < until_s, f"waited {BOUND_S:g} s for {what}: {self.told}"
             stamped = self.inbox.get(0.01)
             if stamped is not None and isinstance(stamped.item, Fact):
-                if stamped.item.name != "vm_granted":
-                    detail = re.sub(r": $", ": over", stamped.item.detail)
-                    self.told.append(f"{stamped.item.name.replace('_', ' ')}: {detail}")
+                self._hear(stamped.item)
             elif stamped is not None:
                 self.tell(stamped.item)
             elif self.wake_at_s is not None and self.now_s() >= self.wake_at_s:
                 self.tell(Tick())
+
+    def _hear(self, fact: Fact) -> None:
+        if fact.name != "vm_granted":
+            self.told.append(f"{fact.name.replace('_', ' ')}: {re.sub(r': $', ': over', fact.detail)}")
 
     def begin(self) -> None:
         """Ask for the first VMs."""
@@ -176,11 +188,19 @@ class World:
         self.over.set()
         self.door.close()
 
+    def end(self, scale: float = 20.0) -> None:
+        """The run ends, at another pace of time; what is told of it is heard."""
+        self.scale = scale
+        self.die()
+        self.shell.close()
+        while (stamped := self.inbox.get(0.0)) is not None:
+            if isinstance(stamped.item, Fact):
+                self._hear(stamped.item)
+
     def close(self) -> None:
-        """The run ends."""
+        """The run ends, unless it did already: nothing is left."""
         if not self.over.is_set():
-            self.die()
-            self.shell.close()
+            self.end()
             self.azure.dismantle()
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from manager.controller.events import ManagerResumed
 from manager.controller.state import initial_state
-from manager.providers.reconcile import reconcile
 from morph.contract.cluster import Limits
 from tests.cloud.fault_world import KEEP, Dying, World, config, world
-from tests.providers.azure_world import SPEC, provider
+from tests.providers.azure_world import SPEC
 from tests.providers.fake_arm import FakeArm, Fault
 
 Case = Callable[[FakeArm, Path], list[str]]
@@ -160,7 +159,7 @@ def deleted(arm: FakeArm, directory: Path) -> list[str]:
 
 
 @contextmanager
-def _killed(arm: FakeArm, directory: Path) -> Iterator[World]:
+def killed(arm: FakeArm, directory: Path) -> Iterator[World]:
     """A manager that is killed when its first request for a VM was carried out, and not answered yet."""
     line = Dying()
     first = World(arm, directory, options={"line": line})
@@ -176,25 +175,12 @@ def _killed(arm: FakeArm, directory: Path) -> Iterator[World]:
 
 @case("the manager is killed between request and answer; another takes over")
 def taken_over(arm: FakeArm, directory: Path) -> list[str]:
-    with _killed(arm, directory) as first, world(arm, directory, state=first.state) as run:
+    with killed(arm, directory) as first, world(arm, directory, state=first.state) as run:
         run.tell(ManagerResumed(living=()))
         run.until_whole()
         assert run.ready() == ["tiny-1-0", "tiny-1-1"]
         assert set(arm.machines) == {"tiny-1-0", "tiny-1-1"}
         return run.told
-
-
-@case("the manager is killed between request and answer, for good; `morph cloud reconcile`")
-def reconciled(arm: FakeArm, directory: Path) -> list[str]:
-    with _killed(arm, directory):
-        arm.settle_all()
-        assert set(arm.machines) == {"tiny-1-0"}
-        other = provider(arm, directory)
-        ended = reconcile(other)
-        other.dismantle()
-    assert arm.machines == {}
-    assert arm.sets == {}
-    return [f"by their tags {', '.join(vm.name for vm in ended)} and the scale set are ended"]
 
 
 @case("a price is not known, and there is a limit in dollars")

@@ -226,8 +226,10 @@ class Region(FakeArm):
         self.take(name, self.notice_s)
         return 204, None, {}
 
-    def begin(self, finish: Callable[[], dict[str, str] | None]) -> dict[str, str]:
-        headers = {**super().begin(finish), "Retry-After": "1"}
+    def begin(
+        self, finish: Callable[[], dict[str, str] | None], stuck: Callable[[], bool] = lambda: False
+    ) -> dict[str, str]:
+        headers = {**super().begin(finish, stuck), "Retry-After": "1"}
         number = f"op{len(self.operations)}"
         deletes = getattr(finish, "__qualname__", "").startswith("FakeArm.delete")
         self._due_s[number] = time.monotonic() + (self.delete_s if deletes else self.make_s)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cloud import notice_faults, provider_faults
+from tests.cloud import ending_faults, notice_faults, provider_faults
 from tests.providers.fake_arm import served
 
 
@@ -14,6 +14,13 @@ from tests.providers.fake_arm import served
 def test_a_fault_of_the_provider_is_borne_and_leaves_nothing(fault: str, tmp_path: Path) -> None:
     with served() as arm:
         assert provider_faults.CASES[fault](arm, tmp_path)
+        assert arm.wrong == []
+
+
+@pytest.mark.parametrize("fault", ending_faults.CASES)
+def test_what_is_the_runs_is_ended_and_nothing_else(fault: str, tmp_path: Path) -> None:
+    with served() as arm:
+        assert ending_faults.CASES[fault](arm, tmp_path)
         assert arm.wrong == []
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 
 from manager.controller.actions import ReleaseNodes, RequestNodes
 from manager.controller.events import NodesGranted, Paid, RequestRefused, WorkerLost
-from manager.engine import provisioning
 from manager.engine.inbox import Inbox
 from manager.engine.provisioning import Provisioning
 from manager.engine.spending import Before, Spending
 from manager.engine.vm_book import VmBook
 from manager.journal.records import Fact
-from manager.providers.provider import Capabilities, Misconfigured, Price, Throttled, Transient, Vm, vm_name
+from manager.providers.provider import Capabilities, Misconfigured, Price, Throttled, Transient, Vm, not_ended, vm_name
+from manager.providers.reconcile import FIRST_PAUSE_S, PATIENCE_S, end_all
 from morph.contract.cluster import Limits
 
 BOUND_S = 20.0
@@ -28,6 +29,7 @@ class Cloud:
         self.there: dict[str, Vm] = {}
         self.ends: list[Exception] = []
         self.dismantled = False
+        self.locked: set[str] = set()
         self.asking, self.stopped = threading.Event(), threading.Event()
         self.slow = False
         self.num_devices = 1
@@ -51,8 +53,10 @@ class Cloud:
         return tuple(self.there.values())
 
     def delete(self, names: Sequence[str]) -> None:
-        for name in names:
+        for name in set(names) - self.locked:
             self.there.pop(name, None)
+        if left := self.locked.intersection(names, self.there):
+            raise not_ended({name: Misconfigured("ScopeLocked") for name in left})
 
     def stop(self) -> None:
         self.stopped.set()
@@ -66,13 +70,20 @@ class Cloud:
         return Price(usd_per_h=1.0, source="test")
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(spot=True)
+        return Capabilities(spot=True, ending="morph cloud reconcile FILE --run tiny-1")
 
 
 class World:
     def __init__(self, look_every_s: float | None = None) -> None:
         self.cloud, self.inbox = Cloud(), Inbox()
-        self.shell = Provisioning(self.cloud, self.inbox, Spending(Limits()), look_every_s=look_every_s)
+        self.now_s, self.pauses_s = 0.0, list[float]()
+        ends = partial(end_all, pause=self.pause, clock=lambda: self.now_s)
+        spending = Spending(Limits())
+        self.shell = Provisioning(self.cloud, self.inbox, spending, look_every_s=look_every_s, end_all=ends)
+
+    def pause(self, wait_s: float) -> None:
+        self.pauses_s.append(wait_s)
+        self.now_s += wait_s
 
     def next(self, kind: type) -> object:
         while True:
@@ -223,6 +234,19 @@ def test_a_vm_that_could_not_be_ended_is_ended_later() -> None:
     assert [list(names) for names in calls] == [["job-1-1"], ["job-1-1"]]
 
 
+def test_a_vm_of_an_earlier_manager_that_may_not_be_ended_is_no_reason_to_look_after_no_other() -> None:
+    world = World(look_every_s=0.02)
+    world.cloud.add("job-1", 1)
+    world.cloud.locked = {"job-1-0"}
+    world.shell.begin((), ())
+    world.shell.request(RequestNodes(request="job-2", count=1))
+    world.next(NodesGranted)
+    del world.cloud.there["job-2-0"]
+    assert world.next(WorkerLost) == WorkerLost(worker="job-2-0", cause="the provider has its VM no more")
+    world.cloud.locked = set()
+    world.shell.close()
+
+
 def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent() -> None:
     world = World(look_every_s=0.02)
     world.cloud.add("job-1", 2)
@@ -316,12 +340,23 @@ def test_the_end_does_not_wait_for_a_request_under_way_and_leaves_nothing(world:
     assert world.cloud.there == {}
 
 
-def test_the_end_is_tried_again_while_the_provider_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provisioning, "WAIT_S", 0.01)
-    world.cloud.ends = [Transient("no answer"), Throttled("too many calls", 0.02), Transient("no answer")]
+def test_the_end_is_tried_again_while_the_provider_fails_and_after_the_pauses_that_it_asks_for(world: World) -> None:
+    world.cloud.ends = [Transient("no answer"), Throttled("too many calls", 600.0), Transient("a-0 is left: 401")]
     world.shell.close()
     assert world.cloud.dismantled
+    assert world.pauses_s == [FIRST_PAUSE_S, 600.0, 4 * FIRST_PAUSE_S]
     assert "vms_left" not in world.facts()
+
+
+def test_what_cannot_be_ended_in_time_is_named_with_the_command_that_ends_it(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.cloud.ends = [Transient("a-0 is left: ResourceBusy", 600.0)] * 3
+    world.shell.close()
+    assert world.pauses_s == [600.0, PATIENCE_S - 600.0]  # the last try is at the end of the time
+    told = "a-0 is left: ResourceBusy; what ends them: morph cloud reconcile FILE --run tiny-1"
+    assert world.facts()["vms_left"] == told
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize("error", [Misconfigured("the right to delete is missing"), RuntimeError("a bug")])
@@ -330,7 +365,8 @@ def test_an_end_that_fails_for_good_is_told_to_the_user(
 ) -> None:
     world.cloud.ends = [error]
     world.shell.close()
-    assert world.facts()["vms_left"] == str(error)
+    assert world.pauses_s == []
+    assert world.facts()["vms_left"].startswith(str(error))
     assert "VMs of this run may be left" in caplog.text
 
 
@@ -343,6 +379,7 @@ def test_a_call_that_does_not_end_is_told_of_and_not_waited_for(caplog: pytest.L
     world.shell.request(RequestNodes(request="job-1", count=1))
     assert world.cloud.asking.wait(BOUND_S)
     world.shell.close()
+    assert world.cloud.dismantled  # what is there is ended all the same
     assert "did not end within 0.05 s" in world.facts()["provider_busy"]
     assert "VMs of this run may be left" in caplog.text
     released.set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ from azure.core.credentials import AccessToken
 from azure.core.pipeline.policies import SansIOHTTPPolicy
 from pydantic import SecretStr
 
-from manager.providers.azure import AzureProvider, Bounds, Identity
+from manager.providers.azure import AzureProvider
 from manager.providers.azure_client import azure_client
+from manager.providers.azure_group import Bounds, Identity
 from manager.providers.azure_operations import Operations
 from manager.providers.azure_spec import AzureSize, AzureSpec
 from manager.providers.cloud_init import NodeStart, cloud_init, custom_data
@@ -34,6 +37,7 @@ SPEC = AzureSpec(
     identity_id=f"{GROUP}/providers/Microsoft.ManagedIdentity/userAssignedIdentities/nodes",
     ssh_public_key="ssh-ed25519 AAAAC3Nz me",
 )
+BOUNDS = Bounds(make_s=30, delete_s=30, poll_s=0.02)
 START = NodeStart(
     ray_address="10.0.0.4:6379",
     manager_address="10.0.0.4:7070",
@@ -44,8 +48,13 @@ START = NodeStart(
 
 
 class Credential:
+    """Gives a token out whenever the SDK has none that it takes for valid."""
+
+    def __init__(self, next_token: Callable[[], str] = lambda: "fake") -> None:
+        self._next_token = next_token
+
     def get_token(self, *_scopes: str, **_options: Any) -> AccessToken:
-        return AccessToken("fake", 2_000_000_000)
+        return AccessToken(self._next_token(), 2_000_000_000)
 
 
 class Killed(Exception):
@@ -78,6 +87,23 @@ class Line(SansIOHTTPPolicy):  # type: ignore[type-arg]
                 raise Killed
 
 
+def client_of(
+    arm: FakeArm,
+    line: Line | None = None,
+    spec: AzureSpec = SPEC,
+    *,
+    read_timeout_s: float = 20,
+    next_token: Callable[[], str] = lambda: "fake",
+) -> Any:
+    return azure_client(
+        spec.subscription_id,
+        credential=Credential(next_token),
+        base_url=arm.url,
+        policies=[line or Line()],
+        read_timeout_s=read_timeout_s,
+    )
+
+
 def provider(
     arm: FakeArm,
     directory: Path,
@@ -87,21 +113,16 @@ def provider(
     run: str = "tiny-1",
     read_timeout_s: float = 20,
     make_s: float = 30,
+    next_token: Callable[[], str] = lambda: "fake",
     **options: Any,
 ) -> AzureProvider:
-    client = azure_client(
-        spec.subscription_id,
-        credential=Credential(),
-        base_url=arm.url,
-        policies=[line or Line()],
-        read_timeout_s=read_timeout_s,
-    )
     return AzureProvider(
-        client,
+        client_of(arm, line, spec, read_timeout_s=read_timeout_s, next_token=next_token),
         spec,
         Identity(run=run, job="tiny"),
         Operations(directory / f"operations-{run}.json"),
         lambda node, num_devices: custom_data(cloud_init(START, node, "azure", num_devices)),
-        bounds=Bounds(make_s=make_s, delete_s=30, poll_s=0.02),
+        bounds=replace(BOUNDS, make_s=make_s),
+        ending=f"morph cloud reconcile azure.yaml --run {run} --job tiny",
         **options,
     )

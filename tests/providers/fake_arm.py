@@ -30,7 +30,10 @@ Answer = tuple[int, Any, dict[str, str]]
 
 @dataclass
 class Fault:
-    """What happens to the next request that fits. ``carried_out``: it is done all the same, the answer is lost."""
+    """What happens to the next request that fits. ``carried_out``: it is done all the same, the answer is lost.
+
+    ``text``: the body, whatever it is. ``times``: to so many requests.
+    """
 
     method: str
     kind: str
@@ -40,6 +43,9 @@ class Fault:
     drop: bool = False
     carried_out: bool = False
     slow_s: float = 0.0
+    text: str | None = None
+    times: int = 1
+    message: str = "injected"
 
 
 @dataclass
@@ -48,6 +54,7 @@ class Operation:
     finish: Callable[[], dict[str, str] | None]
     error: dict[str, str] | None = None
     done: bool = False
+    stuck: Callable[[], bool] = lambda: False
 
 
 class _Server(ThreadingHTTPServer):
@@ -60,7 +67,11 @@ class _Server(ThreadingHTTPServer):
 
 
 class FakeArm:
-    """State of one resource group. ``shortages``: error code by (size, zone), told when the operation ends."""
+    """State of one resource group, ``group``; "": whichever is named.
+
+    ``shortages``: error code by (size, zone), told when the operation ends. ``locked``: what has a lock. ``stuck``: VMs
+    that are being made for ever. ``expired``: tokens that are refused.
+    """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.machines: dict[str, dict[str, Any]] = {}
@@ -68,6 +79,10 @@ class FakeArm:
         self.operations: dict[str, Operation] = {}
         self.shortages: dict[tuple[str, str | None], str] = {}
         self.at_once: dict[str, tuple[int, str, str]] = {}  # by size: refused before an operation begins
+        self.group = ""
+        self.locked: set[str] = set()
+        self.stuck: set[str] = set()
+        self.expired: set[str] = set()
         self.faults: list[Fault] = []
         self.calls: list[str] = []
         self.urls: list[str] = []
@@ -105,13 +120,15 @@ class FakeArm:
             if fault is None or fault.carried_out:
                 status, body, headers = self.answer(handler, text)
             if fault is not None and fault.status:
-                status, body, headers = *error(fault.status, fault.code, "injected")[:2], fault.headers
+                status, body, headers = *error(fault.status, fault.code, fault.message)[:2], fault.headers
         if fault is not None and fault.slow_s:
             time.sleep(fault.slow_s)
         if fault is not None and fault.drop:
             handler.close_connection = True
             return
         data = b"" if body is None else json.dumps(body).encode()
+        if fault is not None and fault.text is not None:
+            data = fault.text.encode()
         handler.send_response(status)
         for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():
             handler.send_header(name, value)
@@ -121,7 +138,9 @@ class FakeArm:
     def _fault(self, method: str, path: str) -> Fault | None:
         for fault in self.faults:
             if fault.method == method and fault.kind in path:
-                self.faults.remove(fault)
+                fault.times -= 1
+                if not fault.times:
+                    self.faults.remove(fault)
                 return fault
         return None
 
@@ -129,6 +148,8 @@ class FakeArm:
         path, query = urlsplit(handler.path).path, parse_qs(urlsplit(handler.path).query)
         if not handler.headers.get("Authorization", "").startswith("Bearer "):
             return error(401, "AuthenticationFailed", "no token")
+        if handler.headers["Authorization"].removeprefix("Bearer ") in self.expired:
+            return error(401, "ExpiredAuthenticationToken", "The access token has expired.")
         if path.startswith("/operations/"):
             return self.poll(path.rsplit("/", 1)[1])
         found = ROOT.match(path)
@@ -136,6 +157,8 @@ class FakeArm:
             return self.refuse(f"no such path: {path}", 404, "InvalidResourceType")
         if not query.get("api-version"):
             return self.refuse("no api-version", 400, "MissingApiVersionParameter")
+        if self.group and found["group"] != self.group:
+            return error(404, "ResourceGroupNotFound", f"Resource group '{found['group']}' could not be found.")
         store = self.machines if found["kind"] == "virtualMachines" else self.sets
         name, verb, method = found["name"], found["verb"], handler.command
         if name is None:
@@ -161,7 +184,7 @@ class FakeArm:
     def page(self, path: str, query: dict[str, list[str]]) -> Answer:
         for operation in list(self.operations.values()):  # time passes, whoever asks
             operation.polls_left -= 1
-            if operation.polls_left < 0:
+            if operation.polls_left < 0 and not operation.stuck():
                 self.settle(operation)
         begin = int(query.get("$skiptoken", ["0"])[0])
         names = sorted(self.machines)
@@ -207,15 +230,20 @@ class FakeArm:
             machine["properties"]["provisioningState"] = "Failed" if code else "Succeeded"
             return {"code": code, "message": f"no {size} in {zone}"} if code else None
 
-        return 201, machine, self.begin(finish)
+        return 201, machine, self.begin(finish, lambda: name in self.stuck and self.machines.get(name) is machine)
 
     def delete(self, store: dict[str, Any], name: str) -> Answer:
         if name not in store:
             return 204, None, {}
+        if name in self.locked:
+            why = f"The scope '{name}' cannot perform delete operation because following scope(s) are locked: '{name}'."
+            return error(409, "ScopeLocked", why)
         store[name]["properties"]["provisioningState"] = "Deleting"
         if store is self.sets:
             inside = [
-                vm for vm, body in self.machines.items() if name in body["properties"]["virtualMachineScaleSet"]["id"]
+                vm
+                for vm, body in self.machines.items()
+                if name == body["properties"].get("virtualMachineScaleSet", {}).get("id", "").rsplit("/", 1)[-1]
             ]
         else:
             inside = []
@@ -236,15 +264,17 @@ class FakeArm:
         del self.machines[name]
         return 204, None, {}
 
-    def begin(self, finish: Callable[[], dict[str, str] | None]) -> dict[str, str]:
+    def begin(
+        self, finish: Callable[[], dict[str, str] | None], stuck: Callable[[], bool] = lambda: False
+    ) -> dict[str, str]:
         number = f"op{len(self.operations) + 1}"
-        self.operations[number] = Operation(self.num_polls, finish)
+        self.operations[number] = Operation(self.num_polls, finish, stuck=stuck)
         url = f"{self.url}/operations/{number}?api-version=2024-01-01"
         return {"Azure-AsyncOperation": url, "Retry-After": "0"}
 
     def poll(self, number: str) -> Answer:
         operation = self.operations[number]
-        if operation.polls_left > 0:
+        if operation.polls_left > 0 or operation.stuck():
             operation.polls_left -= 1
             return 200, {"status": "InProgress"}, {"Retry-After": "0"}
         self.settle(operation)
@@ -262,6 +292,24 @@ class FakeArm:
         with self.lock:
             for operation in list(self.operations.values()):
                 self.settle(operation)
+
+    def put_by_others(self, name: str, run: str = "", scale_set: str = "", **properties: Any) -> None:
+        """Have a VM that this run did not make; ``scale_set``: the one that it is in."""
+        kinds = f"/subscriptions/x/resourceGroups/{self.group or 'train'}/providers/Microsoft.Compute"
+        tags = {"morph-run": run, "morph-job": "tiny"} if run else {"owner": "somebody"}
+        inside = {"virtualMachineScaleSet": {"id": f"{kinds}/virtualMachineScaleSets/{scale_set}"}} if scale_set else {}
+        made = {"provisioningState": "Succeeded", "hardwareProfile": {"vmSize": "Standard_D4s_v5"}}
+        vm = {"id": f"{kinds}/virtualMachines/{name}", "name": name, "location": "westus2", "tags": tags}
+        with self.lock:
+            self.machines[name] = {**vm, "properties": {**made, **inside, **properties}}
+            if scale_set and scale_set not in self.sets:
+                self.sets[scale_set] = {
+                    "id": f"{kinds}/virtualMachineScaleSets/{scale_set}",
+                    "name": scale_set,
+                    "location": "westus2",
+                    "tags": {"owner": "somebody"},
+                    "properties": {"orchestrationMode": "Flexible", "provisioningState": "Succeeded"},
+                }
 
 
 def error(status: int, code: str, message: str) -> Answer:

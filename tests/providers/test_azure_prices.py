@@ -50,6 +50,13 @@ def test_a_list_without_an_answer_is_no_price(prices: MetadataServer, reply: Rep
     assert retail_price("westus2", "Standard_NC6", spot=True, url=prices.url + PATH) is None
 
 
+@pytest.mark.parametrize("reply", [Reply(status=429), json_reply({}), Reply(drop=True)], ids=["429", "{}", "dropped"])
+def test_a_list_of_which_a_page_is_missing_is_no_price(prices: MetadataServer, reply: Reply) -> None:
+    url = prices.url + PATH
+    prices.script("GET", PATH, json_reply({"Items": [item(0.2)], "NextPageLink": f"{url}?$skip=100"}), reply)
+    assert retail_price("westus2", "Standard_NC6", spot=True, url=url) is None
+
+
 def test_a_price_that_the_list_did_not_say_is_asked_for_again_after_a_while_and_a_known_one_never() -> None:
     now_s, asked = [5.0], list[tuple[str, float]]()
     said: dict[str, float] = {"known": 0.3}

@@ -11,7 +11,6 @@ import pytest
 
 from manager.providers.local import LocalProvider
 from manager.providers.provider import Provider, Refused, vm_name
-from manager.providers.reconcile import reconcile
 from manager.providers.ssh import SshHost
 from manager.providers.static import StaticProvider, StaticSpec
 from tests.providers.azure_world import SPEC, provider
@@ -125,12 +124,14 @@ def test_what_is_deleted_is_gone_and_makes_room(case: Case) -> None:
     assert new.name == vm_name("b", 0)
 
 
-def test_another_manager_finds_and_ends_what_is_not_to_be_kept(case: Case) -> None:
+def test_another_manager_finds_and_ends_everything_and_ending_it_twice_changes_nothing(case: Case) -> None:
     granted = case.provider.request("a", 3)
     other = case.again() if case.again is not None else case.provider
-    assert {vm.name for vm in reconcile(other, keep=[granted[1].name])} == {granted[0].name, granted[2].name}
-    assert reconcile(other, keep=[granted[1].name]) == ()
-    assert [vm.name for vm in other.list()] == [granted[1].name]
+    assert set(other.list()) == set(granted)
+    other.delete([granted[0].name])
+    for _ in range(2):
+        other.dismantle()
+        assert other.list() == ()
 
 
 def test_a_request_gets_no_more_vms_than_it_may(case: Case) -> None:
@@ -161,7 +162,7 @@ def test_another_run_neither_sees_nor_ends_them(case: Case) -> None:
     other = case.another_run()
     assert other.list() == ()
     other.delete([vm.name for vm in granted])
-    assert reconcile(other) == ()
+    other.dismantle()
     assert set(case.provider.list()) == set(granted)
 
 

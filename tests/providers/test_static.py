@@ -151,6 +151,34 @@ def test_a_host_that_is_not_reached_stays_leased_until_its_node_was_ended(world:
     assert static.list() == ()
 
 
+def test_a_host_whose_node_cannot_be_ended_keeps_none_of_the_others(tmp_path: Path) -> None:
+    def shell(host: SshHost, remote: str, secret: str = "") -> None:
+        if "setsid" not in remote and host.address in broken:
+            raise broken[host.address]
+
+    broken = {"h1": Misconfigured("h1: the command failed with 1"), "h2": Transient("h2 is not reached")}
+    hosts = tuple(SshHost(address=f"h{index}") for index in range(1, 6))
+    path, spec = tmp_path / "leases.json", StaticSpec(hosts=hosts, command=("true",))
+    StaticProvider(spec, "tiny", path, SECRET, shell).request("a", 5)
+    fewer = spec.model_copy(update={"hosts": hosts[:4]})  # the node on the fifth may go on
+    static = StaticProvider(fewer, "tiny", path, SECRET, shell)
+    with pytest.raises(Transient, match="a-0 is left: h1: the command failed with 1; a-1 is left: h2 is not") as raised:
+        static.dismantle()
+    assert "a-4 is left: h5:22 is not in the file of hosts any more" in str(raised.value)
+    assert [vm.name for vm in static.list()] == ["a-0", "a-1", "a-4"]
+    broken.clear()
+    StaticProvider(spec, "tiny", path, SECRET, shell).dismantle()
+    assert static.list() == ()
+
+
+def test_leases_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path) -> None:
+    path = tmp_path / "leases.json"
+    path.mkdir()
+    static = StaticProvider(StaticSpec(hosts=(SshHost(address="h1"),), command=("true",)), "tiny", path)
+    with pytest.raises(Transient, match="cannot be read"):
+        static.list()
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_node_that_may_have_started_shares_its_name_with_no_other(world: Path, ends: bool) -> None:
     hosts = (SshHost(address="h1"), SshHost(address="h2"))

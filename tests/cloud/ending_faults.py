@@ -1,0 +1,187 @@
+"""What can befall the end of VMs, and the question which there are: each fault injected, and what Morph did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from manager.providers.azure_ending import end_run
+from manager.providers.provider import ProviderError
+from tests.cloud.fault_world import World, world
+from tests.cloud.provider_faults import killed
+from tests.providers.azure_world import BOUNDS, SPEC, client_of
+from tests.providers.fake_arm import FakeArm, Fault
+
+Case = Callable[[FakeArm, Path], list[str]]
+CASES: dict[str, Case] = {}
+NAMES = {"tiny-1-0", "tiny-1-1"}
+LOOK_S = 0.05
+
+
+def case(name: str) -> Callable[[Case], Case]:
+    """Enter a case under the name of its fault."""
+
+    def enter(function: Case) -> Case:
+        CASES[name] = function
+        return function
+
+    return enter
+
+
+def reconcile(arm: FakeArm, run: str = "tiny-1", job: str = "tiny", **where: str) -> list[str]:
+    """`morph cloud reconcile`: what it says."""
+    told: list[str] = []
+    spec = SPEC.model_copy(update=where)
+    try:
+        ended = end_run(spec, run, job, client_of(arm, spec=spec), told.append, BOUNDS)
+    except ProviderError as error:
+        return [*told, f"{error} (exit status 1)"]
+    return [*told, f"by their tags {', '.join(vm.name for vm in ended)} are ended, and the scale set"]
+
+
+@case("the manager is killed between request and answer, for good; `morph cloud reconcile`")
+def reconciled(arm: FakeArm, directory: Path) -> list[str]:
+    with killed(arm, directory):
+        arm.settle_all()
+        assert set(arm.machines) == {"tiny-1-0"}
+        told = reconcile(arm)
+    assert (arm.machines, arm.sets) == ({}, {})
+    return told
+
+
+@case("a scale set with the name that is given to `reconcile`, which Morph did not make")
+def of_others(arm: FakeArm, _directory: Path) -> list[str]:
+    for name in ("web-1", "web-2"):
+        arm.put_by_others(name, scale_set="web")
+    told = reconcile(arm, run="web")
+    assert set(arm.machines) == {"web-1", "web-2"}
+    assert set(arm.sets) == {"web"}
+    return told
+
+
+@case("a VM of somebody else's in the run's scale set; `reconcile`")
+def guest(arm: FakeArm, directory: Path) -> list[str]:
+    with killed(arm, directory):
+        arm.settle_all()
+        arm.put_by_others("web-1", scale_set="tiny-1")
+        told = reconcile(arm)
+    assert set(arm.machines) == {"web-1"}
+    assert set(arm.sets) == {"tiny-1"}
+    return told
+
+
+@case("the name of the run is misspelt for `reconcile`")
+def misspelt_run(arm: FakeArm, directory: Path) -> list[str]:
+    with world(arm, directory) as run:
+        run.begin()
+        run.until_whole()
+        told = reconcile(arm, run="tiny-l")
+        assert set(arm.machines) == NAMES
+    return told
+
+
+@case("the name of the resource group is misspelt for `reconcile`")
+def misspelt_group(arm: FakeArm, directory: Path) -> list[str]:
+    with world(arm, directory) as run:
+        run.begin()
+        run.until_whole()
+        arm.group = "train"
+        told = reconcile(arm, resource_group="trian")
+        assert set(arm.machines) == NAMES
+    return told
+
+
+def _unknown(arm: FakeArm, directory: Path, fault: Fault) -> list[str]:
+    """Five looks in a row say nothing: no VM is given up, and none is ended."""
+    with world(arm, directory, look_every_s=LOOK_S) as run:
+        run.begin()
+        run.until_whole()
+        fault.times = 5
+        arm.faults = [fault]
+        run.until(lambda: not arm.faults, "the looks")
+        before = len(arm.calls)
+        run.until(lambda: arm.calls[before:].count("GET virtualMachines") > 2, "looks that are answered")
+        assert run.ready() == sorted(NAMES)
+        assert set(arm.machines) == NAMES
+        assert not any(call.startswith("DELETE") for call in arm.calls)
+        return run.told
+
+
+@case("404 to the list of VMs, five times, while they train")
+def lists_404(arm: FakeArm, directory: Path) -> list[str]:
+    return _unknown(arm, directory, Fault("GET", "virtualMachines", 404, "ResourceNotFound"))
+
+
+@case("401, and then a new token")
+def lists_401(arm: FakeArm, directory: Path) -> list[str]:
+    return _unknown(arm, directory, Fault("GET", "virtualMachines", 401, "ExpiredAuthenticationToken"))
+
+
+@case("a proxy's page in the place of the list")
+def lists_html(arm: FakeArm, directory: Path) -> list[str]:
+    return _unknown(arm, directory, Fault("GET", "virtualMachines", text="<html>Sign in</html>", carried_out=True))
+
+
+@case("an answer to the list of VMs that holds no list")
+def lists_nothing(arm: FakeArm, directory: Path) -> list[str]:
+    return _unknown(arm, directory, Fault("GET", "virtualMachines", text="{}", carried_out=True))
+
+
+@case("one VM is locked when the run ends; `reconcile` later")
+def locked(arm: FakeArm, directory: Path) -> list[str]:
+    run = World(arm, directory)
+    run.begin()
+    run.until_whole()
+    arm.locked = {"tiny-1-0"}
+    run.end()
+    assert set(arm.machines) == {"tiny-1-0"}
+    assert run.has("morph cloud reconcile azure.yaml --run tiny-1 --job tiny")
+    arm.locked = set()
+    told = [*run.told, "the lock is taken away", *reconcile(arm)]
+    assert (arm.machines, arm.sets) == ({}, {})
+    return told
+
+
+def _ended(arm: FakeArm, directory: Path, *faults: Fault, scale: float = 20.0) -> list[str]:
+    """The run ends with faults that pass: nothing is left."""
+    with world(arm, directory) as run:
+        run.begin()
+        run.until_whole()
+        arm.faults = list(faults)
+        run.end(scale)
+        assert arm.faults == []
+        assert not run.has("vms left")
+        return run.told
+
+
+@case("429 with Retry-After 600 s to the ends of the VMs when the run ends")
+def throttled(arm: FakeArm, directory: Path) -> list[str]:
+    fault = Fault("DELETE", "virtualMachines/", 429, "TooManyRequests", {"Retry-After": "600"}, times=2)
+    told = _ended(arm, directory, fault, scale=2000.0)
+    assert told[-1].endswith("again in 600 s")
+    return told
+
+
+@case("401 when the run ends: the token expired")
+def expired(arm: FakeArm, directory: Path) -> list[str]:
+    return _ended(arm, directory, Fault("GET", "virtualMachines", 401, "ExpiredAuthenticationToken"))
+
+
+@case("409 to the end of one VM, three times")
+def busy(arm: FakeArm, directory: Path) -> list[str]:
+    return _ended(arm, directory, Fault("DELETE", "virtualMachines/tiny-1-0", 409, "Conflict", times=3))
+
+
+@case("503 to whatever is asked, for longer than the end is tried")
+def never(arm: FakeArm, directory: Path) -> list[str]:
+    run = World(arm, directory)
+    run.begin()
+    run.until_whole()
+    arm.faults = [Fault("GET", "virtualMachines", 503, "ServerBusy", {"Retry-After": "400"}, times=99)]
+    run.end(2000.0)
+    assert set(arm.machines) == NAMES
+    assert run.has("what ends them: morph cloud reconcile azure.yaml --run tiny-1 --job tiny")
+    arm.faults = []
+    told = [*run.told, "Azure answers again", *reconcile(arm)]
+    assert (arm.machines, arm.sets) == ({}, {})
+    return told
