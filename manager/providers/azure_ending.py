@@ -50,9 +50,8 @@ def end_run(
         )
         look, owns_set = provider.group.look(), provider.group.owns_set()
         if owns_set is False:
-            told(
-                f"scale set {provider.group.set_name} has not the tags of this run: it is left alone, and what it holds"
-            )
+            name = provider.group.set_name
+            told(f"scale set {name} does not have the tags of this run: it is left alone, with what it holds")
         if not look.vms and not owns_set:
             runs = f"runs whose VMs are there: {', '.join(look.runs)}" if look.runs else "no run of Morph has VMs there"
             raise Misconfigured(
