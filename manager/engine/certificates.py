@@ -52,7 +52,7 @@ def make_certificates(directory: Path, tls: Tls) -> Certificates:
             "certificates need a library that is not installed",
             field="vms.tls",
             value=True,
-            allowed="pip install 'morph-train[tls]'",
+            allowed="pip install -e '.[tls]' in the clone of Morph",
         ) from error
 
     authority, key = Authority.make(), new_key()

@@ -1,6 +1,6 @@
 """Where the nodes' agents tell the manager of notices: the manager's end of ``manager.notices.line``.
 
-VMs get their certificates at the same port, where the run's Ray is encrypted.
+VMs get Morph's own wheel at the same port, and their certificates, where the run's Ray is encrypted.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from manager.controller.events import NoticeGiven, NoticeWithdrawn
+from manager.controller.events import NoticeGiven, NoticeWithdrawn, WorkerLost
 from manager.engine.inbox import Inbox
 from manager.journal.records import Fact
 from manager.notices.line import Handshake, Lines
 from manager.notices.watch import Given, Trouble, Withdrawn
+from manager.providers.first_boot import MAX_WHY_CHARACTERS
 from morph.contract.proof import new_secret
 from morph.contract.vm_names import MAX_DEVICES, vm_of, workers_of
 from morph.runtime.listener import HELLO_TIMEOUT_S, Caller, Listener
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from manager.engine.enrolment_desk import EnrolmentDesk
 
 SILENT_S = 30.0
+SEND_TIMEOUT_S = 60.0
 
 
 class NoticeDoor:
@@ -34,6 +36,7 @@ class NoticeDoor:
         host: Address to listen on.
         port: 0: any free one.
         desk: Signs for VMs that ask for a certificate; None: they are sent away.
+        wheel: Morph's own, for VMs that boot.
     """
 
     def __init__(
@@ -43,9 +46,11 @@ class NoticeDoor:
         host: str = "127.0.0.1",
         port: int = 0,
         desk: EnrolmentDesk | None = None,
+        wheel: bytes = b"",
     ) -> None:
         self._inbox = inbox
-        self._desk = desk
+        self._desk, self._wheel = desk, wheel
+        self._unfit: set[tuple[str, str]] = set()
         self._secret = secret
         self._lines: dict[str, Lines] = {}
         self._lock = threading.Lock()
@@ -87,7 +92,12 @@ class NoticeDoor:
             before.close()
         try:
             while True:
-                self._take(node, workers, lines.read(SILENT_S))
+                line = lines.read(SILENT_S)
+                if line.get("kind") == "wheel":
+                    lines.write(bytes=len(self._wheel))
+                    lines.write_bytes(self._wheel, SEND_TIMEOUT_S)
+                    continue
+                self._take(node, workers, line)
                 lines.write(heard=True)
         finally:
             with self._lock:
@@ -104,6 +114,16 @@ class NoticeDoor:
             raise ConnectionError("not one of ours")
         return handshake
 
+    def _take_unfit(self, node: str, workers: tuple[str, ...], why: str) -> None:
+        """Give up a VM that booted and cannot be used; it says so until it is ended, for its grant may come later."""
+        with self._lock:
+            is_new = (node, why) not in self._unfit
+            self._unfit.add((node, why))
+        if is_new:
+            self._inbox.put(Fact(name="vm_unfit", worker=node, detail=why))
+        for worker in workers:
+            self._inbox.put(WorkerLost(worker=worker, cause=why))
+
     def _take(self, node: str, workers: tuple[str, ...], line: dict[str, Any]) -> None:
         kind = line.pop("kind")
         if kind == "given":
@@ -119,6 +139,8 @@ class NoticeDoor:
             if withdrawn.certain:
                 for worker in workers:
                     self._inbox.put(NoticeWithdrawn(worker=worker))
+        elif kind == "unfit":
+            self._take_unfit(node, workers, str(line["why"])[:MAX_WHY_CHARACTERS])
         elif kind == "trouble":
             trouble = Trouble.model_validate(line)
             self._inbox.put(Fact(name="notice_trouble", worker=node, detail=f"{trouble.source}: {trouble.sentence}"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
-import shlex
 import socket
 import threading
 from collections.abc import Callable, Collection
@@ -20,6 +20,7 @@ from manager.engine.inbox import Inbox
 from manager.engine.lifelines import Lifelines
 from manager.engine.machines import Machines, Opening, OpenMachines, Provided, checking
 from manager.engine.notice_door import NoticeDoor
+from manager.engine.own_wheel import kept_wheel, python_version, requirements
 from manager.engine.ports import Ports
 from manager.engine.ray_environment import leave_loopback
 from manager.engine.store_watch import StoreWatch
@@ -67,6 +68,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
         cluster = RayCluster(directory, opening.patience_s, vms.address, head_port, ports.first, LOGIN_SECRETS)
         ending.callback(cluster.close)
         secret = _node_secret(directory.parent / "node-secret", make=found is None)
+        wheel = kept_wheel(directory.parent / "wheel", make=found is None)
         if found is None:
             check_free(vms.address, ports.of_manager())
             cluster.start()
@@ -90,7 +92,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
         try:
             lifelines = Lifelines(vms.address, pool.connection_closed, ports.lifelines)
             ending.callback(lifelines.close)
-            door = NoticeDoor(opening.inbox, secret, vms.address, notice_port, desk)
+            door = NoticeDoor(opening.inbox, secret, vms.address, notice_port, desk, wheel)
             ending.callback(door.close)
         except OSError as error:
             raise ClusterError(f"cannot listen on {vms.address}: {error.strerror}") from error
@@ -99,8 +101,11 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
             manager_address=f"{vms.address}:{door.port}",
             ray_token=SecretStr((directory.parent / "token").read_text(encoding="utf-8").strip()),
             node_secret=SecretStr(secret),
-            setup=setup_lines(vms),
+            setup=vms.environment.setup,
             python=vms.environment.python,
+            python_version=python_version(),
+            wheel_sha256=hashlib.sha256(wheel).hexdigest(),
+            requirements=(*requirements("tls" if vms.tls else ""), *vms.environment.packages),
             gpus=vms.device == "cuda",
             first_port=ports.first,
             lonely_s=vms.lonely_s,
@@ -148,13 +153,6 @@ def check_free(address: str, ports: Collection[int]) -> None:
         except OSError as error:
             why = os.strerror(error.errno or 0)
             raise ClusterError(f"vms.first_port: cannot listen on {address}:{port}: {why}") from error
-
-
-def setup_lines(vms: ProvidedVms) -> tuple[str, ...]:
-    """Write the shell lines of a VM's first boot."""
-    environment = vms.environment
-    install = [environment.python, "-m", "pip", "install", "--quiet", *environment.packages]
-    return (*([shlex.join(install)] if environment.packages else []), *environment.setup)
 
 
 class _Addresses:

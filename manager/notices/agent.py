@@ -13,7 +13,6 @@ import queue
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ import psutil
 
 from manager.notices.aws import AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.notices.azure import AzureNotices
-from manager.notices.end import MANAGEMENT_URL, end_on_azure
+from manager.notices.end import MANAGEMENT_URL, end_vm
 from manager.notices.gcp import GcpNotices
 from manager.notices.line import Handshake, Lines
 from manager.notices.source import NoticeSource
@@ -182,11 +181,6 @@ def _line(told: Told) -> dict[str, object]:
     return {"kind": kind, **told.model_dump()}
 
 
-def power_off() -> None:
-    """Switch this VM off; a cloud that bills for a VM that is off must be told to delete it."""
-    subprocess.run(["systemctl", "poweroff"], check=False, timeout=60)
-
-
 def end_group(folder: Path, grace_s: float = GROUP_GRACE_S) -> None:
     """End this process group: a node on a host that goes on living; whoever does not go within ``grace_s`` is killed.
 
@@ -221,8 +215,8 @@ def _others_of_group() -> list[psutil.Process]:
 def _end(kind: str, management_url: str, folder: Path) -> None:
     if kind == "group":
         end_group(folder)
-    elif not (kind == "azure" and end_on_azure(management_url=management_url)):
-        power_off()
+    else:
+        end_vm(kind, management_url)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

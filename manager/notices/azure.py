@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from manager.notices.end import METADATA_URL
 from manager.notices.source import NoticeUnavailable, Standing, checked, json_of, lead_s
 from manager.plain_http import HttpAnswer, HttpFailed, fetch, http_date_s
 
-METADATA_URL = "http://169.254.169.254"
 EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
 NAME_PATH = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 FIRST_TIMEOUT_S = 150.0

@@ -1,18 +1,25 @@
-"""A forgotten VM on Azure deletes itself, by its managed identity: one that is only switched off is still paid for."""
+"""How a VM ends itself. On Azure by its managed identity: one that is only switched off is still paid for."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from urllib.parse import quote
 
-from manager.notices.azure import METADATA_URL
 from manager.plain_http import HttpFailed, fetch
 
+METADATA_URL = "http://169.254.169.254"
 MANAGEMENT_URL = "https://management.azure.com"
 COMPUTE_API_VERSION = "2024-07-01"
 ID_PATH = "/metadata/instance/compute/resourceId?api-version=2021-02-01&format=text"
 TOKEN_PATH = "/metadata/identity/oauth2/token?api-version=2018-02-01&resource="
 TIMEOUT_S = 30.0
+
+
+def end_vm(cloud: str, management_url: str = MANAGEMENT_URL) -> None:
+    """End this VM as its cloud wants it, or switch it off, which some clouds go on billing."""
+    if not (cloud == "azure" and end_on_azure(management_url=management_url)):
+        subprocess.run(["systemctl", "poweroff"], check=False, timeout=60)
 
 
 def end_on_azure(metadata_url: str = METADATA_URL, management_url: str = MANAGEMENT_URL) -> bool:

@@ -84,6 +84,24 @@ class Lines:
                 text = json.dumps({"text": text, "seal": seal})
             self._connection.sendall(text.encode() + b"\n")
 
+    def write_bytes(self, data: bytes, timeout_s: float) -> None:
+        """Send what the other end reads with ``read_bytes``, without a seal; raises OSError when it is gone or slow."""
+        with self._writing:
+            self._connection.settimeout(timeout_s)
+            self._connection.sendall(data)
+
+    def read_bytes(self, count: int, timeout_s: float) -> bytes:
+        """Return the next so many bytes; ``timeout_s`` is for all of them."""
+        until_s, found = time.monotonic() + timeout_s, bytearray(self._received)
+        while len(found) < count:
+            self._connection.settimeout(max(0.001, until_s - time.monotonic()))
+            chunk = self._connection.recv(MAX_LINE_BYTES)
+            if not chunk:
+                raise ConnectionError("the other end closed the connection")
+            found += chunk
+        self._received = bytes(found[count:])
+        return bytes(found[:count])
+
     def read(self, timeout_s: float) -> dict[str, Any]:
         """Return the next object; ``timeout_s`` is for all of it, however slowly it comes."""
         found = _object(self._line(timeout_s))

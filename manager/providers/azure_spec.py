@@ -48,6 +48,7 @@ class AzureSpec(Value):
     admin_username: str = Field(default="morph", pattern=r"^[a-z][a-z0-9_-]{0,30}$")
     ssh_public_key: str = Field(pattern=r"^(ssh-|ecdsa-)\S+ \S+")
     os_disk: str = "Premium_LRS"
+    os_disk_gib: int | None = Field(default=None, ge=1, le=4095, description="None: as large as the image")
     resource_manager: str = Field(
         default=PUBLIC_AZURE,
         pattern=r"^(https://[^\s'\"]+|http://(localhost|127\.\d+\.\d+\.\d+)(:\d+)?/?)$",
@@ -164,10 +165,12 @@ def _image(image: str) -> dict[str, str]:
 
 
 def _disk(spec: AzureSpec) -> dict[str, Any]:
+    size = {} if spec.os_disk_gib is None else {"diskSizeGB": spec.os_disk_gib}
     return {
         "createOption": "FromImage",
         "deleteOption": "Delete",
         "managedDisk": {"storageAccountType": spec.os_disk},
+        **size,
     }
 
 

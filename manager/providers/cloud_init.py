@@ -1,4 +1,7 @@
-"""What a cloud VM does at its first boot: join the Ray cluster, watch for notices, end itself when it is forgotten."""
+"""What a cloud VM does at its first boot: get Morph from the manager, join the Ray cluster, watch for notices.
+
+And end itself when it is forgotten.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pydantic import Field, SecretStr
 
 from manager.engine.names import RAY_SETTINGS, VM_RESOURCE
 from manager.engine.ports import Ports
+from manager.providers.first_boot import packed
 from morph.contract.base import Value
 
 DIRECTORY = "/etc/morph"
@@ -19,6 +23,8 @@ TOKEN_PATH = f"{DIRECTORY}/ray-token"
 SECRET_PATH = f"{DIRECTORY}/node-secret"
 AUTHORITY_PATH = f"{DIRECTORY}/authority.pem"
 TLS_DIRECTORY = f"{DIRECTORY}/tls"
+BOOT_PATH = f"{DIRECTORY}/boot.pyz"
+CODE_DIRECTORY = f"{DIRECTORY}/code"
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 """Ray would take 30 % of the memory; what goes through it is the job's files and orders."""
 MAX_CUSTOM_DATA_BYTES = 65535
@@ -32,8 +38,11 @@ class NodeStart(Value):
     manager_address: str = Field(pattern=r"^[A-Za-z0-9._-]+:\d+$", description="host:port that takes notices")
     ray_token: SecretStr
     node_secret: SecretStr
-    setup: tuple[str, ...] = Field(default=(), description="shell lines run once, as root, before anything starts")
-    python: str = Field(default="/usr/bin/python3", description="the interpreter that has Morph and Ray")
+    setup: tuple[str, ...] = Field(default=(), description="shell lines run once, as root, before anything else")
+    python: str = Field(default="/usr/bin/python3", description="the interpreter, there once ``setup`` has run")
+    python_version: str = Field(pattern=r"^\d+\.\d+\.\d+\S*$", description="which it must be of")
+    wheel_sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of Morph's wheel, which the manager gives")
+    requirements: tuple[str, ...] = Field(default=(), description="of the wheel and of the user, as pip reads them")
     gpus: bool = Field(default=True, description="its devices are GPUs, of which each worker sees one alone")
     first_port: int = Field(default=0, description="of the ports on which the node listens; 0: any free ones")
     lonely_s: float = Field(default=900.0, gt=0, description="without the manager for this long a VM ends itself")
@@ -57,21 +66,27 @@ def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -
     """
     if not re.fullmatch(r"[a-z0-9-]+", node) or not re.fullmatch(r"[a-z]*", source):
         raise ValueError(f"{node!r} and {source!r} are no names for a node and a notice source")
+    boot = boot_line(start, boot_command(start, node, num_devices, source), BOOT_PATH)
     config = {
         "write_files": [
             _file(TOKEN_PATH, start.ray_token.get_secret_value(), "0600"),
             _file(SECRET_PATH, start.node_secret.get_secret_value(), "0600"),
             *([_file(AUTHORITY_PATH, start.authority, "0644")] if start.authority else []),
+            _file(BOOT_PATH, packed(), "0644") | {"encoding": "b64"},
             _unit(
-                "morph-node", node_command(start, node, num_devices), RAY_SETTINGS | {"RAY_AUTH_TOKEN_PATH": TOKEN_PATH}
+                "morph-node",
+                node_command(start, node, num_devices),
+                RAY_SETTINGS | {"RAY_AUTH_TOKEN_PATH": TOKEN_PATH, "PYTHONPATH": CODE_DIRECTORY},
             ),
-            _unit("morph-agent", agent_command(start, node, source, num_devices), {}),
+            _unit("morph-agent", agent_command(start, node, source, num_devices), {"PYTHONPATH": CODE_DIRECTORY}),
         ],
         "runcmd": [
             *(["sh", "-c", line] for line in start.setup),
-            ["systemctl", "daemon-reload"],
-            ["systemctl", "start", "morph-agent.service"],
-            ["systemctl", "start", "morph-node.service"],
+            [
+                "sh",
+                "-c",
+                f"{boot} && systemctl daemon-reload && systemctl start morph-agent.service morph-node.service",
+            ],
         ],
     }
     return "#cloud-config\n" + json.dumps(config, indent=1) + "\n"  # JSON is YAML
@@ -87,6 +102,31 @@ def custom_data(text: str) -> str:
     if len(encoded) > MAX_CUSTOM_DATA_BYTES:
         raise ValueError(f"the cloud-config has {len(encoded)} bytes, at most {MAX_CUSTOM_DATA_BYTES} are taken")
     return encoded
+
+
+def boot_command(
+    start: NodeStart,
+    node: str,
+    num_devices: int | str,
+    end: str,
+    secret_path: str = SECRET_PATH,
+    code_directory: str = CODE_DIRECTORY,
+) -> list[str]:
+    """Write the options of ``manager.providers.first_boot``. ``end``: as of ``agent_command``."""
+    options = [
+        f"--manager={start.manager_address}", f"--node={node}", f"--devices={num_devices}",
+        f"--secret-file={secret_path}", f"--folder={code_directory}", f"--python={start.python}",
+        f"--python-version={start.python_version}", f"--sha256={start.wheel_sha256}",
+        f"--patience-s={start.lonely_s:g}", f"--end={end}",
+    ]  # fmt: skip
+    options += [f"--management-url={start.management_url}"] if start.management_url else []
+    return [*options, "--", *start.requirements]
+
+
+def boot_line(start: NodeStart, options: list[str], path: str) -> str:
+    """Write the shell line that makes a VM ready: by its interpreter, or any other, which then tells that it lacks."""
+    python = shlex.quote(start.python)
+    return f'p={python}; [ -x "$p" ] || p=python3; "$p" -I {path} {shlex.join(options)}'
 
 
 def ray_command(start: NodeStart, node: str, num_devices: int | str) -> list[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,15 +102,7 @@ def check_device(cluster: ClusterConfig, source: str) -> None:
             source=source,
             field="vms.tls",
             value=True,
-            allowed="pip install 'morph-train[tls]', or false",
-        )
-    if not isinstance(cluster.vms, LocalVms) and cluster.vms.tls and not may_certify(cluster.vms.environment.packages):
-        raise ConfigError(
-            "vms.tls wants cryptography on the VMs, which none of these brings",
-            source=source,
-            field="vms.environment.packages",
-            value=", ".join(cluster.vms.environment.packages),
-            allowed="morph-train[tls], or cryptography beside it",
+            allowed="pip install -e '.[tls]' in the clone of Morph, or false",
         )
     if isinstance(cluster.vms, LocalVms) and cluster.vms.device == "cuda":
         import torch
@@ -120,17 +111,6 @@ def check_device(cluster: ClusterConfig, source: str) -> None:
             raise ConfigError(
                 "this machine has no such device", source=source, field="vms.device", value="cuda", allowed="cpu"
             )
-
-
-def may_certify(packages: Sequence[str]) -> bool:
-    """Whether a VM with these pip requirements has cryptography as far as they tell; without any its image may."""
-    found = [re.match(r"([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?\s*(?:$|[<>=!~;@ ])", package) for package in packages]
-    if any(match is None for match in found):
-        return True  # a path or a URL, of which nobody knows what it brings
-    names = {re.sub(r"[-_.]+", "-", match[1].lower()): match[2] or "" for match in found if match}
-    if "morph-train" not in names or "cryptography" in names:
-        return True
-    return bool(set(re.split(r"[\s,]+", names["morph-train"].lower())) & {"tls", "azure", "dev"})
 
 
 def check_job(job_path: str, profile: Profile) -> JobFacts:

@@ -80,7 +80,9 @@ def _end_on_azure(file: Path, run: str, job: str) -> tuple[Vm, ...]:
     try:
         from manager.providers.azure_ending import end_run
     except ImportError as error:
-        raise ConfigError("needs the extra: pip install 'morph-train[azure]'", source=str(file)) from error
+        raise ConfigError(
+            "needs more packages: pip install -e '.[azure]' in the clone of Morph", source=str(file)
+        ) from error
     return end_run(spec, run, job, told=_told)
 
 

@@ -85,7 +85,10 @@ def load_cloud(cluster: ClusterConfig, source: Path) -> Cloud | None:
         import manager.providers.azure_client  # noqa: F401 (with what it needs, before anything starts)
     except ImportError as error:
         raise ConfigError(
-            "needs the extra: pip install 'morph-train[azure]'", source=str(source), field="vms.kind", value="azure"
+            "needs more packages: pip install -e '.[azure]' in the clone of Morph",
+            source=str(source),
+            field="vms.kind",
+            value="azure",
         ) from error
     return Cloud(vms, path, load_yaml(path, AzureSpec))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -43,7 +44,7 @@ class LocalVms(Value):
     )
     device: Literal["cpu", "cuda"] = "cpu"
     tls: bool = Field(
-        default=False, description="encrypt orders and answers (not tensors); wants pip install 'morph-train[tls]'"
+        default=False, description="encrypt orders and answers (not tensors); wants the package cryptography"
     )
     keep: Annotated[int, Field(ge=1, le=64)] | None = Field(
         default=None, description="ask for so many VMs, and again for each that is lost; absent: num_vms, once"
@@ -63,8 +64,11 @@ class Environment(Value):
         pattern=r"^/\S+$",
         description="the VM's interpreter; of the same version as the manager's, as Ray is",
     )
-    packages: tuple[Line, ...] = Field(default=(), description="pip requirements, installed at the first boot")
-    setup: tuple[Line, ...] = Field(default=(), description="shell lines, run after that and before anything starts")
+    setup: tuple[Line, ...] = Field(default=(), description="shell lines, run as root before anything else")
+    packages: tuple[Line, ...] = Field(
+        default=(),
+        description="pip requirements of the job, installed after that; Morph and what it requires come by themselves",
+    )
     files: tuple[Line, ...] = Field(
         default=(),
         description="files and folders that the job reads beside its code, relative to its folder; sent to each VM",
@@ -76,6 +80,8 @@ class Environment(Value):
     def _no_options(cls, packages: tuple[str, ...]) -> tuple[str, ...]:
         if any(package.startswith("-") for package in packages):
             raise ValueError("an option of pip is no requirement; setup takes any line")
+        if any(re.match(r"morph[-_.]+train\b", package, re.IGNORECASE) for package in packages):
+            raise ValueError("Morph comes from the manager; no package index has it")
         return packages
 
     @field_validator("files")
@@ -110,7 +116,7 @@ class ProvidedVms(Value):
     )
     tls: bool = Field(
         default=False,
-        description="encrypt orders and answers (not tensors); wants morph-train[tls] here and on the VMs",
+        description="encrypt orders and answers (not tensors); wants the package cryptography",
     )
     lonely_s: Positive = Field(default=900.0, description="a VM without a manager for so long ends itself")
     shared_storage: bool = Field(

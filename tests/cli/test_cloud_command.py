@@ -48,6 +48,7 @@ def test_a_dry_run_prints_what_would_be_created_and_asks_nobody() -> None:
     assert [call["put"].rsplit("/", 1)[-1] for call in calls] == ["run", "tiny-1-0", "tiny-1-1"]
     assert calls[1]["body"]["properties"]["hardwareProfile"] == {"vmSize": "Standard_NC4as_T4_v3"}
     assert calls[1]["body"]["properties"]["evictionPolicy"] == "Delete"
+    assert calls[1]["body"]["properties"]["storageProfile"]["osDisk"]["diskSizeGB"] == 128
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_a_dry_run_prints_what_would_be_created_and_asks_nobody() -> None:
     [
         ("location: westus2", "location: West US", "location"),
         ("spot: true", "spott: true", "unknown key"),
-        ("image: microsoft-dsvm:ubuntu-hpc:2204:latest", "image: ubuntu", "image"),
+        ("image: microsoft-dsvm:ubuntu-hpc:2404:latest", "image: ubuntu", "image"),
         ("resource_group: train", "", "resource_group"),
     ],
 )

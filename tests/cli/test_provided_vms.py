@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from morph.cli.checks import check_device
 from morph.cli.cluster_file import load_job_file, load_yaml
 from morph.cli.job_run import resolve
 from morph.cli.main import app
@@ -103,33 +103,6 @@ def test_a_mistake_is_one_line_that_names_it(
 
 
 @pytest.mark.parametrize(
-    ("packages", "known"),
-    [
-        (["morph-train", "adlfs"], False),
-        (["Morph_Train==1.2"], False),
-        (["morph-train[examples]"], False),
-        ([], True),
-        (["adlfs"], True),
-        (["morph-train[tls]==1.2"], True),
-        (["morph-train [examples, tls]"], True),
-        (["morph-train[azure]"], True),
-        (["morph-train", "cryptography>=42"], True),
-        (["/wheels/morph_train-1.2-py3-none-any.whl"], True),
-    ],
-    ids=str,
-)
-def test_a_vm_that_cannot_have_a_certificate_is_told_of_before_anything_starts(
-    tmp_path: Path, described: Described, packages: list[str], known: bool
-) -> None:
-    described["vms"] |= {"tls": True, "environment": {"packages": packages}}
-    cluster = resolved(tmp_path, described).cluster
-    if known:
-        check_device(cluster, "job.yaml")
-    else:
-        assert "vms.environment.packages: vms.tls wants cryptography on the VMs" in refused(tmp_path, described)
-
-
-@pytest.mark.parametrize(
     ("missing", "told"),
     [("cloud", "vms.cloud"), ("keep", "vms.keep"), ("memory_bytes", "vms.memory_bytes"), ("address", "vms.address")],
 )
@@ -202,6 +175,9 @@ def test_the_example_for_azure_is_a_file_that_would_run(tmp_path: Path, monkeypa
     assert isinstance(run.cluster.vms, AzureVms)
     assert run.cloud is not None
     assert run.cloud.described.location == "westus2"
+    assert run.cloud.described.image.split(":")[2] == "2404"  # whose Python is 3.12: with 2204 no VM would ever join
+    assert run.cluster.vms.environment.setup[-1] == "/usr/bin/python3 -m venv /opt/morph"
+    assert run.cluster.vms.environment.python == "/opt/morph/bin/python"
     assert run.checkpoint_url == "abfs://checkpoints@ACCOUNT.dfs.core.windows.net/tiny-gpt"
 
 
@@ -230,10 +206,10 @@ def test_a_price_is_the_cluster_files_or_else_the_providers(
     assert (price.usd_per_h if price else None) == found
 
 
-def test_packages_come_before_the_users_lines(described: Described) -> None:
-    from manager.engine.provided import setup_lines
-
-    environment = Environment(python="/opt/p/bin/python", packages=("torch>=2.9", "x; y"), setup=("mount /data",))
-    vms = StaticVms.model_validate({**vms_of("static"), "environment": environment.model_dump()})
-    assert setup_lines(vms) == ("/opt/p/bin/python -m pip install --quiet 'torch>=2.9' 'x; y'", "mount /data")
-    assert setup_lines(StaticVms.model_validate(vms_of("static"))) == ()
+@pytest.mark.parametrize(
+    "package", ["morph-train", "Morph_Train==1.2", "morph.train[tls]", "morph-train @ https://x/y"]
+)
+def test_morph_itself_is_no_package_that_an_index_is_asked_for(package: str) -> None:
+    with pytest.raises(ValidationError, match="Morph comes from the manager"):
+        Environment(packages=(package,))
+    assert Environment(packages=("morph-trains", "adlfs", "/wheels/x.whl")).packages

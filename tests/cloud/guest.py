@@ -8,6 +8,7 @@ with it; it ends with the thread that started it.
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import json
 import os
@@ -169,10 +170,12 @@ def _first_boot(text: str, environment: dict[str, str]) -> NoReturn:
         os._exit(0)
 
 
-def _write_file(path: str, content: str, permissions: str = "0644", owner: str = "root:root") -> None:
+def _write_file(
+    path: str, content: str, permissions: str = "0644", owner: str = "root:root", encoding: str = "text/plain"
+) -> None:
     place = Path(path)
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(content)
+    place.write_bytes(base64.b64decode(content) if encoding == "b64" else content.encode())
     shutil.chown(place, *owner.split(":"))
     place.chmod(int(permissions, 8))
 

@@ -28,8 +28,9 @@ from tests.cloud.metadata import ADDRESS
 ROOT = Path(__file__).resolve().parents[2]
 BOUND_S = 30.0
 PREFIX = "morph-hosts-"
+CODE = {"PYTHONPATH": str(ROOT)}
+"""Of what stands for the cloud, and of the manager: VMs get Morph from there."""
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -69,7 +70,7 @@ class Host:
         self._outer = subprocess.Popen(
             [sys.executable, "-m", "tests.cloud.guest", str(spec.write()), str(os.getpid())],
             cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **CODE},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -155,7 +156,7 @@ class Hosts:
 
     def on_hub(self, name: str, environment: Mapping[str, str]) -> Host:
         """A host in the hub's network, in which commands are run from outside."""
-        spec = self._spec(name, self.network.hub, self.network.hub_address, environment, "")
+        spec = self._spec(name, self.network.hub, self.network.hub_address, {**CODE, **environment}, "")
         self.living[name] = Host(spec)
         return self.living[name]
 

@@ -22,6 +22,7 @@ from manager.report.reading import read_report
 from manager.report.values import RunReport
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from tests.cloud.hosts import ROOT
+from tests.cloud.image import bare_python
 from tests.cloud.virtual_azure import CLOUD_FILE, VirtualAzure
 from tests.system.exposure import RECORDED
 
@@ -125,7 +126,7 @@ class Life:
                 "address": self.azure.manager_address,
                 "shared_storage": True,
                 "tls": self.tls,
-                "environment": {"python": sys.executable},
+                "environment": {"python": bare_python(self.directory / "image")},
                 **self.vms,
             },
             "policy": {"checkpoint_every_steps": self.checkpoint_every, **self.policy},

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,27 +24,34 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from pydantic import SecretStr
 
+from manager.controller.events import WorkerLost
 from manager.engine.certificates import Tls, load_authority, make_certificates
 from manager.engine.enrolment_desk import EnrolmentDesk
 from manager.engine.inbox import Inbox
 from manager.engine.notice_door import NoticeDoor
+from manager.engine.own_wheel import make_wheel, requirements
 from manager.enrolment.authority import check_certificate
 from manager.enrolment.files import Certificates
 from manager.journal.records import Fact
-from manager.providers.cloud_init import SECRET_PATH, TLS_DIRECTORY, NodeStart, cloud_init
+from manager.providers.cloud_init import CODE_DIRECTORY, SECRET_PATH, TLS_DIRECTORY, NodeStart, cloud_init
 from tests.cloud.hosts import ROOT, Host, Hosts, not_permitted
+from tests.cloud.image import bare_python
 from tests.cloud.units import UnitError, read_unit
 from tests.cloud.virtual_azure import VirtualAzure, in_namespace
 from tests.cloud.waiting import until
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(not_permitted()), reason=not_permitted() or "-")]
 
+COMPUTE = "providers/Microsoft.Compute/virtualMachines"
+WHEEL = make_wheel()
 START = NodeStart(
     ray_address="10.201.0.1:6379",
     manager_address="10.201.0.1:7070",
     ray_token=SecretStr("ray-t0ken-51c2"),
     node_secret=SecretStr("n0de-secret-77aa"),
     python=sys.executable,
+    python_version=platform.python_version(),
+    wheel_sha256=hashlib.sha256(WHEEL).hexdigest(),
     lonely_s=0.5,
 )
 
@@ -62,14 +75,14 @@ def booted(hosts: Hosts, config: str, name: str = "vm") -> Host:
 
 
 def test_a_real_cloud_config_is_carried_out_and_leaves_nothing_on_this_machine(hosts: Hosts, tmp_path: Path) -> None:
-    config = cloud_init(START, "vm-0", "azure").replace("systemctl", "true")  # its files; nothing is started
+    config = cloud_init(START, "vm-0", "azure")  # its files; nothing is started
     look = [
         "sh",
         "-c",
         f"(stat -c %a {SECRET_PATH}; cat {SECRET_PATH}; echo; hostname; cat /proc/1/comm) > {tmp_path}/seen",
     ]
     document = json.loads(config.removeprefix("#cloud-config\n"))
-    document["runcmd"].append(look)
+    document["runcmd"] = [look]
     booted(hosts, "#cloud-config\n" + json.dumps(document))
     until(lambda: (tmp_path / "seen").exists() and "python" in (tmp_path / "seen").read_text(), "the first boot")
     assert (tmp_path / "seen").read_text().split() == ["600", "n0de-secret-77aa", "vm", "python"]
@@ -122,44 +135,99 @@ def test_nothing_outlives_the_process_that_made_it(tmp_path: Path) -> None:
         assert not Path(directory).exists()
 
 
-def test_a_lonely_vm_deletes_itself_by_its_identity(tmp_path: Path) -> None:
-    document = json.loads(cloud_init(START, "tiny-1-0", "azure").removeprefix("#cloud-config\n"))
-    document["runcmd"] = [line for line in document["runcmd"] if "morph-node.service" not in line]  # no Ray here
-    with VirtualAzure(tmp_path) as azure:
-        machine = {"id": "/subscriptions/x/resourceGroups/train/providers/Microsoft.Compute/virtualMachines/tiny-1-0"}
-        machine |= {"name": "tiny-1-0", "zones": ["1"]}
-        machine["properties"] = {"hardwareProfile": {"vmSize": "Standard_NC6"}, "provisioningState": "Succeeded"}
-        machine["properties"] |= {"timeCreated": datetime.now(UTC).isoformat()}
-        azure.region.put_by_hand(machine, "#cloud-config\n" + json.dumps(document))
-        until(lambda: azure.region.bill and azure.region.bill[0].until_s, "the VM to delete itself")
+@contextmanager
+def managed(hosts: Hosts, start: NodeStart, *, tls: Path | None = None) -> Iterator[tuple[NodeStart, Inbox]]:
+    """A manager's door on the hub: how a VM starts that finds it there, and what it hears."""
+    inbox, secret = Inbox(), start.node_secret.get_secret_value()
+    desk = EnrolmentDesk(inbox, secret, load_authority(tls)) if tls else None
+    address = hosts.network.hub_address
+    door = in_namespace(hosts.network.hub, lambda: NoticeDoor(inbox, secret, address, desk=desk, wheel=WHEEL))
+    try:
+        yield start.model_copy(update={"manager_address": f"{address}:{door.port}"}), inbox
+    finally:
+        door.close()
+
+
+def agents_of(host: Host | None) -> list[psutil.Process]:
+    found = []
+    for process in host.processes() if host is not None else ():
+        with suppress(psutil.NoSuchProcess):
+            found += [process] if "manager.notices.agent" in process.cmdline() else []
+    return found
+
+
+def told_to(inbox: Inbox) -> list[object]:
+    return [stamped.item for _ in range(len(inbox)) if (stamped := inbox.get(0.0)) is not None]
+
+
+def machine_of(name: str) -> dict[str, Any]:
+    machine: dict[str, Any] = {"id": f"/subscriptions/x/resourceGroups/train/{COMPUTE}/{name}", "name": name}
+    properties = {"hardwareProfile": {"vmSize": "Standard_NC6"}, "provisioningState": "Succeeded"}
+    return {**machine, "zones": ["1"], "properties": properties | {"timeCreated": datetime.now(UTC).isoformat()}}
+
+
+@pytest.mark.parametrize("booted", [True, False], ids=["after it booted", "before it has Morph"])
+def test_a_lonely_vm_deletes_itself_by_its_identity(tmp_path: Path, booted: bool) -> None:
+    python = bare_python(tmp_path / "image")
+    with VirtualAzure(tmp_path) as azure, ExitStack() as manager:
+        start = START.model_copy(update={"python": python})
+        if booted:
+            start, _ = manager.enter_context(managed(azure.hosts, start.model_copy(update={"lonely_s": 5.0})))
+        config = cloud_init(start, "tiny-1-0", "azure").replace(" morph-node.service", "")  # no Ray here
+        azure.region.put_by_hand(machine_of("tiny-1-0"), config)
+        if booted:
+            until(lambda: agents_of(azure.hosts.living.get("tiny-1-0")), "the agent")
+            manager.close()
+        until(lambda: "tiny-1-0" in azure.logs and azure.region.bill[0].until_s, "the VM to delete itself")
         assert azure.region.calls == ["DELETE virtualMachines/tiny-1-0"]
         assert azure.region.left()["VMs"] == []
         assert set(azure.region.tokens.values()) == {"node"}
         assert azure.region.troubles == []
+        assert ("no wheel came from the manager" in azure.logs["tiny-1-0"]) is not booted
 
 
-def test_a_vm_has_its_key_certified_for_its_own_address_before_its_node_starts(tmp_path: Path) -> None:
+def test_a_vm_runs_the_wheel_that_the_manager_gave_it_and_the_users_lines_came_first(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    bare_python(tmp_path / "image")
+    setup, late = (f"ln -s {tmp_path}/image {tmp_path}/opt",), tmp_path / "opt/bin/python"  # not there before it
+    with managed(hosts, START.model_copy(update={"python": str(late), "setup": setup, "lonely_s": 60.0})) as found:
+        start = found[0].model_copy(update={"requirements": requirements()})
+        host = booted(hosts, cloud_init(start, "vm-0", "azure").replace("ray.scripts.scripts", "manager.first_look"))
+        until(lambda: "No module named manager.first_look" in host.log("morph-node"), "what stands for the node")
+        assert [agent.environ()["PYTHONPATH"] for agent in agents_of(host)] == [CODE_DIRECTORY]
+    code = host.directory / CODE_DIRECTORY.lstrip("/")
+    with zipfile.ZipFile(io.BytesIO(WHEEL)) as archive:
+        for name in archive.namelist():
+            assert (code / name).read_bytes() == archive.read(name)
+
+
+def test_a_vm_with_another_python_than_ray_takes_says_so_in_one_sentence(hosts: Hosts) -> None:
+    with managed(hosts, START.model_copy(update={"python_version": "3.12.99", "lonely_s": 60.0})) as (start, inbox):
+        host = booted(hosts, cloud_init(start, "vm-0", "azure", 2))
+        until(lambda: len(inbox) == 3, "the manager to hear of it")
+        fact, *lost = told_to(inbox)
+        assert isinstance(fact, Fact)
+        assert (fact.name, fact.worker) == ("vm_unfit", "vm-0")
+        assert f"is Python {platform.python_version()}, and Ray wants the manager's 3.12.99" in fact.detail
+        assert lost == [WorkerLost(worker=f"vm-0.d{device}", cause=fact.detail) for device in range(2)]
+        assert host.log("morph-agent") == host.log("morph-node") == ""
+
+
+def test_a_vm_has_its_key_certified_for_its_own_address_before_its_node_starts(hosts: Hosts, tmp_path: Path) -> None:
     made = make_certificates(tmp_path, Tls(enrols=True))
-    inbox, secret, pem = Inbox(), START.node_secret.get_secret_value(), made.authority.read_text()
-    with Hosts([tmp_path], {}) as hosts:
-        desk = EnrolmentDesk(inbox, secret, load_authority(tmp_path))
-        door = in_namespace(hosts.network.hub, lambda: NoticeDoor(inbox, secret, hosts.network.hub_address, desk=desk))
-        try:
-            manager = f"{hosts.network.hub_address}:{door.port}"
-            start = START.model_copy(update={"authority": pem, "manager_address": manager, "lonely_s": 60.0})
-            host = booted(hosts, cloud_init(start, "vm-0", "azure").replace("ray.scripts.scripts", "json.tool"))
-            found = Certificates.below(host.directory / TLS_DIRECTORY.lstrip("/"))
-            until(lambda: "json.tool: error" in host.log("morph-node"), "what stands for the node")
-            key = load_pem_private_key(found.key.read_bytes(), None)
-            assert isinstance(key, ec.EllipticCurvePrivateKey)
-            address = hosts.network.address(0)
-            check_certificate(found.certificate.read_text(), pem.encode(), key, address)
-            assert [found.key.stat().st_mode & 0o777, found.key.parent.stat().st_mode & 0o777] == [0o600, 0o700]
-            assert found.key.read_text().splitlines()[1] not in "".join(map(host.log, ("host", "morph-node")))
-        finally:
-            door.close()
-    told = [stamped.item for _ in range(len(inbox)) if (stamped := inbox.get(0.0)) is not None]
-    assert Fact(name="node_enrolled", detail=f"vm-0 at {address}") in told
+    pem = made.authority.read_text()
+    with managed(hosts, START.model_copy(update={"authority": pem, "lonely_s": 60.0}), tls=tmp_path) as (start, inbox):
+        host = booted(hosts, cloud_init(start, "vm-0", "azure").replace("ray.scripts.scripts", "json.tool"))
+        found = Certificates.below(host.directory / TLS_DIRECTORY.lstrip("/"))
+        until(lambda: "json.tool: error" in host.log("morph-node"), "what stands for the node")
+    key = load_pem_private_key(found.key.read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    address = hosts.network.address(0)
+    check_certificate(found.certificate.read_text(), pem.encode(), key, address)
+    assert [found.key.stat().st_mode & 0o777, found.key.parent.stat().st_mode & 0o777] == [0o600, 0o700]
+    assert found.key.read_text().splitlines()[1] not in "".join(map(host.log, ("host", "morph-node")))
+    assert Fact(name="node_enrolled", detail=f"vm-0 at {address}") in told_to(inbox)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,10 @@ START = NodeStart(
     manager_address="10.0.0.4:7070",
     ray_token=SecretStr(RAY_TOKEN),
     node_secret=SecretStr(NODE_SECRET),
-    setup=("pip install morph-train",),
+    setup=("mount /data",),
+    python_version="3.12.3",
+    wheel_sha256="5c" * 32,
+    requirements=("ray==2.60.0", "numpy>=1.26"),
 )
 
 

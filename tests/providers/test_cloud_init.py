@@ -5,9 +5,11 @@ import shlex
 import pytest
 import yaml
 
+from manager.engine.own_wheel import requirements
 from manager.providers.azure_spec import planned
 from manager.providers.cloud_init import (
     AUTHORITY_PATH,
+    BOOT_PATH,
     MAX_CUSTOM_DATA_BYTES,
     SECRET_PATH,
     TLS_DIRECTORY,
@@ -16,6 +18,7 @@ from manager.providers.cloud_init import (
     custom_data,
     ray_command,
 )
+from manager.providers.first_boot import packed
 from manager.providers.static_node import secret_of, static_node
 from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, START
 
@@ -25,12 +28,23 @@ def written() -> dict[str, dict[str, str]]:
     return {entry["path"]: entry for entry in config["write_files"]}
 
 
-def test_it_is_a_cloud_config_that_starts_the_agent_before_the_node() -> None:
+def test_the_users_lines_come_first_then_morph_and_what_it_requires_then_the_agent_and_the_node() -> None:
     text = cloud_init(START, "tiny-1-0", "azure")
     assert text.startswith("#cloud-config\n")
-    commands = [" ".join(command) for command in yaml.safe_load(text)["runcmd"]]
-    assert commands[0] == "sh -c pip install morph-train"
-    assert commands[-2:] == ["systemctl start morph-agent.service", "systemctl start morph-node.service"]
+    setup, boot = yaml.safe_load(text)["runcmd"]
+    assert setup == ["sh", "-c", "mount /data"]
+    program, _, started = boot[2].partition(" && ")
+    assert started == "systemctl daemon-reload && systemctl start morph-agent.service morph-node.service"
+    assert program.startswith(f'p=/usr/bin/python3; [ -x "$p" ] || p=python3; "$p" -I {BOOT_PATH} ')
+    assert {f"--sha256={'5c' * 32}", "--python-version=3.12.3", "--end=azure"} <= set(shlex.split(program))
+    assert shlex.split(program)[-3:] == ["--", "ray==2.60.0", "numpy>=1.26"]
+    (brought,) = [entry for path, entry in written().items() if path == BOOT_PATH]
+    assert (brought["content"], brought["encoding"], brought["permissions"]) == (packed(), "b64", "0644")
+
+
+def test_a_cloud_config_with_everything_is_less_than_half_of_what_azure_takes() -> None:
+    start = START.model_copy(update={"authority": PEM * 20, "requirements": requirements("tls")})
+    assert len(custom_data(cloud_init(start, "tiny-1-0", "azure", 8))) < MAX_CUSTOM_DATA_BYTES / 2
 
 
 def test_secrets_stand_in_files_for_root_alone_and_on_no_command_line() -> None:
@@ -95,11 +109,11 @@ def test_an_encrypted_node_on_a_host_comes_from_the_address_that_it_is_given() -
     start = START.model_copy(update={"authority": PEM})
     plain, encrypted = (static_node(given)[-1].splitlines() for given in (START, start))
     added = [line for line in encrypted if line not in plain]
-    assert added[0] == 'sed 1,2d "$MORPH_SECRET_FILE" >"$d/authority.pem"'
+    assert added[0] == 'sed 1,3d "$MORPH_SECRET_FILE" >"$d/authority.pem"'
     assert '--secret-file="$d"/node-secret --authority="$d"/authority.pem --directory="$d"/tls' in added[1]
     assert '${ip:+--address="$ip"} -- /usr/bin/python3 -m ray.scripts.scripts start' in added[1]
-    assert secret_of(start) == f"{RAY_TOKEN}\n{NODE_SECRET}\n{PEM}"
-    assert secret_of(START) == f"{RAY_TOKEN}\n{NODE_SECRET}\n"
+    assert secret_of(start) == f"{RAY_TOKEN}\n{NODE_SECRET}\n{packed()}\n{PEM}"
+    assert secret_of(START) == f"{RAY_TOKEN}\n{NODE_SECRET}\n{packed()}\n"
 
 
 @pytest.mark.parametrize("node", ["a b", "a\nExecStart=/bin/sh", "A", ""])

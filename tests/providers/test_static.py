@@ -214,6 +214,8 @@ def test_a_node_that_ends_by_itself_leaves_its_log_alone(world: Path) -> None:
         ray_token=SecretStr("token"),
         node_secret=SecretStr("secret"),
         python=str(python),
+        python_version="3.12.3",
+        wheel_sha256="5c" * 32,
         authority="PEM",
     )
     spec = StaticSpec(hosts=(SshHost(address="h1"),), command=static_node(start))

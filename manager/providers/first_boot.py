@@ -1,0 +1,232 @@
+"""What a VM runs before anything else of Morph: it brings the manager's own wheel, and what that requires.
+
+``python -I boot.pyz --manager HOST:PORT --node NAME --devices N --secret-file PATH --folder PATH --python PATH
+--python-version X.Y.Z --sha256 DIGEST --patience-s S --end azure|group| [--management-url URL] -- REQUIREMENT...``
+
+``packed`` puts it, with the few modules that it imports, into one file, which travels with the secrets. On the VM there
+may be nothing but Python, and an old one: nothing here needs more than the standard library of Python 3.8.
+
+The manager is asked at the port for notices, as the node's agent does later (``manager.notices.line``)::
+
+    VM        {"kind": "wheel"}                      manager   {"bytes": LENGTH}, and so many bytes
+    VM        {"kind": "unfit", "why": SENTENCE}     manager   {"heard": true}
+
+Those bytes have no seal: their digest is in the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import io
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+from manager.notices.end import MANAGEMENT_URL, end_vm
+from manager.notices.line import Handshake, Lines
+from morph.contract.errors import MorphError
+from morph.contract.proof import new_secret
+
+MODULES = (
+    "manager/__init__.py", "manager/plain_http.py",
+    "manager/notices/__init__.py", "manager/notices/end.py", "manager/notices/line.py",
+    "manager/providers/__init__.py", "manager/providers/first_boot.py",
+    "morph/__init__.py", "morph/contract/__init__.py", "morph/contract/errors.py", "morph/contract/proof.py",
+)  # fmt: skip
+CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 120.0
+RETRY_S = 2.0
+TELL_EVERY_S = 10.0
+PIP_TIMEOUT_S = 3600.0
+MAX_WHEEL_BYTES = 64 * 1024 * 1024
+MAX_WHY_CHARACTERS = 600
+
+
+class Unfit(MorphError):
+    """This VM cannot be used; the message says why."""
+
+
+class Unheard(Unfit):
+    """The manager did not answer for as long as a VM waits for it."""
+
+
+def packed() -> str:
+    """Return this program as a file for Python to run, in base 64; the same modules give the same text."""
+    root, out = Path(__file__).resolve().parents[2], io.BytesIO()
+    main = "from manager.providers.first_boot import main\nmain()\n"
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("__main__.py", *MODULES):
+            text = main if name == "__main__.py" else (root / name).read_text(encoding="utf-8")
+            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+class Caller:
+    """Asks the manager, as one VM. Raises OSError when it is not there, is slow, or somebody else answers."""
+
+    def __init__(self, manager: str, node: str, num_devices: int, secret: str) -> None:
+        host, _, port = manager.rpartition(":")
+        self._manager, self._node, self._num_devices, self._secret = (host, int(port)), node, num_devices, secret
+
+    def wheel(self) -> bytes:
+        """Return what the manager gives as its wheel."""
+        with socket.create_connection(self._manager, CONNECT_TIMEOUT_S) as connection:
+            lines = self._greeted(Lines(connection))
+            lines.write(kind="wheel")
+            num_bytes = int(lines.read(ANSWER_TIMEOUT_S)["bytes"])
+            if not 0 <= num_bytes <= MAX_WHEEL_BYTES:
+                raise ConnectionError(f"a wheel of {num_bytes} bytes is none")
+            return lines.read_bytes(num_bytes, ANSWER_TIMEOUT_S)
+
+    def tell_unfit(self, why: str) -> None:
+        """Tell why this VM cannot be used."""
+        with socket.create_connection(self._manager, CONNECT_TIMEOUT_S) as connection:
+            lines = self._greeted(Lines(connection))
+            lines.write(kind="unfit", why=why[:MAX_WHY_CHARACTERS])
+            lines.read(ANSWER_TIMEOUT_S)
+
+    def _greeted(self, lines: Lines) -> Lines:
+        nonce = str(lines.read(ANSWER_TIMEOUT_S).get("nonce"))
+        handshake = Handshake(self._secret, nonce, new_secret(), self._node, self._num_devices)
+        lines.write(**handshake.hello())
+        lines.seal(handshake.key, "agent", "manager")
+        lines.read(ANSWER_TIMEOUT_S)
+        return lines
+
+
+def check_python(python: str, wanted: str) -> None:
+    """See that the interpreter is there, which then runs this, and is of the manager's version.
+
+    Raises:
+        Unfit: it is not.
+    """
+    if not os.access(python, os.X_OK):
+        raise Unfit(f"there is no {python}: vms.environment.python names what the image or vms.environment.setup bring")
+    if platform.python_version() != wanted:
+        raise Unfit(
+            f"{python} is Python {platform.python_version()}, and Ray wants the manager's {wanted}: take the manager's "
+            "own image, or bring that version with vms.environment.setup"
+        )
+
+
+def bring(caller: Caller, sha256: str, folder: Path, patience_s: float) -> None:
+    """Unpack the manager's wheel into a folder, whole or not at all; asks for it for so many seconds and a try.
+
+    Raises:
+        Unheard: it does not come.
+        Unfit: what comes is something else.
+    """
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            wheel = caller.wheel()
+            break
+        except (OSError, ValueError, KeyError) as error:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise Unheard(f"no wheel came from the manager within {patience_s:g} s: {error}") from error
+            time.sleep(min(RETRY_S, left_s))
+    found = hashlib.sha256(wheel).hexdigest()
+    if found != sha256:
+        raise Unfit(f"the wheel that came has the digest {found}, and not the run's {sha256}")
+    temporary = folder.with_name(f"{folder.name}.new")
+    for stale in (temporary, folder):
+        shutil.rmtree(stale, ignore_errors=True)
+    with zipfile.ZipFile(io.BytesIO(wheel)) as archive:  # what pip does with one of pure Python
+        archive.extractall(temporary)
+    temporary.rename(folder)
+
+
+def lacking(requirements: list[str]) -> list[str]:
+    """Return those that this interpreter's packages do not meet; of a build such as 2.9+cu128, 2.9 counts.
+
+    Understands NAME, NAME==VERSION and NAME>=VERSION; of anything else it cannot say, and returns it.
+    """
+    missing = []
+    for given in requirements:
+        read = re.fullmatch(r"([A-Za-z0-9._-]+)(?:(==|>=)([0-9.]+))?", given)
+        try:
+            found = metadata.version(read[1]).partition("+")[0] if read else ""
+        except metadata.PackageNotFoundError:
+            found = ""
+        fits = read is not None and (
+            read[2] is None or (found == read[3] if read[2] == "==" else _numbers(found) >= _numbers(read[3]))
+        )
+        if not found or not fits:
+            missing.append(given)
+    return missing
+
+
+def install(requirements: list[str]) -> None:
+    """Have pip bring what is missing; without anything missing neither pip nor a network is needed.
+
+    Raises:
+        Unfit: pip fails.
+    """
+    missing = lacking(requirements)
+    if not missing:
+        return
+    print(f"missing: {', '.join(missing)}", flush=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", *requirements]  # all: nothing may change what must not change
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise Unfit(f"pip did not bring {', '.join(missing)} within {PIP_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
+        said = next((line for line in lines if line.lower().startswith("error")), lines[-1])
+        raise Unfit(f"pip cannot bring {', '.join(missing)}: {said}")
+
+
+def tell(caller: Caller, why: str, patience_s: float) -> None:
+    """Tell the manager, again and again, until it ends this VM or its patience is over."""
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            caller.tell_unfit(why)
+        except (OSError, ValueError) as error:
+            print(f"the manager is not told: {error}", file=sys.stderr, flush=True)
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            return
+        time.sleep(min(TELL_EVERY_S, left_s))
+
+
+def main() -> None:
+    """Make this VM ready, or tell why it cannot be, and end it."""
+    parser = argparse.ArgumentParser(prog="boot.pyz")
+    for name in ("manager", "node", "secret-file", "folder", "python", "python-version", "sha256"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--devices", required=True, type=int)
+    parser.add_argument("--patience-s", required=True, type=float)
+    parser.add_argument("--end", required=True)
+    parser.add_argument("--management-url", default=MANAGEMENT_URL)
+    parser.add_argument("requirements", nargs="*")
+    given = parser.parse_args()
+    secret = Path(given.secret_file).read_text(encoding="utf-8").strip()
+    caller = Caller(given.manager, given.node, given.devices, secret)
+    try:
+        check_python(given.python, given.python_version)
+        bring(caller, given.sha256, Path(given.folder), given.patience_s)
+        install(given.requirements)
+    except Unfit as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        tell(caller, str(error), 0.0 if isinstance(error, Unheard) else given.patience_s)
+        if given.end != "group":  # on a host of the user's: its shell ends, and the group with it
+            end_vm(given.end, given.management_url)
+        sys.exit(1)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]

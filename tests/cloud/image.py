@@ -1,0 +1,26 @@
+"""A Python as an image has it: what Morph requires is there, and Morph is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+
+def bare_python(directory: Path) -> str:
+    """Make an environment in a folder, without pip, and return its interpreter.
+
+    It sees the packages of this one, but for those that are installed in place, as Morph is.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True, timeout=120)
+    python = directory / "bin" / "python"
+    found = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    (Path(found.stdout.strip()) / "image.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    return str(python)

@@ -1,0 +1,230 @@
+"""Morph's own wheel, from the manager's files to a VM that has only Python and the packages that Morph requires."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import contextlib
+import hashlib
+import io
+import os
+import platform
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+from manager.controller.events import WorkerLost
+from manager.engine.inbox import Inbox
+from manager.engine.notice_door import NoticeDoor
+from manager.engine.own_wheel import kept_wheel, make_wheel, python_version, requirements
+from manager.journal.records import Fact
+from manager.providers.first_boot import (
+    MODULES,
+    Caller,
+    Unfit,
+    Unheard,
+    bring,
+    check_python,
+    install,
+    lacking,
+    packed,
+)
+from morph.contract.errors import ClusterError
+from tests.cloud.image import bare_python
+
+ROOT = Path(__file__).parents[2]
+SECRET, NODE = "n0de-secret-77aa", "tiny-1-0"
+BOUND_S = 120.0
+WHEEL = "from manager.engine.own_wheel import make_wheel; import sys; sys.stdout.buffer.write(make_wheel())"
+
+
+@pytest.fixture(scope="module")
+def wheel() -> bytes:
+    return make_wheel()
+
+
+class World:
+    """A door that gives a wheel, and what the manager hears."""
+
+    def __init__(self, wheel: bytes) -> None:
+        self.inbox = Inbox()
+        self.door = NoticeDoor(self.inbox, SECRET, wheel=wheel)
+        self.address = f"127.0.0.1:{self.door.port}"
+
+    def caller(self, secret: str = SECRET, num_devices: int = 1) -> Caller:
+        return Caller(self.address, NODE, num_devices, secret)
+
+    def heard(self) -> list[object]:
+        found = [self.inbox.get(0.0) for _ in range(len(self.inbox))]
+        return [stamped.item for stamped in found if stamped is not None]
+
+    def boot(self, directory: Path, options: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        """Run the program as a VM does: isolated, and from the one file."""
+        (directory / "boot.pyz").write_bytes(base64.b64decode(packed()))
+        (directory / "secret").write_text(SECRET)
+        given = {
+            "manager": self.address, "node": NODE, "devices": "1", "secret-file": str(directory / "secret"),
+            "folder": str(directory / "code"), "python": sys.executable, "python-version": python_version(),
+            "sha256": hashlib.sha256(make_wheel()).hexdigest(), "patience-s": "0", "end": "group", **options,
+        }  # fmt: skip
+        python = given["python"]
+        runs = python if os.access(python, os.X_OK) else sys.executable  # as cloud_init.boot_line chooses
+        command = [runs, "-I", str(directory / "boot.pyz"), *(f"--{name}={value}" for name, value in given.items())]
+        return subprocess.run(
+            [*command, "--", *requirements()], capture_output=True, text=True, timeout=BOUND_S, check=False
+        )
+
+
+@pytest.fixture
+def world(wheel: bytes) -> Iterator[World]:
+    world = World(wheel)
+    yield world
+    world.door.close()
+
+
+def test_what_is_given_is_a_wheel_of_every_file_and_its_own_wheel_is_the_same(wheel: bytes, tmp_path: Path) -> None:
+    name = f"morph_train-{metadata.version('morph-train')}-py3-none-any.whl"
+    (tmp_path / name).write_bytes(wheel)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", tmp_path / "lib"]
+    subprocess.run([*pip, tmp_path / name], check=True, timeout=BOUND_S)
+    for package in ("calibrate", "manager", "morph", "simulator"):
+        for path in (ROOT / package).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert (tmp_path / "lib" / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib")}  # installed, and no longer in place
+    again = subprocess.run(
+        [bare_python(tmp_path / "image"), "-c", WHEEL],
+        capture_output=True, env=environment, cwd=tmp_path, timeout=BOUND_S, check=True,
+    )  # fmt: skip
+    assert again.stdout == wheel
+    assert make_wheel() == wheel
+
+
+def test_it_names_nothing_that_is_not_published_and_pins_what_ray_and_the_weights_depend_on() -> None:
+    found = requirements("tls")
+    assert {f"ray=={metadata.version('ray')}", f"torch=={metadata.version('torch').partition('+')[0]}"} <= set(found)
+    assert not [one for one in found if one.startswith("morph")]
+    assert [one for one in found if one not in requirements()] == ["cryptography>=42"]
+    known = {
+        line.partition("==")[0].lower().replace("_", "-")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+    }
+    assert {one.partition(">")[0].partition("=")[0] for one in found} <= known
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    """What a user reads or copies from: files, docs, and messages in the code."""
+    for folder in ("benchmarks", "calibrate", "configs", "docs", "manager", "morph", "notebooks", "simulator", "."):
+        for path in (ROOT / folder).glob("*" if folder == "." else "**/*"):
+            if path.suffix in (".md", ".yaml", ".yml", ".py", ".ipynb", ".json") or path.name == "Makefile":
+                yield path.relative_to(ROOT), path.read_text(encoding="utf-8")
+
+
+def test_no_file_doc_or_message_has_an_index_asked_for_morph() -> None:
+    named = {str(path) for path, text in texts() if re.search(r"morph[-_.]+train", text, re.IGNORECASE)}
+    assert named == {"manager/engine/own_wheel.py"}  # the name of what is installed here
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    for path in (ROOT / "configs/runs").glob("*.yaml"):
+        packages = yaml.safe_load(path.read_text()).get("vms", {}).get("environment", {}).get("packages", [])
+        assert set(packages) <= pinned, path
+
+
+def test_the_runs_wheel_outlives_its_manager(tmp_path: Path, wheel: bytes) -> None:
+    with pytest.raises(ClusterError, match="wheel is gone"):
+        kept_wheel(tmp_path / "wheel", make=False)
+    assert kept_wheel(tmp_path / "wheel", make=True) == kept_wheel(tmp_path / "wheel", make=False) == wheel
+
+
+def test_the_first_program_needs_nothing_but_an_old_python(tmp_path: Path) -> None:
+    for name in MODULES:
+        ast.parse((ROOT / name).read_text(encoding="utf-8"), feature_version=(3, 8))
+    (tmp_path / "boot.pyz").write_bytes(base64.b64decode(packed()))
+    done = subprocess.run(  # no packages at all
+        [sys.executable, "-I", "-S", tmp_path / "boot.pyz", "--help"], capture_output=True, text=True, timeout=BOUND_S
+    )
+    assert "--sha256" in done.stdout, done.stderr
+    with zipfile.ZipFile(io.BytesIO(base64.b64decode(packed()))) as archive:
+        assert sorted(archive.namelist()) == sorted(("__main__.py", *MODULES))
+
+
+def test_a_vm_without_morph_has_it_after_its_first_program_and_asks_no_index(world: World, tmp_path: Path) -> None:
+    python = bare_python(tmp_path / "image")  # which has no pip
+    look = [python, "-c", "import manager.notices.agent as found; print(found.__file__)"]
+    assert subprocess.run(look, capture_output=True, cwd=tmp_path, timeout=BOUND_S, check=False).returncode != 0
+    done = world.boot(tmp_path, {"python": python})
+    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "code")}
+    found = subprocess.run(look, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=BOUND_S)
+    assert found.stdout.strip() == str(tmp_path / "code/manager/notices/agent.py"), found.stderr
+    assert world.heard() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"python-version": "3.12.99"}, f"is Python {platform.python_version()}, and Ray wants the manager's 3.12.99"),
+        ({"python": "/opt/none/bin/python"}, "there is no /opt/none/bin/python: vms.environment.python names"),
+        ({"sha256": "0" * 64}, f"and not the run's {'0' * 64}"),
+    ],
+)
+def test_why_a_vm_cannot_be_used_is_told_in_one_sentence(
+    world: World, tmp_path: Path, options: dict[str, str], told: str
+) -> None:
+    done = world.boot(tmp_path, options)
+    assert done.returncode == 1
+    fact, lost = world.heard()
+    assert isinstance(fact, Fact)
+    assert isinstance(lost, WorkerLost)
+    assert (fact.name, fact.worker, lost.worker) == ("vm_unfit", NODE, NODE)
+    assert fact.detail == lost.cause
+    assert told in fact.detail
+    assert "\n" not in fact.detail
+    assert not (tmp_path / "code").exists()
+
+
+def test_each_worker_of_a_vm_is_given_up_and_it_is_written_down_once(world: World) -> None:
+    for _ in range(2):
+        world.caller(num_devices=2).tell_unfit("no room")
+    heard = world.heard()
+    assert [one.worker for one in heard if isinstance(one, WorkerLost)] == [f"{NODE}.d0", f"{NODE}.d1"] * 2
+    assert [one for one in heard if isinstance(one, Fact)] == [Fact(name="vm_unfit", worker=NODE, detail="no room")]
+
+
+def test_a_stranger_gets_nothing_and_is_not_heard(world: World, tmp_path: Path) -> None:
+    stranger = world.caller("another-secret")
+    with pytest.raises(OSError, match="closed"):
+        stranger.wheel()
+    with contextlib.suppress(OSError):
+        stranger.tell_unfit("everything")
+    assert world.heard() == []
+    with pytest.raises(Unheard, match="within 0 s"):
+        bring(stranger, "0" * 64, tmp_path / "code", 0.0)
+
+
+def test_another_wheel_than_the_runs_is_not_unpacked(world: World, tmp_path: Path) -> None:
+    with pytest.raises(Unfit, match="and not the run's"):
+        bring(world.caller(), hashlib.sha256(b"another").hexdigest(), tmp_path / "code", 0.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_not_asked_for() -> None:
+    ray = metadata.version("ray")
+    assert lacking(["ray", f"ray=={ray}", "ray>=2.9", "torch>=2"]) == []
+    wrong = ["ray==0.1", "ray>=99.1", "no-such-thing", "no-such-thing>=1", "ray~=2.0", "ray; python_version > '3'"]
+    assert lacking(wrong) == wrong
+
+
+def test_what_pip_cannot_bring_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PIP_NO_INDEX", "PIP_DISABLE_PIP_VERSION_CHECK"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(Unfit, match="pip cannot bring no-such-thing==1: ERROR: Could not find a version"):
+        install(["pip", "no-such-thing==1"])
+    with pytest.raises(Unfit, match="there is no /none"):
+        check_python("/none", python_version())
