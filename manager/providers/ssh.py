@@ -14,6 +14,17 @@ from morph.contract.vm_names import MAX_DEVICES
 
 CONNECT_TIMEOUT_S = 10
 RUN_TIMEOUT_S = 120.0
+OPTIONS = (
+    "BatchMode=yes",
+    "StrictHostKeyChecking=yes",
+    f"ConnectTimeout={CONNECT_TIMEOUT_S}",
+    "ForwardAgent=no",
+    "ForwardX11=no",
+    "ClearAllForwardings=yes",
+    "Tunnel=no",
+    "PermitLocalCommand=no",
+    "RequestTTY=no",
+)
 SSH_FAILED = 255
 """The exit status of ssh itself; any other is the remote command's."""
 
@@ -44,17 +55,12 @@ class SshHost(Value):
 
 
 def ssh_command(host: SshHost, remote: str, program: Sequence[str] = ("ssh",)) -> list[str]:
-    """Build the command line that runs ``remote`` on a host; it never asks for a password or a host key."""
-    options = [
-        "-o",
-        "BatchMode=yes",
-        "-o",
-        "StrictHostKeyChecking=yes",
-        "-o",
-        f"ConnectTimeout={CONNECT_TIMEOUT_S}",
-        "-p",
-        str(host.port),
-    ]
+    """Build the command line that runs ``remote`` on a host.
+
+    It never asks for a password or a host key, and whatever the user's own configuration says, the host gets no way
+    back: neither to the user's keys nor to ports or the screen of this machine.
+    """
+    options = [part for option in OPTIONS for part in ("-o", option)] + ["-p", str(host.port)]
     if host.identity_file:
         options += ["-i", host.identity_file]
     return [*program, *options, "--", host.shown, remote]

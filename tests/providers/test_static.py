@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -253,6 +255,29 @@ def test_a_program_that_is_not_there_is_the_users_to_mend(world: Path) -> None:
         run_ssh(SshHost(address="h1"), "true", program=[str(world / "no-such")])
     with pytest.raises(Misconfigured, match="failed with 3"):
         run_ssh(SshHost(address="h1"), "exit 3", program=[str(world / "ssh")])
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")
+def test_a_host_gets_no_way_back_whatever_the_users_configuration_says(tmp_path: Path) -> None:
+    theirs = {
+        "forwardagent": "yes", "forwardx11": "yes", "localforward": "7000 127.0.0.1:22", "dynamicforward": "7001",
+        "remoteforward": "7002 127.0.0.1:22", "tunnel": "yes", "permitlocalcommand": "yes", "requesttty": "yes",
+        "stricthostkeychecking": "no", "batchmode": "no",
+    }  # fmt: skip
+    config = tmp_path / "config"
+    config.write_text("Host *\n" + "".join(f"  {name} {value}\n" for name, value in theirs.items()))
+
+    def effective(*command: str) -> dict[str, str]:
+        asked = [command[0], "-G", "-F", str(config), *command[1:]]
+        told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
+        return {line.partition(" ")[0]: line.partition(" ")[2] for line in told.splitlines()}
+
+    plain = effective("ssh", "--", "h1", "true")
+    assert plain["forwardagent"] == "yes"  # the configuration is one that would
+    found = effective(*ssh_command(SshHost(address="h1"), "true"))
+    assert {found[name] for name in ("forwardagent", "forwardx11", "permitlocalcommand")} == {"no"}
+    assert (found["clearallforwardings"], found["batchmode"]) == ("yes", "yes")
+    assert (found["tunnel"], found["requesttty"], found["stricthostkeychecking"]) == ("false", "false", "true")
 
 
 def test_the_command_line_asks_nothing_and_holds_no_option_of_the_hosts() -> None:
