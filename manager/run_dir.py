@@ -1,13 +1,15 @@
 """A run directory: one run's journal, checkpoints and facts; used by one manager at a time.
 
 Layout: ``run.json`` (what is run), ``run.lock``, ``journal.sqlite``, ``checkpoints/``, ``code/`` (the job's files).
+All of it is its user's alone: files 0600, folders 0700.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -75,8 +77,25 @@ def checkpoint_url(path: Path, facts: RunFacts) -> str:
     return facts.checkpoint_url or str(path.resolve() / "checkpoints")
 
 
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Make what this process and its children write meanwhile their user's alone: files 0600, folders 0700."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextmanager
+def as_its_folder(path: Path) -> Iterator[None]:
+    """Write a file as private as what else lies in its folder, if that is a run's."""
+    with private_files() if is_run(path.parent) else nullcontext():
+        yield
+
+
 class RunDir:
-    """An opened run directory; a context manager that holds its lock.
+    """An opened run directory; a context manager that holds its lock, and within which new files are private.
 
     Raises:
         RunDirError: in use by another process, not writable, not empty and not a run's, or of another job.
@@ -86,6 +105,7 @@ class RunDir:
         self.path = path.resolve()
         self.facts = facts
         self._lock_file: IO[str] | None = None
+        self._held = ExitStack()
 
     @property
     def checkpoint_url(self) -> str:
@@ -113,18 +133,18 @@ class RunDir:
 
     def __enter__(self) -> RunDir:
         self._make()
-        self._lock()
-        try:
+        with ExitStack() as entering:
+            entering.enter_context(private_files())
+            self._lock()
+            entering.callback(self._unlock)
             self._claim()
-        except BaseException:
-            self._unlock()
-            raise
+            self._held = entering.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._unlock()
+        self._held.close()
 
     def _make(self) -> None:
         where = str(self.path)
@@ -135,6 +155,9 @@ class RunDir:
         except OSError as error:
             raise RunDirError(f"cannot be made: {error.strerror}", source=where) from error
         check_free(self.path)
+        if not is_run(self.path):
+            with suppress(OSError):  # another user's, who lets this one write
+                self.path.chmod(0o700)
 
     def _lock(self) -> None:
         try:

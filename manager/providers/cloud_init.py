@@ -188,6 +188,6 @@ def _unit(name: str, command: list[str], environment: dict[str, str]) -> dict[st
     text = (
         "[Unit]\nWants=network-online.target\nAfter=network-online.target\n"
         "StartLimitIntervalSec=900\nStartLimitBurst=20\nStartLimitAction=poweroff-force\n"
-        f"[Service]\n{settings}ExecStart={line}\nRestart=always\nRestartSec=10\n"
+        f"[Service]\nUMask=0077\n{settings}ExecStart={line}\nRestart=always\nRestartSec=10\n"
     )
     return {"path": f"/etc/systemd/system/{name}.service", "permissions": "0644", "content": text}

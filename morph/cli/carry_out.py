@@ -164,6 +164,7 @@ def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:
 
 def _write_timeline(run_dir: Path, step: int) -> None:
     from manager.report.timelines import read_timelines
+    from manager.run_dir import as_its_folder
     from morph.runtime.timeline import write_trace
 
     timelines = read_timelines(run_dir).get(step)
@@ -171,5 +172,6 @@ def _write_timeline(run_dir: Path, step: int) -> None:
         print(f"step {step} was not run, so that it has no timeline")
         return
     path = run_dir / f"timeline-{step}.json"
-    write_trace(timelines, path)
+    with as_its_folder(path):
+        write_trace(timelines, path)
     print(f"timeline: {path}")

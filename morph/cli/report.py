@@ -41,7 +41,7 @@ def report_command(
       morph report runs/tiny --price 0.9 --on-demand-price 3.06
     """
     from manager.report.reading import read_report
-    from manager.run_dir import read_facts
+    from manager.run_dir import as_its_folder, read_facts
     from morph.cli.checks import check_output
     from morph.cli.report_page import report_page
     from morph.contract.errors import RunDirError
@@ -56,7 +56,8 @@ def report_command(
     page = report_page(report, prices)
     temporary = path.with_name(f"{path.name}.new")
     try:
-        temporary.write_text(page, encoding="utf-8")
+        with as_its_folder(path):
+            temporary.write_text(page, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

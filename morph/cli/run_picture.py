@@ -28,8 +28,11 @@ def draw_run(report: RunReport, path: Path, expected_label: str = "expected by t
     Raises:
         OSError: the file cannot be written.
     """
+    from manager.run_dir import as_its_folder
+
     temporary = path.with_name(f"{path.name}.new")
-    run_figure(report, expected_label).savefig(temporary, format="png")
+    with as_its_folder(path):
+        run_figure(report, expected_label).savefig(temporary, format="png")
     temporary.replace(path)
 
 

@@ -268,6 +268,7 @@ class Systemd:
         out = _log(self._logs, name.removesuffix(".service"))
         files = [(os.POSIX_SPAWN_DUP2, out, 1), (os.POSIX_SPAWN_DUP2, out, 2)]
         environment = {**self._environment, **unit.environment}
+        before = os.umask(unit.umask)
         try:
             service.pid = os.posix_spawn(
                 unit.command[0], unit.command, environment, file_actions=files, setsid=True, setsigdef=[signal.SIGCHLD]
@@ -276,6 +277,7 @@ class Systemd:
             os.write(out, f"{error}\n".encode())
             service.due_s = now_s + unit.restart_s if unit.always else None
         finally:
+            os.umask(before)
             os.close(out)
 
     def _reap(self) -> None:

@@ -23,6 +23,7 @@ class Unit:
     limit_interval_s: float = 10.0
     limit_burst: int = 5
     limit_action: str = "none"
+    umask: int = 0o022
 
 
 def read_unit(text: str) -> Unit:
@@ -52,6 +53,7 @@ def read_unit(text: str) -> Unit:
         "limit_interval_s": float(found.pop("StartLimitIntervalSec", 10.0)),
         "limit_burst": int(found.pop("StartLimitBurst", 5)),
         "limit_action": found.pop("StartLimitAction", "none"),
+        "umask": int(found.pop("UMask", "0022"), 8),
     }
     if found or not command or not command[0].startswith("/"):
         raise UnitError(f"not understood: {found or command}")

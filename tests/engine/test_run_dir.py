@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from manager.run_dir import RunDir, RunFacts, read_facts
+from manager.journal.journal import Journal
+from manager.run_dir import RunDir, RunFacts, as_its_folder, read_facts
 from morph.contract.errors import RunDirError
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=12, num_sections=5)
@@ -32,6 +33,33 @@ def test_a_new_directory_is_made_and_claimed(tmp_path: Path) -> None:
         assert opened.checkpoint_url == str(path / "checkpoints")
     assert read_facts(path) == FACTS
     assert (path / "run.lock").read_text() == ""
+
+
+def test_what_is_written_while_it_is_held_is_its_users_alone_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.mkdir(mode=0o755)
+    before = os.umask(0o022)
+    try:
+        for path in (tmp_path / "deep" / "run", given):
+            with RunDir(path, FACTS), Journal.open(path / "journal.sqlite") as journal:
+                journal.append(0.0, "fact", "{}")
+                subprocess.run(["sh", "-c", f"mkdir {path}/checkpoints && touch {path}/checkpoints/unit"], check=True)
+                modes = {str(found.relative_to(path)): found.stat().st_mode & 0o777 for found in path.rglob("*")}
+                assert modes.pop("checkpoints") == path.stat().st_mode & 0o777 == 0o700
+                assert {"run.json", "run.lock", "journal.sqlite-wal", "journal.sqlite-shm"} < set(modes)
+                assert set(modes.values()) == {0o600}, modes
+            for place, mode in ((path, 0o600), (tmp_path, 0o644)):
+                with as_its_folder(place / "run.png"):
+                    (place / "run.png").touch()
+                assert (place / "run.png").stat().st_mode & 0o777 == mode
+        (tmp_path / "outside").touch()
+        assert (tmp_path / "outside").stat().st_mode & 0o777 == 0o644
+        assert (tmp_path / "deep").stat().st_mode & 0o777 == 0o755
+        with pytest.raises(RunDirError, match="belongs to another"):
+            RunDir(given, FACTS.model_copy(update={"fingerprint": "other"})).__enter__()
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
 
 
 def test_a_run_can_be_resumed_in_its_directory(tmp_path: Path) -> None:

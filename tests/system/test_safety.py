@@ -55,6 +55,7 @@ class Seen:
     strangers: dict[str, str]
     code: int
     run_dir: Path
+    modes: dict[str, int]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,7 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         token = ray_directory / "token"
         live_modes = {path.name: path.stat().st_mode for path in (token, *(run_dir / name for name in PRIVATE))}
         live_modes["the directory of Ray"] = ray_directory.stat().st_mode
+        modes = {f"{path} meanwhile": path.lstat().st_mode for path in (run_dir, *run_dir.rglob("*")) if path.exists()}
         address = read_address(run_dir)
         secrets = {"Ray's token": token.read_text(encoding="ascii"), "the page's token": address.token}
         (head,) = [found.port for found in shown.listening if found.process == "gcs_server"]
@@ -102,11 +104,12 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         outputs["the run"] = command.output
         assert not ray_directory.exists()
         all_secrets = tuple(command.secrets)
+    modes |= {str(path): path.lstat().st_mode for path in (run_dir, *run_dir.rglob("*"))}
     files = {str(path.relative_to(run_dir)): data for path, data in files_below(run_dir)}
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         files["the journal, line by line"] = "\n".join(entry.payload_json for entry in journal.read()).encode()
     return Seen(
-        secrets, all_secrets, shown, live_modes, ray_files, files, outputs, strangers, code, run_dir
+        secrets, all_secrets, shown, live_modes, ray_files, files, outputs, strangers, code, run_dir, modes
     )  # fmt: skip
 
 
@@ -174,6 +177,16 @@ def test_files_with_a_secret_are_their_owner_s_alone(seen: Seen) -> None:
     assert stat.S_IMODE(directory) == 0o700
     for name in ("token", *PRIVATE):
         assert stat.S_IMODE(seen.live_modes[name]) == 0o600, name
+
+
+def test_everything_in_the_run_directory_is_its_user_s_alone(seen: Seen) -> None:
+    names = {Path(path.removesuffix(" meanwhile")).name for path in seen.modes}
+    assert {"run.json", JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm", "run.png", "report.html", *PRIVATE} <= names
+    assert any(name.endswith(".safetensors") for name in names)
+    folders = {path for path, mode in seen.modes.items() if stat.S_ISDIR(mode)}
+    assert {path: oct(mode) for path, mode in seen.modes.items() if stat.S_IMODE(mode) & 0o077} == {}
+    assert {stat.S_IMODE(seen.modes[path]) for path in folders} == {0o700}
+    assert {stat.S_IMODE(mode) for path, mode in seen.modes.items() if path not in folders} == {0o600}
 
 
 def test_ray_refuses_whoever_has_another_token_or_none(seen: Seen) -> None:
