@@ -65,7 +65,9 @@ class World:
         found = [self.inbox.get(0.0) for _ in range(len(self.inbox))]
         return [stamped.item for stamped in found if stamped is not None]
 
-    def boot(self, directory: Path, options: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    def boot(
+        self, directory: Path, options: dict[str, str], wanted: tuple[str, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
         """Run the program as a VM does: isolated, and from the one file."""
         (directory / "boot.pyz").write_bytes(base64.b64decode(packed()))
         (directory / "secret").write_text(SECRET)
@@ -78,7 +80,7 @@ class World:
         runs = python if os.access(python, os.X_OK) else sys.executable  # as cloud_init.boot_line chooses
         command = [runs, "-I", str(directory / "boot.pyz"), *(f"--{name}={value}" for name, value in given.items())]
         return subprocess.run(
-            [*command, "--", *requirements()], capture_output=True, text=True, timeout=BOUND_S, check=False
+            [*command, "--", *requirements(), *wanted], capture_output=True, text=True, timeout=BOUND_S, check=False
         )
 
 
@@ -155,15 +157,34 @@ def test_the_first_program_needs_nothing_but_an_old_python(tmp_path: Path) -> No
 
 
 def test_a_vm_without_morph_has_it_after_its_first_program_and_asks_no_index(world: World, tmp_path: Path) -> None:
-    python = bare_python(tmp_path / "image")  # which has no pip
+    python = bare_python(tmp_path / "image")
     look = [python, "-c", "import manager.notices.agent as found; print(found.__file__)"]
     assert subprocess.run(look, capture_output=True, cwd=tmp_path, timeout=BOUND_S, check=False).returncode != 0
     done = world.boot(tmp_path, {"python": python})
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr  # nothing was missing, so that pip was not asked
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "code")}
     found = subprocess.run(look, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=BOUND_S)
     assert found.stdout.strip() == str(tmp_path / "code/manager/notices/agent.py"), found.stderr
     assert world.heard() == []
+
+
+def test_what_is_missing_is_installed_of_the_version_that_is_wanted(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in ("1.2", "1.3"):
+        with zipfile.ZipFile(tmp_path / f"tiny_part-{version}-py3-none-any.whl", "w") as archive:
+            info = f"tiny_part-{version}.dist-info"
+            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-part\nVersion: {version}\n")
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{info}/RECORD", "")
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    python = bare_python(tmp_path / "image")
+    done = world.boot(tmp_path, {"python": python}, ("tiny-part==1.2",))
+    assert (done.returncode, done.stdout) == (0, "missing: tiny-part==1.2\n"), done.stderr
+    look = [python, "-c", "from importlib.metadata import version; print(version('tiny-part'), version('ray'))"]
+    found = subprocess.run(look, capture_output=True, text=True, cwd=tmp_path, timeout=BOUND_S, check=True)
+    assert found.stdout.split() == ["1.2", metadata.version("ray")]
 
 
 @pytest.mark.parametrize(
