@@ -30,7 +30,7 @@ def asked(decision: Decision, now_s: float) -> Decision:
     living = sum(entry.node in COUNTED for entry in state.workers.values())
     coming = sum(request.count + len(request.granted) for request in state.requests.values())
     missing = state.config.target_nodes - living - coming
-    if missing <= 0:
+    if missing <= 0 or asks_no_more(state):
         return decision
     if state.ask_at_s is not None and now_s < state.ask_at_s:
         return decision.model_copy(update={"state": wake_by(state, state.ask_at_s)})
@@ -80,6 +80,7 @@ def request_refused(state: ControllerState, event: RequestRefused, now_s: float)
 
 def with_appeared(state: ControllerState, event: NodeAppeared) -> ControllerState:
     """Take a node that is up out of what is awaited, whether its grant was heard of or not."""
+    state = changed(state, num_absent=0) if state.num_absent else state
     for name, request in state.requests.items():
         if event.node in request.granted:
             return with_request(state, name, without_granted(request, event.node))
@@ -105,16 +106,37 @@ def lost_booting(state: ControllerState, event: WorkerLost, now_s: float) -> Dec
     return said(state, ReasonCode.IGNORED, f"{event.worker} is not known, or was lost before")
 
 
-def with_pause(gone: Decision, since_s: float, now_s: float) -> Decision:
+def asks_no_more(state: ControllerState) -> bool:
+    """Whether VMs were granted and never appeared so often that further ones would only cost money."""
+    return state.num_absent >= state.config.policy.rules.requests.max_absent
+
+
+def why_no_more(state: ControllerState) -> str:
+    """Say so, and what to look at."""
+    return (
+        f"{state.num_absent} times in a row VMs were granted and none of them joined: no further one is asked for; "
+        "look at the log of such a VM's first boot, at what vms.environment installs, and at whether it reaches the "
+        "manager's ports (docs/azure.md)"
+    )
+
+
+def nothing_comes(state: ControllerState) -> bool:
+    """Whether there will be no more workers than are ready: none is asked for, awaited or being set up."""
+    coming = state.requests or any(entry.node is NodeState.WARMING for entry in state.workers.values())
+    return asks_no_more(state) and not coming
+
+
+def with_pause(gone: Decision, since_s: float, now_s: float, num_absent: int = 0) -> Decision:
     """Put off the next request when attempt after attempt is lost before a worker is ready; each counts once.
 
-    ``since_s``: when the one that was lost now had been granted, or had appeared.
+    ``since_s``: when the one that was lost now was granted, or appeared; ``num_absent``: 1 where none appeared.
     """
     state, rules = gone.state, gone.state.config.policy.rules.requests
     if state.setup_lost_s is not None and since_s < state.setup_lost_s:
         return gone
     num_lost = state.num_setups_lost + 1
-    state = changed(state, num_setups_lost=num_lost, setup_lost_s=now_s)
+    num_absent += state.num_absent
+    state = changed(state, num_setups_lost=num_lost, setup_lost_s=now_s, num_absent=num_absent)
     if num_lost > 1:
         wait_s = min(rules.backoff_s * float(2 ** min(num_lost - 2, 64)), rules.backoff_max_s)
         state = wake_by(changed(state, ask_at_s=max(state.ask_at_s or 0.0, now_s + wait_s)), now_s + wait_s)
@@ -141,7 +163,11 @@ def requests_due(state: ControllerState, now_s: float) -> Decision:
             left = with_request(decision.state, name, without_granted(request, *late))
             sentence = f"{', '.join(late)} did not appear within {rules.boot_s:g} s"
             released = said(left, ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=late))
+            released = with_pause(released, min(request.granted[node] for node in late), now_s, num_absent=1)
             decision = followed(decision, released)
+            if asks_no_more(decision.state):
+                no_more = said(decision.state, ReasonCode.NODE_ABSENT, why_no_more(decision.state))
+                decision = followed(decision, no_more)
         if request.count and now_s >= resend_at_s(state, request):
             decision = followed(decision, _unanswered(decision.state, name, now_s))
     return decision

@@ -281,6 +281,7 @@ class ControllerState(Value):
     num_refused: int = Field(default=0, description="refusals since the last grant")
     num_setups_lost: int = Field(default=0, description="VMs in a row that came to nothing before one got ready")
     setup_lost_s: float | None = Field(default=None, description="when the last of these was")
+    num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
     ask_at_s: float | None = Field(default=None, description="no further request before that")
     flaps: dict[str, Flaps] = Field(default_factory=dict, description="by machine")
     nodes_wake_s: float | None = Field(default=None, description="no wait for a node runs out before that")

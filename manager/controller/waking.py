@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manager.controller.actions import EndWorker
-from manager.controller.asking import requests_due, resend_at_s
-from manager.controller.changes import busy_workers, changed, debtors, ended, followed, said
+from manager.controller.asking import nothing_comes, requests_due, resend_at_s, why_no_more
+from manager.controller.changes import busy_workers, changed, debtors, ended, followed, ready_workers, said
 from manager.controller.events import NobodyHeard, Tick
 from manager.controller.forming import form, form_or_hold
 from manager.controller.losing import FORMED_PHASES, dissolve, lose
@@ -119,6 +119,8 @@ def _phase_due(state: ControllerState, now_s: float) -> Decision | None:
 
 
 def _waited_too_long(state: ControllerState, now_s: float) -> Decision | None:
+    if nothing_comes(state) and len(ready_workers(state)) < state.config.fewest_workers:
+        return ended(state, "failed", why_no_more(state))
     limit_s = state.config.policy.rules.wait.vms_patience_s
     if state.waiting_since_s is None or now_s < state.waiting_since_s + limit_s:
         return None

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 from pathlib import Path
 
 from manager.controller.events import ManagerResumed
-from manager.controller.state import initial_state
+from manager.controller.state import Phase, initial_state
+from manager.providers.azure_spec import AzureSize
 from morph.contract.cluster import Limits
+from morph.contract.rules import RequestRules
 from tests.cloud.fault_world import KEEP, Dying, World, config, world
 from tests.providers.azure_world import SPEC
 from tests.providers.fake_arm import FakeArm, Fault
@@ -143,6 +148,114 @@ def never_joins(arm: FakeArm, directory: Path) -> list[str]:
         run.until_whole()
         run.until(lambda: "tiny-1-0" not in arm.machines, "the end of the first one")
         return run.told
+
+
+class Everyone(set):  # type: ignore[type-arg]
+    """Whoever is named is in it."""
+
+    def __contains__(self, _name: object) -> bool:
+        return True
+
+
+@case("no VM ever joins")
+def none_joins(arm: FakeArm, directory: Path) -> list[str]:
+    state = initial_state(config(boot_s=60.0))
+    with world(arm, directory, state=state, never_join=Everyone(), scale=200.0) as run:
+        run.begin()
+        run.until(lambda: run.state.phase is Phase.ENDED, "the end of the run")
+        assert run.state.num_requests == RequestRules().max_absent
+        return run.told
+
+
+@case("a VM is being made for ever")
+def stuck(arm: FakeArm, directory: Path) -> list[str]:
+    arm.stuck = {"tiny-1-0"}
+    with world(arm, directory, options={"make_s": 0.5}) as run:
+        run.begin()
+        run.until_whole()
+        assert run.ready() == ["tiny-1-1", "tiny-2-0"]
+        return run.told
+
+
+@case("Azure is updating a VM that was just made")
+def updating(arm: FakeArm, directory: Path) -> list[str]:
+    arm.made_as = {"tiny-1-0": "Updating"}
+    with world(arm, directory) as run:
+        run.begin()
+        run.until_whole()
+        assert run.ready() == ["tiny-1-0", "tiny-1-1"]
+        assert not any(call.startswith("DELETE") for call in arm.calls)
+        return run.told
+
+
+@case("the price of every size is above `max_usd_per_h`, and then falls")
+def too_dear(arm: FakeArm, directory: Path) -> list[str]:
+    text = "the provided max price '0.1 USD' is lower than the current spot price '0.2 USD'"
+    arm.at_once = dict.fromkeys(SIZES, (409, "SpotPriceGreaterThanProvidedMaxPrice", text))
+    with world(arm, directory) as run:
+        run.begin()
+        run.until(lambda: run.has("is refused: capacity"), "the refusal")
+        assert puts(arm) == KEEP + 1  # it is the same in all zones
+        arm.at_once = {}
+        run.until_whole()
+        return run.told
+
+
+@case("a size is not for spot VMs, another one is")
+def not_for_spot(arm: FakeArm, directory: Path) -> list[str]:
+    arm.at_once = {"Standard_B4ms": (400, "AzureSpotIsNotSupportedForThisVMSize", "This size is not for spot.")}
+    sizes = (AzureSize(name="Standard_B4ms", usd_per_h=0.1), SPEC.sizes[-1])
+    with world(arm, directory, options={"spec": SPEC.model_copy(update={"sizes": sizes})}) as run:
+        run.begin()
+        run.until_whole()
+        assert puts(arm) == 2 * KEEP
+        return [*run.told, f"VMs of {', '.join(sorted({vm.size for vm in run.azure.list()}))}"]
+
+
+def _mended(arm: FakeArm, directory: Path, code: str, text: str) -> list[str]:
+    """What the user must mend: one call for each request, its sentence, and the VMs once it is mended."""
+    arm.at_once = dict.fromkeys(SIZES, (409, code, text))
+    with world(arm, directory) as run:
+        run.begin()
+        run.until(lambda: run.has("is refused: error"), "the refusal")
+        assert puts(arm) == 1
+        arm.at_once = {}
+        run.until_whole()
+        return run.told
+
+
+@case("the subscription does not know Microsoft.Compute, and then does")
+def not_registered(arm: FakeArm, directory: Path) -> list[str]:
+    text = "The subscription is not registered to use namespace 'Microsoft.Compute'."
+    return _mended(arm, directory, "MissingSubscriptionRegistration", text)
+
+
+@case("the resource group is locked, and then is not")
+def group_locked(arm: FakeArm, directory: Path) -> list[str]:
+    text = "cannot perform write operation because following scope(s) are locked: 'train'."
+    return _mended(arm, directory, "ScopeLocked", text)
+
+
+@case("the subscription is read-only, and then is not")
+def read_only(arm: FakeArm, directory: Path) -> list[str]:
+    text = "The subscription is disabled and therefore marked as read only."
+    return _mended(arm, directory, "ReadOnlyDisabledSubscription", text)
+
+
+@case("503 with Retry-After 17 s")
+def busy(arm: FakeArm, directory: Path) -> list[str]:
+    told = _once(arm, directory, Fault("PUT", "virtualMachines/", 503, "ServerBusy", {"Retry-After": "17"}))
+    assert any("again in 17 s" in sentence for sentence in told)
+    return told
+
+
+@case("503 with Retry-After as a date in 90 s, by a clock that is an hour ahead")
+def busy_until(arm: FakeArm, directory: Path) -> list[str]:
+    arm.ahead_s = 3600.0
+    date = formatdate(time.time() + arm.ahead_s + 90, usegmt=True)
+    told = _once(arm, directory, Fault("PUT", "virtualMachines/", 503, "ServerBusy", {"Retry-After": date}))
+    assert any(re.search(r"again in (8\d|9[01]) s", sentence) for sentence in told)
+    return told
 
 
 @case("a VM is deleted behind our back")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 from controller_script import Script
-from simulated_job import RULES
+from simulated_job import RULES, make_config
 
-from manager.controller.actions import Action, ReleaseNodes, RequestNodes
+from manager.controller.actions import Action, Finish, ReleaseNodes, RequestNodes
 from manager.controller.asking import MAX_SENT
 from manager.controller.events import NodeAppeared, NodesGranted, NoticeGiven, RequestRefused, Tick, WorkerLost
 from manager.controller.state import Phase
@@ -102,6 +102,77 @@ def test_a_vm_that_never_appears_is_given_back_and_replaced() -> None:
     actions = script.tell(Tick(), at_s=granted_s + REQUESTS.boot_s)
     assert ReleaseNodes(nodes=("n4",)) in actions
     assert requested(actions) == [("job-2", 1)]
+
+
+def absent(script: Script, number: int) -> Sequence[Action]:
+    """A request is granted, and its VM does not appear."""
+    script.tell(NodesGranted(request=f"job-{number}", nodes=(f"m{number}",)))
+    return script.tell(Tick(), at_s=script.now_s + REQUESTS.boot_s)
+
+
+def test_vms_that_never_appear_are_asked_for_ever_less_often_and_in_the_end_no_more() -> None:
+    script = asking(policy=make_config().policy.model_copy(update={"order_timeout_s": 1e6}))
+    script.tell(Tick())
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    script.ready("n1", "n2", "n3")
+    assert requested(script.tell(Tick(), at_s=script.now_s + REQUESTS.boot_s)) == [("job-2", 1)]
+    number, wait_s = 2, REQUESTS.backoff_s
+    while number < REQUESTS.max_absent:
+        assert requested(absent(script, number)) == []
+        until_s, number = script.now_s + wait_s, number + 1
+        assert requested(script.tell(Tick(), at_s=until_s - 0.01)) == []
+        assert requested(script.tell(Tick(), at_s=until_s)) == [(f"job-{number}", 1)]
+        wait_s *= 2
+    assert ReleaseNodes(nodes=(f"m{number}",)) in absent(script, number)
+    told = f"{REQUESTS.max_absent} times in a row VMs were granted and none of them joined: no further one is asked for"
+    assert told in script.sentence
+    assert "vms.environment" in script.sentence
+    for _ in range(3):
+        assert requested(script.tell(Tick(), at_s=script.now_s + 10 * REQUESTS.backoff_max_s)) == []
+    assert script.state.phase is not Phase.ENDED  # those that are there go on
+    assert requested(script.tell(WorkerLost(worker="n1", cause="taken"))) == []
+
+
+def test_one_that_appears_makes_up_for_those_that_did_not() -> None:
+    script = asking()
+    script.tell(Tick())
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    script.tell(Tick(), at_s=script.now_s + REQUESTS.boot_s)
+    for number in range(2, REQUESTS.max_absent):
+        absent(script, number)
+        script.tell(Tick(), at_s=script.now_s + REQUESTS.backoff_max_s)
+    assert script.state.num_absent == REQUESTS.max_absent - 1
+    script.tell(NodeAppeared(node="late", request=f"job-{REQUESTS.max_absent}"))
+    assert script.state.num_absent == 0
+
+
+def test_a_run_that_has_too_few_vms_and_asks_for_no_more_ends_and_says_what_to_look_at() -> None:
+    script = asking()
+    script.tell(Tick())
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    script.tell(Tick(), at_s=script.now_s + REQUESTS.boot_s)
+    for number in range(2, REQUESTS.max_absent):
+        absent(script, number)
+        script.tell(Tick(), at_s=script.now_s + REQUESTS.backoff_max_s)
+    actions = absent(script, REQUESTS.max_absent)
+    (finish,) = [action for action in actions if isinstance(action, Finish)]
+    assert finish.outcome == "failed"
+    assert "none of them joined" in finish.sentence
+    assert "vms.environment" in finish.sentence
+
+
+def test_vms_that_are_taken_while_they_boot_are_no_sign_of_a_mistake() -> None:
+    script = asking()
+    script.tell(Tick())
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    for node in ("n1", "n2", "n3", "n4"):
+        script.tell(WorkerLost(worker=node, cause="the provider has its VM no more"))
+    for number in range(2, 3 * REQUESTS.max_absent):
+        script.tell(NodesGranted(request=f"job-{number}", nodes=(f"m{number}",)))
+        script.tell(WorkerLost(worker=f"m{number}", cause="the provider has its VM no more"))
+        script.tell(Tick(), at_s=script.now_s + 2 * REQUESTS.backoff_max_s)
+    assert script.state.num_absent == 0
+    assert script.state.num_requests >= 2 * REQUESTS.max_absent
 
 
 def test_too_few_vms_pause_the_run_which_keeps_asking_and_goes_on_when_they_come() -> None:

@@ -70,7 +70,7 @@ class FakeArm:
     """State of one resource group, ``group``; "": whichever is named.
 
     ``shortages``: error code by (size, zone), told when the operation ends. ``locked``: what has a lock. ``stuck``: VMs
-    that are being made for ever. ``expired``: tokens that are refused.
+    that are being made for ever. ``made_as``: states of VMs that are made. ``expired``: tokens that are refused.
     """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
@@ -83,6 +83,7 @@ class FakeArm:
         self.locked: set[str] = set()
         self.stuck: set[str] = set()
         self.expired: set[str] = set()
+        self.made_as: dict[str, str] = {}
         self.faults: list[Fault] = []
         self.calls: list[str] = []
         self.urls: list[str] = []
@@ -227,7 +228,7 @@ class FakeArm:
 
         def finish() -> dict[str, str] | None:
             code = self.shortages.get((size, zone))
-            machine["properties"]["provisioningState"] = "Failed" if code else "Succeeded"
+            machine["properties"]["provisioningState"] = "Failed" if code else self.made_as.get(name, "Succeeded")
             return {"code": code, "message": f"no {size} in {zone}"} if code else None
 
         return 201, machine, self.begin(finish, lambda: name in self.stuck and self.machines.get(name) is machine)
