@@ -212,11 +212,11 @@ def _others_of_group() -> list[psutil.Process]:
     return found
 
 
-def _end(kind: str, management_url: str, folder: Path) -> None:
+def _end(kind: str, node: str, management_url: str, folder: Path) -> None:
     if kind == "group":
         end_group(folder)
     else:
-        end_vm(kind, management_url)
+        end_vm(kind, node, management_url)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         secret,
         sources_of(given.source),
         lonely_s=given.lonely_s,
-        end=lambda: _end(given.end, given.management_url, given.secret_file.parent),
+        end=lambda: _end(given.end, given.node, given.management_url, given.secret_file.parent),
         num_devices=given.devices,
     )
     agent.run()

@@ -1,9 +1,13 @@
-"""How a VM ends itself. On Azure by its managed identity: one that is only switched off is still paid for."""
+"""How a VM ends itself. On Azure by its managed identity: one that is only switched off is still paid for.
+
+It first asks Azure whose VM this is: what runs here may have been copied with the disk of one of Morph's.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from urllib.parse import quote
 
 from manager.plain_http import HttpFailed, fetch
@@ -11,28 +15,51 @@ from manager.plain_http import HttpFailed, fetch
 METADATA_URL = "http://169.254.169.254"
 MANAGEMENT_URL = "https://management.azure.com"
 COMPUTE_API_VERSION = "2024-07-01"
-ID_PATH = "/metadata/instance/compute/resourceId?api-version=2021-02-01&format=text"
+COMPUTE_PATH = "/metadata/instance/compute?api-version=2021-02-01&format=json"
+TAGS = ("morph-run", "morph-job", "morph-request")
 TOKEN_PATH = "/metadata/identity/oauth2/token?api-version=2018-02-01&resource="
 TIMEOUT_S = 30.0
 
 
-def end_vm(cloud: str, management_url: str = MANAGEMENT_URL) -> None:
-    """End this VM as its cloud wants it, or switch it off, which some clouds go on billing."""
-    if not (cloud == "azure" and end_on_azure(management_url=management_url)):
+def end_vm(cloud: str, node: str, management_url: str = MANAGEMENT_URL) -> None:
+    """End this VM as its cloud wants it, or switch it off, which some clouds go on billing.
+
+    On Azure one that is not ``node``, or not Morph's, goes on.
+    """
+    taken = end_on_azure(node, management_url=management_url) if cloud == "azure" else False
+    if taken is None:
+        print(f"this VM is not {node} of Morph: it goes on", file=sys.stderr, flush=True)
+    elif not taken:
         subprocess.run(["systemctl", "poweroff"], check=False, timeout=60)
 
 
-def end_on_azure(metadata_url: str = METADATA_URL, management_url: str = MANAGEMENT_URL) -> bool:
-    """Ask Azure to delete this VM; returns whether it took that. False without an identity or the right to."""
+def end_on_azure(node: str, metadata_url: str = METADATA_URL, management_url: str = MANAGEMENT_URL) -> bool | None:
+    """Ask Azure to delete this VM.
+
+    Args:
+        node: Its name, as Morph made it.
+        metadata_url: Of the metadata service.
+        management_url: Of the resource manager.
+
+    Returns:
+        Whether Azure took that; False without an identity or the right to, or where it does not say whose VM this is;
+        None: it is another one than the node, or without Morph's tags, and nothing was asked.
+    """
     headers = {"Metadata": "true"}
     try:
-        vm = fetch(metadata_url + ID_PATH, timeout_s=TIMEOUT_S, headers=headers)
+        said = fetch(metadata_url + COMPUTE_PATH, timeout_s=TIMEOUT_S, headers=headers)
+        if said.status != 200:
+            return False
+        vm = json.loads(said.body)
+        tags = {tag["name"]: tag["value"] for tag in vm["tagsList"]}
+        if vm["name"] != node or not all(tags.get(name) for name in TAGS):
+            return None
         token_url = metadata_url + TOKEN_PATH + quote(f"{management_url.rstrip('/')}/", safe="")
         token = fetch(token_url, timeout_s=TIMEOUT_S, headers=headers)
-        if vm.status != 200 or token.status != 200:
+        if token.status != 200:
             return False
         bearer = str(json.loads(token.body)["access_token"])
-        url = f"{management_url.rstrip('/')}{vm.text.strip()}?api-version={COMPUTE_API_VERSION}&forceDeletion=true"
+        url = f"{management_url.rstrip('/')}{vm['resourceId']}?api-version={COMPUTE_API_VERSION}&forceDeletion=true"
         done = fetch(url, timeout_s=TIMEOUT_S, method="DELETE", headers={"Authorization": f"Bearer {bearer}"})
         return done.status in (200, 202, 204)
     except (HttpFailed, ValueError, KeyError, TypeError):

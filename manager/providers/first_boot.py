@@ -224,7 +224,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         tell(caller, str(error), 0.0 if isinstance(error, Unheard) else given.patience_s)
         if given.end != "group":  # on a host of the user's: its shell ends, and the group with it
-            end_vm(given.end, given.management_url)
+            end_vm(given.end, given.node, given.management_url)
         sys.exit(1)
 
 

@@ -24,6 +24,7 @@ class Facts:
 
     name: str
     resource_id: str
+    tags: Callable[[], dict[str, str]]
     new_token: Callable[[], str]
     events: Callable[[], dict[str, Any]]
     start: Callable[[str], bool]
@@ -109,12 +110,12 @@ class MetadataService:
 
     def _answer(self, method: str, path: str, body: bytes) -> tuple[int, str, str]:
         facts = self._facts
-        plain = {
-            "/metadata/instance/compute/name": facts.name,
-            "/metadata/instance/compute/resourceId": facts.resource_id,
-        }
-        if path in plain:
-            return 200, "text/plain", plain[path]
+        if path == "/metadata/instance/compute/name":
+            return 200, "text/plain", facts.name
+        if path == "/metadata/instance/compute":
+            tags = [{"name": name, "value": value} for name, value in facts.tags().items()]
+            said = {"name": facts.name, "resourceId": facts.resource_id, "tagsList": tags}
+            return 200, "application/json", json.dumps(said)
         if path == "/metadata/identity/oauth2/token":
             token = {"access_token": facts.new_token(), "expires_in": "86400", "expires_on": "2000000000"}
             return 200, "application/json", json.dumps({**token, "resource": "-", "token_type": "Bearer"})

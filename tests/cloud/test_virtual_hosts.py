@@ -163,7 +163,13 @@ def told_to(inbox: Inbox) -> list[object]:
 def machine_of(name: str) -> dict[str, Any]:
     machine: dict[str, Any] = {"id": f"/subscriptions/x/resourceGroups/train/{COMPUTE}/{name}", "name": name}
     properties = {"hardwareProfile": {"vmSize": "Standard_NC6"}, "provisioningState": "Succeeded"}
-    return {**machine, "zones": ["1"], "properties": properties | {"timeCreated": datetime.now(UTC).isoformat()}}
+    tags = {"morph-run": "tiny", "morph-job": "tiny", "morph-request": "tiny-1"}
+    return {
+        **machine,
+        "zones": ["1"],
+        "tags": tags,
+        "properties": properties | {"timeCreated": datetime.now(UTC).isoformat()},
+    }
 
 
 @pytest.mark.parametrize("booted", [True, False], ids=["after it booted", "before it has Morph"])

@@ -140,7 +140,12 @@ class VirtualAzure:
 
     def _facts(self, name: str, resource_id: str, role: Role) -> Facts:
         region = self.region
-        return Facts(name, resource_id, lambda: region.new_token(role), region.events, region.start)
+
+        def tags() -> dict[str, str]:
+            with region.lock:
+                return dict(region.machines.get(name, {}).get("tags", {}))
+
+        return Facts(name, resource_id, tags, lambda: region.new_token(role), region.events, region.start)
 
 
 def in_namespace(namespace: str, make: Callable[[], Any]) -> Any:

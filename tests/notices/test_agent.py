@@ -337,11 +337,18 @@ def _group(process: psutil.Process) -> int:
 ID = "/subscriptions/s/resourceGroups/g/providers/Microsoft.Compute/virtualMachines/tiny-1-0"
 
 
+def described(name: str = "tiny-1-0", **tags: str) -> Reply:
+    """What the metadata service says of a VM."""
+    told = {"morph-run": "tiny", "morph-job": "tiny", "morph-request": "tiny-1", **tags}
+    listed = [{"name": tag, "value": value} for tag, value in told.items() if value]
+    return json_reply({"name": name, "resourceId": ID, "tagsList": listed})
+
+
 def test_a_forgotten_vm_deletes_itself_by_its_identity(metadata: MetadataServer) -> None:
-    metadata.script("GET", "/metadata/instance/compute/resourceId", Reply(body=ID))
+    metadata.script("GET", "/metadata/instance/compute", described())
     metadata.script("GET", "/metadata/identity/oauth2/token", json_reply({"access_token": "t0k"}))
     metadata.script("DELETE", ID, Reply(status=202))
-    assert end_on_azure(metadata.url, metadata.url)
+    assert end_on_azure("tiny-1-0", metadata.url, metadata.url)
     deletion = metadata.asked[-1]
     assert deletion.headers["authorization"] == "Bearer t0k"
     assert "api-version=" in deletion.path
@@ -349,9 +356,29 @@ def test_a_forgotten_vm_deletes_itself_by_its_identity(metadata: MetadataServer)
     assert f"resource={quote(metadata.url + '/', safe='')}" in metadata.asked[1].path
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [described("web-1"), described(**{"morph-run": ""}), described(**{"morph-job": ""})],
+    ids=["another VM", "no run", "no job"],
+)
+def test_a_vm_that_is_not_morphs_is_not_deleted_though_the_agent_was_copied_there(
+    metadata: MetadataServer, reply: Reply
+) -> None:
+    metadata.script("GET", "/metadata/instance/compute", reply)
+    assert end_on_azure("tiny-1-0", metadata.url, metadata.url) is None
+    assert [asked.method for asked in metadata.asked] == ["GET"]
+
+
+@pytest.mark.parametrize("reply", [Reply(status=500), Reply(body="no"), Reply(body="{}"), Reply(drop=True)])
+def test_a_vm_of_which_azure_says_nothing_is_not_deleted(metadata: MetadataServer, reply: Reply) -> None:
+    metadata.script("GET", "/metadata/instance/compute", reply)
+    assert end_on_azure("tiny-1-0", metadata.url, metadata.url) is False
+    assert not [asked for asked in metadata.asked if asked.method == "DELETE"]
+
+
 @pytest.mark.parametrize("token", [Reply(status=400), Reply(body="{}"), Reply(body="no"), Reply(drop=True)])
 def test_without_an_identity_it_says_so(metadata: MetadataServer, token: Reply) -> None:
-    metadata.script("GET", "/metadata/instance/compute/resourceId", Reply(body=ID))
+    metadata.script("GET", "/metadata/instance/compute", described())
     metadata.script("GET", "/metadata/identity/oauth2/token", token)
-    assert not end_on_azure(metadata.url, metadata.url)
+    assert end_on_azure("tiny-1-0", metadata.url, metadata.url) is False
     assert not [asked for asked in metadata.asked if asked.method == "DELETE"]
