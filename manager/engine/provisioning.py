@@ -185,13 +185,15 @@ class Provisioning:
         if self._inherited is None:
             return
         nodes, requests = self._inherited
+        strays: list[Vm] = []
         with self._told("provider_silent"):
             strays = self._book.adopt(self._listed(), nodes, requests)
             self._inherited = None  # one that cannot be ended is nobody's from now on, and no reason not to look
-            if strays:
+        if strays:
+            with self._told("vms_left"):
                 self._provider.delete([vm.name for vm in strays])
-            for vm in strays:
-                self._fact("vm_reconciled", f"{vm.name} of {vm.request} was left by an earlier manager: ended")
+                for vm in strays:
+                    self._fact("vm_reconciled", f"{vm.name} of {vm.request} was left by an earlier manager: ended")
 
     def _look(self) -> None:
         """Tell of VMs that were taken, or ended, behind our back: those that two looks in a row did not find.

@@ -36,7 +36,7 @@ class Bounds:
     """How long to wait, in seconds. ``poll_s``: between two looks at an operation, where Azure names no time."""
 
     make_s: float = 600.0
-    delete_s: float = 600.0
+    delete_s: float = 300.0
     poll_s: float = 5.0
 
 
