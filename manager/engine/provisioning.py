@@ -154,7 +154,10 @@ class Provisioning:
         try:
             self._end_all(self._provider, told=lambda sentence: self._warn("provider_retried", sentence))
         except Exception as error:  # whatever it is, the user must hear of it, and the rest be closed
-            self._warn("vms_left", f"{error}{self._command()}")
+            granted = self._book.granted()
+            named = any(vm in str(error) for vm in granted)  # else it is not known which of them are left
+            perhaps = f"; {', '.join(granted)} may be there" if granted and not named else ""
+            self._warn("vms_left", f"{error}{perhaps}{self._command()}")
 
     def _command(self) -> str:
         """What the user can do about VMs that are left."""

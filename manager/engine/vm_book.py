@@ -105,6 +105,11 @@ class VmBook:
         with self._lock:
             return self._granted.get(vm) or self._under_way_of(vm)
 
+    def granted(self) -> list[str]:
+        """Return the VMs that were granted and not given up."""
+        with self._lock:
+            return sorted(self._granted)
+
     def ungranted(self, nodes: Collection[str]) -> frozenset[str]:
         """Return the VMs of those nodes that came before the answer to their request, or though it was refused."""
         with self._lock:
