@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from morph.contract import ranges
 from morph.contract.errors import PlanError
 
 AllReduceStart = Literal["overlapped", "late"]
@@ -30,8 +31,8 @@ class Conditions:
     num_draws: int = NUM_DRAWS
 
     def __post_init__(self) -> None:
-        if self.compute_slots is not None and self.compute_slots < 1:
-            raise PlanError("is too small", field="compute_slots", value=self.compute_slots, allowed="1 or more")
+        if self.compute_slots is not None:
+            ranges.SLOTS.check("compute_slots", self.compute_slots)
         if self.compute_slots is not None and self.node_sizes is not None:
             raise PlanError(
                 "puts all workers on one machine, so there are no nodes to place them on",
@@ -39,14 +40,13 @@ class Conditions:
                 value=self.compute_slots,
                 allowed="without nodes of several GPUs",
             )
-        if self.num_draws < 1:
-            raise PlanError("is too small", field="num_draws", value=self.num_draws, allowed="1 or more")
-        if self.jitter_seed is not None and self.jitter_seed < 0:
-            raise PlanError("is too small", field="jitter_seed", value=self.jitter_seed, allowed="0 or more")
+        ranges.DRAWS.check("num_draws", self.num_draws)
+        if self.jitter_seed is not None:
+            ranges.SEED.check("jitter_seed", self.jitter_seed)
         for stage, replica, factor in self.slow:
-            if not 0 < factor < float("inf"):
+            if factor not in ranges.FACTOR:
                 where = stage if replica is None else (stage, replica)
-                raise PlanError("is no factor", field="slow", value={where: factor}, allowed="factors above 0")
+                raise PlanError("is no factor", field="slow", value={where: factor}, allowed=str(ranges.FACTOR))
 
     @property
     def uneven(self) -> bool:

@@ -18,9 +18,14 @@ from simulator.jitter import MeanLuck
 from simulator.layout import Layout, lone_workers
 from simulator.orders import recomputes
 from simulator.times import Ints, StageTimes
-from simulator.transfer import AllReduce, Curve, send_curve
+from simulator.transfer import AllReduce, Curve, send_curve, whole_ns
 
 Floats = npt.NDArray[np.float64]
+_MOST_MICRO_BATCHES = 2**20
+_MOST_TASKS = 3 * 10**7
+"""Of a kind, in one mini-batch or in all drawn ones: 100 sections of 300,000 micro-batches."""
+_MOST_NS = 2**54
+_MOST_BYTES = 2**61
 _LINK_TIMES = ("activation", "gradient", "activation_wire", "gradient_wire")
 
 
@@ -83,8 +88,36 @@ class SectionCosts:
                 own[unit.sections[0]] += unit.reduced_bytes
         self.own_reduced_sum_bytes = np.concatenate([np.zeros(1), np.cumsum(own)])
         self.shared_units = tuple(unit for unit in units if len(unit.sections) > 1)
+        self._check_sums()
         self._all_reduces: dict[int, AllReduce] = {}
         self._luck: dict[tuple[int, int], MeanLuck] = {}
+
+    def _check_sums(self) -> None:
+        """Refuse what would overflow, or keep the simulator busy for hours, however sensible each number is by itself.
+
+        Raises:
+            PlanError: naming the batch, which all of it grows with.
+        """
+        total = self.profile.job.batch_size // self.micro_batch_size
+        links = (self.inter_node, self.intra_node)
+        messages_ns = sum(
+            int(np.maximum(*(getattr(link, f"{kind}_ns") for link in links)).sum()) for kind in _LINK_TIMES[:2]
+        )
+        work_ns = 2 * int(self.forward_sum_ns[-1]) + int(self.backward_sum_ns[-1]) + messages_ns
+        kept_bytes = int(self.input_bytes.sum()) + int(self.activation_sum_bytes[-1])
+        for what, each, most in (
+            ("micro-batches", 1, _MOST_MICRO_BATCHES),
+            ("micro-batches times sections", self.num_sections, _MOST_TASKS),
+            ("nanoseconds one after the other", work_ns, _MOST_NS),
+            ("bytes of activations", kept_bytes, _MOST_BYTES - int(self.held_sum_bytes[-1])),
+        ):
+            if total * each > most:
+                raise PlanError(
+                    f"a mini-batch of {total} micro-batches of {self.micro_batch_size} has {total * each} {what}",
+                    field="batch_size",
+                    value=self.profile.job.batch_size,
+                    allowed=f"at most {max(0, most // each) * self.micro_batch_size} with this micro-batch size",
+                )
 
     def all_reduce(self, in_flight: int) -> AllReduce:
         """AR(D) when so many all-reduces share one machine's network."""
@@ -96,6 +129,14 @@ class SectionCosts:
         """The mean of so many draws."""
         if (seed, num_draws) not in self._luck:
             total = self.profile.job.batch_size // self.micro_batch_size
+            most = _MOST_TASKS // (total * self.num_sections)
+            if num_draws > most:
+                raise PlanError(
+                    f"are too many for {total} micro-batches of {self.num_sections} sections",
+                    field="num_draws",
+                    value=num_draws,
+                    allowed=f"at most {most}",
+                )
             self._luck[seed, num_draws] = MeanLuck(self.profile, self.micro_batch_size, total, seed, num_draws)
         return self._luck[seed, num_draws]
 
@@ -215,7 +256,7 @@ def scaled(times_ns: Ints, factor: Floats | None) -> Ints:
 
 def _split(curve: Curve, sizes_bytes: Floats) -> tuple[Ints, Ints]:
     """Time of a message, and what of it is spent on the wire."""
-    total = np.rint(curve(sizes_bytes)).astype(np.int64)
+    total = whole_ns(curve(sizes_bytes), "a message")
     latency = round(float(curve(np.zeros(1))[0]))
     return total, np.maximum(0, total - latency)
 

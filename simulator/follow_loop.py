@@ -18,7 +18,7 @@ _IDLE, _QUEUED = 0, 1
 _F, _R, _B = 70, 82, 66  # ASCII
 _TASK_ENDS, _SENT, _DECIDES = 0, 1, 2
 _ACT, _GRAD = 0, 1
-_UNIT = 2520
+SHARE_UNIT = 2520
 
 LANE = np.dtype(
     [
@@ -103,9 +103,9 @@ def _reshare(channels, busy, tree, num_lanes, c, now, bits):  # type: ignore[no-
     share = max(busy[0, mine.out], busy[1, mine.into])
     if share != mine.share:
         if mine.share > 0:
-            mine.left -= (now - mine.since) * _UNIT // mine.share
+            mine.left -= (now - mine.since) * SHARE_UNIT // mine.share
         mine.since, mine.share = now, share
-        end = now + max(np.int64(0), (mine.left * share + _UNIT - 1) // _UNIT)
+        end = now + max(np.int64(0), (mine.left * share + SHARE_UNIT - 1) // SHARE_UNIT)
         _set(tree, num_lanes + c, _key(end, _SENT, num_lanes + c, bits))
 
 
@@ -126,7 +126,7 @@ def _reshare_both(channels, busy, leaving, entering, tree, num_lanes, c, now, bi
 @loop
 def _transmit(channels, wires, busy, leaving, entering, tree, num_lanes, c, now, bits):  # type: ignore[no-untyped-def]
     mine = channels[c]
-    mine.busy, mine.left, mine.share = 1, wires[c] * _UNIT, 0
+    mine.busy, mine.left, mine.share = 1, wires[c] * SHARE_UNIT, 0
     busy[0, mine.out] += 1
     busy[1, mine.into] += 1
     _reshare_both(channels, busy, leaving, entering, tree, num_lanes, c, now, bits)
@@ -235,7 +235,7 @@ def follow_loop(  # type: ignore[no-untyped-def]
     strict,
     bits,
 ):
-    """Play to the end; whether it came to one. Allocates nothing.
+    """Play to the end: 1, 0: tasks wait for each other, -1: later than a key can say. Allocates nothing.
 
     Args:
         lanes: ``LANE``[L], with stage, replica, count, window and again set.
@@ -265,11 +265,14 @@ def follow_loop(  # type: ignore[no-untyped-def]
         if lanes[lane].stage == 0:
             _set(tree, lane, _key(np.int64(0), _DECIDES, lane, bits))
     number_mask = (np.int64(1) << bits) - 1
+    latest = np.int64(1) << (60 - bits)
     while left > 0:
         key = tree[1]
         if key == _NEVER:
-            return False
+            return 0
         now, number = key >> (bits + 2), key & number_mask
+        if now > latest:
+            return -1
         kind = (key >> bits) & 3
         if kind == _SENT:
             c = number - num_lanes
@@ -318,4 +321,4 @@ def follow_loop(  # type: ignore[no-untyped-def]
             waiting += 1
             me.task = _QUEUED
             _set(tree, number, np.int64(_NEVER))
-    return True
+    return 1

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from morph.contract.errors import PlanError
-from simulator.follow_loop import CHANNEL, LANE, follow_loop
+from simulator.follow_loop import CHANNEL, LANE, SHARE_UNIT, follow_loop
 from simulator.times import Ints, Played, StageTimes
 
 Letters = npt.NDArray[np.uint8]
@@ -237,6 +237,9 @@ def _follow_together(
     tasks = _tasks(times)
     reach = most if strict else min(most, int(np.max(windows)))
     numbers = 1 << (3 * len(lanes) - 1).bit_length()
+    longest = max(int(tasks.max()), int(latencies.max()), int(wires.max()))
+    if longest > 1 << (60 - numbers.bit_length()) or int(wires.max()) * SHARE_UNIT * len(channels) >= _NEVER:
+        raise _too_long(longest)
     shape = (num_stages, num_replicas, 3 * most if keep_times else 0)
     ended = np.zeros((num_stages, num_replicas), np.int64)
     letters, starts = np.zeros(shape, np.uint8), np.zeros(shape, np.int64)
@@ -261,6 +264,8 @@ def _follow_together(
         int(strict),
         numbers.bit_length() - 1,
     )
+    if finished < 0:
+        raise _too_long(longest)
     if not finished:
         raise PlanError("the task orders wait for each other for ever", field="orders")
     if not keep_times:
@@ -297,3 +302,11 @@ def _letters(orders: Sequence[Sequence[str]], longest: int) -> Letters:
         for stage, text in enumerate(stages):
             packed[stage, replica, : len(text)] = np.frombuffer(text.encode("ascii"), np.uint8)
     return packed
+
+
+def _too_long(longest_ns: int) -> PlanError:
+    return PlanError(
+        f"a mini-batch with tasks and messages of up to {longest_ns / 1e9:.3g} s takes longer than can be simulated",
+        field="batch_size",
+        allowed="fewer samples, or shorter times",
+    )

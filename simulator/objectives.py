@@ -31,6 +31,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from morph.contract import ranges
 from morph.contract.errors import PlanError
 
 ObjectiveName = Literal["examples_per_s", "usd_per_example", "progress"]
@@ -106,12 +107,10 @@ class Revocations:
     together: int = 1
 
     def __post_init__(self) -> None:
-        values = {"revocations_per_hour": self.per_hour, "pause_s": self.pause_s, "replacement_s": self.replacement_s}
-        for field, value in values.items():
-            if not (math.isfinite(value) and value >= 0):
-                raise PlanError("is out of range", field=field, value=value, allowed="0 or more")
-        if self.together < 1:
-            raise PlanError("is out of range", field="revoked_together", value=self.together, allowed="1 or more")
+        ranges.REVOCATIONS_PER_HOUR.check("revocations_per_hour", self.per_hour)
+        ranges.PAUSE_S.check("pause_s", self.pause_s)
+        ranges.REPLACEMENT_S.check("replacement_s", self.replacement_s)
+        ranges.GPUS.check("revoked_together", self.together)
 
     def living(self, num_nodes: int) -> Floats:
         """Chances that 0, 1, ..., ``num_nodes`` nodes live, in the long run: float64[V + 1].
@@ -235,8 +234,9 @@ def usd_per_h_of(price: Price, used_sizes: Mapping[int, int]) -> float:
     total = 0.0
     for size, number in used_sizes.items():
         per_gpu = price if isinstance(price, int | float) else price.get(size)
-        if per_gpu is None or not (math.isfinite(per_gpu) and per_gpu >= 0):
-            allowed = f"0 or more dollars per GPU-hour, for nodes of {', '.join(map(str, sorted(used_sizes)))} GPUs"
+        if per_gpu is None or per_gpu not in ranges.USD_PER_HOUR:
+            sizes = ", ".join(map(str, sorted(used_sizes)))
+            allowed = f"{ranges.USD_PER_HOUR} in dollars per GPU-hour, for nodes of {sizes} GPUs"
             raise PlanError("is no price", field="usd_per_gpu_hour", value=price, allowed=allowed)
         total += per_gpu * size * number
     return total

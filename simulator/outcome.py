@@ -109,6 +109,7 @@ class Rehearsal:
                 field="jitter_seed",
                 value=seed,
             )
+        sections.mean_luck(seed, self.conditions.num_draws)  # refuses more draws than can be played
         orders, total = self.orders(costs, counts), sum(counts)
         draws_s = []
         for draw in range(self.conditions.num_draws):

@@ -19,6 +19,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from morph.contract import ranges
 from morph.contract.errors import PlanError
 
 
@@ -67,13 +68,15 @@ def node_sizes(num_gpus: int, num_gpus_per_node: int | Sequence[int]) -> tuple[i
         PlanError: sizes below 1, or that do not add up to ``num_gpus``.
     """
     if isinstance(num_gpus_per_node, int):
-        if num_gpus_per_node < 1:
-            raise PlanError("is too small", field="num_gpus_per_node", value=num_gpus_per_node, allowed="1 or more")
+        ranges.GPUS.check("num_gpus_per_node", num_gpus_per_node)
         whole, rest = divmod(num_gpus, num_gpus_per_node)
         return (num_gpus_per_node,) * whole + ((rest,) if rest else ())
     sizes = tuple(num_gpus_per_node)
-    if not sizes or min(sizes) < 1:
-        raise PlanError("are no node sizes", field="num_gpus_per_node", value=sizes, allowed="numbers of 1 or more")
+    if not sizes or any(size not in ranges.GPUS for size in sizes):
+        raise PlanError("are no node sizes", field="num_gpus_per_node", value=sizes, allowed=f"of each {ranges.GPUS}")
+    if sum(sizes) not in ranges.GPUS:
+        allowed = f"{ranges.GPUS} together"
+        raise PlanError("are too many GPUs", field="num_gpus_per_node", value=sum(sizes), allowed=allowed)
     if sum(sizes) < num_gpus:
         allowed = f"at most {sum(sizes)} (all GPUs of the nodes)"
         raise PlanError("there are fewer GPUs", field="num_gpus", value=num_gpus, allowed=allowed)

@@ -20,10 +20,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from morph.contract.errors import PlanError
 from morph.contract.profile import Profile, SendTime
 
 Floats = npt.NDArray[np.float64]
 _FAR_BYTES = 1e18
+_MOST_NS = 2.0**58
 
 
 class Curve:
@@ -76,7 +78,7 @@ class AllReduce:
         if ring_size <= 1:
             return np.zeros(len(sizes_bytes), np.int64)
         times = np.where(sizes_bytes > 0, self._positive(ring_size, sizes_bytes), 0.0)
-        return np.rint(times).astype(np.int64)
+        return whole_ns(times, "an all-reduce")
 
     def _positive(self, ring_size: int, sizes: Floats) -> Floats:
         if not self._curves:
@@ -94,3 +96,19 @@ class AllReduce:
         latency = curve(curve.sizes_bytes[:1])
         bandwidth_share = ((ring_size - 1) / ring_size) / ((nearest - 1) / nearest)
         return latency * (ring_size - 1) / (nearest - 1) + np.maximum(0.0, curve(sizes) - latency) * bandwidth_share
+
+
+def whole_ns(times_ns: Floats, what: str) -> npt.NDArray[np.int64]:
+    """Rounded.
+
+    Raises:
+        PlanError: more nanoseconds than can be added up.
+    """
+    longest_ns = float(times_ns.max(initial=0.0))
+    if not longest_ns < _MOST_NS:
+        raise PlanError(
+            f"{what} of this job would take {longest_ns / 1e9:.3g} s by the measured times and sizes",
+            field="inter_node, intra_node or all_reduce",
+            allowed=f"at most {_MOST_NS / 1e9:.3g} s",
+        )
+    return np.rint(times_ns).astype(np.int64)

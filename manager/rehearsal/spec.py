@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
+from morph.contract import ranges
 from morph.contract.emulation import Slowdown
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
@@ -16,6 +16,8 @@ Network = Literal["loopback", "namespaces"]
 MAX_WORKERS = 256
 MAX_MINI_BATCH_S = 100.0
 """Workers give up on a neighbour after 120 s."""
+_TIME_SCALE = ranges.Range(0, 1e4, above=True)
+_SIZE_SCALE = ranges.Range(0, 1, above=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +82,11 @@ class RehearsalSpec:
         Raises:
             PlanError: naming the option, its value and what is allowed.
         """
-        if self.batch_size is not None and self.batch_size < 1:
-            raise PlanError("is too small", field="batch_size", value=self.batch_size, allowed="1 or more")
+        if self.batch_size is not None:
+            ranges.BATCH.check("batch_size", self.batch_size)
         room = self.num_hosts * self.workers_per_host
         for name in ("num_replicas", "num_hosts", "workers_per_host", "steps"):
-            if getattr(self, name) < 1:
-                raise PlanError("is too small", field=name, value=getattr(self, name), allowed="1 or more")
+            ranges.GPUS.check(name, getattr(self, name))
         if self.num_workers > room:
             needed = -(-self.num_workers // self.workers_per_host)
             raise PlanError(
@@ -101,14 +102,13 @@ class RehearsalSpec:
                 value=self.num_workers,
                 allowed=f"at most {MAX_WORKERS}",
             )
-        for name, scale, most in (
-            ("time_scale", self.time_scale, math.inf),
-            ("message_scale", self.message_scale, 1.0),
-            ("state_scale", self.state_scale, 1.0),
+        for name, scale, possible in (
+            ("time_scale", self.time_scale, _TIME_SCALE),
+            ("message_scale", self.message_scale, _SIZE_SCALE),
+            ("state_scale", self.state_scale, _SIZE_SCALE),
         ):
-            if scale is not None and not (math.isfinite(scale) and 0 < scale <= most):
-                allowed = "above 0" if most == math.inf else "above 0, at most 1"
-                raise PlanError("is not a scale", field=name, value=scale, allowed=allowed)
+            if scale is not None:
+                possible.check(name, scale)
         for slow in self.slow:
             if slow.stage >= self.depth or (slow.replica or 0) >= self.num_replicas:
                 where = f"stage {slow.stage}" + ("" if slow.replica is None else f", replica {slow.replica}")

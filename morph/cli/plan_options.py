@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from morph.contract import ranges
 from morph.contract.errors import PlanError
 
 if TYPE_CHECKING:
     from simulator.objectives import ObjectiveName
 
-_MOST_GPUS = 100_000
+_MOST_NUMBERS = 4096
 
 
 class ScheduleName(StrEnum):
@@ -65,6 +65,7 @@ def options(profile: Path, m: int | None) -> dict[str, tuple[str, str]]:
         "node_type": "--node-type",
         "jitter_seed": "--jitter-seed",
         "num_draws": "--draws",
+        "inter_node, intra_node or all_reduce": "inter_node, intra_node or all_reduce",
         "slow": "--slow",
         "usd_per_gpu_hour": "--price",
         "revocations_per_hour": "--revocations-per-hour",
@@ -121,10 +122,12 @@ def gpu_range(text: str) -> range:
         raise PlanError("is no number of GPUs", field="--gpus", value=text, allowed="a number, or a range as 16..128")
     first = int(found[1])
     if found[2] is None:
+        if first > ranges.GPUS.high:
+            ranges.GPUS.check("--gpus", first)
         return range(first, first + 1)
     last = int(found[2])
-    if not 1 <= first <= last <= _MOST_GPUS:
-        allowed = f"FIRST..LAST with 1 <= FIRST <= LAST <= {_MOST_GPUS}"
+    if not 1 <= first <= last <= ranges.GPUS.high or last - first >= _MOST_NUMBERS:
+        allowed = f"FIRST..LAST with 1 <= FIRST <= LAST <= {ranges.GPUS.high}, at most {_MOST_NUMBERS} numbers"
         raise PlanError("is no range of GPUs", field="--gpus", value=text, allowed=allowed)
     return range(first, last + 1)
 
@@ -139,7 +142,7 @@ def node_list(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,6})\s*x\s*(\d{1,4})\s*", part)
         number, size = (int(found[1]), int(found[2])) if found else (0, 0)
-        if number < 1 or size < 1 or len(sizes) + number > _MOST_GPUS:
+        if number < 1 or size < 1 or sum(sizes) + number * size not in ranges.GPUS:
             allowed = "NODESxGPUS, separated by commas, as 16x1,4x4 (16 nodes with 1 GPU, 4 with 4)"
             raise PlanError("is no list of nodes", field="--nodes", value=text, allowed=allowed)
         sizes += [size] * number
@@ -160,10 +163,12 @@ def price_of(text: str) -> float | dict[int, float]:
         else:
             for part in text.split(","):
                 size, price = part.split(":")
+                if int(size) in prices or int(size) not in ranges.GPUS:
+                    raise PlanError("gives two prices, or no size", field="--price", value=text, allowed=allowed)
                 prices[int(size)] = float(price)
     except ValueError:
         raise PlanError("is no price", field="--price", value=text, allowed=allowed) from None
-    if not all(math.isfinite(price) and price > 0 for price in prices.values()):
+    if not all(price > 0 and price in ranges.USD_PER_HOUR for price in prices.values()):
         raise PlanError("is no price", field="--price", value=text, allowed=allowed)
     return prices[0] if 0 in prices and len(prices) == 1 else prices
 
@@ -177,10 +182,12 @@ def slow_of(texts: Sequence[str]) -> dict[int | tuple[int, int], float]:
     slow: dict[int | tuple[int, int], float] = {}
     for text in texts:
         found = re.fullmatch(r"(\d{1,6})(?:/(\d{1,6}))?:(\d+(?:\.\d*)?|\.\d+)", text.strip())
-        if not found or float(found[3]) <= 0:
-            allowed = "STAGE:FACTOR or STAGE/REPLICA:FACTOR, such as 2:1.3; FACTOR above 0"
+        allowed = f"STAGE:FACTOR or STAGE/REPLICA:FACTOR, such as 2:1.3, each worker once; FACTOR {ranges.FACTOR}"
+        if not found or float(found[3]) not in ranges.FACTOR:
             raise PlanError("is not a slow worker", field="--slow", value=text, allowed=allowed)
         where = int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
+        if where in slow:
+            raise PlanError("is given twice", field="--slow", value=text, allowed=allowed)
         slow[where] = float(found[3])
     return slow
 
@@ -193,6 +200,5 @@ def memory_bytes_of(memory_gib: float | None) -> int | None:
     """
     if memory_gib is None:
         return None
-    if not (math.isfinite(memory_gib) and memory_gib > 0):
-        raise PlanError("is not a size", field="--memory-gib", value=memory_gib, allowed="a number above 0")
-    return int(memory_gib * 2**30)
+    ranges.MEMORY_GIB.check("--memory-gib", memory_gib)
+    return max(1, int(memory_gib * 2**30))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import typer
 
 from morph.cli.errors import places
 from morph.cli.plan import ScheduleName, time_text
+from morph.cli.plan_options import memory_bytes_of, slow_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -131,9 +131,9 @@ def rehearse_command(
                 message_scale=message_scale,
                 state_scale=state_scale,
                 jitter_seed=jitter_seed,
-                slow=tuple(map(_slowdown, slow or ())),
+                slow=_slowdowns(slow or []),
                 network=network.value,
-                memory_bytes=_memory_bytes(memory_gib),
+                memory_bytes=memory_bytes_of(memory_gib),
             )
         )
     print(_headline(planned), flush=True)
@@ -153,30 +153,14 @@ def _directory(run_dir: Path | None) -> Iterator[Path]:
         yield Path(directory) / "run"
 
 
-def _slowdown(text: str) -> Slowdown:
+def _slowdowns(texts: list[str]) -> tuple[Slowdown, ...]:
     from morph.contract.emulation import Slowdown
-    from morph.contract.errors import PlanError
 
-    place, colon, factor_text = text.partition(":")
-    stage_text, slash, replica_text = place.partition("/")
-    try:
-        factor = float(factor_text)
-        if not colon or not (math.isfinite(factor) and factor > 0):
-            raise ValueError
-        return Slowdown(stage=int(stage_text), replica=int(replica_text) if slash else None, factor=factor)
-    except ValueError:
-        allowed = "STAGE:FACTOR or STAGE/REPLICA:FACTOR, such as 2:1.3; FACTOR above 0"
-        raise PlanError("is not a slow worker", field="--slow", value=text, allowed=allowed) from None
-
-
-def _memory_bytes(memory_gib: float | None) -> int | None:
-    from morph.contract.errors import PlanError
-
-    if memory_gib is None:
-        return None
-    if not (math.isfinite(memory_gib) and memory_gib > 0):
-        raise PlanError("is not a size", field="--memory-gib", value=memory_gib, allowed="a number above 0")
-    return int(memory_gib * 2**30)
+    places = (
+        (where, factor) if isinstance(where, tuple) else ((where, None), factor)
+        for where, factor in slow_of(texts).items()
+    )
+    return tuple(Slowdown(stage=stage, replica=replica, factor=factor) for (stage, replica), factor in places)
 
 
 def _headline(planned: Planned) -> str:

@@ -11,15 +11,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from morph.contract import ranges
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ProfileError
 
 SCHEMA_VERSION = 1
 
-PositiveInt = Annotated[int, Field(gt=0)]
-Bytes = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-BytesPerSecond = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PositiveInt = Annotated[int, ranges.COUNT.field]
+MicroBatchSize = Annotated[int, ranges.MICRO_BATCH.field]
+Gpus = Annotated[int, Field(strict=True, ge=2, le=ranges.GPUS.high)]
+Index = Annotated[int, Field(strict=True, ge=0, lt=ranges.SECTIONS)]
+Bytes = Annotated[int, ranges.BYTES.field]
+Seconds = Annotated[float, ranges.SECONDS.field]
+BytesPerSecond = Annotated[float, ranges.BYTES_PER_S.field]
 
 
 class Timing(Value):
@@ -46,10 +50,10 @@ class Timing(Value):
 class SectionProfile(Value):
     """One section C_i (Varuna, Table 2)."""
 
-    index: Annotated[int, Field(ge=0)]
+    index: Index
     label: str = Field(description="where in the user's model the section begins")
-    forward: dict[PositiveInt, Timing] = Field(description="F_i(m) by micro-batch size m")
-    backward: dict[PositiveInt, Timing] = Field(description="B_i(m) by micro-batch size m, without recompute")
+    forward: dict[MicroBatchSize, Timing] = Field(description="F_i(m) by micro-batch size m")
+    backward: dict[MicroBatchSize, Timing] = Field(description="B_i(m) by micro-batch size m, without recompute")
     parameter_bytes: Bytes
     optimizer_bytes: Bytes = Field(description="optimizer state of this section's parameters")
     gradient_bytes: Bytes = Field(description="accumulated gradient held until the commit")
@@ -57,7 +61,7 @@ class SectionProfile(Value):
     activation_bytes_per_sample: Bytes = Field(description="held between forward and backward without recompute")
     output_bytes_per_sample: Bytes = Field(description="crosses the cut-point behind this section; 0 for the last")
     optimizer_step: Timing
-    peak_bytes: dict[PositiveInt, Bytes] = Field(
+    peak_bytes: dict[MicroBatchSize, Bytes] = Field(
         default={}, description="by m: most memory that one forward and backward take beyond what is held between tasks"
     )
 
@@ -66,7 +70,7 @@ class UnitProfile(Value):
     """A parameter unit: the parameters used by exactly these sections (several = tied weights)."""
 
     id: str
-    sections: tuple[int, ...] = Field(min_length=1)
+    sections: tuple[Index, ...] = Field(min_length=1, max_length=ranges.SECTIONS)
     parameter_bytes: Bytes
 
 
@@ -87,7 +91,7 @@ class LinkProfile(Value):
 class AllReduceTime(Value):
     """AR(D): time of one all-reduce of ``size_bytes`` over a ring of ``ring_size``, ``in_flight`` at once."""
 
-    ring_size: Annotated[int, Field(ge=2)]
+    ring_size: Gpus
     size_bytes: PositiveInt
     in_flight: PositiveInt = 1
     time: Timing
@@ -96,8 +100,10 @@ class AllReduceTime(Value):
 class Contention(Value):
     """How much slower computing gets when several workers of one node compute at once (shared caches and clock)."""
 
-    num_busy: Annotated[int, Field(ge=2)]
-    factor: Annotated[float, Field(ge=1, allow_inf_nan=False, description="time of a task over its time alone")]
+    num_busy: Gpus
+    factor: Annotated[
+        float, Field(strict=True, ge=1, le=ranges.FACTOR.high, description="time of a task over its time alone")
+    ]
 
 
 class JobFacts(Value):
@@ -105,8 +111,8 @@ class JobFacts(Value):
 
     name: str
     fingerprint: str
-    batch_size: PositiveInt = Field(description="global batch M, samples")
-    micro_batch_size: PositiveInt | None = Field(
+    batch_size: Annotated[int, ranges.BATCH.field] = Field(description="global batch M, samples")
+    micro_batch_size: MicroBatchSize | None = Field(
         default=None, description="m fixed by the user; None: the planner picks"
     )
     num_parameters: Bytes
@@ -121,7 +127,7 @@ class Environment(Value):
     device: str = Field(description="cuda device name, or cpu model")
     num_cores: PositiveInt
     threads_per_worker: PositiveInt
-    device_memory_bytes: PositiveInt | None = Field(
+    device_memory_bytes: Annotated[int, ranges.MEMORY_BYTES.field] | None = Field(
         default=None,
         description="of one device; of a CPU, one core's share of the machine's memory; None: not known, no limit",
     )
@@ -136,8 +142,8 @@ class NodeTypeProfile(Value):
 
     name: str = Field(min_length=1)
     environment: Environment
-    forward: tuple[dict[PositiveInt, Timing], ...] = Field(description="F_i(m) of each section")
-    backward: tuple[dict[PositiveInt, Timing], ...] = Field(description="B_i(m) of each section")
+    forward: tuple[dict[MicroBatchSize, Timing], ...] = Field(description="F_i(m) of each section")
+    backward: tuple[dict[MicroBatchSize, Timing], ...] = Field(description="B_i(m) of each section")
     optimizer_step: tuple[Timing, ...] = Field(description="of each section")
     intra_node: LinkProfile | None = Field(default=None, description="None: as in the profile")
     inter_node: LinkProfile | None = Field(default=None, description="None: as in the profile")
@@ -150,7 +156,7 @@ class Profile(Value):
     schema_version: Literal[1] = 1
     job: JobFacts
     environment: Environment
-    sections: tuple[SectionProfile, ...] = Field(min_length=1)
+    sections: tuple[SectionProfile, ...] = Field(min_length=1, max_length=ranges.SECTIONS)
     units: tuple[UnitProfile, ...] = ()
     intra_node: LinkProfile
     inter_node: LinkProfile

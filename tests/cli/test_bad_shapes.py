@@ -47,7 +47,7 @@ def test_a_run_in_a_shape_that_its_vms_can_never_form_is_refused(
 @pytest.mark.parametrize("value", ["nan", "inf", "0", "-1"])
 def test_a_memory_size_that_is_none_is_refused(given: Given, value: str) -> None:
     line = given.refused("plan", given.folder / "profile.json", "--gpus", 2, "--memory-gib", value)
-    assert line == f"--memory-gib: is not a size (got {float(value)}); allowed: a number above 0"
+    assert line == f"--memory-gib: is out of range (got {float(value)}); allowed: a number above 0, at most 1048576"
 
 
 def test_a_job_that_does_not_fit_is_refused_with_the_least_memory_that_would_do(given: Given) -> None:

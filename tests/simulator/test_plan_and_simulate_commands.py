@@ -136,7 +136,7 @@ def test_jitter_is_drawn_from_the_spread_that_was_measured(tmp_path: Path) -> No
         (("plan", "--nodes", "4x1", "--gpus-per-node", 2), "--nodes: does not go with --gpus-per-node"),
         (("plan", "--nodes", "4"), "--nodes: is no list of nodes (got '4')"),
         (("plan", "--nodes", "0x4"), "--nodes: is no list of nodes"),
-        (("plan", "--gpus", 4, "--gpus-per-node", 0), "--gpus-per-node: is too small (got 0)"),
+        (("plan", "--gpus", 4, "--gpus-per-node", 0), "--gpus-per-node: is out of range (got 0)"),
         (("plan", "--gpus", 4, "--gpus-per-node", 2, "--compute-slots", 2), "--compute-slots: does not go with"),
         (("plan", "--gpus", "2..4", "-o", "plan.json"), "--gpus A..B: does not go with -o"),
         (("plan", "--gpus", "2..4", "--objective", "dollars", "--price", 1), "does not go with --objective dollars"),
@@ -161,7 +161,10 @@ def test_jitter_is_drawn_from_the_spread_that_was_measured(tmp_path: Path) -> No
         (("simulate", "-P", 2, "--draws", 3), "--draws: means nothing without --jitter-seed"),
         (("simulate", "-P", 2, "--schedule", "1f1b", "--slope", 2), "--slope: does not go with --schedule"),
         (("simulate", "-P", 2, "--compute-slots", 2, "--gpus-per-node", 2), "--compute-slots: does not go with"),
-        (("simulate", "-P", 2, "--compute-slots", 0), "--compute-slots: is too small"),
+        (
+            ("simulate", "-P", 2, "--compute-slots", 0),
+            "--compute-slots: is out of range (got 0); allowed: a whole number from 1 to 100000",
+        ),
         (("simulate", "-P", 9), "-P: the model cannot be cut so (got 9); allowed: 1 to 8"),
     ],
 )

@@ -1,0 +1,82 @@
+"""Ranges of the numbers that a user gives, for types of the contract and for arguments.
+
+They are wide: what is refused is a slip of the unit or of the finger, or would overflow the simulator's nanoseconds.
+``true`` and ``"1"`` are not numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from morph.contract.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` to ``high``, both included; ``low`` is not where it is ``above``."""
+
+    low: float
+    high: float
+    whole: bool = False
+    above: bool = False
+
+    @property
+    def field(self) -> Any:
+        """For ``Annotated``, in a type of the contract."""
+        if self.above:
+            return Field(strict=True, gt=self.low, le=self.high)
+        return Field(strict=True, ge=self.low, le=self.high)
+
+    def __str__(self) -> str:
+        number = "a whole number" if self.whole else "a number"
+        high = f"{self.high:.15g}"
+        return f"{number} above {self.low:g}, at most {high}" if self.above else f"{number} from {self.low:g} to {high}"
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, bool):
+            return False
+        try:
+            number = operator.index(value) if self.whole else float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError):
+            return False
+        fits = self.low < number if self.above else self.low <= number
+        return fits and number <= self.high and math.isfinite(number)
+
+    def check(self, field: str, value: object) -> None:
+        """Refuse an argument.
+
+        Raises:
+            PlanError: naming it.
+        """
+        if value not in self:
+            raise PlanError("is out of range", field=field, value=value, allowed=str(self))
+
+
+SECONDS = Range(0, 86_400)
+"""Of one task or message: a day."""
+POLICY_SECONDS = Range(0, 1e9, above=True)
+"""Of a wait: thirty years, for those who want no bound."""
+BYTES = Range(0, 2**46, whole=True)
+"""Of one section or sample: 64 TiB."""
+MEMORY_BYTES = Range(1, 2**50, whole=True)
+MEMORY_GIB = Range(0, 2**20, above=True)
+BYTES_PER_S = Range(0, 1e15, above=True)
+COUNT = Range(1, 2**31, whole=True)
+GPUS = Range(1, 100_000, whole=True)
+SECTIONS = 1000
+MICRO_BATCH = Range(1, 2**20, whole=True)
+BATCH = Range(1, 10**9, whole=True)
+SLOTS = GPUS
+FACTOR = Range(0, 100, above=True)
+"""Of a slow worker, or of workers that share a node."""
+SEED = Range(0, 2**63 - 1, whole=True)
+DRAWS = Range(1, 1000, whole=True)
+REVOCATIONS_PER_HOUR = Range(0, 3600)
+PAUSE_S = SECONDS
+REPLACEMENT_S = Range(0, 1e7)
+USD_PER_HOUR = Range(0, 1e6)

@@ -1,0 +1,185 @@
+"""Random profiles and options, most of them impossible: answered, or refused in one line that names the place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from morph.cli.main import app
+from morph.contract.profile import Contention, NodeTypeProfile, Profile
+from simulator import synthetic_profile
+
+ODD: tuple[Any, ...] = (
+    *(True, False, None, "", "x", "1", [], {}, [1], 0, -1, 0.5, 1e-300, 1e10, 1e300),
+    *(2**31, 2**53, 2**62, 10**12, 10**20),
+)
+NUMBERS = ("0", "-1", "1", "3", "0.5", "1e308", "nan", "inf", "x", "", str(10**6), str(10**9), str(10**20))
+FAIR = {
+    "plan": (
+        *(["--gpus", "5"], ["--gpus", "2..4"], ["--nodes", "2x1,1x4"], ["--objective", "dollars", "--price", "1"]),
+        *(["--objective", "progress", "--revocations-per-hour", "1"], ["--jitter-seed", "3"], ["--schedule", "1f1b"]),
+    ),
+    "simulate": (["-P", "2"], ["-D", "2"], ["--jitter-seed", "3"], ["--slow", "0:2"], ["--slope", "2"]),
+    "profile show": (),
+}
+OPTIONS = {
+    "plan": (
+        *("--gpus", "--nodes", "--gpus-per-node", "--memory-gib", "--m", "--compute-slots", "--price", "--jitter-seed"),
+        *("--revocations-per-hour", "--pause-s", "--replacement-s", "--revoked-together", "--draws", "--node-type"),
+    ),
+    "simulate": (
+        *("-P", "-D", "--m", "--slope", "--compute-slots", "--gpus-per-node", "--node-type", "--slow", "--draws"),
+        "--jitter-seed",
+    ),
+    "profile show": ("--node-type",),
+}
+
+
+def _whole() -> Profile:
+    profile = synthetic_profile(num_sections=4, batch_size=16, micro_batch_sizes=(1, 2), tied=True, jitter=0.2)
+    other = NodeTypeProfile(
+        name="old",
+        environment=profile.environment,
+        forward=tuple(section.forward for section in profile.sections),
+        backward=tuple(section.backward for section in profile.sections),
+        optimizer_step=tuple(section.optimizer_step for section in profile.sections),
+        contention=(Contention(num_busy=2, factor=1.5),),
+    )
+    return profile.model_copy(update={"node_types": (other,), "contention": other.contention})
+
+
+WHOLE = _whole().model_dump_json()
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield from _places(child, (*path, key))
+
+
+PLACES = list(_places(json.loads(WHOLE)))
+
+
+Changes = list[tuple[tuple[Any, ...], Any]]
+
+
+def _changed(changes: Changes) -> str:
+    """The profile with other values at some places."""
+    content = json.loads(WHOLE)
+    for path, value in changes:
+        parent = content
+        try:
+            for key in path[:-1]:
+                parent = parent[key]
+            parent[path[-1]] = value
+        except (KeyError, IndexError, TypeError):  # an earlier change took the place away
+            continue
+    return json.dumps(content)
+
+
+@st.composite
+def _commands(draw: st.DrawFn) -> list[str]:
+    """A command with fair options and odd ones, without its profile."""
+    command = draw(st.sampled_from(sorted(FAIR)))
+    fair = draw(st.lists(st.sampled_from(FAIR[command]), max_size=3)) if FAIR[command] else []
+    odd = draw(st.lists(st.tuples(st.sampled_from(OPTIONS[command]), st.sampled_from(NUMBERS)), max_size=2))
+    words = [word for pair in fair for word in pair]
+    words += [word for name, value in odd for word in (name, f"{value}:{value}" if name == "--slow" else value)]
+    return [*command.split(), *words]
+
+
+def _refused(path: Path, *arguments: str) -> str:
+    """Run a command; return the one line with which it refuses, or "" where it answers."""
+    result = CliRunner().invoke(app, [*arguments, str(path)], prog_name="morph")
+    if result.exit_code == 0:
+        return ""
+    assert result.exit_code == 2, (arguments, result.exit_code, result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.stderr
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(arguments=_commands(), changes=st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(ODD)), max_size=2))
+def test_whatever_is_given_is_answered_or_refused_in_one_line(
+    arguments: list[str], changes: Changes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "odd.json"
+    path.write_text(_changed(changes))
+    said = _refused(path, *arguments)
+    if said.startswith("error: "):
+        assert said.count("\n") == 1
+        assert "odd.json" in said or " -" in said, said
+    else:
+        assert not said or "Usage: " in said
+
+
+def _of(number: str, *path: Any) -> Changes:
+    return [(path, json.loads(number))]
+
+
+FORWARD = ("sections", 1, "forward", "1", "median_s")
+PLAN, SIMULATE = ("plan", "--gpus", "5"), ("simulate", "-P", "2")
+PROGRESS = (*PLAN, "--objective", "progress")
+MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
+    (_of("1e10", *FORWARD), PLAN, "sections.1.forward.1.median_s: Input should be less than or equal to 86400 (got"),
+    (_of("true", *FORWARD), PLAN, "sections.1.forward.1.median_s: Input should be a valid number (got True)"),
+    (_of("true", "job", "batch_size"), PLAN, "job.batch_size: Input should be a valid integer (got True)"),
+    (_of(str(2**62), "sections", 0, "parameter_bytes"), PLAN, "sections.0.parameter_bytes: Input should be less than"),
+    (
+        _of(str(10**12), "job", "batch_size"),
+        SIMULATE,
+        "job.batch_size: Input should be less than or equal to 1000000000",
+    ),
+    (
+        _of(str(10**9), "job", "batch_size"),
+        SIMULATE,
+        "job.batch_size: a mini-batch of 500000000 micro-batches of 2 has",
+    ),
+    (_of(str(10**6), "job", "batch_size"), (*SIMULATE, "--draws", "99", "--jitter-seed", "1"), "--draws: are too many"),
+    ([], (*PLAN, "--memory-gib", "1e300"), "--memory-gib: is out of range (got 1e+300); allowed: a number above 0, at"),
+    ([], (*PLAN, "--compute-slots", str(10**20)), "--compute-slots: is out of range"),
+    ([], (*PLAN, "--jitter-seed", "1", "--draws", str(10**9)), "--draws: is out of range (got 1000000000); allowed: a"),
+    ([], (*PLAN, "--jitter-seed", str(2**80)), "--jitter-seed: is out of range"),
+    ([], (*PROGRESS, "--revocations-per-hour", "1e6"), "--revocations-per-hour: is out of range"),
+    ([], (*PROGRESS, "--revocations-per-hour", "1", "--pause-s", "1e308"), "--pause-s: is out of range"),
+    ([], (*PROGRESS, "--revocations-per-hour", "1", "--replacement-s", "inf"), "--replacement-s: is out of range"),
+    ([], (*PROGRESS, "--revocations-per-hour", "1", "--revoked-together", "0"), "--revoked-together: is out of range"),
+    ([], ("plan", "--gpus", "999999999"), "--gpus: is out of range"),
+    ([], ("plan", "--gpus", "1..100000"), "--gpus: is no range of GPUs"),
+    ([], ("plan", "--nodes", "99999x9999"), "--nodes: is no list of nodes"),
+    ([], (*PLAN, "--objective", "dollars", "--price", "1:2,1:3"), "--price: gives two prices, or no size"),
+    ([], (*PLAN, "--objective", "dollars", "--price", "1e9"), "--price: is no price"),
+    ([], (*SIMULATE, "--slow", "0:2", "--slow", "0:3"), "--slow: is given twice (got '0:3')"),
+    ([], (*SIMULATE, "--slow", "0:1e9"), "--slow: is not a slow worker"),
+    ([], (*SIMULATE, "--gpus-per-node", str(10**20)), "--gpus-per-node: is out of range"),
+]
+
+
+@pytest.mark.parametrize(("changes", "arguments", "says"), MALFORMED)
+def test_what_is_out_of_range_is_named_with_its_range(
+    changes: Changes, arguments: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "odd.json"
+    path.write_text(_changed(changes))
+    assert says in _refused(path, *arguments)
+
+
+@pytest.mark.parametrize("arguments", [PLAN, (*PLAN, "--schedule", "gpipe"), SIMULATE])
+@pytest.mark.parametrize("places", [FORWARD[:3], ("inter_node",), ("all_reduce",)])
+def test_the_longest_times_are_answered_or_refused(
+    arguments: tuple[str, ...], places: tuple[Any, ...], tmp_path: Path
+) -> None:
+    path, here = tmp_path / "odd.json", len(places)
+    path.write_text(
+        _changed([(place, 86_400) for place in PLACES if place[:here] == places and place[-1] == "median_s"])
+    )
+    assert _refused(path, *arguments).count("\n") <= 1
