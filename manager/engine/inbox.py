@@ -6,11 +6,15 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pydantic import TypeAdapter
+
 from manager.controller.events import AheadReported, CheckpointFailed, Event, NobodyHeard, UnitsWritten, WorkerProbed
 from manager.engine.clock import RunClock
 from manager.engine.paces import Paces
 from manager.journal.records import Fact
-from morph.contract.messages import Heartbeat, Probed
+from morph.contract.messages import Answer, Heartbeat, Probed
+
+_ANSWER: TypeAdapter[Answer | Probed] = TypeAdapter(Answer | Probed)
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,18 @@ class Stamped:
 
     time_s: float
     item: Event | Fact
+
+
+def read_answer(worker: str, message: bytes) -> Answer | Probed:
+    """Read what a worker answered to an order.
+
+    Raises:
+        ValueError: it is no answer, or speaks for another worker.
+    """
+    answer = _ANSWER.validate_json(message)
+    if answer.worker != worker:
+        raise ValueError(f"it answers for {answer.worker}")
+    return answer
 
 
 class Inbox:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from manager.engine.lifelines import Lifelines
 from manager.engine.namespaces import HostNetwork, connected
 from manager.engine.notice_door import NoticeDoor
 from manager.engine.ray_environment import stay_on_loopback
-from manager.engine.store_watch import StoreWatch
+from manager.engine.store_watch import StartedStore, StoreWatch
 from manager.engine.vm_fleet import VmHost
 from manager.providers.provider import Provider
 from morph.contract.messages import Lifeline, WorkerSetup
@@ -114,17 +115,19 @@ def open_ray(directory: Path) -> OpenMachines:
     def open_machines(opening: Opening) -> Machines:
         stay_on_loopback()
         from manager.engine.ray_cluster import RayCluster
-        from manager.engine.worker_pool import Store, WorkerPool
+        from manager.engine.worker_pool import WorkerPool
 
         found, ending = opening.found, opening.ending
         cluster = RayCluster(directory, opening.patience_s, gone=lambda vm: opening.inbox.put(_ended(vm)))
         ending.callback(cluster.close)
-        store = Store(LOOPBACK, found.attachment.store_port if found else 0)
         if found is None:
             cluster.start()
+            store = StartedStore(cluster.start_store, LOOPBACK)
+            store.start()
         else:
             cluster.take_over(found.line, found.greeting)
-        store.start()
+            port = found.attachment.store_port
+            store = StartedStore(cluster.start_store, LOOPBACK, port, found.greeting["store"])
         attachment = (
             found.attachment
             if found
@@ -197,7 +200,7 @@ class Processes:
             ClusterError: when that fails.
         """
         from manager.engine.process_pool import ProcessPool
-        from manager.engine.process_vms import ProcessStore, ProcessVms
+        from manager.engine.process_vms import ProcessVms
 
         network, found, ending = self.network, opening.found, opening.ending
         if network is not None:
@@ -210,14 +213,14 @@ class Processes:
         if found is None:
             vms.start()
             store_host, namespace = (LOOPBACK, None) if network is None else (network.hub_address, network.hub)
-            store = ProcessStore(vms, store_host, namespace)
+            store = StartedStore(partial(vms.start_store, namespace=namespace), store_host)
             store.start()
             attachment = Attachment(kind="processes", door=vms.door, store_host=store.host, store_port=store.port)
         else:
             attachment = found.attachment
             vms.take_over(found.line, attachment.door, found.greeting["vms"])
             known = found.greeting["store"]
-            store = ProcessStore(vms, attachment.store_host, port=attachment.store_port, pid=known)
+            store = StartedStore(vms.start_store, attachment.store_host, attachment.store_port, known)
         watch = StoreWatch(store, opening.inbox)
         ending.callback(watch.close)
         pool = ProcessPool(

@@ -1,7 +1,6 @@
 """Names that the manager and the process with the local Ray nodes share."""
 
 VM_RESOURCE = "morph_vm_"
-HEAD_RESOURCE = "morph_head"
 RAY_SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "RAY_AUTH_MODE": "token",

@@ -16,10 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
-from pydantic import TypeAdapter
-
 from manager.controller.events import WorkerAnswered, WorkerLost
-from manager.engine.inbox import Inbox
+from manager.engine.inbox import Inbox, read_answer
 from manager.engine.silence import Signs, Silence
 from manager.journal.records import Fact
 from morph.contract.base import Value
@@ -36,8 +34,6 @@ from morph.contract.messages import (
     StepOrder,
     WorkerSetup,
 )
-
-_ANSWER: TypeAdapter[Answer | Probed] = TypeAdapter(Answer | Probed)
 
 
 @dataclass(frozen=True)
@@ -206,6 +202,10 @@ class ProcessPool:
             except OSError:
                 if not self._connect_again(worker, handle):
                     break
+            except ValueError as error:  # what it says is none of what a worker says
+                self._lose(worker, handle, f"does not speak as a worker does: {error}")
+                self._kill(worker)
+                break
         self.connection_closed(worker)
         _close(handle)
 
@@ -216,7 +216,7 @@ class ProcessPool:
                 assert isinstance(lane, Connection)
                 message = lane.recv_bytes()
                 if lane is lanes.orders:
-                    self._answered(worker, handle, _ANSWER.validate_json(message))
+                    self._answered(worker, handle, read_answer(worker, message))
                 else:
                     handle.beat_sent_s = time.monotonic()
                     self._inbox.put_beat(worker, Heartbeat.model_validate_json(message))

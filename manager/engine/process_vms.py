@@ -11,7 +11,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -211,25 +210,6 @@ class ProcessVms:
                 return int(line.receive("a worker to be forked", FORK_TIMEOUT_S)["pid"])
         except ClusterError as error:
             raise ClusterError(f"no worker can be forked: {error}") from error
-
-
-@dataclass
-class ProcessStore:
-    """The rendezvous store beside such VMs; see ``store_watch.Store``. ``port``, ``pid``: 0 until they are known."""
-
-    vms: ProcessVms
-    host: str
-    namespace: str | None = None
-    port: int = 0
-    pid: int = 0
-
-    def start(self) -> None:
-        """Start it.
-
-        Raises:
-            ClusterError: it does not come up.
-        """
-        self.pid, self.port = self.vms.start_store(self.host, self.port, self.namespace)
 
 
 def _bounded(ours: socket.socket, theirs: socket.socket) -> tuple[Connection, socket.socket]:

@@ -23,7 +23,7 @@ from manager.engine.notice_door import NoticeDoor
 from manager.engine.own_wheel import kept_wheel, python_version, requirements
 from manager.engine.ports import Ports
 from manager.engine.ray_environment import leave_loopback
-from manager.engine.store_watch import StoreWatch
+from manager.engine.store_watch import StartedStore, StoreWatch
 from manager.providers.cloud_init import NodeStart
 from manager.providers.provider import Provider
 from morph.contract.cluster import ProvidedVms
@@ -60,23 +60,25 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
     def open_machines(opening: Opening) -> Machines:
         leave_loopback()
         from manager.engine.ray_cluster import RayCluster
-        from manager.engine.worker_pool import Store, WorkerPool
+        from manager.engine.worker_pool import WorkerPool
 
         found, ending = opening.found, opening.ending
         ports = Ports(vms.first_port or 0)
         head_port = vms.ray_port or ports.head
         cluster = RayCluster(directory, opening.patience_s, vms.address, head_port, ports.first, LOGIN_SECRETS)
         ending.callback(cluster.close)
+        start_store = cluster.start_store
         secret = _node_secret(directory.parent / "node-secret", make=found is None)
         wheel = kept_wheel(directory.parent / "wheel", make=found is None)
         if found is None:
             check_free(vms.address, ports.of_manager())
             cluster.start()
-            store, notice_port = Store(vms.address, ports.store), vms.notice_port or ports.notices
+            store, notice_port = StartedStore(start_store, vms.address, ports.store), vms.notice_port or ports.notices
+            store.start()
         else:
             cluster.take_over(found.line, found.greeting)
-            store, notice_port = Store(vms.address, found.attachment.store_port), found.attachment.notice_port
-        store.start()
+            left, pid = found.attachment, found.greeting["store"]
+            store, notice_port = StartedStore(start_store, vms.address, left.store_port, pid), left.notice_port
         watch = StoreWatch(store, opening.inbox)
         ending.callback(watch.close)
         desk, authority = _desk(directory.parent, opening.inbox, secret) if vms.tls else (None, "")

@@ -25,13 +25,16 @@ import ray
 from manager.engine.gone import runs, wait_gone
 from manager.engine.host_line import HostLine
 from manager.engine.names import LOOPBACK, VM_RESOURCE
+from manager.engine.plain_answers import believe_no_names, take_bytes_alone
 from morph.contract.errors import ClusterError, ClusterLost
 from morph.contract.vm_names import workers_of
+from morph.runtime.serving import WorkerActor
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 90.0
 ADD_TIMEOUT_S = 60.0
+STORE_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 15.0
 NAMESPACE = "morph"
 LOOK_EVERY_S = 1.0
@@ -74,6 +77,7 @@ class RayCluster:
         self._looked_s = -LOOK_EVERY_S
         self._vms: dict[str, list[int]] = {}
         self._boots: dict[str, Future[list[int]]] = {}
+        self._store_asked: Future[tuple[int, int]] | None = None
         self._given_up: set[str] = set()
         self._lock = threading.Lock()
 
@@ -121,10 +125,12 @@ class RayCluster:
         self.check_head()
         self.address = greeting["address"]
         _silence_ray()
+        believe_no_names()
         try:
             ray.init(address=greeting["address"], log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE)
         except ConnectionError as error:
             raise ClusterError(str(error)) from error
+        take_bytes_alone(WorkerActor)
         assert self._line is not None
         self._vms = dict(greeting["vms"])
         self._line.listen(self._told)
@@ -168,6 +174,15 @@ class RayCluster:
 
     def _told(self, packet: dict[str, Any]) -> None:
         """Take what the process that owns the nodes tells; nothing: it is gone."""
+        if "store" in packet or not packet:
+            with self._lock:
+                asked, self._store_asked = self._store_asked, None
+            if asked is not None and packet.get("store"):
+                asked.set_result((packet["store"], packet["port"]))
+            elif asked is not None:
+                asked.set_exception(ClusterError(packet.get("error", "the process that owns the VMs ended")))
+        if "store" in packet:
+            return
         if "gone" in packet:
             with self._lock:
                 was_wanted = self._vms.pop(packet["gone"], None) is not None
@@ -186,6 +201,25 @@ class RayCluster:
                 boot.set_exception(ClusterError(packet.get("error", "the process that owns the VMs ended")))
         if "pids" in packet and packet["name"] in self._given_up:
             self.prepare_kill([packet["name"]])()
+
+    def start_store(self, host: str, port: int = 0) -> tuple[int, int]:
+        """Start the rendezvous store, ending an earlier one; returns its process and port.
+
+        Raises:
+            ClusterError: it does not come up within ``STORE_TIMEOUT_S``.
+        """
+        line, asked = self._line, Future[tuple[int, int]]()
+        with self._lock:
+            self._store_asked = asked
+        try:
+            if line is None:
+                raise ClusterError("the cluster is closed")
+            line.send({"store": host, "port": port})
+            return asked.result(STORE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise ClusterError(f"the rendezvous store did not start within {STORE_TIMEOUT_S:g} s") from error
+        except ClusterError as error:
+            raise ClusterError(f"the rendezvous store did not start: {error}") from error
 
     def joined(self) -> dict[str, str]:
         """The workers for which there are VMs in the cluster now, whoever started these, with their addresses.

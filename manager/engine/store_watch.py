@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from manager.engine.gone import runs
@@ -30,6 +32,23 @@ class Store(Protocol):
         Raises:
             ClusterError: it does not come up.
         """
+
+
+@dataclass
+class StartedStore:
+    """One that is started by what owns the VMs. ``port``, ``pid``: 0 until they are known.
+
+    ``start_at``: starts it at a host and port, ending an earlier one, and returns its process and port.
+    """
+
+    start_at: Callable[[str, int], tuple[int, int]]
+    host: str
+    port: int = 0
+    pid: int = 0
+
+    def start(self) -> None:
+        """See ``Store``."""
+        self.pid, self.port = self.start_at(self.host, self.port)
 
 
 class StoreWatch:

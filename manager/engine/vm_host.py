@@ -7,10 +7,11 @@ parent-death signal), Ray wants that of the head node to be a main thread, and C
 the manager alone. They outlive a manager that was killed for ``PATIENCE_S``, in which another may take over. Then, or
 at ``{"end": true}``, every node is ended; if no manager asked for that, the Ray directory, with the token, is removed.
 
-Every manager is greeted with ``{"host": pid, "address": .., "head": {name: pid}, "vms": {"vm0": [pids]}}``. Requests:
-``{"add": "vm0"}``, answered with ``{"name": "vm0", "pids": [..]}`` or ``{"name": "vm0", "error": ".."}`` as soon as
-the VM is up, or dead, whatever else boots meanwhile; and ``{"settled": true}``. ``{"gone": "vm0"}`` tells of a VM that
-was up and whose raylet ended.
+Every manager is greeted with ``{"host": pid, "address": .., "head": {name: pid}, "store": pid, "vms": {"vm0":
+[pids]}}``. Requests: ``{"add": "vm0"}``, answered with ``{"name": "vm0", "pids": [..]}`` or ``{"name": "vm0", "error":
+".."}`` as soon as the VM is up, or dead, whatever else boots meanwhile; ``{"store": host, "port": 0}``, for which an
+earlier store ends, answered with ``{"store": pid, "port": 4711}`` or ``{"store": 0, "error": ".."}``; and
+``{"settled": true}``. ``{"gone": "vm0"}`` tells of a VM that was up and whose raylet ended.
 """
 
 from __future__ import annotations
@@ -19,26 +20,35 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
+from ray._private import services
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
 from manager.engine.door import Door, hear, tell
 from manager.engine.gone import wait_gone
-from manager.engine.names import HEAD_RESOURCE, LOOPBACK, VM_RESOURCE
+from manager.engine.names import LOOPBACK, VM_RESOURCE
 from manager.engine.ports import Ports
+from morph.contract.errors import ClusterError
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 END_TIMEOUT_S = 10.0
+NO_WORKERS = str(Path(__file__).with_name("no_workers.py"))
+HEAD_AGENT = str(Path(__file__).with_name("head_agent.py"))
+AGENT = str(Path(ray.__file__).parent / "_private" / "runtime_env" / "agent" / "main.py")
+LOG = "vm_host.log"
 _PARAMS: Any = RayParams  # whose types are wrong
 
 
@@ -62,8 +72,10 @@ class _Nodes:
         self._vms: dict[str, list[int]] = {}
         self._booting: set[str] = set()
         self._manager: socket.socket | None = None
+        self._store: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._launching = threading.Lock()
+        self._storing = threading.Lock()
         self._numbers = count(1)
 
     def greet(self, manager: socket.socket) -> None:
@@ -75,6 +87,7 @@ class _Nodes:
                 host=os.getpid(),
                 address=self._cluster.address,
                 head=_pids(self._cluster.head_node),
+                store=self._store.pid if self._store else 0,
                 vms=self._vms,
             )
 
@@ -82,6 +95,26 @@ class _Nodes:
         """The manager is gone: nothing is told any more."""
         with self._lock:
             self._manager = None
+
+    def start_store(self, host: str, port: int) -> None:
+        """Start the rendezvous store; the answer follows."""
+        threading.Thread(target=self._serve_store, args=(host, port), name="store", daemon=True).start()
+
+    def _serve_store(self, host: str, port: int) -> None:
+        with self._storing:
+            if self._store is not None:
+                self._store.kill()
+                self._store.wait()
+            command = [sys.executable, "-m", "morph.runtime.store", host, str(port)]
+            pipe = subprocess.PIPE  # at whose end the store ends
+            self._store = store = subprocess.Popen(command, stdin=pipe, stdout=pipe)
+            assert store.stdout is not None
+            told = store.stdout.readline()
+        with self._lock:
+            if told:
+                self._say(store=store.pid, port=int(told))
+            else:
+                self._say(store=0, error=f"it ended at once; see {LOG}")
 
     def add(self, name: str) -> None:
         """Bring up a VM; the answer follows. One that boots already, or is up, is not brought up twice."""
@@ -163,13 +196,46 @@ class _Nodes:
                 tell(self._manager, **entries)
 
 
+@contextmanager
+def _running_nothing() -> Iterator[None]:
+    """The node that is started meanwhile runs nothing that anybody sends it: it is on the manager's machine.
+
+    Workers are ``no_workers``, by its parameters. Of its agents the one for environments makes none; the other one does
+    without what Ray adds where ``ray[default]`` is installed, which is to run commands and to look into processes.
+
+    Raises:
+        ClusterError: this version of Ray starts them in another way.
+    """
+    start: Any = services.start_ray_process
+
+    def start_agents_of_ours(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
+        if process_type == PROCESS_TYPE_RAYLET:
+            ours = [part.replace(AGENT, HEAD_AGENT) for part in command]
+            agents = [part.startswith("--dashboard_agent_command=") for part in ours]
+            if ours == command or not any(agents):
+                raise ClusterError("Ray of this version starts its agents in a way that Morph does not know")
+            command = [
+                f"{part} --minimal" if is_agent and "--minimal" not in part else part
+                for part, is_agent in zip(ours, agents, strict=True)
+            ]
+        return start(command, process_type, *args, **kwargs)
+
+    vars(services)["start_ray_process"] = start_agents_of_ours
+    try:
+        yield
+    finally:
+        vars(services)["start_ray_process"] = start
+
+
+@_running_nothing()
 def _start_head(host: str, port: int, first_port: int) -> _Nodes:
     return _Nodes(
         Cluster(
             initialize_head=True,
             head_node_args={
                 "num_cpus": 0,
-                "resources": {HEAD_RESOURCE: 1},
+                "worker_path": NO_WORKERS,
+                "setup_worker_path": NO_WORKERS,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "include_dashboard": False,
                 "include_log_monitor": False,  # it holds a file for each worker there ever was, and nobody reads them
@@ -205,6 +271,8 @@ def _attend(manager: socket.socket, nodes: _Nodes, door: Door) -> bool:
                     return request is not None
                 if "settled" in request:
                     door.settle()
+                elif "store" in request:
+                    nodes.start_store(request["store"], request["port"])
                 else:
                     nodes.add(request["add"])
         finally:

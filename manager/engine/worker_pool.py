@@ -1,4 +1,4 @@
-"""Worker actors: one Ray actor a device, orders on one lane, control beside it.
+"""Worker actors: one Ray actor a device, orders on one lane, control beside it; JSON in bytes is all that they answer.
 
 Every answer and every loss becomes an event on the driver's queue. A worker is lost when Ray says
 that its process died (10-20 ms after a kill) or when its heartbeat has been silent for too long. A call
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,10 +20,9 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 from manager.controller.events import WorkerAnswered, WorkerLost
-from manager.engine.inbox import Inbox
-from manager.engine.names import HEAD_RESOURCE, VM_RESOURCE
+from manager.engine.inbox import Inbox, read_answer
+from manager.engine.names import VM_RESOURCE
 from manager.engine.silence import Signs, Silence, heartbeat_wait_s
-from morph.contract.errors import ClusterError
 from morph.contract.messages import (
     AheadOrder,
     CommitOrder,
@@ -35,15 +34,10 @@ from morph.contract.messages import (
     StepOrder,
     WorkerSetup,
 )
-from morph.runtime.store import StoreHost
-from morph.runtime.worker import Worker
+from morph.runtime.serving import WorkerActor, pack
 
 CONTROL_LANE = "control"
 CALL_AGAIN_S = 0.2
-STORE_NAME = "morph-store"
-STORE_TIMEOUT_S = 60.0
-STORE_AGAIN_S = 5.0
-"""Of one try, for a cluster that ends waits for it."""
 ATTACH_TIMEOUT_S = 15.0
 
 
@@ -85,7 +79,7 @@ class WorkerPool:
         self._ray_lock = threading.RLock()
         self._closed = False
         remote: Any = ray.remote  # its types know only the plain form
-        self._actor_class = remote(concurrency_groups={CONTROL_LANE: 2})(Worker)
+        self._actor_class = remote(concurrency_groups={CONTROL_LANE: 2})(WorkerActor)
 
     def start(self, worker: str, vm: str) -> None:
         """Start a worker on its VM and set it up; ``WorkerReady`` follows as an answer.
@@ -113,21 +107,18 @@ class WorkerPool:
         killed. The others are still being set up, or nobody wrote down that they are: they answer the setup that
         follows, and who is lost meanwhile is known by that.
         """
-        calls: dict[str, Any] = {}
+        calls: dict[str, Future[Any]] = {}
         for worker in workers:
             try:
                 actor = ray.get_actor(worker)
             except ValueError:  # it was not started, or is gone
                 continue
             self._handles[worker] = _Handle(actor=actor)
-            calls[worker] = actor.follow.options(concurrency_group=CONTROL_LANE).remote(lifeline)
+            calls[worker] = _on_control_lane(self._handles[worker], "follow", lifeline).future()
         answers = {worker: call for worker, call in calls.items() if worker in set_up}
-        if answers:
-            ray.wait(list(answers.values()), num_returns=len(answers), timeout=ATTACH_TIMEOUT_S)
+        wait(answers.values(), ATTACH_TIMEOUT_S)
         for worker, call in answers.items():
-            try:
-                ray.get(call, timeout=0)
-            except Exception:  # RayError: silent or gone; any other: it does not reach this manager
+            if not call.done() or call.exception() is not None:  # silent or gone, or it does not reach this manager
                 self.end(worker)
             else:
                 handle = self._handles[worker]
@@ -167,7 +158,7 @@ class WorkerPool:
         handle = self._handles.get(worker)
         if handle and not handle.gone:
             handle.gone = True
-            ray.kill(handle.actor, no_restart=True)
+            self._kill(handle)
 
     def close(self) -> None:
         """Call Ray no more, from whatever thread: a callback that did while Ray shuts down would hang both for ever."""
@@ -188,14 +179,14 @@ class WorkerPool:
         self._check_cluster()
         for worker, silent_s in self._silence.overdue(self._handles):
             self._lose(worker, self._handles[worker], f"silent for {silent_s:.1f} s")
-            ray.kill(self._handles[worker].actor, no_restart=True)
+            self._kill(self._handles[worker])
         return not self._silence.outage
 
     def _send(self, worker: str, method: str, order: object) -> None:
         handle = self._handles[worker]
         if handle.probe is not None and not handle.gone:
             self._control(worker, "leave_probe", handle.probe)
-        self._call(worker, handle, lambda: getattr(handle.actor, method).remote(order), self._answered)
+        self._call(worker, handle, lambda: handle.actor.order.remote(pack(method, order)), self._answered)
 
     def _control(self, worker: str, method: str, argument: object) -> None:
         handle = self._handles.get(worker)
@@ -225,7 +216,11 @@ class WorkerPool:
             elif returned is not None and error is not None:
                 self._lose(worker, handle, _cause(error))
             elif returned is not None:
-                returned(worker, handle, future.result())
+                try:
+                    returned(worker, handle, future.result())
+                except ValueError as wrong:
+                    self._lose(worker, handle, f"does not speak as a worker does: {wrong}")
+                    self._kill(handle)
 
         with self._ray_lock:
             if self._closed or handle.gone:
@@ -237,7 +232,8 @@ class WorkerPool:
                 return
         reference.future().add_done_callback(finished)
 
-    def _answered(self, worker: str, handle: _Handle, answer: Any) -> None:
+    def _answered(self, worker: str, handle: _Handle, message: bytes) -> None:
+        answer = read_answer(worker, message)
         if isinstance(answer, Probed):
             handle.probe = None
             self._inbox.put_probed(answer)
@@ -263,9 +259,14 @@ class WorkerPool:
             self._control(worker, "ahead", handle.ahead)
         self._await_beat(worker, handle)
 
-    def _beaten(self, worker: str, handle: _Handle, beat: Heartbeat) -> None:
-        self._inbox.put_beat(worker, beat)
+    def _beaten(self, worker: str, handle: _Handle, message: bytes) -> None:
+        self._inbox.put_beat(worker, Heartbeat.model_validate_json(message))
         self._beat(worker, handle)
+
+    def _kill(self, handle: _Handle) -> None:
+        with self._ray_lock:
+            if not self._closed:
+                ray.kill(handle.actor, no_restart=True)
 
     def _lose(self, worker: str, handle: _Handle, cause: str) -> None:
         if not handle.gone:
@@ -274,36 +275,10 @@ class WorkerPool:
 
 
 def _on_control_lane(handle: _Handle, method: str, argument: object) -> Any:
-    return getattr(handle.actor, method).options(concurrency_group=CONTROL_LANE).remote(argument)
+    return handle.actor.control.options(concurrency_group=CONTROL_LANE).remote(pack(method, argument))
 
 
 def _cause(error: BaseException) -> str:
     if isinstance(error, RayError):
         return f"{type(error).__name__}: the worker's process or VM is gone"
     return f"{type(error).__name__}: {error}"
-
-
-class Store:
-    """The rendezvous store's process on the head node; see ``store_watch.Store``.
-
-    Detached and named, as the workers are, so that another manager finds it. ``port``, ``pid``: 0 until they are known.
-    """
-
-    def __init__(self, host: str, port: int = 0) -> None:
-        self.host, self.port, self.pid = host, port, 0
-
-    def start(self) -> None:
-        """Start it, or find the one that runs.
-
-        Raises:
-            ClusterError: when it does not come up within ``STORE_TIMEOUT_S``; started again, ``STORE_AGAIN_S``.
-        """
-        remote: Any = ray.remote
-        timeout_s = STORE_AGAIN_S if self.pid else STORE_TIMEOUT_S
-        options = {"name": STORE_NAME, "lifetime": "detached", "num_cpus": 0, "resources": {HEAD_RESOURCE: 0.01}}
-        try:
-            actor: Any = remote(StoreHost).options(**options, get_if_exists=True).remote(self.host, self.port)
-            found: Any = ray.get([actor.pid.remote(), actor.port.remote()], timeout=timeout_s)
-        except (RayError, ValueError) as error:  # ValueError: the name is just being given up
-            raise ClusterError(f"the rendezvous store did not start within {timeout_s:g} s: {error}") from error
-        self.pid, self.port = map(int, found)

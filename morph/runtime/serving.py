@@ -1,11 +1,13 @@
-"""Serves one worker to a manager over two local connections, without Ray: orders on one, control on the other.
+"""Serves one worker to a manager in bytes alone: as an actor, or over two connections, of orders and of control.
 
 An order is ``setup``, ``reshape``, ``step``, ``commit`` or ``probe``, a line break and the order as JSON; its answer
-comes back as JSON. On the control connection the manager sends generations to abort, probes to leave
-and, as JSON, what to send ahead, and gets heartbeats.
+comes back as JSON. An actor is told everything else in the same way, and asked for heartbeats. On the control
+connection the manager sends generations to abort, probes to leave and, as JSON, what to send ahead; heartbeats come
+back.
 
-The worker outlives its manager: when both connections close it finishes its order and holds, until connections to
-another manager arrive over a third one, from the process that forked it. When that one closes, the process ends.
+Without Ray the worker outlives its manager like this: when both connections close it finishes its order and holds,
+until connections to another manager arrive over a third one, from the process that forked it. When that one closes, the
+process ends.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from morph.contract.base import Value
 from morph.contract.messages import (
     LEAVE_PROBE,
     AheadOrder,
     CommitOrder,
+    Lifeline,
     ProbeOrder,
     ReshapeOrder,
     StepOrder,
@@ -42,17 +47,48 @@ ORDERS: dict[str, type[Value]] = {
     "commit": CommitOrder,
     "probe": ProbeOrder,
 }
+CONTROLS: dict[str, type[Any]] = {
+    "abort": int,
+    "ahead": AheadOrder,
+    "follow": Lifeline,
+    "heartbeat": float,
+    "leave_probe": int,
+}
+_READERS = {name: TypeAdapter(kind) for name, kind in {**ORDERS, **CONTROLS}.items()}
 
 
-def pack(name: str, order: Value) -> bytes:
-    """An order as it travels."""
-    return f"{name}\n{order.model_dump_json()}".encode()
+def pack(name: str, order: object) -> bytes:
+    """An order, or what is said on the control lane, as it travels."""
+    return name.encode() + b"\n" + _READERS[name].dump_json(order)
 
 
-def unpack(message: bytes) -> tuple[str, Value]:
+def unpack(message: bytes) -> tuple[str, Any]:
     """The inverse of ``pack``."""
     name, _, payload = message.partition(b"\n")
-    return name.decode(), ORDERS[name.decode()].model_validate_json(payload)
+    return name.decode(), _READERS[name.decode()].validate_json(payload)
+
+
+class WorkerActor:
+    """A worker whose calls take and return bytes alone, so that neither side unpickles what the other one sends.
+
+    An order is answered with the answer's JSON, a heartbeat with its own; everything else with nothing.
+    """
+
+    def __init__(self) -> None:
+        self._worker = Worker()
+
+    def order(self, message: bytes) -> bytes:
+        """Carry out an order."""
+        return self._done(message)
+
+    def control(self, message: bytes) -> bytes:
+        """Do what is said on the control lane."""
+        return self._done(message)
+
+    def _done(self, message: bytes) -> bytes:
+        name, argument = unpack(message)
+        result = getattr(self._worker, name)(argument)
+        return result.model_dump_json().encode() if isinstance(result, Value) else b""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,13 @@
-"""The rendezvous store that lives beside the manager for the whole run."""
+"""The rendezvous store that lives beside the manager for the whole run.
+
+``python -m morph.runtime.store HOST PORT`` serves one, says its port on standard output, and ends with standard input.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
@@ -29,10 +33,18 @@ class StoreHost:
             use_libuv=True,
         )
 
-    def pid(self) -> int:
-        """The process that it is in."""
-        return os.getpid()
-
     def port(self) -> int:
         """The port on which the store listens."""
         return int(self._store.port)
+
+
+def main() -> None:
+    """Serve until whoever started this goes."""
+    store = StoreHost(sys.argv[1], int(sys.argv[2]))
+    print(store.port(), flush=True)
+    sys.stdin.read()
+    os._exit(0)  # a connection that is open would be waited for
+
+
+if __name__ == "__main__":
+    main()

@@ -157,7 +157,7 @@ def may_reset() -> bool:
 
 def kill_store(world: World, draw: random.Random) -> str:
     """The rendezvous store of the workers."""
-    store = _some(world, draw, "ray::StoreHost")
+    store = _some(world, draw, "morph.runtime.store")
     return f"store {store.pid}" if store and send(store, signal.SIGKILL) else ""
 
 

@@ -28,8 +28,7 @@ OF_MANAGER: set[Socket] = {
     ("raylet", "all", "node_manager_port"),
     ("raylet", "all", "object_manager_port"),
     ("ray::RuntimeEnvAgent", "own", "runtime_env_agent_port"),
-    ("ray::StoreHost", "all", "workers"),
-    ("ray::StoreHost", "own", "store"),
+    ("python", "own", "store"),
     ("python", "all", "workers"),
     ("python", "own", "notices"),
     ("python", "own", "lifelines"),
@@ -40,8 +39,8 @@ OF_VM: set[Socket] = {
     ("raylet", "all", "node_manager_port"),
     ("raylet", "all", "object_manager_port"),
     ("ray::RuntimeEnvAgent", "own", "runtime_env_agent_port"),
-    ("ray::Worker", "all", "workers"),
-    ("ray::Worker", "own", "any"),
+    ("ray::WorkerActor", "all", "workers"),
+    ("ray::WorkerActor", "own", "any"),
 }
 """The last: tensors."""
 WAITING = ("ray::IDLE", "all", "workers")

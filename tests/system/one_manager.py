@@ -97,8 +97,9 @@ class Undertaker:
 
 def kill(process: str, workers: dict[str, int]) -> None:
     """End the store, or the host of this manager's plain processes; under Ray its head node."""
-    of_ray = {"store": "ray::StoreHost", "host": "gcs_server"}[process]
-    found = [child for child in psutil.Process().children(recursive=True) if child.name() == of_ray[:15]]
+    of_ray = {"store": "morph.runtime.store", "host": "gcs_server"}[process]
+    below = psutil.Process().children(recursive=True)
+    found = [child for child in below if child.name() == of_ray or of_ray in child.cmdline()]
     if found:
         found[0].kill()
         return
