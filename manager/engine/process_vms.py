@@ -17,6 +17,7 @@ from typing import Any
 
 from manager.engine.folders import hold, make_folder
 from manager.engine.gone import runs
+from manager.engine.handed_on import handed_on
 from manager.engine.host_line import HostLine
 from manager.engine.process_pool import Lanes
 from morph.contract.errors import ClusterError, ClusterLost
@@ -72,7 +73,7 @@ class ProcessVms:
         """
         self._directory = make_folder()
         removed = [str(path) for path in (self._directory, self._remove_if_killed) if path is not None]
-        environment = {**os.environ, **_ENVIRONMENT}
+        environment = {**handed_on(os.environ), **_ENVIRONMENT}
         self._line = HostLine.start(
             "manager.engine.process_host", self.door, self._patience_s, self._log_path, removed, environment
         )

@@ -34,8 +34,6 @@ from morph.contract.proof import new_secret
 if TYPE_CHECKING:
     from manager.engine.enrolment_desk import EnrolmentDesk
 
-LOGIN_SECRETS = ("AZURE_CLIENT_SECRET", "AZURE_CLIENT_CERTIFICATE_PASSWORD", "AZURE_PASSWORD")
-"""Of the cloud, as its SDK finds them in the environment: the manager's alone, who makes VMs and writes manifests."""
 MakeProvider = Callable[[NodeStart], Provider]
 """Opens the provider, whose VMs start like this."""
 
@@ -65,7 +63,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
         found, ending = opening.found, opening.ending
         ports = Ports(vms.first_port or 0)
         head_port = vms.ray_port or ports.head
-        cluster = RayCluster(directory, opening.patience_s, vms.address, head_port, ports.first, LOGIN_SECRETS)
+        cluster = RayCluster(directory, opening.patience_s, vms.address, head_port, ports.first)
         ending.callback(cluster.close)
         start_store = cluster.start_store
         secret = _node_secret(directory.parent / "node-secret", make=found is None)

@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import psutil
 import ray
 
 from manager.engine.gone import runs, wait_gone
+from manager.engine.handed_on import handed_on
 from manager.engine.host_line import HostLine
 from manager.engine.names import LOOPBACK, VM_RESOURCE
 from manager.engine.plain_answers import believe_no_names, take_bytes_alone
@@ -50,7 +51,6 @@ class RayCluster:
         host: The address of the head node; VMs elsewhere must reach it.
         port: Of the head node; 0: any free one.
         first_port: Of those on which the head node's other processes listen; 0: any free ones.
-        without: Variables of this process's environment that no process of Ray on this machine gets.
         gone: Told, in a thread of this object's, of a VM that was up and ended by itself.
     """
 
@@ -63,12 +63,10 @@ class RayCluster:
         host: str = LOOPBACK,
         port: int = 0,
         first_port: int = 0,
-        without: Collection[str] = (),
         gone: Callable[[str], None] = lambda _vm: None,
     ) -> None:
         self._directory = directory
         self._where = (host, str(port), str(first_port))
-        self._without = frozenset(without)
         self._gone = gone
         self.address = ""
         self._patience_s = patience_s
@@ -94,7 +92,7 @@ class RayCluster:
         """
         self.door.unlink(missing_ok=True)
         log_path = self._directory / "vm_host.log"
-        env = {name: value for name, value in os.environ.items() if name not in self._without}
+        env = handed_on(os.environ)
         self._line = HostLine.start("manager.engine.vm_host", self.door, self._patience_s, log_path, self._where, env)
         try:
             self._connect(self._line.greeting(START_TIMEOUT_S))

@@ -49,7 +49,7 @@ class RunSpec:
     absent: under local Ray nodes. ``providing``: opens the provider, where one brings the VMs. ``code``: the files that
     every worker loads the job from; absent, in experiments: whatever lies at ``job_path``. ``facts``: for the journal.
     ``played``: where the trace stands, in a session that follows one whose cluster was lost. ``command``: what the user
-    asked for; who takes over must be asked for the same.
+    asked for; who takes over must be asked for the same. ``variables``: of the environment, for the workers' alone.
     """
 
     job_path: str
@@ -69,6 +69,7 @@ class RunSpec:
     facts: tuple[Fact, ...] = ()
     played: TraceMoment = field(default_factory=TraceMoment)
     command: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 def run_session(
@@ -262,5 +263,6 @@ def _setup(spec: RunSpec, run_dir: RunDir, machines: Machines, worker: str) -> W
         heartbeat_wait_s=heartbeat_wait_s(spec.config.policy.heartbeat_timeout_s),
         emulation=spec.emulation,
         code=spec.code,
+        variables=dict(spec.variables),
         known_by=run_dir.facts.known_by,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from morph.cli.run_code import IfChanged, RunCode
+from morph.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from manager.controller.actions import Finish
@@ -121,6 +123,7 @@ def managed_run(
         faults=faults,
         stop_with_trace=stop_with_trace,
         patient_trace=stop_with_trace,
+        variables=_variables(cluster.vms.pass_variables),
         command=_asked_for(job_path, draft, cluster, events) | {"-P": str(pipeline_depth), "-D": str(num_replicas)},
     )
 
@@ -239,3 +242,15 @@ def _check_steps(steps: int, version: int, run_dir: Path) -> None:
 def _absolute(job_path: str) -> str:
     path, _, name = job_path.rpartition(":")
     return f"{Path(path).resolve()}:{name}"
+
+
+def _variables(names: Sequence[str]) -> dict[str, str]:
+    """Those of this environment that workers are to get.
+
+    Raises:
+        ConfigError: one is not set.
+    """
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError("is not set in this environment", field="vms.pass_variables", value=missing[0])
+    return {name: os.environ[name] for name in names}

@@ -15,6 +15,10 @@ from morph.contract.rules import Rules
 Positive = Annotated[float, Field(gt=0)]
 Line = Annotated[str, Field(min_length=1, pattern=r"^[^\r\n]+$")]
 Port = Annotated[int, Field(ge=0, le=65535)]
+VariableNames = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...],
+    Field(description="variables of the manager's environment that workers get, by name; no other secret is handed on"),
+]
 NUM_PORTS = 100
 """In the block that ``ProvidedVms.first_port`` begins."""
 EPHEMERAL = 32768
@@ -46,6 +50,7 @@ class LocalVms(Value):
     tls: bool = Field(
         default=False, description="encrypt orders and answers (not tensors); wants the package cryptography"
     )
+    pass_variables: VariableNames = ()
     keep: Annotated[int, Field(ge=1, le=64)] | None = Field(
         default=None, description="ask for so many VMs, and again for each that is lost; absent: num_vms, once"
     )
@@ -123,6 +128,7 @@ class ProvidedVms(Value):
         default=False, description="every VM sees this machine's folders under their paths: checkpoints may lie there"
     )
     environment: Environment = Environment()
+    pass_variables: VariableNames = ()
     usd_per_h: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="what one VM costs; absent: what the provider says"
     )

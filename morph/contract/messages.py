@@ -110,6 +110,7 @@ class WorkerSetup(Value):
     slow_spells: tuple[SlowSpell, ...] = ()
     emulation: EmulatedDevice | None = Field(default=None, description="take these times; there is no job to load")
     code: JobCode | None = Field(default=None, description="absent: whatever lies at ``job_path``")
+    variables: dict[str, str] = Field(default={}, repr=False, description="of the environment, which the user named")
     known_by: JobFacts = Field(default=JobFacts(), description="what the job, once it is loaded, must show")
 
 

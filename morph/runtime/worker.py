@@ -94,7 +94,8 @@ class Worker:
             torch.set_num_threads(setup.num_threads)
             lifeline = setup.lifeline
             if not hasattr(self, "_ahead"):
-                self._setup = setup
+                os.environ.update(setup.variables)
+                setup = self._setup = setup.model_copy(update={"variables": {}})
                 if setup.code is not None:
                     self._code_sha256 = setup.code.sha256
                     job_path = use(setup.code)

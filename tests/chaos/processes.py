@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psutil
 
-MARK = "CHAOS_RUN"
+MARK = "MORPH_CHAOS_RUN"
 
 
 class Family:

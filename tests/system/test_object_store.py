@@ -69,7 +69,9 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
     place: Place, calibrated: Path, tmp_path: Path
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
-    cluster.write_text("vms: {num_vms: 2}\npolicy: {checkpoint_every_steps: 10}\n", encoding="utf-8")
+    named = ", ".join(place.environment)
+    vms = f"{{num_vms: 2, pass_variables: [{named}]}}"
+    cluster.write_text(f"vms: {vms}\npolicy: {{checkpoint_every_steps: 10}}\n", encoding="utf-8")
     arguments = (
         *("run", JOB, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS),
         *("--checkpoint-url", place.url, "--plain", "--no-page"),

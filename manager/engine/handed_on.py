@@ -1,0 +1,50 @@
+"""What of the manager's environment its VMs on this machine get, and every process of Ray: the known and harmless.
+
+Credentials stand in environments under any name, so they are not looked for: what is not on the list stays here. Of
+what is on it by its prefix a name that speaks of a secret stays too. Whatever else a job needs, its user names
+(``vms.pass_variables``); that goes to the workers alone, with their setup.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+NAMES = frozenset({
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "PWD", "HOSTNAME"),
+    *("VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+    *("CURL_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"),
+    *("RAY_AUTH_TOKEN_PATH", "RAY_TLS_SERVER_KEY"),
+})  # fmt: skip
+PREFIXES = (
+    *("LC_", "XDG_", "PYTHON", "MORPH_", "RAY_", "TORCH", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
+    *(
+        "CUDA",
+        "NVIDIA_",
+        "NCCL_",
+        "GLOO_",
+        "OMP_",
+        "MKL_",
+        "OPENBLAS_",
+        "KMP_",
+        "GOMP_",
+        "NUMBA_",
+        "NUMEXPR_",
+        "MALLOC_",
+    ),
+)
+_SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|(^|_)(KEY|PWD|PASS|SAS)($|_)")
+_WITH_LOGIN = re.compile(r"//[^/@]*@")
+
+
+def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of an environment that is handed on."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if _is_known(name.upper()) and not _WITH_LOGIN.search(value)  # a proxy's address may hold a password
+    }
+
+
+def _is_known(name: str) -> bool:
+    return name in NAMES or (name.startswith(PREFIXES) and not _SECRET.search(name))
