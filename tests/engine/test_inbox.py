@@ -9,8 +9,9 @@ import pytest
 
 from manager.controller.events import StopRequested, Tick
 from manager.engine import inbox as inbox_module
-from manager.engine.inbox import Inbox
+from manager.engine.inbox import Inbox, read_answer
 from manager.journal.records import Fact
+from morph.contract.messages import WorkerReady
 
 
 def test_what_is_put_in_comes_out_in_order_with_its_time() -> None:
@@ -54,3 +55,13 @@ def test_a_signal_handler_may_put_while_the_same_thread_gets() -> None:
     while (stamped := inbox.get(0.0)) is not None:
         reasons.append(stamped.item)
     assert reasons == [StopRequested(reason=str(index)) for index in range(num_interruptions)]
+
+
+def test_a_worker_answers_for_itself_alone_and_as_a_worker_does() -> None:
+    ready = WorkerReady(worker="vm0", pid=1, setup_s=1.0)
+    assert read_answer("vm0", ready.model_dump_json().encode()) == ready
+    with pytest.raises(ValueError, match="answers for vm0"):
+        read_answer("vm1", ready.model_dump_json().encode())
+    for rubbish in (b"", b"[]", b'{"kind": "ready"}', b"\x80\x04."):
+        with pytest.raises(ValueError):
+            read_answer("vm0", rubbish)

@@ -76,6 +76,17 @@ def scene() -> Iterator[Scene]:
     made.close()
 
 
+@pytest.mark.parametrize(
+    "message", [b"\x80\x04.", b'{"kind": "ready"}', READY.model_dump_json().encode().replace(b"vm0", b"vm9")]
+)
+def test_a_worker_that_answers_what_is_none_of_a_workers_is_lost_and_killed(scene: Scene, message: bytes) -> None:
+    assert unpack(scene.orders.recv_bytes()) == ("setup", SETUP)
+    scene.orders.send_bytes(message)
+    lost = scene.next()
+    assert isinstance(lost, WorkerLost)
+    assert "does not speak as a worker does" in lost.cause
+
+
 def test_orders_arrive_as_they_were_sent_and_answers_become_events(scene: Scene) -> None:
     scene.be_ready()
     order = StepOrder(generation=3, step=7, checkpoint_units=("s0",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from pathlib import Path
@@ -233,3 +234,14 @@ def test_a_manager_that_died_in_a_setup_leaves_a_worker_that_can_be_set_up(tiny:
     fingerprint = tiny.model.fingerprint
     assert isinstance(worker.setup(make_setup(tmp_path, fingerprint=fingerprint, lifeline=gone)), Failed)
     assert isinstance(worker.setup(make_setup(tmp_path, fingerprint=fingerprint)), WorkerReady)
+
+
+def test_a_worker_has_the_variables_that_its_user_named_and_keeps_no_other_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAMED_BY_THE_USER", "before")
+    setup, worker = make_setup(tmp_path, variables={"NAMED_BY_THE_USER": "s3cret"}), Worker()
+    worker.setup(setup)
+    assert os.environ["NAMED_BY_THE_USER"] == "s3cret"
+    assert worker._setup.variables == {}
+    assert "s3cret" not in repr(setup)
