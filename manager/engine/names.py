@@ -6,6 +6,7 @@ RAY_SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's own default of 15 lets anything else on the machine stop training
+    "RAY_automatic_object_spilling_enabled": "0",  # it takes workers, which the head node has none of
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # a raylet that died refuses five looks within seconds; one that cannot be reached has almost a minute, for Morph's
     # own heartbeats know a lost node sooner, and tell it from a network that is gone
