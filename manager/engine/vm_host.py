@@ -44,6 +44,8 @@ from manager.engine.ports import Ports
 from morph.contract.errors import ClusterError
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
+HEAD_STORE_BYTES = 512 * 1024 * 1024
+"""At most: the code of the job waits in it for workers that are set up, and no worker spills it to disk."""
 END_TIMEOUT_S = 10.0
 NO_WORKERS = str(Path(__file__).with_name("no_workers.py"))
 HEAD_AGENT = str(Path(__file__).with_name("head_agent.py"))
@@ -236,7 +238,7 @@ def _start_head(host: str, port: int, first_port: int) -> _Nodes:
                 "num_cpus": 0,
                 "worker_path": NO_WORKERS,
                 "setup_worker_path": NO_WORKERS,
-                "object_store_memory": OBJECT_STORE_BYTES,
+                "object_store_memory": HEAD_STORE_BYTES,
                 "include_dashboard": False,
                 "include_log_monitor": False,  # it holds a file for each worker there ever was, and nobody reads them
                 "no_monitor": True,  # of the autoscaler: its metrics are open to everybody, at a port of Ray's choice

@@ -170,13 +170,3 @@ def test_what_a_worker_returns_or_raises_is_not_unpickled_here(cluster: RayClust
     found: Any = ray.get_actor("hostile")  # whose class a stranger may have put there
     assert not hasattr(found, "answer")
     assert hasattr(found, "order")
-
-
-def test_what_the_manager_sends_waits_for_no_worker_of_the_head_node(cluster: RayCluster) -> None:
-    import ray
-
-    from manager.engine.vm_host import OBJECT_STORE_BYTES
-
-    half = bytes(OBJECT_STORE_BYTES // 2)
-    sent = [ray.put(half) for _ in range(4)]  # twice what the head node's store holds in memory
-    assert [len(reference.future().result(BOUND_S)) for reference in sent] == [len(half)] * len(sent)
