@@ -116,6 +116,6 @@ def _ethernet() -> str:
         "Varuna 7: 10 Gbps ethernet between VMs without locality; assumed: "
         f"{hardware.ETHERNET_LATENCY_S * 1e3:g} ms latency. Quantiles derived: Varuna 3.1 (observation 3) and 7 speak "
         "of high latency, jitter and bottleneck switches without a number; the simulator that its authors published "
-        "draws a normal extra of sigma 10 ms for each message, for gradients only its positive half; here it is the "
-        "positive half for both"
+        "draws an extra of sigma 10 ms for each message, activations and gradients, of the positive half of a normal "
+        "distribution; here too (its normal extra of sigma 2 ms for each task is left out)"
     )

@@ -1,9 +1,24 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import published_questions
-from benchmarks.published_questions import TABLE_3, TABLE_7, Answer, best_shape, mean_error, shipped, table_3, table_7
+from benchmarks.published_questions import (
+    TABLE_3,
+    TABLE_7,
+    Answer,
+    best_shape,
+    mean_error,
+    shipped,
+    table_3,
+    table_6,
+    table_7,
+    table_7_estimated,
+)
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "published-profiles.md"
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +79,19 @@ def test_the_command_prints_every_table_beside_the_published_values(capsys: pyte
     assert printed.count("Table 3") == 2
     for value in ("164.3", "0.426", "35.9", "390"):
         assert value in printed
+
+
+def test_the_document_has_the_figures_that_are_computed() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for answers in (table_7_estimated(), table_7()):
+        mean, worst = mean_error(answers)
+        assert f"{mean * 100:.1f} % in the mean and {worst * 100:.1f} % at worst" in text
+    rows = table_6()
+    for varuna, other in zip(rows[::3], rows[1::3], strict=True):
+        figures = (varuna.published, varuna.answered, varuna.ratio, other.published, other.answered, other.ratio)
+        cells = " | ".join(f"{value:g}" if at % 3 == 0 else f"{value:.2f}" for at, value in enumerate(figures))
+        assert f"| {varuna.question.split(':')[0]}, {varuna.shape[0]}x{varuna.shape[1]} | {cells} |" in text
+
+
+def test_the_papers_own_simulator_is_as_far_off_as_its_table_says() -> None:
+    assert mean_error(table_7_estimated()) == (pytest.approx(0.022, abs=0.0005), pytest.approx(0.056, abs=0.0005))
