@@ -19,7 +19,7 @@ from tests.chaos.world import JOB, Setting
 from tests.system.commands import morph
 from tests.system.harness import uninterrupted
 
-BOUNDS = Bounds(faults_s=300.0, whole_s=1200.0)
+BOUNDS = Bounds(faults_s=300.0, stuck_s=400.0)
 
 
 def main() -> int:

@@ -25,12 +25,12 @@ RECOVERS = 0.7
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds: how long faults are inflicted once it trains, how long the whole may take, and how long the run is left
-    alone after a fault; after most of them until it trained a few steps again, but ``patience_s`` at most.
+    """Seconds: how long faults are inflicted once it trains, after how long without a new step the run is stuck, and
+    how long it is left alone after a fault; after most until it trained a few steps again, but ``patience_s`` at most.
     """
 
     faults_s: float
-    whole_s: float
+    stuck_s: float
     calm_s: tuple[float, float] = (1.0, 5.0)
     patience_s: float = 20.0
 
@@ -83,7 +83,7 @@ def play(
         code = _disturbed(world, played, draw, possible, bounds)
         played.lines.append(f"{time.monotonic() - began_s:6.1f} s  exit code {code}")
         if code is None:
-            played.failures.append(f"did not end within {bounds.whole_s:g} s, at version {world.version()}")
+            played.failures.append(f"no new step for {bounds.stuck_s:g} s, at version {world.version()}")
         elif code != 0:
             played.failures.append(f"exit code {code}")
         else:
@@ -103,16 +103,19 @@ def _disturbed(world: World, played: Played, draw: random.Random, faults: list[F
     began_s = time.monotonic()
     deck: list[Fault] = []
     trains_s = next_s = None
-    goal = 0
+    goal, newest, moved_s = 0, 0, began_s
     while (code := world.ended()) is None:
         now_s = time.monotonic()
-        if now_s - began_s > bounds.whole_s:
+        version = world.version()
+        if version > newest:
+            newest, moved_s = version, now_s
+        if now_s - moved_s > bounds.stuck_s:
             return None
         if trains_s is None or next_s is None:
-            trains_s = next_s = now_s if world.version() > 0 else None
-        elif now_s >= next_s and world.version() < goal and now_s < next_s + bounds.patience_s:
+            trains_s = next_s = now_s if version > 0 else None
+        elif now_s >= next_s and version < goal and now_s < next_s + bounds.patience_s:
             pass
-        elif next_s <= now_s < trains_s + bounds.faults_s and world.version() < LAST_SHARE * world.steps:
+        elif next_s <= now_s < trains_s + bounds.faults_s and version < LAST_SHARE * world.steps:
             deck = deck or draw.sample(faults, len(faults))  # each kind comes before any comes again
             _inflict(world, played, draw, deck.pop(), began_s)
             next_s = time.monotonic() + draw.uniform(*bounds.calm_s)
