@@ -27,7 +27,7 @@ def profile(tmp_path: Path) -> Path:
     [
         (["-P", "4", "-D", "3", "--hosts", "10"], ["--hosts", "4 x 3 needs 12 workers", "got 10", "12 or more"]),
         (["-P", "7"], ["-P", "got 7", "1 to 6"]),
-        (["-P", "2", "-D", "0"], ["-D", "got 0", "1 or more"]),
+        (["-P", "2", "-D", "0"], ["-D", "got 0", "from 1 to 100000"]),
         (["-P", "2", "--m", "5"], ["--m", "got 5"]),
         (["-P", "2", "--time-scale", "0"], ["--time-scale", "got 0.0", "above 0"]),
         (["-P", "2", "--message-scale", "nan"], ["--message-scale", "nan"]),
