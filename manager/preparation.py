@@ -51,9 +51,10 @@ def controller_config(
     num_steps: int,
     checkpoint: Manifest | None,
     *,
-    schedule: Schedule = "varuna",
+    schedule: Schedule | None = None,
+    micro_batch_size: int | None = None,
     timeline_step: int | None = None,
-    recompute: bool = True,
+    recompute: bool | None = None,
     num_beyond: int = 0,
     pipeline_depth: int | None = None,
     num_replicas: int | None = None,
@@ -61,8 +62,9 @@ def controller_config(
     """Plan for every number of workers that the trace or ``vms.keep`` can bring, and gather what the controller needs.
 
     ``num_beyond``: so many more may come, where the last VM has several devices. ``timeline_step``: of this step the
-    workers record a timeline. ``recompute``: False keeps activations instead. ``pipeline_depth``: P of every shape;
-    with fewer workers the run waits. ``num_replicas``: D at most; fewer workers make fewer, others stand by.
+    workers record a timeline. ``pipeline_depth``: P of every shape; with fewer workers the run waits.
+    ``num_replicas``: D at most; fewer workers make fewer, others stand by. ``micro_batch_size``: of all plans, as a run
+    that goes on has it. It, ``schedule`` and ``recompute`` are whichever is best where they are None.
 
     Raises:
         PlanError: when not even the trace's largest number of VMs can run the job, or reach what is asked for.
@@ -78,6 +80,7 @@ def controller_config(
         recompute=recompute,
         memory_bytes=memory_bytes,
         schedule=schedule,
+        micro_batch_size=micro_batch_size,
         pipeline_depth=pipeline_depth,
         most_replicas=num_replicas,
     )
@@ -90,6 +93,7 @@ def controller_config(
             recompute=recompute,
             memory_bytes=memory_bytes,
             schedule=schedule,
+            micro_batch_size=micro_batch_size,
             pipeline_depth=pipeline_depth,
             num_replicas=num_replicas,
         )

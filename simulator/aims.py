@@ -47,7 +47,7 @@ class Aim:
 
 def objective_for(aim: Aim, sweep: Sweep, num_gpus: int) -> Objective:
     """What to make small."""
-    batch_size = sweep.sections.profile.job.batch_size
+    batch_size = sweep.profile.job.batch_size
     if aim.usd_per_gpu_hour is not None and aim.objective == "usd_per_example":
         price = aim.usd_per_gpu_hour
         return Cheapest(batch_size, lambda shape: usd_per_h_of(price, used_sizes(sweep, shape)))
@@ -67,7 +67,7 @@ def objective_for(aim: Aim, sweep: Sweep, num_gpus: int) -> Objective:
 
 def used_sizes(sweep: Sweep, shape: Shape) -> dict[int, int]:
     """How many nodes of each size a shape uses; without nodes each worker is one of 1 GPU."""
-    placement = sweep.layout(shape).placement
+    placement = sweep.layouts(shape)[0].placement
     if placement is None:
         return {1: shape[0] * shape[1]}
     counts: dict[int, int] = {}
@@ -84,8 +84,8 @@ def _fallback(sweep: Sweep, num_gpus: int, num_nodes: int) -> Callable[[int], fl
     def rate(missing: int) -> float:
         left = num_gpus - round(missing * num_gpus / num_nodes)
         if left not in rates:
-            best = sweep.fastest(left, [depth for depth in sweep.fitting if depth <= left], 1)
-            rates[left] = sweep.sections.profile.job.batch_size / (best[0].mini_batch_ns / 1e9) if best else 0.0
+            best = sweep.fastest(left, sweep.depths(left), 1)
+            rates[left] = sweep.profile.job.batch_size / (best[0].mini_batch_ns / 1e9) if best else 0.0
         return rates[left]
 
     return rate

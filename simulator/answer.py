@@ -115,7 +115,7 @@ def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
     ends = (*costs.boundaries[1:], sections.num_sections)
     plan = Plan(
         fingerprint=sections.profile.job.fingerprint,
-        schedule=rehearsal.schedule,
+        schedule=costs.schedule,
         micro_batch_size=sections.micro_batch_size,
         num_micro_batches=sum(counts),
         num_replicas=len(counts),

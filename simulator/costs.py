@@ -6,7 +6,7 @@ Symbols as in Varuna's Table 2: F_i(m), B_i(m), Act_i, Grad_i, AR_i(D) of sectio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from simulator.times import Ints, StageTimes
 from simulator.transfer import AllReduce, Curve, send_curve, whole_ns
 
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 _MOST_MICRO_BATCHES = 2**20
 _MOST_TASKS = 3 * 10**7
 """Of a kind, in one mini-batch or in all drawn ones: 100 sections of 300,000 micro-batches."""
@@ -51,6 +52,9 @@ class LinkCosts:
 class SectionCosts:
     """A profile at one micro-batch size m; arrays over the K sections, with prefix sums of length K + 1.
 
+    ``peak_sum_bytes[k]`` is what a backward that is at section k takes beyond what is held between tasks, if the stage
+    began with section 0: the measured peak of k and the activations of those before.
+
     Args:
         profile: The measurements.
         micro_batch_size: m; must have been measured.
@@ -80,7 +84,10 @@ class SectionCosts:
         self.intra_node = LinkCosts(profile.intra_node, self.sent_bytes)
         self.held_sum_bytes = _sums([s.parameter_bytes + s.optimizer_bytes + s.gradient_bytes for s in sections])
         self.input_bytes: Ints = np.array([m * section.input_bytes_per_sample for section in sections], np.int64)
-        self.activation_sum_bytes = _sums([m * section.activation_bytes_per_sample for section in sections])
+        activations = [m * section.activation_bytes_per_sample for section in sections]
+        self.activation_sum_bytes = _sums(activations)
+        peaks = [max(s.peak_bytes.get(m, 0), kept) for s, kept in zip(sections, activations, strict=True)]
+        self.peak_sum_bytes: Ints = self.activation_sum_bytes[:-1] + np.array(peaks, np.int64)
         units = _reduced_units(profile)
         own = np.zeros(len(sections))
         for unit in units:
@@ -149,6 +156,7 @@ class StageCosts:
     those of workers that nobody hinders, over the fastest link that a replica has there.
     """
 
+    schedule: Schedule
     times: StageTimes
     alone: StageTimes
     boundaries: tuple[int, ...]
@@ -158,6 +166,18 @@ class StageCosts:
     tied: tuple[tuple[tuple[int, ...], float], ...]
     sections: SectionCosts
     layout: Layout
+
+    def with_windows(self, schedule: Schedule, windows: Sequence[int]) -> StageCosts:
+        """The same stages under other windows, and a schedule under which the same ones recompute."""
+        window = np.asarray(windows, np.int64)
+        times = replace(self.times, window=window)
+        return replace(
+            self,
+            schedule=schedule,
+            times=times,
+            alone=times if self.alone is self.times else replace(self.alone, window=window),
+            memory_bytes=stage_memory_bytes(self.sections, self.boundaries, window, self.times.recompute),
+        )
 
     @property
     def all_reduce(self) -> AllReduce:
@@ -185,10 +205,6 @@ def stage_costs(
 ) -> StageCosts:
     """Cost of the stages that ``boundaries`` (first section of each stage) and ``windows`` describe.
 
-    Memory of a stage: parameters, optimizer state and accumulated gradients of its sections, and
-    with recompute ``window`` stored stage inputs and one micro-batch's activations, without recompute
-    ``window`` of both. A tied unit counts for each section that uses it.
-
     Args:
         costs: The sections at one m.
         boundaries: First section of each stage.
@@ -204,12 +220,11 @@ def stage_costs(
     window = np.asarray(windows, np.int64)
     forward = np.maximum(1, costs.forward_sum_ns[end] - costs.forward_sum_ns[begin])
     backward = np.maximum(1, costs.backward_sum_ns[end] - costs.backward_sum_ns[begin])
-    activations = costs.activation_sum_bytes[end] - costs.activation_sum_bytes[begin]
     optimizer = costs.optimizer_sum_ns[end] - costs.optimizer_sum_ns[begin]
     private, tied = _rings(costs, begin, end)
 
     def stage_times(slowdown: Floats | None, *, worst: bool) -> StageTimes:
-        links = {f"{name}_ns": _link_times(costs, f"{name}_ns", end - 1, layout, worst) for name in _LINK_TIMES}
+        links = {f"{name}_ns": link_times(costs, f"{name}_ns", end - 1, layout, worst) for name in _LINK_TIMES}
         return StageTimes(
             forward_ns=scaled(forward, slowdown),
             recompute_ns=scaled(forward, slowdown),
@@ -223,14 +238,12 @@ def stage_costs(
     times = stage_times(slowest, worst=True)
     plain = not (layout.hinders or layout.has_neighbours)
     return StageCosts(
+        schedule=schedule,
         times=times,
         alone=times if plain else stage_times(None, worst=False),
         boundaries=tuple(begin.tolist()),
         optimizer_ns=scaled(optimizer, slowest),
-        memory_bytes=costs.held_sum_bytes[end]
-        - costs.held_sum_bytes[begin]
-        + window * costs.input_bytes[begin]
-        + np.where(again, 1, window) * activations,
+        memory_bytes=stage_memory_bytes(costs, begin, window, again),
         private_bytes=private,
         tied=tied,
         sections=costs,
@@ -238,7 +251,35 @@ def stage_costs(
     )
 
 
-def _link_times(costs: SectionCosts, name: str, cuts: Ints, layout: Layout, worst: bool) -> Ints:
+def stage_memory_bytes(
+    costs: SectionCosts,
+    boundaries: Sequence[int] | Ints,
+    windows: Sequence[int] | Ints,
+    recompute: Sequence[bool] | Bools,
+) -> Ints:
+    """Memory of each stage: int64[P].
+
+    Parameters, optimizer state and accumulated gradients of its sections; ``window`` stored stage inputs; without
+    recompute the activations of ``window - 1`` micro-batches; and what one more micro-batch takes at most. Its backward
+    goes from the last section to the first: at each the section's measured peak, and the activations of those before
+    it. A tied unit counts for each section that uses it.
+
+    Args:
+        costs: The sections at one m.
+        boundaries: First section of each stage.
+        windows: Of each stage.
+        recompute: Whether it recomputes.
+    """
+    begin, window = np.asarray(boundaries, np.int64), np.asarray(windows, np.int64)
+    end = np.append(begin[1:], costs.num_sections)
+    before = costs.activation_sum_bytes[begin]
+    kept = np.where(recompute, 0, window - 1) * (costs.activation_sum_bytes[end] - before)
+    held = costs.held_sum_bytes[end] - costs.held_sum_bytes[begin]
+    total: Ints = held + window * costs.input_bytes[begin] + kept
+    return total + np.maximum.reduceat(costs.peak_sum_bytes, begin) - before
+
+
+def link_times(costs: SectionCosts, name: str, cuts: Ints, layout: Layout, worst: bool) -> Ints:
     """Times over the links that the replicas have at these cuts: the worst or the best of both kinds."""
     between: Ints = getattr(costs.inter_node, name)[cuts]
     if not layout.has_neighbours:

@@ -78,7 +78,7 @@ def _play_one(
     """One replica: last backward ends, order strings, starts."""
     fixed = _NO_ORDERS
     if schedule != "varuna":
-        fixed = fixed_orders(schedule, (count,), [bool(flag) for flag in times.recompute])[:, 0]
+        fixed = fixed_orders(schedule, (count,), times.recompute.tolist(), int(times.window[0]))[:, 0]
     skip = skip_periods and not keep_times
     finished, ended_ns, letters, lengths, starts, jump = play(times.packed, count, fixed, skip, keep_orders, keep_times)
     if not finished:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from morph.contract.profile import Contention
 from simulator.conditions import Conditions
 from simulator.contention import slowdown
-from simulator.placement import Placement, place
+from simulator.placement import Placement, place, placements
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,16 @@ def lone_workers(num_stages: int, rings_at_once: int = 1, factor: float = 1.0) -
 
 
 def lay_out(measured: tuple[Contention, ...], num_stages: int, num_replicas: int, conditions: Conditions) -> Layout:
-    """Place the workers of one shape.
+    """Place the workers of one shape, on all nodes; see :func:`layouts`."""
+    if conditions.compute_slots is None and conditions.node_sizes is not None:
+        return _placed(measured, place(num_stages, num_replicas, conditions.node_sizes))
+    return layouts(measured, num_stages, num_replicas, conditions)[0]
+
+
+def layouts(
+    measured: tuple[Contention, ...], num_stages: int, num_replicas: int, conditions: Conditions
+) -> list[Layout]:
+    """Where the workers of one shape can be.
 
     With ``compute_slots`` they share one machine: its all-reduces, one ring per stage, run at once, and as many
     tasks compute at once as there are slots.
@@ -67,10 +76,14 @@ def lay_out(measured: tuple[Contention, ...], num_stages: int, num_replicas: int
     """
     if conditions.compute_slots is not None:
         factor = slowdown(measured, min(num_stages * num_replicas, conditions.compute_slots))
-        return lone_workers(num_stages, num_stages, factor)
+        return [lone_workers(num_stages, num_stages, factor)]
     if conditions.node_sizes is None:
-        return lone_workers(num_stages)
-    placement = place(num_stages, num_replicas, conditions.node_sizes)
+        return [lone_workers(num_stages)]
+    found = placements(num_stages, num_replicas, conditions.node_sizes)
+    return [_placed(measured, placement) for placement in found]
+
+
+def _placed(measured: tuple[Contention, ...], placement: Placement) -> Layout:
     node = placement.array()
     inside = np.zeros(node.shape, np.bool_)
     inside[:-1] = node[1:] == node[:-1]

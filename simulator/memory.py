@@ -20,7 +20,8 @@ def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, object
         return ""
     free = sweep.without_memory_limit()
     gpus = max(depth * replicas for depth, replicas in shapes)
-    shallower = [(depth, gpus // depth) for depth in free.fitting if depth <= gpus and depth not in sweep.fitting]
+    fitting = sweep.depths(gpus)
+    shallower = [(depth, gpus // depth) for depth in free.depths(gpus) if depth not in fitting]
     possible = [*shapes, *((depth, min(replicas, free.total)) for depth, replicas in shallower)]
     better = free.best(possible, 1, objective)[0]
     now = objective.cost(best.shape, best.mini_batch_ns / 1e9)
@@ -30,7 +31,7 @@ def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, object
     needed = int(better.costs.memory_bytes.max()) / 2**30
     gain = f"with {needed:.3g} GiB per device {better.shape[0]} x {better.shape[1]}"
     limit = f"Memory limits it ({sweep.memory_bytes / 2**30:.3g} GiB per device): "
-    if better.shape[0] not in sweep.fitting:
+    if better.shape[0] not in fitting:
         why = f"pipelines as shallow as {better.shape[0]} do not fit"
     elif better.shape == best.shape:
         why = "windows as steep as the links want do not fit"

@@ -1,12 +1,9 @@
-"""Choosing the micro-batch size m: once per job, so that the arithmetic is the same in every shape."""
+"""Which micro-batch sizes m a job can have."""
 
 from __future__ import annotations
 
 from morph.contract.errors import PlanError
-from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
-from simulator.costs import SectionCosts
-from simulator.partition import partition_table
 
 KNEE = 0.05
 
@@ -29,19 +26,8 @@ def num_micro_batches(profile: Profile, micro_batch_size: int) -> int:
     return batch // micro_batch_size
 
 
-def choose_micro_batch_size(
-    profile: Profile,
-    schedule: Schedule,
-    memory_bytes: int | None,
-    wanted: int | None = None,
-    *,
-    recompute: bool = True,
-) -> int:
-    """m: the one wanted, else the job's own, else the smallest m at which F(m)/m stops improving.
-
-    "Stops improving": the next measured m that divides M is less than 5 % faster per sample (Varuna, section
-    4.4). A smaller m is taken when not even the deepest pipeline holds that one in memory. The number of
-    GPUs plays no part.
+def possible_micro_batch_sizes(profile: Profile, wanted: int | None = None) -> tuple[int, ...]:
+    """Every m that may be planned with, growing: the one wanted, else the job's own, else all that were measured.
 
     Raises:
         PlanError: the m wanted was not measured or does not divide M, or no measured m divides M.
@@ -52,7 +38,7 @@ def choose_micro_batch_size(
             allowed = _list(_divisors(profile)) or _list(profile.micro_batch_sizes)
             raise PlanError("was not measured", field="micro_batch_size", value=fixed, allowed=allowed)
         num_micro_batches(profile, fixed)
-        return fixed
+        return (fixed,)
     sizes = _divisors(profile)
     if not sizes:
         raise PlanError(
@@ -61,23 +47,20 @@ def choose_micro_batch_size(
             value=profile.job.batch_size,
             allowed=f"a multiple of one of {_list(profile.micro_batch_sizes)}",
         )
+    return sizes
+
+
+def knee_micro_batch_size(profile: Profile, wanted: int | None = None) -> int:
+    """The m of a single simulation: as above, of several the smallest at which F(m)/m stops improving.
+
+    "Stops improving": the next one is less than 5 % faster per sample (Varuna, section 4.4).
+    """
+    sizes = possible_micro_batch_sizes(profile, wanted)
     per_sample = [sum(section.forward[m].median_s for section in profile.sections) / m for m in sizes]
     knee = 0
     while knee + 1 < len(sizes) and per_sample[knee + 1] < (1 - KNEE) * per_sample[knee]:
         knee += 1
-    while (
-        knee > 0
-        and memory_bytes is not None
-        and not _fits_somehow(SectionCosts(profile, sizes[knee], recompute=recompute), schedule, memory_bytes)
-    ):
-        knee -= 1
     return sizes[knee]
-
-
-def _fits_somehow(costs: SectionCosts, schedule: Schedule, memory_bytes: int) -> bool:
-    total = costs.profile.job.batch_size // costs.micro_batch_size
-    table = partition_table(costs, schedule, num_micro_batches=total, memory_bytes=memory_bytes)
-    return any(table.fits(depth) for depth in range(1, costs.num_sections + 1))
 
 
 def _divisors(profile: Profile) -> tuple[int, ...]:

@@ -9,13 +9,12 @@ from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
 from simulator.answer import Simulation, deal, describe
 from simulator.conditions import NUM_DRAWS, AllReduceStart, Conditions, Slow, check_slow, slow_workers
-from simulator.costs import SectionCosts, StageCosts, stage_costs
 from simulator.layout import lay_out
-from simulator.micro_batch import choose_micro_batch_size, num_micro_batches
-from simulator.orders import WINDOW_SLOPES, stage_windows
+from simulator.micro_batch import knee_micro_batch_size, num_micro_batches
 from simulator.outcome import Rehearsal
-from simulator.partition import partition_table
 from simulator.placement import node_sizes
+from simulator.setting import Setting
+from simulator.windows import Trial
 
 
 def simulate(
@@ -43,9 +42,10 @@ def simulate(
         boundaries: First section of each stage, beginning with 0; or give ``num_stages``.
         num_stages: P; the stages are then balanced exactly.
         num_replicas: D.
-        micro_batch_size: m; None: fixed by the job, else chosen (see :mod:`simulator.micro_batch`).
+        micro_batch_size: m; None: fixed by the job, else the knee (see :mod:`simulator.micro_batch`).
         schedule: "varuna", "gpipe" or "1f1b".
-        window_slope: In-flight window slope; None: the smallest of 1, 2, 4 that is within 1 % of the fastest.
+        window_slope: In-flight window slope, of GPipe the number of rounds; None: the smallest windows that are within
+            1 % of the fastest.
         compute_slots: Tasks that can run at once on all workers together, which share one machine; None: one
             device per worker.
         recompute: False: no stage runs the forward again; each keeps the activations in flight.
@@ -60,7 +60,7 @@ def simulate(
     Raises:
         PlanError: naming the argument, its value and what is allowed.
     """
-    m = choose_micro_batch_size(profile, schedule, None, micro_batch_size)
+    m = knee_micro_batch_size(profile, micro_batch_size)
     total = num_micro_batches(profile, m)
     _check_shape(profile, boundaries, num_stages, num_replicas, total)
     depth = len(boundaries) if boundaries is not None else (num_stages or 1)
@@ -74,19 +74,18 @@ def simulate(
         num_draws=num_draws,
     )
     check_slow(conditions.slow, depth, num_replicas)
-    sections, counts = SectionCosts(profile, m, recompute=recompute), deal(total, num_replicas)
-    layout = lay_out(profile.contention, depth, num_replicas, conditions)
-    slopes = WINDOW_SLOPES if window_slope is None and schedule == "varuna" else (window_slope or 1,)
-    candidates: list[StageCosts] = []
-    for slope in slopes:
-        cuts = boundaries
-        if cuts is None:
-            table = partition_table(sections, schedule, num_micro_batches=max(counts), slope=slope)
-            cuts = table.boundaries(depth)
-        windows = stage_windows(schedule, depth, max(counts), slope)
-        candidates.append(stage_costs(sections, cuts, windows, schedule, layout))
-    rehearsal = Rehearsal(schedule, conditions)
-    return describe(rehearsal.best_window(candidates, counts), rehearsal)
+    rehearsal = Rehearsal(conditions)
+    trial = Trial(
+        Setting(profile, m, recompute, (schedule,), None),
+        rehearsal,
+        lay_out(profile.contention, depth, num_replicas, conditions),
+        depth,
+        deal(total, num_replicas),
+        None if boundaries is None else tuple(boundaries),
+        window_slope,
+        moves=False,
+    )
+    return describe(trial.best(), rehearsal)
 
 
 def _check_shape(

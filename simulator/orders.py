@@ -16,17 +16,16 @@ import numpy.typing as npt
 
 from morph.contract.plan import Schedule
 
-WINDOW_SLOPES = (1, 2, 4)
-
 
 def stage_windows(schedule: Schedule, num_stages: int, num_micro_batches: int, slope: int) -> tuple[int, ...]:
     """How many micro-batches each stage may have in flight.
 
     Varuna: slope * (P - 1 - s) + 1, capped at the replica's ``num_micro_batches`` (notes: the slope, not a
-    constant extra, is what bears latency). 1F1B: slope 1. GPipe: all of them.
+    constant extra, is what bears latency). 1F1B: slope 1. GPipe: all of them; where that is too much for the memory
+    they go in ``slope`` rounds, each flushed before the next.
     """
     if schedule == "gpipe":
-        return (num_micro_batches,) * num_stages
+        return (-(-num_micro_batches // slope),) * num_stages
     if schedule == "1f1b":
         slope = 1
     return tuple(min(num_micro_batches, slope * (num_stages - 1 - stage) + 1) for stage in range(num_stages))
@@ -37,22 +36,30 @@ def recomputes(schedule: Schedule, num_stages: int, wanted: bool = True) -> tupl
     return (wanted,) * (num_stages - 1) + (wanted and schedule == "gpipe",)
 
 
-def fixed_orders(schedule: Schedule, counts: tuple[int, ...], recompute: list[bool]) -> npt.NDArray[np.uint8]:
-    """ASCII letters of shape [P, D, longest order], padded with 0."""
+def fixed_orders(
+    schedule: Schedule, counts: tuple[int, ...], recompute: list[bool], window: int | None = None
+) -> npt.NDArray[np.uint8]:
+    """ASCII letters of shape [P, D, longest order], padded with 0; ``window``: of GPipe."""
     num_stages = len(recompute)
     orders = np.zeros((num_stages, len(counts), 3 * max(counts)), np.uint8)
     for stage, again in enumerate(recompute):
         for replica, count in enumerate(counts):
-            text = fixed_order(schedule, stage, num_stages, count, again)
+            text = fixed_order(schedule, stage, num_stages, count, again, window)
             orders[stage, replica, : len(text)] = np.frombuffer(text.encode("ascii"), np.uint8)
     return orders
 
 
 @lru_cache(maxsize=4096)
-def fixed_order(schedule: Schedule, stage: int, num_stages: int, count: int, recompute: bool) -> str:
-    """The order string of one stage that runs ``count`` micro-batches under "gpipe" or "1f1b"."""
+def fixed_order(
+    schedule: Schedule, stage: int, num_stages: int, count: int, recompute: bool, window: int | None = None
+) -> str:
+    """The order string of one stage that runs ``count`` micro-batches under "gpipe" or "1f1b".
+
+    ``window``: how many of them a round of GPipe has; None: all.
+    """
     back = "RB" if recompute else "B"
     if schedule == "gpipe":
-        return "F" * count + back * count
+        rounds, rest = divmod(count, window or count)
+        return ("F" * (window or count) + back * (window or count)) * rounds + "F" * rest + back * rest
     warm_up = min(num_stages - stage - 1, count)
     return "F" * warm_up + ("F" + back) * (count - warm_up) + back * warm_up

@@ -7,14 +7,9 @@ those orders (:mod:`simulator.following`), as an executor does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-import numpy as np
 
 from morph.contract.errors import PlanError
-from morph.contract.plan import Schedule
 from simulator.conditions import Conditions
 from simulator.costs import StageCosts
 from simulator.engine import run_pipeline
@@ -23,8 +18,6 @@ from simulator.following import follow
 from simulator.jitter import Luck, Spread, has_jitter, spread_of
 from simulator.lanes import is_plain, worker_times
 from simulator.times import Played
-
-EntryT = TypeVar("EntryT")
 
 
 @dataclass(frozen=True)
@@ -54,19 +47,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Plays shapes of one job under one schedule and set of conditions.
+    """Plays shapes of one job under one set of conditions.
 
     Raises:
         PlanError: jitter is asked for and the profile has no quantiles to draw it from.
     """
 
-    schedule: Schedule
     conditions: Conditions
 
     def planned(self, costs: StageCosts, counts: tuple[int, ...]) -> Finish:
         """As planned: devices and links of one's own."""
         sizes = _sizes(counts)
-        played = run_pipeline(costs.times, sizes, schedule=self.schedule)
+        played = run_pipeline(costs.times, sizes, schedule=costs.schedule)
         replicas = [sizes.index(count) for count in counts]
         return finish(costs, played.last_backward_ns[:, replicas], self.conditions)
 
@@ -77,7 +69,12 @@ class Rehearsal:
         if is_plain(costs, counts, self.conditions):
             after = planned
         else:
-            after = finish(costs, self.played(costs, counts).last_backward_ns, self.conditions)
+            alike = (
+                costs.layout.placement is None and not self.conditions.slow and self.conditions.compute_slots is None
+            )
+            sizes = _sizes(counts) if alike else counts
+            replicas = [sizes.index(count) for count in counts] if alike else list(range(len(counts)))
+            after = finish(costs, self.played(costs, sizes).last_backward_ns[:, replicas], self.conditions)
         spread = None if seed is None else self._spread(costs, counts, seed)
         return Outcome(costs, counts, planned, after, spread)
 
@@ -89,7 +86,7 @@ class Rehearsal:
             worker_times(costs, counts, self.conditions, luck),
             self.orders(costs, counts),
             costs.times.window,
-            strict=self.schedule != "varuna",
+            strict=costs.schedule != "varuna",
             compute_slots=self.conditions.compute_slots,
             keep_times=keep_times,
         )
@@ -97,7 +94,7 @@ class Rehearsal:
     def orders(self, costs: StageCosts, counts: tuple[int, ...]) -> list[tuple[str, ...]]:
         """The planned order of each stage of each replica."""
         sizes = _sizes(counts)
-        played = run_pipeline(costs.times, sizes, schedule=self.schedule, keep_orders=True)
+        played = run_pipeline(costs.times, sizes, schedule=costs.schedule, keep_orders=True)
         by_size = dict(zip(sizes, played.orders, strict=True))
         return [by_size[count] for count in counts]
 
@@ -118,43 +115,11 @@ class Rehearsal:
                 worker_times(costs, counts, self.conditions, luck),
                 orders,
                 costs.times.window,
-                strict=self.schedule != "varuna",
+                strict=costs.schedule != "varuna",
                 compute_slots=self.conditions.compute_slots,
             )
             draws_s.append(finish(costs, played.last_backward_ns, self.conditions).mini_batch_ns / 1e9)
         return spread_of(draws_s)
-
-    def best_window(self, candidates: Sequence[StageCosts], counts: tuple[int, ...]) -> Outcome:
-        """Of stages with growing windows, the smallest windows whose mini-batch is within 1 % of the fastest.
-
-        They are judged as planned, or under the conditions where these share cores, slow somebody down or vary.
-        """
-        if not self.conditions.uneven:
-            costs, planned = self.planned_window(candidates, counts)
-            outcome = self.full(costs, counts, planned)
-            if outcome.mini_batch_ns * 100 <= planned.mini_batch_ns * 101:
-                return outcome  # else links that are shared may want larger windows than the plan knows
-        outcomes = [self.full(costs, counts) for costs in _distinct(candidates)]
-        return _smallest_within_1_percent(outcomes, [outcome.mini_batch_ns for outcome in outcomes])
-
-    def planned_window(self, candidates: Sequence[StageCosts], counts: tuple[int, ...]) -> tuple[StageCosts, Finish]:
-        """The same, judged as planned."""
-        entries = [(costs, self.planned(costs, counts)) for costs in _distinct(candidates)]
-        return _smallest_within_1_percent(entries, [planned.mini_batch_ns for _, planned in entries])
-
-
-def _smallest_within_1_percent(entries: Sequence[EntryT], times_ns: Sequence[int]) -> EntryT:
-    fastest = min(times_ns)
-    return next(entry for entry, time_ns in zip(entries, times_ns, strict=True) if time_ns * 100 <= fastest * 101)
-
-
-def _distinct(candidates: Sequence[StageCosts]) -> list[StageCosts]:
-    """Without those whose windows equal the ones before."""
-    kept: list[StageCosts] = []
-    for costs in candidates:
-        if not kept or not np.array_equal(costs.times.window, kept[-1].times.window):
-            kept.append(costs)
-    return kept
 
 
 def _sizes(counts: tuple[int, ...]) -> tuple[int, ...]:

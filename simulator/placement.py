@@ -106,6 +106,32 @@ def place(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> Placement
     return min(tries, key=lambda one: one.num_pieces)
 
 
+def placements(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> list[Placement]:
+    """Where P x D workers may go on these nodes: as :func:`place` puts them on all of them, and on the first few alone.
+
+    So a shape has every place that it has where nodes at the end, or some GPUs of the last one, are missing: what is
+    added makes no plan slower. Beyond ``max(sizes) - 1`` spare GPUs for each replica nothing new comes.
+    """
+    num_workers = num_stages * num_replicas
+    found = [place(num_stages, num_replicas, sizes)]
+    most = min(sum(sizes) - 1, num_workers + num_replicas * (max(sizes) - 1))
+    for num_gpus in range(num_workers, most + 1):
+        few = place(num_stages, num_replicas, _first_gpus(sizes, num_gpus))
+        if all(few.nodes != other.nodes for other in found):
+            found.append(Placement(tuple(sizes), few.nodes))
+    return found
+
+
+def _first_gpus(sizes: Sequence[int], num_gpus: int) -> tuple[int, ...]:
+    """The first nodes, as many as have so many GPUs, the last one smaller if need be."""
+    kept, left = [], num_gpus
+    for size in sizes:
+        if left:
+            kept.append(min(size, left))
+            left -= kept[-1]
+    return tuple(kept)
+
+
 def _place(num_stages: int, num_replicas: int, sizes: Sequence[int], in_pairs: bool) -> Placement:
     free = list(sizes)
     rows = []

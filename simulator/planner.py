@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from simulator.aims import Aim, objective_for
 from simulator.answer import Simulation, describe
 from simulator.conditions import NUM_DRAWS, AllReduceStart, Conditions
 from simulator.memory import memory_sentence
+from simulator.micro_batch import possible_micro_batch_sizes
 from simulator.objectives import PAUSE_S, REPLACEMENT_S, ObjectiveName, Price, Shape
 from simulator.outcome import Outcome
 from simulator.placement import node_sizes
@@ -74,13 +75,13 @@ def plan(
     *,
     num_gpus: int | None = None,
     memory_bytes: int | None = None,
-    schedule: Schedule = "varuna",
+    schedule: Schedule | None = None,
     micro_batch_size: int | None = None,
     compute_slots: int | None = None,
     pipeline_depth: int | None = None,
     num_replicas: int | None = None,
     num_runners_up: int = NUM_RUNNERS_UP,
-    recompute: bool = True,
+    recompute: bool | None = None,
     num_gpus_per_node: int | Sequence[int] | None = None,
     share_links: bool = True,
     all_reduce: AllReduceStart = "overlapped",
@@ -102,14 +103,15 @@ def plan(
         profile: What calibration measured.
         num_gpus: G; may be left out where ``num_gpus_per_node`` lists the nodes.
         memory_bytes: Of one device; None: as the profile says, no limit where it does not.
-        schedule: "varuna", "gpipe" or "1f1b".
-        micro_batch_size: m; None: fixed by the job, else chosen. It does not depend on G.
+        schedule: "varuna", "gpipe" or "1f1b"; None: whichever is best.
+        micro_batch_size: m; None: fixed by the job, else whichever of those measured is best.
         compute_slots: Tasks that can run at once on all workers together, which share one machine; None: one
             device per worker.
         pipeline_depth: Only this P.
         num_replicas: Only this D.
         num_runners_up: How many of the next best shapes to return.
-        recompute: False: no stage runs the forward again; each keeps the activations in flight.
+        recompute: Whether stages run the forward again; if not, each keeps the activations in flight. None: whichever
+            is best.
         num_gpus_per_node: GPUs of every node, or of each one; None: every GPU is a node of its own.
         share_links: Messages that leave or enter one node at the same time share its bandwidth.
         all_reduce: See :func:`simulator.simulate`.
@@ -145,7 +147,7 @@ def plan(
     if fastest:
         ranked = sweep.fastest(gpus, [depth for depth, _ in shapes], 1 + num_runners_up)
     else:
-        ranked = sweep.best(shapes, 1 + num_runners_up, objectively)
+        ranked = sweep.best(shapes, 1 + num_runners_up, None if objective == "examples_per_s" else objectively)
     simulations = [describe(one, sweep.rehearsal) for one in ranked]
     sentence = memory_sentence(sweep, shapes, ranked[0], objectively)
     simulations[0] = simulations[0].with_note(sentence)
@@ -164,10 +166,10 @@ def plan_table(
     *,
     min_gpus: int = 1,
     memory_bytes: int | None = None,
-    schedule: Schedule = "varuna",
+    schedule: Schedule | None = None,
     micro_batch_size: int | None = None,
     compute_slots: int | None = None,
-    recompute: bool = True,
+    recompute: bool | None = None,
     num_gpus_per_node: int | None = None,
     share_links: bool = True,
     pipeline_depth: int | None = None,
@@ -175,8 +177,10 @@ def plan_table(
 ) -> dict[int, Plan]:
     """The plan with most examples per second for every number of GPUs from ``min_gpus`` to ``max_gpus``.
 
-    A number with which nothing fits is absent. Each entry is what :func:`plan` answers for that number; all of
-    them have the same m. With ``pipeline_depth`` every plan has this P, with ``most_replicas`` none a larger D.
+    A number with which nothing fits is absent. All of them have the same m, for that may not change in a run: the one
+    with most examples per second on average, each number being as likely as the others. Each entry is what :func:`plan`
+    answers for that number and m. With ``pipeline_depth`` every plan has this P, with ``most_replicas`` none a larger
+    D.
 
     Raises:
         PlanError: a range without a number, or a micro-batch size that cannot be.
@@ -185,18 +189,33 @@ def plan_table(
         raise PlanError("is too small", field="max_gpus", value=max_gpus, allowed="1 or more")
     if not 1 <= min_gpus <= max_gpus:
         raise PlanError("is out of range", field="min_gpus", value=min_gpus, allowed=f"1 to {max_gpus}")
-    settings = (schedule, memory_bytes, micro_batch_size)
     conditions = Conditions(compute_slots=compute_slots, share_links=share_links)
-    sweep = Sweep(profile, *settings, conditions, recompute=recompute)
+    tables = [
+        _table(
+            Sweep(profile, schedule, memory_bytes, m, conditions, recompute=recompute),
+            range(min_gpus, max_gpus + 1),
+            num_gpus_per_node,
+            pipeline_depth,
+            most_replicas,
+        )
+        for m in possible_micro_batch_sizes(profile, micro_batch_size)
+    ]
+    return max(tables, key=lambda plans: sum(plan.expected.examples_per_s for plan in plans.values()))
+
+
+def _table(
+    sweep: Sweep, numbers: range, num_gpus_per_node: int | None, pipeline_depth: int | None, most_replicas: int | None
+) -> dict[int, Plan]:
+    """The best plan for each number of GPUs."""
     described: dict[Shape, Plan] = {}
     plans: dict[int, Plan] = {}
     one: Outcome | None = None
-    for num_gpus in range(min_gpus, max_gpus + 1):
+    for num_gpus in numbers:
         if num_gpus_per_node is not None:
             described = {}  # the same shape lies elsewhere on other nodes
-            placed = Conditions(compute_slots, node_sizes(num_gpus, num_gpus_per_node), share_links)
-            sweep = sweep.under(placed)
-        depths = [depth for depth in sweep.fitting if depth <= num_gpus and pipeline_depth in (None, depth)]
+            sizes = node_sizes(num_gpus, num_gpus_per_node)
+            sweep = sweep.under(replace(sweep.rehearsal.conditions, node_sizes=sizes))
+        depths = sweep.depths(num_gpus, pipeline_depth)
         if not depths:
             continue
         if one is None or num_gpus_per_node is not None:
@@ -204,7 +223,8 @@ def plan_table(
         else:  # what is new are the shapes that use all of them
             new = [(depth, num_gpus // depth) for depth in depths if num_gpus % depth == 0]
             most = min(sweep.total, most_replicas or sweep.total)
-            one = sweep.best([one.shape, *(shape for shape in new if shape[1] <= most)], 1)[0]
+            found = sweep.best([one.shape, *(shape for shape in new if shape[1] <= most)], 1)[0]
+            one = min(one, found, key=lambda outcome: outcome.mini_batch_ns)
         if one.shape not in described:
             described[one.shape] = describe(one, sweep.rehearsal).plan
         plans[num_gpus] = described[one.shape]
@@ -232,7 +252,7 @@ def _shapes(
 ) -> list[Shape]:
     """The (P, D) to look at: with ``smaller`` every D, else the largest alone."""
     shapes = []
-    for depth in sweep.depths(num_gpus, pipeline_depth, num_replicas):
+    for depth in sweep.checked_depths(num_gpus, pipeline_depth, num_replicas):
         most = num_replicas or min(num_gpus // depth, sweep.total)
         least = 1 if smaller and num_replicas is None else most
         shapes += [(depth, count) for count in range(least, most + 1)]

@@ -1,4 +1,4 @@
-"""Every shape of one profile at one m, each simulated at most once and only as far as its rank needs."""
+"""Every shape of one profile, each simulated at most once in each setting and only as far as its rank needs."""
 
 from __future__ import annotations
 
@@ -6,34 +6,43 @@ import heapq
 import math
 from collections.abc import Iterable
 from copy import copy
+from typing import NamedTuple
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
-from simulator.answer import bound_ns, deal
+from simulator.answer import deal
 from simulator.conditions import Conditions
-from simulator.costs import SectionCosts, StageCosts, stage_costs
-from simulator.finish import Finish
-from simulator.layout import Layout, lay_out
-from simulator.micro_batch import choose_micro_batch_size, num_micro_batches
+from simulator.layout import Layout, layouts
+from simulator.micro_batch import possible_micro_batch_sizes
 from simulator.objectives import Fastest, Objective, Shape
-from simulator.orders import WINDOW_SLOPES, stage_windows
 from simulator.outcome import Outcome, Rehearsal
-from simulator.partition import PartitionTable, partition_table
+from simulator.setting import SCHEDULES, Setting
+from simulator.windows import Trial
 
-_FEWER, _BOUND, _PLANNED, _KNOWN = -1, 0, 1, 2
+_EVEN, _BOUND, _PLANNED, _KNOWN = range(4)
+_SLACK = 0.99
+"""What was planned is hardly ever too slow by more: cores and links that are shared make it slower."""
+
+
+class Case(NamedTuple):
+    """A shape in one of the settings, by number, and in one of the places that it can have."""
+
+    shape: Shape
+    setting: int
+    place: int = 0
 
 
 class Sweep:
-    """Shapes of one profile at one m.
+    """Shapes of one profile.
 
     Args:
         profile: What calibration measured.
-        schedule: "varuna", "gpipe" or "1f1b".
+        schedule: "varuna", "gpipe" or "1f1b"; None: whichever is best.
         memory_bytes: Of one device; None: as the profile says, no limit where it does not.
-        micro_batch_size: m; None: fixed by the job, else chosen.
+        micro_batch_size: m; None: the job's own, else whichever is best.
         conditions: Where and how the shapes run.
-        recompute: Whether stages run the forward again.
+        recompute: Whether stages run the forward again; None: whichever is best.
 
     Raises:
         PlanError: no memory, or an m that cannot be.
@@ -42,29 +51,38 @@ class Sweep:
     def __init__(
         self,
         profile: Profile,
-        schedule: Schedule,
+        schedule: Schedule | None,
         memory_bytes: int | None,
         micro_batch_size: int | None,
         conditions: Conditions,
         *,
-        recompute: bool,
+        recompute: bool | None,
     ) -> None:
         if memory_bytes is not None and memory_bytes < 1:
             raise PlanError("is too small", field="memory_bytes", value=memory_bytes, allowed="1 or more")
         if memory_bytes is None:
             memory_bytes = profile.environment.device_memory_bytes
-        m = choose_micro_batch_size(profile, schedule, memory_bytes, micro_batch_size, recompute=recompute)
-        self.total = num_micro_batches(profile, m)
-        self.memory_bytes, self.rehearsal = memory_bytes, Rehearsal(schedule, conditions)
-        self.sections = SectionCosts(profile, m, recompute=recompute)
-        self.slopes = WINDOW_SLOPES if schedule == "varuna" else (1,)
-        self._tabulate()
+        self.profile, self.memory_bytes, self.rehearsal = profile, memory_bytes, Rehearsal(conditions)
+        schedules = SCHEDULES if schedule is None else (schedule,)
+        again = (True, False) if recompute is None else (recompute,)
+        sizes = possible_micro_batch_sizes(profile, micro_batch_size)
+        self.settings = tuple(Setting(profile, m, flag, schedules, memory_bytes) for m in sizes for flag in again)
         self._forget()
+
+    @property
+    def total(self) -> int:
+        """Most micro-batches that a mini-batch can have."""
+        return max(setting.num_micro_batches for setting in self.settings)
+
+    @property
+    def num_sections(self) -> int:
+        """K."""
+        return self.profile.num_sections
 
     def under(self, conditions: Conditions) -> Sweep:
         """The same sweep under other conditions."""
         other = copy(self)
-        other.rehearsal = Rehearsal(self.rehearsal.schedule, conditions)
+        other.rehearsal = Rehearsal(conditions)
         other._forget()
         return other
 
@@ -72,31 +90,38 @@ class Sweep:
         """The same sweep on devices with as much memory as it takes."""
         other = copy(self)
         other.memory_bytes = None
-        other._tabulate()
+        other.settings = tuple(setting.without_memory_limit() for setting in self.settings)
         other._forget()
         return other
 
-    def _tabulate(self) -> None:
-        schedule, limit = self.rehearsal.schedule, self.memory_bytes
-        self.tables: dict[int, PartitionTable] = {
-            slope: partition_table(
-                self.sections, schedule, num_micro_batches=self.total, slope=slope, memory_bytes=limit
-            )
-            for slope in self.slopes
-        }
-        table = self.tables[self.slopes[0]]
-        self.fitting = tuple(depth for depth in range(1, self.sections.num_sections + 1) if table.fits(depth))
-
     def _forget(self) -> None:
-        self._stages: dict[tuple[object, ...], StageCosts] = {}
-        self._layouts: dict[Shape, Layout] = {}
-        self._bounds: dict[Shape, int] = {}
-        self._planned: dict[Shape, tuple[StageCosts, Finish]] = {}
-        self._outcomes: dict[Shape, Outcome] = {}
+        self._layouts: dict[Shape, list[Layout]] = {}
+        self._bounds: dict[Case, int] = {}
+        self._trials: dict[Case, Trial] = {}
+        self._outcomes: dict[Case, Outcome] = {}
 
-    def depths(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> tuple[int, ...]:
-        """Every P to look at; raises PlanError when there is none."""
-        most = self.sections.num_sections
+    def fits(self, shape: Shape) -> bool:
+        """Whether a shape fits in memory in some setting."""
+        return any(self._fits(setting, shape) for setting in self.settings)
+
+    def _fits(self, setting: Setting, shape: Shape) -> bool:
+        depth, replicas = shape
+        return replicas <= setting.num_micro_batches and setting.fits(depth, -(-setting.num_micro_batches // replicas))
+
+    def depths(self, num_gpus: int, wanted: int | None = None, num_replicas: int | None = None) -> tuple[int, ...]:
+        """Every P that fits on so many GPUs, with as many replicas as can be or with so many."""
+        largest = min(self.num_sections, num_gpus // (num_replicas or 1))
+        if self.memory_bytes is None:
+            return tuple(range(1, largest + 1)) if wanted is None else (wanted,) * (wanted <= largest)
+        return tuple(
+            depth
+            for depth in range(1, largest + 1)
+            if wanted in (None, depth) and self.fits((depth, num_replicas or min(num_gpus // depth, self.total)))
+        )
+
+    def checked_depths(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> tuple[int, ...]:
+        """The same; raises PlanError when there is none."""
+        most = self.num_sections
         if num_gpus < 1:
             raise PlanError("at least one GPU is needed", field="num_gpus", value=num_gpus, allowed="1 or more")
         if num_replicas is not None and not 1 <= num_replicas <= min(num_gpus, self.total):
@@ -106,9 +131,9 @@ class Sweep:
         if wanted is not None and not 1 <= wanted <= largest:
             allowed = f"1 to {largest} ({most} sections, {num_gpus} GPUs, {num_replicas or 1} replicas)"
             raise PlanError("is not possible", field="pipeline_depth", value=wanted, allowed=allowed)
-        depths = tuple(d for d in self.fitting if d <= largest and wanted in (None, d))
+        depths = self.depths(num_gpus, wanted, num_replicas)
         if not depths:
-            raise self._too_little_memory(num_gpus, largest if wanted is None else wanted, num_replicas or 1)
+            raise self._too_little_memory(num_gpus, largest if wanted is None else wanted, num_replicas)
         return depths
 
     def fastest(
@@ -116,7 +141,7 @@ class Sweep:
     ) -> list[Outcome]:
         """The ``count`` fastest on so many GPUs, best first, each P with the D that suits it best, and no other.
 
-        Fewer replicas are looked at only while a mini-batch without any all-reduce might be as fast.
+        Fewer replicas are looked at only while their computing alone might be as fast.
         """
         most = min(self.total, most_replicas or self.total)
         return self._ranked([(depth, min(num_gpus // depth, most)) for depth in depths], count, None, fewer=True)
@@ -124,80 +149,71 @@ class Sweep:
     def best(self, shapes: Iterable[Shape], count: int, objective: Objective | None = None) -> list[Outcome]:
         """The ``count`` best of these (P, D), best first; ties go to fewer workers, then to the shallower pipeline.
 
-        A shape is known first by its lower bound, then as planned, last under the conditions in which it will run.
-        Always the most promising one is taken further, until enough of the most promising are known for good.
+        A shape in a setting is known first by a bound for any cut, then by that of the most even cut, then as planned,
+        last under the conditions in which it will run. Always the most promising one is taken further, until enough of
+        the most promising are known for good.
         """
         return self._ranked(shapes, count, objective, fewer=False)
 
     def _ranked(
         self, shapes: Iterable[Shape], count: int, objective: Objective | None, *, fewer: bool
     ) -> list[Outcome]:
-        aim = objective or Fastest(self.sections.profile.job.batch_size)
+        aim = objective or Fastest(self.profile.job.batch_size)
         found: list[Outcome] = []
-        heap: list[tuple[float, int, int, Shape]] = []
+        heap: list[tuple[float, int, int, Case]] = []
 
-        def push(shape: Shape, time_ns: int, known: int) -> None:
-            heapq.heappush(heap, (aim.cost(shape, time_ns / 1e9), known, shape[0] * shape[1], shape))
+        def push(case: Case, time_ns: float, known: int) -> None:
+            depth, replicas = case.shape
+            heapq.heappush(heap, (aim.cost(case.shape, time_ns / 1e9), known, depth * replicas, case))
 
-        for shape in shapes:
-            if fewer:
-                push(shape, self._bound_ns(shape, reducing=False), _FEWER)
-            else:
-                push(shape, self._bound_ns(shape), _BOUND)
+        def push_shape(shape: Shape, number: int) -> None:
+            setting = self.settings[number]
+            if shape[1] <= setting.num_micro_batches:
+                push(Case(shape, number), self._even_ns(setting, shape), _EVEN)
+
+        for depth, replicas in shapes:
+            for number, setting in enumerate(self.settings):
+                push_shape((depth, min(replicas, setting.num_micro_batches) if fewer else replicas), number)
         while heap and len(found) < count:
-            _, known, _, shape = heapq.heappop(heap)
-            if fewer and any(shape[0] == outcome.shape[0] for outcome in found):
+            _, known, _, case = heapq.heappop(heap)
+            shape, setting = case.shape, self.settings[case.setting]
+            if any(shape[0] == outcome.shape[0] if fewer else shape == outcome.shape for outcome in found):
                 continue
-            if known == _FEWER:
-                push(shape, self._bound_ns(shape), _BOUND)
-                if (next_shape := self._with_fewer(shape)) is not None:
-                    push(next_shape, self._bound_ns(next_shape, reducing=False), _FEWER)
+            if known == _EVEN:
+                if fewer and (next_shape := self._with_fewer(shape, setting)) is not None:
+                    push_shape(next_shape, case.setting)
+                if self._fits(setting, shape):
+                    for place in range(len(self.layouts(shape)) if objective is None else 1):
+                        there = case._replace(place=place)
+                        push(there, self._bound_ns(there), _BOUND)
             elif known == _BOUND:
-                push(shape, self._planned_ns(shape), _PLANNED)
+                push(case, self._planned_ns(case), _PLANNED)
             elif known == _PLANNED:
-                push(shape, self.outcome(shape).mini_batch_ns, _KNOWN)
+                push(case, self._outcome(case).mini_batch_ns, _KNOWN)
             else:
-                found.append(self.outcome(shape))
+                found.append(self._outcome(case))
         return found
 
-    def outcome(self, shape: Shape) -> Outcome:
-        """One shape with its best window, under the conditions."""
-        if shape not in self._outcomes:
-            counts = deal(self.total, shape[1])
-            if shape in self._planned:
-                costs, planned = self._planned[shape]
-                self._outcomes[shape] = self.rehearsal.full(costs, counts, planned)
-            else:
-                self._outcomes[shape] = self.rehearsal.best_window(self._candidates(shape), counts)
-        return self._outcomes[shape]
-
-    def layout(self, shape: Shape) -> Layout:
-        """Where the workers of a shape run."""
+    def layouts(self, shape: Shape) -> list[Layout]:
+        """Where the workers of a shape can run, with all nodes first."""
         if shape not in self._layouts:
-            self._layouts[shape] = lay_out(self.sections.profile.contention, *shape, self.rehearsal.conditions)
+            self._layouts[shape] = layouts(self.profile.contention, *shape, self.rehearsal.conditions)
         return self._layouts[shape]
 
-    def _slopes_that_fit(self, depth: int) -> tuple[int, ...]:
-        """Window slopes with which a pipeline of this depth fits in memory."""
-        return tuple(slope for slope in self.slopes if self.tables[slope].fits(depth))
+    def _trial(self, case: Case) -> Trial:
+        if case not in self._trials:
+            setting = self.settings[case.setting]
+            counts = deal(setting.num_micro_batches, case.shape[1])
+            layout = self.layouts(case.shape)[case.place]
+            self._trials[case] = Trial(setting, self.rehearsal, layout, case.shape[0], counts)
+        return self._trials[case]
 
-    def _candidates(self, shape: Shape) -> list[StageCosts]:
-        """The stages of a shape with each window that fits."""
-        most = deal(self.total, shape[1])[0]
-        return [self._stage_costs(shape, most, slope) for slope in self._slopes_that_fit(shape[0])]
+    def _outcome(self, case: Case) -> Outcome:
+        if case not in self._outcomes:
+            self._outcomes[case] = self._trial(case).best()
+        return self._outcomes[case]
 
-    def _stage_costs(self, shape: Shape, most: int, slope: int) -> StageCosts:
-        depth, layout = shape[0], self.layout(shape)
-        where = float(layout.slowdown[0, 0]) if layout.placement is None else shape
-        key = (depth, min(most, slope * (depth - 1) + 1), slope, where)
-        if key not in self._stages:
-            schedule = self.rehearsal.schedule
-            windows = stage_windows(schedule, depth, most, slope)
-            boundaries = self.tables[slope].boundaries(depth)
-            self._stages[key] = stage_costs(self.sections, boundaries, windows, schedule, layout)
-        return self._stages[key]
-
-    def _with_fewer(self, shape: Shape) -> Shape | None:
+    def _with_fewer(self, shape: Shape, setting: Setting) -> Shape | None:
         """The next (P, D) below this one that may be as fast; None when there is none.
 
         Where nothing makes workers differ, of all D whose busiest replica has as many micro-batches the smallest is
@@ -208,46 +224,46 @@ class Sweep:
             return None
         if self.rehearsal.conditions.uneven:
             return depth, replicas - 1
-        same = self._fewest_as_busy(replicas)
-        return depth, same if same < replicas else self._fewest_as_busy(replicas - 1)
+        total = setting.num_micro_batches
+        same = _fewest_as_busy(total, replicas)
+        return depth, same if same < replicas else _fewest_as_busy(total, replicas - 1)
 
-    def _fewest_as_busy(self, replicas: int) -> int:
-        return math.ceil(self.total / math.ceil(self.total / replicas))
+    def _even_ns(self, setting: Setting, shape: Shape) -> int:
+        """No cut is faster."""
+        return setting.bound_ns(shape[0], -(-setting.num_micro_batches // shape[1]))
 
-    def _bound_ns(self, shape: Shape, *, reducing: bool = True) -> int:
-        if not reducing:
-            return self._least_ns(shape, reducing=False)
-        if shape not in self._bounds:
-            self._bounds[shape] = self._least_ns(shape, reducing=True)
-        return self._bounds[shape]
+    def _bound_ns(self, case: Case) -> int:
+        if case not in self._bounds:
+            least = self._trial(case).least_ns()
+            self._bounds[case] = max(self._even_ns(self.settings[case.setting], case.shape), least)
+        return self._bounds[case]
 
-    def _least_ns(self, shape: Shape, *, reducing: bool) -> int:
-        slopes, counts = self._slopes_that_fit(shape[0]), deal(self.total, shape[1])
-        if self.memory_bytes is None:
-            slopes = slopes[-1:]  # the same stages under wider windows: never a higher bound
-        where = shape if reducing else (shape[0], 1)  # one pipeline alone is hindered by nobody else's
-        candidates = [self._stage_costs(where, counts[0], slope) for slope in slopes]
-        return min(bound_ns(costs, counts, self.rehearsal.conditions, reducing=reducing) for costs in candidates)
-
-    def _planned_ns(self, shape: Shape) -> int:
+    def _planned_ns(self, case: Case) -> float:
         """As planned; where windows are judged under the conditions, no more is known than the bound."""
         if self.rehearsal.conditions.uneven:
-            return self._bound_ns(shape)
-        if shape not in self._planned:
-            counts = deal(self.total, shape[1])
-            self._planned[shape] = self.rehearsal.planned_window(self._candidates(shape), counts)
-        return self._planned[shape][1].mini_batch_ns
+            return self._bound_ns(case)
+        return max(self._bound_ns(case), _SLACK * self._trial(case).planned[1])
 
-    def _too_little_memory(self, num_gpus: int, largest: int, num_replicas: int) -> PlanError:
-        table = self.tables[self.slopes[0]]
-        least_bytes = int(table.least_bytes[1 : largest + 1].min())
-        enough = [depth for depth in self.fitting if depth > largest]
-        how = f"at least {least_bytes} bytes per device"
-        if enough:
-            how += f", or at least {enough[0] * num_replicas} GPUs"
+    def _too_little_memory(self, num_gpus: int, largest: int, num_replicas: int | None) -> PlanError:
+        needed = min(
+            setting.least_bytes(depth, -(-setting.num_micro_batches // replicas))
+            for setting in self.settings
+            for depth in range(1, largest + 1)
+            if (replicas := num_replicas or min(num_gpus // depth, setting.num_micro_batches))
+            <= setting.num_micro_batches
+        )
+        how = f"at least {needed} bytes per device"
+        deeper = range(largest + 1, self.num_sections + 1)
+        enough = next((depth for depth in deeper if self.fits((depth, num_replicas or 1))), None)
+        if enough is not None:
+            how += f", or at least {enough * (num_replicas or 1)} GPUs"
         return PlanError(
             f"the job does not fit in the memory of {num_gpus} devices",
             field="memory_bytes",
             value=self.memory_bytes,
             allowed=how,
         )
+
+
+def _fewest_as_busy(total: int, replicas: int) -> int:
+    return math.ceil(total / math.ceil(total / replicas))

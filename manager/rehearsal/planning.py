@@ -14,7 +14,7 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from simulator import Simulation, simulate
-from simulator.micro_batch import choose_micro_batch_size
+from simulator.micro_batch import knee_micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _with_batch(spec: RehearsalSpec) -> RehearsalSpec:
     """
     if spec.batch_size is None:
         return spec
-    m = choose_micro_batch_size(spec.profile, spec.schedule, None, spec.micro_batch_size)
+    m = knee_micro_batch_size(spec.profile, spec.micro_batch_size)
     if spec.batch_size % m:
         raise PlanError(
             "is no whole number of micro-batches",

@@ -25,7 +25,7 @@ IN_THE_FILE = (
     "run_dir",
     "checkpoint_url",
     "schedule",
-    "no_recompute",
+    "recompute",
     "pipeline_depth",
     "num_replicas",
 )
@@ -47,8 +47,8 @@ class JobRun:
     cluster: ClusterConfig
     steps: int
     run_dir: Path
-    schedule: Schedule
-    recompute: bool
+    schedule: Schedule | None
+    recompute: bool | None
     pipeline_depth: int | None = None
     num_replicas: int | None = None
     in_file: bool = False

@@ -24,9 +24,9 @@ class RunCommand(Value):
     checkpoint_url: str | None = None
     trace: Path | None = None
     trace_speed: float = Field(default=1.0, gt=0)
-    schedule: Schedule = "varuna"
+    schedule: Schedule | None = None
     timeline_step: int | None = Field(default=None, ge=0)
-    recompute: bool = True
+    recompute: bool | None = None
     pipeline_depth: int | None = Field(default=None, ge=1)
     num_replicas: int | None = Field(default=None, ge=1)
     price: float | None = Field(default=None, ge=0)

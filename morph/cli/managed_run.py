@@ -51,8 +51,8 @@ def managed_run(
     plain: bool,
     faults: tuple[Fault, ...] = (),
     stop_with_trace: bool = False,
-    recompute: bool = True,
-    schedule: Schedule = "varuna",
+    recompute: bool | None = None,
+    schedule: Schedule | None = None,
     pipeline_depth: int | None = None,
     num_replicas: int | None = None,
     timeline_step: int | None = None,
@@ -101,6 +101,7 @@ def managed_run(
         schedule=schedule,
         pipeline_depth=pipeline_depth,
         num_replicas=num_replicas,
+        micro_batch_size=_kept_micro_batch_size(run_dir, profile),
         timeline_step=timeline_step,
         num_beyond=0 if cloud is None else cloud.most_devices - 1,
     )
@@ -124,7 +125,8 @@ def managed_run(
         stop_with_trace=stop_with_trace,
         patient_trace=stop_with_trace,
         variables=_variables(cluster.vms.pass_variables),
-        command=_asked_for(job_path, draft, cluster, events) | {"-P": str(pipeline_depth), "-D": str(num_replicas)},
+        command=_asked_for(job_path, draft, cluster, events)
+        | {"--schedule": schedule or "", "-P": str(pipeline_depth), "-D": str(num_replicas)},
     )
 
     def on(code: JobCode) -> RunSpec:
@@ -220,10 +222,19 @@ def _asked_for(job_path: str, config: ControllerConfig, cluster: ClusterConfig, 
         "--steps": str(config.num_steps),
         "--cluster": digest(cluster),
         "--trace": digest(trace),
-        "--schedule": next(iter(config.plans.values())).schedule,
         "--timeline-step": str(config.timeline_step),
         "the plans": digest(config),
     }
+
+
+def _kept_micro_batch_size(run_dir: Path, profile: Profile) -> int | None:
+    """The m of a run that goes on, where it is the planner's to choose: it may not change in a run."""
+    from manager.run_dir import is_run, read_facts
+
+    if profile.job.micro_batch_size is not None or not is_run(run_dir):
+        return None
+    kept = read_facts(run_dir)
+    return kept.micro_batch_size if kept.fingerprint == profile.job.fingerprint else None
 
 
 def _check_steps(steps: int, version: int, run_dir: Path) -> None:

@@ -64,12 +64,20 @@ def plan_command(
     ] = None,
     m: Annotated[
         int | None,
-        typer.Option("--m", help="Micro-batch size. Default: the job's, else the smallest efficient one."),
+        typer.Option("--m", help="Micro-batch size. Default: the job's, else the fastest of those measured."),
     ] = None,
-    no_recompute: Annotated[
-        bool, typer.Option("--no-recompute", help="Keep activations instead of running forwards again: more memory.")
-    ] = False,
-    schedule: Annotated[ScheduleName, typer.Option("--schedule", help="Order of the tasks.")] = ScheduleName.VARUNA,
+    recompute: Annotated[
+        bool | None,
+        typer.Option(
+            "--recompute/--no-recompute",
+            help="Run forwards again, or keep activations: more memory. Default: whichever is faster.",
+            show_default=False,
+        ),
+    ] = None,
+    schedule: Annotated[
+        ScheduleName | None,
+        typer.Option("--schedule", help="Order of the tasks. Default: whichever is faster.", show_default=False),
+    ] = None,
     compute_slots: Annotated[
         int | None,
         typer.Option("--compute-slots", help="Tasks that can run at once when workers share one machine's cores."),
@@ -148,10 +156,10 @@ def plan_command(
         measured = of_node_type(load_profile(profile), node_type)
     shared: dict[str, Any] = {
         "memory_bytes": memory_bytes_of(memory_gib),
-        "schedule": schedule.value,
+        "schedule": None if schedule is None else schedule.value,
         "micro_batch_size": m,
         "compute_slots": compute_slots,
-        "recompute": not no_recompute,
+        "recompute": recompute,
         "num_gpus_per_node": gpus_per_node if nodes is None else node_list(nodes),
         "share_links": not own_links,
     }

@@ -36,15 +36,25 @@ def run_command(
         float, typer.Option(min=0.001, help="Play the trace this many times faster than it was recorded.")
     ] = 1.0,
     schedule: Annotated[
-        ScheduleName, typer.Option("--schedule", help="Order of the tasks; the weights do not depend on it.")
-    ] = ScheduleName.VARUNA,
+        ScheduleName | None,
+        typer.Option(
+            "--schedule",
+            help="Order of the tasks; the weights do not depend on it. Default: whichever is faster.",
+            show_default=False,
+        ),
+    ] = None,
     timeline_step: Annotated[
         int | None,
         typer.Option("--timeline-step", min=0, help="Record this step into RUN_DIR/timeline-STEP.json (Perfetto)."),
     ] = None,
-    no_recompute: Annotated[
-        bool, typer.Option("--no-recompute", help="Keep activations instead of running forwards again: more memory.")
-    ] = False,
+    recompute: Annotated[
+        bool | None,
+        typer.Option(
+            "--recompute/--no-recompute",
+            help="Run forwards again, or keep activations: more memory. Default: whichever is faster.",
+            show_default=False,
+        ),
+    ] = None,
     pipeline_depth: Annotated[
         int | None,
         typer.Option("-P", min=1, help="Stages of every shape: with fewer workers the run waits.", show_default=False),
@@ -93,9 +103,9 @@ def run_command(
         checkpoint_url=checkpoint_url,
         trace=trace,
         trace_speed=trace_speed,
-        schedule=schedule.value,
+        schedule=None if schedule is None else schedule.value,
         timeline_step=timeline_step,
-        recompute=not no_recompute,
+        recompute=recompute,
         pipeline_depth=pipeline_depth,
         num_replicas=num_replicas,
         price=price,

@@ -28,8 +28,13 @@ class JobPart(Value):
         min_length=1,
         description="fsspec URL (az://, s3://, gs://) or path that every VM reaches; absent: checkpoints in run_dir",
     )
-    schedule: Schedule = Field(default="varuna", description="order of the tasks; the weights do not depend on it")
-    recompute: bool = Field(default=True, description="false keeps activations instead: faster, more memory")
+    schedule: Schedule | None = Field(
+        default=None, description="order of the tasks; the weights do not depend on it; absent: the fastest"
+    )
+    recompute: bool | None = Field(
+        default=None,
+        description="false keeps activations instead of running forwards again: more memory; absent: the faster",
+    )
     pipeline_depth: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
         description="P of every shape: with fewer workers the run waits; absent: the fastest with those that are there",

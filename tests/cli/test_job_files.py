@@ -52,7 +52,7 @@ def test_a_wrong_job_file_is_refused_with_its_dotted_field(given: Given, job: st
     [
         (("--steps", "9"), "--steps: stands in the job file"),
         (("--profile", "p.json"), "--profile: stands in the job file"),
-        (("--no-recompute",), "--no-recompute: stands in the job file"),
+        (("--no-recompute",), "--recompute: stands in the job file"),
         (("-P", "2"), "-P: stands in the job file"),
         (("-D", "1"), "-D: stands in the job file"),
     ],

@@ -6,7 +6,7 @@ import pytest
 from morph.contract.profile import Profile
 from simulator.costs import SectionCosts, stage_costs
 from simulator.orders import stage_windows
-from simulator.partition import partition_table
+from simulator.partition import least_bytes, partition_table
 from simulator.synthetic import synthetic_profile
 
 
@@ -53,7 +53,7 @@ def test_the_partition_is_as_good_as_trying_every_cut(seed: int, limit_share: fl
 
 def test_the_least_memory_is_just_enough() -> None:
     costs = SectionCosts(_random_profile(3), 2)
-    least = int(partition_table(costs, "varuna", num_micro_batches=8).least_bytes[3])
+    least = int(least_bytes(costs, "varuna", num_micro_batches=8)[3])
     assert partition_table(costs, "varuna", num_micro_batches=8, memory_bytes=least).fits(3)
     assert not partition_table(costs, "varuna", num_micro_batches=8, memory_bytes=least - 1).fits(3)
 

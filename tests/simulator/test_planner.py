@@ -17,14 +17,18 @@ def _profile(**changes: object):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("num_gpus", [1, 2, 5, 6, 13])
 def test_the_best_plan_is_the_fastest_of_all_shapes_simulated_one_by_one(num_gpus: int) -> None:
     profile = _profile()
-    choice = plan(profile, num_gpus=num_gpus)
-    total = choice.best.num_micro_batches
-    rates = {
-        (depth, count): simulate(profile, num_stages=depth, num_replicas=count).expected.examples_per_s
+    choice = plan(profile, num_gpus=num_gpus, schedule="varuna")
+    rates = [
+        simulate(
+            profile, num_stages=depth, num_replicas=count, micro_batch_size=m, recompute=recompute
+        ).expected.examples_per_s
         for depth in range(1, min(8, num_gpus) + 1)
-        for count in range(1, min(num_gpus // depth, total) + 1)
-    }
-    assert choice.best.expected.examples_per_s == pytest.approx(max(rates.values()))
+        for count in range(1, num_gpus // depth + 1)
+        for m in profile.micro_batch_sizes
+        for recompute in (True, False)
+        if count <= profile.job.batch_size // m
+    ]
+    assert choice.best.expected.examples_per_s >= max(rates) * (1 - 1e-9)
     assert choice.best.num_workers <= num_gpus
     ranked = [choice.best, *choice.runners_up]
     assert [one.expected.examples_per_s for one in ranked] == sorted(
@@ -75,7 +79,23 @@ def test_the_table_answers_what_plan_answers_for_each_number_of_gpus(slots: int 
     table = plan_table(_profile(), 9, compute_slots=slots)
     assert set(table) == set(range(1, 10))
     for num_gpus, best in table.items():
-        assert best == plan(_profile(), num_gpus=num_gpus, compute_slots=slots).best
+        m = best.micro_batch_size
+        assert best == plan(_profile(), num_gpus=num_gpus, compute_slots=slots, micro_batch_size=m).best
+
+
+def test_the_table_has_the_one_micro_batch_size_that_is_best_over_its_range() -> None:
+    profile = _profile(overhead_s=0.004)
+    for numbers in ((1, 2), (12, 14), (1, 14)):
+        least, most = numbers
+        totals = {
+            m: sum(
+                plan(profile, num_gpus=gpus, micro_batch_size=m).best.expected.examples_per_s
+                for gpus in range(least, most + 1)
+            )
+            for m in profile.micro_batch_sizes
+        }
+        table = plan_table(profile, most, min_gpus=least)
+        assert {one.micro_batch_size for one in table.values()} == {max(totals, key=lambda m: totals[m])}
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -120,20 +140,28 @@ def test_a_wanted_depth_or_replica_count_is_kept() -> None:
     assert plan(_profile(), num_gpus=6, pipeline_depth=2, num_replicas=1).best.shape == "2x1"
 
 
-def test_the_micro_batch_size_is_the_knee_and_divides_the_batch() -> None:
+def test_a_single_simulation_takes_the_knee_of_the_micro_batch_sizes_that_divide_the_batch() -> None:
+    def knee(**changes: object) -> int:
+        return simulate(_profile(**changes), num_stages=2).plan.micro_batch_size
+
     # F(m)/m improves by more than 5 % per doubling up to m = 4 with this overhead.
-    assert plan(_profile(overhead_s=0.0006), num_gpus=2).best.micro_batch_size == 4
-    assert plan(_profile(overhead_s=0.0), num_gpus=2).best.micro_batch_size == 1
-    assert plan(_profile(overhead_s=0.1, batch_size=12), num_gpus=2).best.micro_batch_size == 4
+    assert knee(overhead_s=0.0006) == 4
+    assert knee(overhead_s=0.0) == 1
+    assert knee(overhead_s=0.1, batch_size=12) == 4
+    assert knee(micro_batch_size=8) == 8
+
+
+def test_the_micro_batch_size_of_the_job_is_kept_and_one_that_is_wanted_goes_before_it() -> None:
     assert plan(_profile(micro_batch_size=8), num_gpus=2).best.micro_batch_size == 8
     assert plan(_profile(micro_batch_size=8), num_gpus=2, micro_batch_size=2).best.micro_batch_size == 2
 
 
 def test_less_memory_makes_the_micro_batch_smaller() -> None:
     profile = _profile(overhead_s=0.1, activation_bytes_per_sample=50_000_000)
-    assert plan(profile, num_gpus=8).best.micro_batch_size == 16
+    roomy = plan(profile, num_gpus=8).best
+    assert roomy.micro_batch_size > 2
     least = simulate(profile, num_stages=8, micro_batch_size=2, window_slope=1).expected.peak_memory_bytes
-    assert plan(profile, num_gpus=8, memory_bytes=least).best.micro_batch_size == 2
+    assert plan(profile, num_gpus=8, memory_bytes=least).best.micro_batch_size <= 2
 
 
 @pytest.mark.parametrize(
@@ -167,15 +195,16 @@ def test_a_batch_that_m_does_not_divide_is_refused_with_the_sizes_that_do() -> N
 
 
 def test_too_few_gpus_for_the_memory_are_told_how_many_would_do() -> None:
-    limit = simulate(_profile(), num_stages=3, window_slope=1).expected.peak_memory_bytes
+    given = {"micro_batch_size": 1, "schedule": "varuna", "recompute": True}
+    limit = simulate(_profile(), num_stages=3, window_slope=1, micro_batch_size=1).expected.peak_memory_bytes
     with pytest.raises(PlanError, match="at least 3 GPUs"):
-        plan(_profile(), num_gpus=2, memory_bytes=limit)
-    assert plan(_profile(), num_gpus=3, memory_bytes=limit).best.pipeline_depth == 3
+        plan(_profile(), num_gpus=2, memory_bytes=limit, **given)  # type: ignore[arg-type]
+    assert plan(_profile(), num_gpus=3, memory_bytes=limit, **given).best.pipeline_depth == 3  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nodes", [4, (4, 4, 1, 1, 1), (3, 3, 3)])
 def test_the_best_plan_on_nodes_is_the_fastest_of_all_shapes_simulated_one_by_one(nodes: int | tuple[int, ...]) -> None:
-    profile = _profile(latency_s=0.004)
+    profile = _profile(latency_s=0.004, micro_batch_size=2)
     num_gpus = 11 if isinstance(nodes, int) else sum(nodes)
     choice = plan(profile, num_gpus=num_gpus, num_gpus_per_node=nodes)
     sizes = choice.best.node_sizes
@@ -186,14 +215,15 @@ def test_the_best_plan_on_nodes_is_the_fastest_of_all_shapes_simulated_one_by_on
         ).expected.examples_per_s
         for depth in range(1, 9)
     ]
-    assert choice.best.expected.examples_per_s == pytest.approx(max(rates))
+    assert choice.best.expected.examples_per_s >= max(rates) * (1 - 1e-9)
     assert choice.num_idle == num_gpus - choice.best.num_workers
 
 
 def test_the_table_on_nodes_answers_what_plan_answers() -> None:
-    table = plan_table(_profile(latency_s=0.004), 9, num_gpus_per_node=4)
+    profile = _profile(latency_s=0.004, micro_batch_size=2)
+    table = plan_table(profile, 9, num_gpus_per_node=4)
     for num_gpus, best in table.items():
-        assert best == plan(_profile(latency_s=0.004), num_gpus=num_gpus, num_gpus_per_node=4).best
+        assert best == plan(profile, num_gpus=num_gpus, num_gpus_per_node=4).best
 
 
 def test_nodes_alone_say_how_many_gpus_there_are() -> None:
@@ -206,7 +236,7 @@ def test_nodes_alone_say_how_many_gpus_there_are() -> None:
 
 
 def test_what_memory_forbids_is_said() -> None:
-    profile = _profile(parameter_bytes=1000, activation_bytes_per_sample=10_000_000)
+    profile = _profile(parameter_bytes=1000, activation_bytes_per_sample=10_000_000, micro_batch_size=1)
     whole = simulate(profile, num_stages=1).expected.peak_memory_bytes
     roomy, tight = (plan(profile, num_gpus=6, memory_bytes=limit) for limit in (10 * whole, whole // 2))
     assert "Memory" not in roomy.best_simulation.explanation + plan(profile, num_gpus=6).best_simulation.explanation
@@ -223,13 +253,13 @@ def test_windows_that_memory_forbids_are_named() -> None:
     narrow = simulate(profile, num_stages=4, window_slope=1)
     assert free.plan.stages[0].window > narrow.plan.stages[0].window
     limit = narrow.expected.peak_memory_bytes
-    choice = plan(profile, num_gpus=4, memory_bytes=limit, pipeline_depth=4)
+    choice = plan(profile, num_gpus=4, memory_bytes=limit, pipeline_depth=4, schedule="varuna", recompute=True)
     assert choice.best.stages[0].window == narrow.plan.stages[0].window
     assert "windows as steep as the links want do not fit" in choice.best_simulation.explanation
 
 
 def test_without_a_limit_the_devices_own_memory_is_the_limit() -> None:
-    profile = _profile()
+    profile = _profile(micro_batch_size=1)
     needed = plan(profile, num_gpus=1).best.expected.peak_memory_bytes
     environment = profile.environment.model_copy(update={"device_memory_bytes": needed - 1})
     known = profile.model_copy(update={"environment": environment})

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -162,12 +163,13 @@ class EmulatedWorkload:
 
     def _memory(self, sections: range) -> DeviceMemory:
         held = [self._device.sections[section] for section in sections]
+        kept = list(accumulate(section.activation_bytes for section in held))  # a backward frees them from the end
         return DeviceMemory(
             self._device.memory_bytes,
             held_bytes=sum(section.held_bytes for section in held),
             input_bytes=held[0].input_bytes,
-            activation_bytes=sum(section.activation_bytes for section in held),
-            extra_bytes=max(section.extra_bytes for section in held),
+            activation_bytes=kept[-1],
+            extra_bytes=max(up_to + entry.extra_bytes for up_to, entry in zip(kept, held, strict=True)) - kept[-1],
         )
 
     def _times(self, sections: range, luck: Luck, micro_batches: Sequence[int]) -> TaskTimes:

@@ -1,0 +1,220 @@
+"""No plan has a better one beside it: another slope, schedule, m, cut, depth, or number of replicas or GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from morph.contract.plan import Plan
+from morph.contract.profile import Contention, Profile, load_profile
+from simulator import plan, plan_table, simulate, synthetic_profile
+from simulator.bounds import lower_bound_ns
+from simulator.costs import SectionCosts, stage_costs, stage_memory_bytes
+from simulator.engine import run_pipeline
+from simulator.finish import finish
+from simulator.orders import fixed_order
+from simulator.partition import bounds_ns, least_bytes, partition_table
+
+GPT2 = Path(__file__).parents[2] / "configs" / "profiles" / "gpt2-2.5b.json"
+
+
+def random_profile(
+    seed: int, num_sections: int | None = None, batch_size: int | None = None, **changes: Any
+) -> Profile:
+    rng = np.random.default_rng(seed)
+    count = num_sections or int(rng.integers(2, 6))
+    given: dict[str, Any] = {
+        "num_sections": count,
+        "forward_s": [float(value) for value in rng.uniform(0.002, 0.01, count)],
+        "batch_size": batch_size or int(rng.choice([4, 8, 12])),
+        "micro_batch_sizes": (1, 2, 4),
+        "overhead_s": float(rng.choice([0.0, 0.002])),
+        "latency_s": float(rng.choice([0.0, 0.5, 1, 2, 4])) * 0.006,
+        "bandwidth_bytes_per_s": float(rng.choice([1e7, 3e7, 1e9])),
+        "parameter_bytes": int(rng.choice([10_000, 1_000_000])),
+        "tied": bool(rng.integers(2)),
+    }
+    return synthetic_profile(**(given | changes))
+
+
+def neighbours(profile: Profile, best: Plan, num_gpus: int) -> Iterator[dict[str, Any]]:
+    """What differs from a plan in one thing, as arguments of ``simulate``."""
+    cuts = [stage.first_section for stage in best.stages]
+    same: dict[str, Any] = {
+        "boundaries": cuts,
+        "num_replicas": best.num_replicas,
+        "micro_batch_size": best.micro_batch_size,
+        "recompute": best.stages[0].recompute,
+        "schedule": best.schedule,
+    }
+    for slope in range(1, max(2, best.micro_batches_per_replica[0])):
+        yield same | {"schedule": "varuna", "window_slope": slope}
+    for schedule in ("gpipe", "1f1b"):
+        yield same | {"schedule": schedule}
+    yield same | {"recompute": not same["recompute"]}
+    for m in profile.micro_batch_sizes:
+        if best.num_replicas <= profile.job.batch_size // m:
+            yield same | {"micro_batch_size": m}
+    for place, step in product(range(1, len(cuts)), (-1, 1)):
+        moved = [*cuts[:place], cuts[place] + step, *cuts[place + 1 :]]
+        if sorted(set(moved)) == moved and moved[-1] < profile.num_sections:
+            yield same | {"boundaries": moved}
+    del same["boundaries"]
+    for depth in {best.pipeline_depth - 1, best.pipeline_depth, best.pipeline_depth + 1} - {
+        0,
+        profile.num_sections + 1,
+    }:
+        for replicas in range(1, min(num_gpus // depth, best.num_micro_batches) + 1):
+            yield same | {"num_stages": depth, "num_replicas": replicas}
+
+
+@given(st.integers(0, 100_000))
+@settings(max_examples=15, deadline=None)
+def test_no_plan_is_more_than_1_percent_slower_than_any_neighbour(seed: int) -> None:
+    profile, num_gpus = random_profile(seed), 2 + seed % 5
+    best = plan(profile, num_gpus=num_gpus, num_runners_up=0).best
+    for other in neighbours(profile, best, num_gpus):
+        assert best.expected.mini_batch_s <= 1.01 * simulate(profile, **other).expected.mini_batch_s, other
+
+
+@pytest.mark.parametrize("forwards", [2, 4, 8])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_late_messages_make_windows_as_steep_as_it_takes(forwards: int, recompute: bool) -> None:
+    profile = random_profile(3, 8, 64, micro_batch_size=1, latency_s=0.006 * forwards)
+    best = plan(profile, num_gpus=8, pipeline_depth=8, recompute=recompute).best
+    cuts = [stage.first_section for stage in best.stages]
+    others = [{"schedule": "gpipe"}, {"schedule": "1f1b"}, *({"window_slope": slope} for slope in (1, 2, 4, 8, 16, 63))]
+    for other in others:
+        found = simulate(profile, boundaries=cuts, recompute=recompute, **other)  # type: ignore[arg-type]
+        assert best.expected.mini_batch_s <= 1.01 * found.expected.mini_batch_s, other
+
+
+def test_windows_are_judged_over_the_links_that_messages_share() -> None:
+    profile = load_profile(GPT2)
+    link = profile.inter_node
+    ten = {
+        kind: tuple(
+            entry.model_copy(update={"time": entry.time.model_copy(update={"median_s": 10 * entry.time.median_s})})
+            for entry in getattr(link, kind)
+        )
+        for kind in ("activation", "gradient")
+    }
+    narrow = profile.model_copy(update={"inter_node": link.model_copy(update=ten)})
+    best = plan(narrow, num_gpus=8, recompute=True, num_runners_up=0).best
+    cuts = [stage.first_section for stage in best.stages]
+    shape = {"boundaries": cuts, "num_replicas": best.num_replicas, "micro_batch_size": best.micro_batch_size}
+    for slope in (1, 2, 4, 8):
+        other = simulate(narrow, window_slope=slope, **shape)  # type: ignore[arg-type]
+        if other.expected.peak_memory_bytes <= (profile.environment.device_memory_bytes or 0):
+            assert best.expected.mini_batch_s <= 1.01 * other.expected.mini_batch_s
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_hardly_any_windows_beat_those_of_the_best_slope(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    depth, count = int(rng.integers(2, 4)), int(rng.integers(3, 6))
+    profile = random_profile(seed, depth, count, micro_batch_sizes=(1,))
+    found = simulate(profile, boundaries=range(depth), share_links=False)
+    sections = SectionCosts(profile, 1)
+
+    def time_ns(windows: tuple[int, ...]) -> int:
+        costs = stage_costs(sections, range(depth), windows, "varuna")
+        return finish(costs, run_pipeline(costs.times, (count,)).last_backward_ns).mini_batch_ns
+
+    best = min(time_ns((*windows, 1)) for windows in product(range(1, count + 1), repeat=depth - 1))
+    assert time_ns(tuple(found.costs.times.window.tolist())) <= 1.05 * best
+
+
+def test_gpipe_goes_in_rounds_where_memory_does_not_hold_all_micro_batches() -> None:
+    profile = load_profile(GPT2)  # V100 with 16 GiB
+    shape: dict[str, Any] = {"num_gpus": 100, "schedule": "gpipe", "micro_batch_size": 4, "recompute": True}
+    best = plan(profile, **shape, num_runners_up=0).best
+    assert best.expected.peak_memory_bytes <= (profile.environment.device_memory_bytes or 0)
+    tight = synthetic_profile(batch_size=64, micro_batch_size=1, parameter_bytes=1000)
+    needed = simulate(tight, num_stages=4, schedule="gpipe", window_slope=8).expected.peak_memory_bytes
+    shape = {"num_gpus": 4, "pipeline_depth": 4, "schedule": "gpipe", "recompute": True}
+    few = plan(tight, memory_bytes=needed, **shape).best
+    assert {stage.window for stage in few.stages} == {8}
+    assert few.orders[64][1] == ("F" * 8 + "RB" * 8) * 8
+    assert {stage.window for stage in plan(tight, **shape).best.stages} == {64}
+
+
+def test_a_round_that_is_not_full_comes_last() -> None:
+    assert fixed_order("gpipe", 0, 2, 5, False, 2) == "FFBBFFBBFB"
+    assert fixed_order("gpipe", 0, 2, 5, False) == "FFFFFBBBBB"
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_calibration_saw_at_the_peak_counts(recompute: bool) -> None:
+    profile = random_profile(1, 5, 8)
+    peaks = [3_000_000, 900_000, 7_000_000, 1_200_000, 2_000_000]
+    sections = tuple(
+        section.model_copy(update={"peak_bytes": {1: peak}})
+        for section, peak in zip(profile.sections, peaks, strict=True)
+    )
+    costs = SectionCosts(profile.model_copy(update={"sections": sections}), 1, recompute=recompute)
+    kept, stored = sections[0].activation_bytes_per_sample, sections[0].input_bytes_per_sample
+    again = np.array([recompute, False])
+    for cut, windows in product(range(1, 5), [(2, 1), (4, 3)]):
+        expected = []
+        for (first, end), window, recomputes in zip([(0, cut), (cut, 5)], windows, again, strict=True):
+            held = sum(s.parameter_bytes + s.optimizer_bytes + s.gradient_bytes for s in sections[first:end])
+            backward = max((at - first) * kept + max(peaks[at], kept) for at in range(first, end))
+            others = 0 if recomputes else (window - 1) * (end - first) * kept
+            expected.append(held + window * stored + others + backward)
+        assert stage_memory_bytes(costs, (0, cut), windows, again).tolist() == expected
+    least = int(least_bytes(costs, "varuna", num_micro_batches=8)[2])
+    assert least == min(int(stage_memory_bytes(costs, (0, cut), (2, 1), again).max()) for cut in range(1, 5))
+    assert partition_table(costs, "varuna", num_micro_batches=8, memory_bytes=least).fits(2)
+    assert not partition_table(costs, "varuna", num_micro_batches=8, memory_bytes=least - 1).fits(2)
+
+
+@pytest.mark.parametrize("seed", [4, 11, 27])
+def test_more_gpus_are_never_slower_on_nodes(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_sections, size = int(rng.integers(2, 8)), int(rng.integers(2, 6))
+    profile = synthetic_profile(
+        num_sections=num_sections,
+        forward_s=[float(value) for value in rng.uniform(0.0005, 0.01, num_sections)],
+        batch_size=int(rng.integers(4, 25)),
+        micro_batch_size=1,
+        latency_s=float(rng.uniform(0, 0.01)),
+        parameter_bytes=int(rng.choice([1000, 1_000_000, 8_000_000])),
+        bandwidth_bytes_per_s=float(rng.choice([1e7, 1e9])),
+    )
+    if rng.integers(2):
+        slower = (Contention(num_busy=2, factor=1.2), Contention(num_busy=4, factor=1.6))
+        profile = profile.model_copy(update={"contention": slower})
+    table = plan_table(profile, 14, num_gpus_per_node=size)
+    rates = [table[num_gpus].expected.examples_per_s for num_gpus in range(1, 15)]
+    assert rates == sorted(rates)
+
+
+def test_the_bound_for_any_cut_is_that_of_the_best_cut() -> None:
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        num_sections, count = int(rng.integers(1, 7)), int(rng.integers(1, 9))
+        profile = random_profile(seed, num_sections, count, micro_batch_sizes=(1,))
+        for recompute in (True, False):
+            costs = SectionCosts(profile, 1, recompute=recompute)
+            bounds = bounds_ns(costs, "varuna", count, 0)
+            for depth in range(1, num_sections + 1):
+                cuts = [(0, *rest) for rest in combinations(range(1, num_sections), depth - 1)]
+                stages = [stage_costs(costs, cut, [count] * depth, "varuna").times for cut in cuts]
+                nothing = np.zeros(depth, np.int64)
+                best = min(lower_bound_ns(one, count, nothing, latency=False, window=False) for one in stages)
+                assert bounds[depth] == best
+
+
+def test_m_recompute_and_windows_are_chosen_together() -> None:
+    profile = load_profile(GPT2.with_name("bert-large.json"))
+    stored, either = (plan(profile, num_gpus=16, recompute=flag, num_runners_up=0).best for flag in (False, None))
+    assert stored.expected.examples_per_s > 440  # 247 with the m that the knee alone would give
+    assert either.expected.examples_per_s >= stored.expected.examples_per_s
