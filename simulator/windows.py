@@ -15,7 +15,6 @@ import numpy as np
 
 from morph.contract.plan import Schedule
 from simulator.answer import bound_ns
-from simulator.bounds import stage_time_ns
 from simulator.costs import StageCosts, link_times
 from simulator.finish import Finish
 from simulator.layout import Layout
@@ -142,7 +141,7 @@ class Trial:
         if boundaries not in self._bounds:
             conditions, costs = self.rehearsal.conditions, self._widest(boundaries)
             bound = bound_ns(costs, self.counts, conditions)
-            if conditions.share_links and conditions.compute_slots is None and self.layout.placement is None:
+            if conditions.share_links and not conditions.uneven and self.layout.placement is None:
                 bound = max(bound, _links_ns(costs.times, self.most) + self.setting.sections.commit_ns)
             self._bounds[boundaries] = bound
         return self._bounds[boundaries]
@@ -239,7 +238,8 @@ def slope_for_period(times: StageTimes) -> int:
     (w_i - w_j + 1), but never less than the slowest stage, or wire, takes.
     """
     wires = np.maximum(*times.wires_ns)[:-1]
-    period = max(int(stage_time_ns(times).max()), int(wires.max(initial=0)))
+    work = times.forward_ns + times.recompute_ns * times.recompute + times.backward_ns
+    period = max(int(work.max()), int(wires.max(initial=0)))
     both = np.concatenate([[0], np.cumsum(times.forward_ns + times.backward_ns)])
     links = np.concatenate([[0], np.cumsum((times.activation_ns + times.gradient_ns)[:-1])])
     last = both[1:] + links + times.recompute_ns * times.recompute

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from morph.contract.plan import Plan
 from morph.contract.profile import Contention, Profile, load_profile
 from simulator import plan, plan_table, simulate, synthetic_profile
-from simulator.bounds import lower_bound_ns
+from simulator.bounds import lower_bound_ns, pipe_of
 from simulator.costs import SectionCosts, stage_costs, stage_memory_bytes
 from simulator.engine import run_pipeline
 from simulator.finish import finish
@@ -209,7 +209,10 @@ def test_the_bound_for_any_cut_is_that_of_the_best_cut() -> None:
                 cuts = [(0, *rest) for rest in combinations(range(1, num_sections), depth - 1)]
                 stages = [stage_costs(costs, cut, [count] * depth, "varuna").times for cut in cuts]
                 nothing = np.zeros(depth, np.int64)
-                best = min(lower_bound_ns(one, count, nothing, latency=False, window=False) for one in stages)
+                best = min(
+                    lower_bound_ns(pipe_of(one), one.window, count, nothing, latency=False, window=False)
+                    for one in stages
+                )
                 assert bounds[depth] == best
 
 
