@@ -14,7 +14,6 @@ from simulator.aims import Aim, objective_for
 from simulator.answer import Simulation, describe
 from simulator.conditions import NUM_DRAWS, AllReduceStart, Conditions
 from simulator.memory import memory_sentence
-from simulator.micro_batch import possible_micro_batch_sizes
 from simulator.objectives import PAUSE_S, REPLACEMENT_S, ObjectiveName, Price, Shape
 from simulator.outcome import Outcome
 from simulator.placement import node_sizes
@@ -190,15 +189,10 @@ def plan_table(
     if not 1 <= min_gpus <= max_gpus:
         raise PlanError("is out of range", field="min_gpus", value=min_gpus, allowed=f"1 to {max_gpus}")
     conditions = Conditions(compute_slots=compute_slots, share_links=share_links)
+    sweep = Sweep(profile, schedule, memory_bytes, micro_batch_size, conditions, recompute=recompute)
+    numbers = range(min_gpus, max_gpus + 1)
     tables = [
-        _table(
-            Sweep(profile, schedule, memory_bytes, m, conditions, recompute=recompute),
-            range(min_gpus, max_gpus + 1),
-            num_gpus_per_node,
-            pipeline_depth,
-            most_replicas,
-        )
-        for m in possible_micro_batch_sizes(profile, micro_batch_size)
+        _table(each, numbers, num_gpus_per_node, pipeline_depth, most_replicas) for each in sweep.by_micro_batch_size()
     ]
     return max(tables, key=lambda plans: sum(plan.expected.examples_per_s for plan in plans.values()))
 

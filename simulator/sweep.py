@@ -66,8 +66,27 @@ class Sweep:
         schedules = SCHEDULES if schedule is None else (schedule,)
         again = (True, False) if recompute is None else (recompute,)
         sizes = possible_micro_batch_sizes(profile, micro_batch_size)
-        self.settings = tuple(Setting(profile, m, flag, schedules, memory_bytes) for m in sizes for flag in again)
+        settings: list[Setting] = []
+        refused: PlanError | None = None
+        for m in sizes:
+            try:
+                settings += [Setting(profile, m, flag, schedules, memory_bytes) for flag in again]
+            except PlanError as error:  # too many micro-batches of this size to look at: larger ones may do
+                refused = error
+        if refused is not None and not settings:
+            raise refused
+        self.settings = tuple(settings)
         self._forget()
+
+    def by_micro_batch_size(self) -> list[Sweep]:
+        """One sweep for each m, growing."""
+        found = []
+        for m in sorted({setting.sections.micro_batch_size for setting in self.settings}):
+            other = copy(self)
+            other.settings = tuple(each for each in self.settings if each.sections.micro_batch_size == m)
+            other._forget()
+            found.append(other)
+        return found
 
     @property
     def total(self) -> int:
