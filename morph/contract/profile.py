@@ -19,6 +19,8 @@ SCHEMA_VERSION = 1
 
 PositiveInt = Annotated[int, ranges.COUNT.field]
 MicroBatchSize = Annotated[int, ranges.MICRO_BATCH.field]
+MicroBatchKey = Annotated[int, Field(ge=ranges.MICRO_BATCH.low, le=ranges.MICRO_BATCH.high)]
+"""JSON's keys are text."""
 Gpus = Annotated[int, Field(strict=True, ge=2, le=ranges.GPUS.high)]
 Index = Annotated[int, Field(strict=True, ge=0, lt=ranges.SECTIONS)]
 Bytes = Annotated[int, ranges.BYTES.field]
@@ -52,8 +54,8 @@ class SectionProfile(Value):
 
     index: Index
     label: str = Field(description="where in the user's model the section begins")
-    forward: dict[MicroBatchSize, Timing] = Field(description="F_i(m) by micro-batch size m")
-    backward: dict[MicroBatchSize, Timing] = Field(description="B_i(m) by micro-batch size m, without recompute")
+    forward: dict[MicroBatchKey, Timing] = Field(description="F_i(m) by micro-batch size m")
+    backward: dict[MicroBatchKey, Timing] = Field(description="B_i(m) by micro-batch size m, without recompute")
     parameter_bytes: Bytes
     optimizer_bytes: Bytes = Field(description="optimizer state of this section's parameters")
     gradient_bytes: Bytes = Field(description="accumulated gradient held until the commit")
@@ -61,7 +63,7 @@ class SectionProfile(Value):
     activation_bytes_per_sample: Bytes = Field(description="held between forward and backward without recompute")
     output_bytes_per_sample: Bytes = Field(description="crosses the cut-point behind this section; 0 for the last")
     optimizer_step: Timing
-    peak_bytes: dict[MicroBatchSize, Bytes] = Field(
+    peak_bytes: dict[MicroBatchKey, Bytes] = Field(
         default={}, description="by m: most memory that one forward and backward take beyond what is held between tasks"
     )
 
@@ -142,8 +144,8 @@ class NodeTypeProfile(Value):
 
     name: str = Field(min_length=1)
     environment: Environment
-    forward: tuple[dict[MicroBatchSize, Timing], ...] = Field(description="F_i(m) of each section")
-    backward: tuple[dict[MicroBatchSize, Timing], ...] = Field(description="B_i(m) of each section")
+    forward: tuple[dict[MicroBatchKey, Timing], ...] = Field(description="F_i(m) of each section")
+    backward: tuple[dict[MicroBatchKey, Timing], ...] = Field(description="B_i(m) of each section")
     optimizer_step: tuple[Timing, ...] = Field(description="of each section")
     intra_node: LinkProfile | None = Field(default=None, description="None: as in the profile")
     inter_node: LinkProfile | None = Field(default=None, description="None: as in the profile")
