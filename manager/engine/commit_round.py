@@ -6,10 +6,12 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+from manager.engine.inbox import read_answer
 from manager.engine.names import VM_RESOURCE
 from manager.engine.ray_environment import prepare, stay_on_loopback
 from morph.contract.errors import ClusterError
 from morph.contract.messages import CommitOrder, Committed
+from morph.runtime.serving import pack, unpack
 
 _WARM_UP = 5
 _START_TIMEOUT_S = 60.0
@@ -17,14 +19,16 @@ _ROUND_TIMEOUT_S = 30.0
 
 
 class _Answerer:
-    """A worker that has nothing to apply."""
+    """A worker that has nothing to apply, and speaks as one does."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
 
-    def commit(self, order: CommitOrder) -> Committed:
-        """Answer as a worker does."""
-        return Committed(worker=self._worker, generation=order.generation, version=order.version)
+    def order(self, message: bytes) -> bytes:
+        """Take a commit order; returns its answer."""
+        _, order = unpack(message)
+        answer = Committed(worker=self._worker, generation=order.generation, version=order.version)
+        return answer.model_dump_json().encode()
 
 
 def measure_commit_round(num_samples: int, num_workers: int = 2) -> list[float]:
@@ -54,11 +58,12 @@ def measure_commit_round(num_samples: int, num_workers: int = 2) -> list[float]:
         samples_s: list[float] = []
         try:
             for version in range(1, 1 + _WARM_UP + num_samples):
-                order = CommitOrder(generation=1, version=version)
+                order = pack("commit", CommitOrder(generation=1, version=version))
                 begun_s = time.perf_counter()
-                started = [actor.commit.remote(order) for actor in actors]
-                ray.get(started, timeout=_START_TIMEOUT_S if version == 1 else _ROUND_TIMEOUT_S)
+                started = [actor.order.remote(order).future() for actor in actors]
+                for worker, answer in enumerate(started):
+                    read_answer(f"vm{worker}", answer.result(_START_TIMEOUT_S if version == 1 else _ROUND_TIMEOUT_S))
                 samples_s.append(time.perf_counter() - begun_s)
-        except RayError as error:
+        except (RayError, TimeoutError) as error:
             raise ClusterError(f"measuring a commit's round through Ray failed: {error}") from error
     return samples_s[_WARM_UP:]
