@@ -71,7 +71,8 @@ class Watch:
         known = self.secrets
         for name, shown in self.shown.items():
             sockets = {self._kind(found) for found in shown.listening} - {WAITING}
-            assert sockets == (OF_MANAGER if name == "manager" else OF_VM), name
+            wrong = sockets ^ (OF_MANAGER if name == "manager" else OF_VM)
+            assert not wrong, (name, wrong)
             held = with_secrets(shown, known)
             assert [place.split()[1:] for place in held] == ([["python", LOGIN]] if name == "manager" else [])
         assert {stat.S_IMODE(mode) for mode in self.modes.values()} == {0o600}, self.modes
@@ -125,4 +126,5 @@ class Watch:
         names = {ports.head: "head", ports.notices: "notices", ports.store: "store", ports.lifelines: "lifelines"}
         names |= {port: name for name, port in node.items()}
         names |= dict.fromkeys(range(node["min_worker_port"], node["max_worker_port"] + 1), "workers")
-        return found.process, addresses.get(found.address, "own"), names.get(found.port, "any")
+        process = found.process.partition(".")[0]  # Ray's actors add what they do
+        return process, addresses.get(found.address, "own"), names.get(found.port, "any")
