@@ -93,7 +93,8 @@ def with_appeared(state: ControllerState, event: NodeAppeared) -> ControllerStat
 def lost_booting(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:
     """Await a VM no longer that went before it appeared, and ask for another; anybody else is not known.
 
-    At once, unless a VM that was granted since the last such loss went as well: then after a pause that grows.
+    At once, unless a VM that was granted since the last such loss went as well: then after a pause that grows. One that
+    is not fit for a worker counts as one that never appeared.
     """
     state = without_kept(state, *event.workers)
     for name, request in state.requests.items():
@@ -102,7 +103,7 @@ def lost_booting(state: ControllerState, event: WorkerLost, now_s: float) -> Dec
             state = with_request(state, name, without_granted(request, event.worker))
             sentence = f"{event.worker} never appeared: {event.cause}"
             gone = said(state, ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=(event.worker,)))
-            return with_pause(gone, since_s, now_s)
+            return with_pause(gone, since_s, now_s, num_absent=int(event.unfit))
     return said(state, ReasonCode.IGNORED, f"{event.worker} is not known, or was lost before")
 
 
@@ -129,18 +130,21 @@ def nothing_comes(state: ControllerState) -> bool:
 def with_pause(gone: Decision, since_s: float, now_s: float, num_absent: int = 0) -> Decision:
     """Put off the next request when attempt after attempt is lost before a worker is ready; each counts once.
 
-    ``since_s``: when the one that was lost now was granted, or appeared; ``num_absent``: 1 where none appeared.
+    ``since_s``: when the one that was lost now was granted, or appeared; ``num_absent``: 1 where none appeared that
+    is of use.
     """
     state, rules = gone.state, gone.state.config.policy.rules.requests
     if state.setup_lost_s is not None and since_s < state.setup_lost_s:
         return gone
     num_lost = state.num_setups_lost + 1
-    num_absent += state.num_absent
-    state = changed(state, num_setups_lost=num_lost, setup_lost_s=now_s, num_absent=num_absent)
+    state = changed(state, num_setups_lost=num_lost, setup_lost_s=now_s, num_absent=state.num_absent + num_absent)
     if num_lost > 1:
         wait_s = min(rules.backoff_s * float(2 ** min(num_lost - 2, 64)), rules.backoff_max_s)
         state = wake_by(changed(state, ask_at_s=max(state.ask_at_s or 0.0, now_s + wait_s)), now_s + wait_s)
-    return gone.model_copy(update={"state": state})
+    gone = gone.model_copy(update={"state": state})
+    if num_absent and asks_no_more(state):
+        gone = followed(gone, said(state, ReasonCode.NODE_ABSENT, why_no_more(state)))
+    return gone
 
 
 def noticed_booting(state: ControllerState, event: NoticeGiven) -> Decision | None:
@@ -165,9 +169,6 @@ def requests_due(state: ControllerState, now_s: float) -> Decision:
             released = said(left, ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=late))
             released = with_pause(released, min(request.granted[node] for node in late), now_s, num_absent=1)
             decision = followed(decision, released)
-            if asks_no_more(decision.state):
-                no_more = said(decision.state, ReasonCode.NODE_ABSENT, why_no_more(decision.state))
-                decision = followed(decision, no_more)
         if request.count and now_s >= resend_at_s(state, request):
             decision = followed(decision, _unanswered(decision.state, name, now_s))
     return decision

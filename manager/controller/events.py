@@ -82,12 +82,16 @@ class WorkerAnswered(Value):
 
 
 class WorkerLost(Value):
-    """A worker died, its VM went away, or it fell silent; ``beside``: with it further workers of its VM."""
+    """A worker died, its VM went away, or it fell silent; ``beside``: with it further workers of its VM.
+
+    ``unfit``: the VM itself said that no worker can be started on it.
+    """
 
     kind: Literal["worker_lost"] = "worker_lost"
     worker: WorkerId
     cause: str = Field(description="one sentence")
     beside: tuple[WorkerId, ...] = ()
+    unfit: bool = False
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:

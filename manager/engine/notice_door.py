@@ -122,7 +122,7 @@ class NoticeDoor:
         if is_new:
             self._inbox.put(Fact(name="vm_unfit", worker=node, detail=why))
         for worker in workers:
-            self._inbox.put(WorkerLost(worker=worker, cause=why))
+            self._inbox.put(WorkerLost(worker=worker, cause=why, unfit=True))
 
     def _take(self, node: str, workers: tuple[str, ...], line: dict[str, Any]) -> None:
         kind = line.pop("kind")

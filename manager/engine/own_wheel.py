@@ -37,7 +37,10 @@ def make_wheel() -> bytes:
         ) from error
     info = f"{DISTRIBUTION.replace('-', '_')}-{found.version}.dist-info"
     files = {name: path.read_bytes() for package in PACKAGES for name, path in _files(package)}
-    files[f"{info}/METADATA"] = (found.read_text("METADATA") or "").encode()
+    described = found.read_text("METADATA") or found.read_text("PKG-INFO")  # the second: a clone's own, beside the code
+    if not described:
+        raise ClusterError("VMs get Morph from here, and how it is installed here says nothing of it: pip install -e .")
+    files[f"{info}/METADATA"] = described.encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: morph\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/entry_points.txt"] = (found.read_text("entry_points.txt") or "").encode()
     record = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in sorted(files.items())]

@@ -133,6 +133,21 @@ def test_vms_that_never_appear_are_asked_for_ever_less_often_and_in_the_end_no_m
     assert requested(script.tell(WorkerLost(worker="n1", cause="taken"))) == []
 
 
+def test_vms_that_say_that_they_are_unfit_are_asked_for_as_often_as_those_that_never_appear() -> None:
+    script = asking(policy=make_config().policy.model_copy(update={"order_timeout_s": 1e6}))
+    script.tell(Tick())
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    script.ready("n1", "n2", "n3")
+    script.tell(WorkerLost(worker="n4", cause="its Python is 3.10.12", unfit=True))
+    for number in range(2, REQUESTS.max_absent + 1):
+        script.tell(Tick(), at_s=script.now_s + REQUESTS.backoff_max_s)
+        assert "no further one" not in script.sentence
+        script.tell(NodesGranted(request=f"job-{number}", nodes=(f"m{number}",)))
+        script.tell(WorkerLost(worker=f"m{number}", cause="its Python is 3.10.12", unfit=True))
+    assert "none of them joined: no further one is asked for" in script.sentence
+    assert requested(script.tell(Tick(), at_s=script.now_s + 10 * REQUESTS.backoff_max_s)) == []
+
+
 def test_one_that_appears_makes_up_for_those_that_did_not() -> None:
     script = asking()
     script.tell(Tick())
