@@ -48,6 +48,8 @@ def plan_of(shape: str) -> Plan:
         pipeline_depth=depth,
         num_replicas=replicas,
         micro_batch_size=M,
+        schedule="varuna",
+        recompute=True,
     ).best
 
 

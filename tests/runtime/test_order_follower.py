@@ -22,7 +22,13 @@ def shape(schedule: Schedule, depth: int, num_micro_batches: int, latency_s: flo
         num_sections=depth, batch_size=num_micro_batches, micro_batch_sizes=(1,), latency_s=latency_s
     )
     return plan(
-        profile, num_gpus=depth, pipeline_depth=depth, num_replicas=1, schedule=schedule, micro_batch_size=1
+        profile,
+        num_gpus=depth,
+        pipeline_depth=depth,
+        num_replicas=1,
+        schedule=schedule,
+        micro_batch_size=1,
+        recompute=True,
     ).best
 
 

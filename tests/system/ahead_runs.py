@@ -80,7 +80,13 @@ def best(profile: Profile, shape: str) -> Plan:
     """The plan of the profile for "PxD"."""
     depth, replicas = map(int, shape.split("x"))
     return plan(
-        profile, num_gpus=depth * replicas, pipeline_depth=depth, num_replicas=replicas, micro_batch_size=M
+        profile,
+        num_gpus=depth * replicas,
+        pipeline_depth=depth,
+        num_replicas=replicas,
+        micro_batch_size=M,
+        schedule="varuna",
+        recompute=True,
     ).best
 
 

@@ -50,6 +50,8 @@ class TinyJob:
             pipeline_depth=depth,
             num_replicas=replicas,
             micro_batch_size=MICRO_BATCH_SIZE,
+            schedule="varuna",
+            recompute=True,
         ).best
         return best.model_copy(update={"fingerprint": self.fingerprint})
 

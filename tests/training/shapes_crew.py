@@ -46,7 +46,7 @@ def spec_of(name: str) -> str:
 
 
 def make_plan(shape: str, fingerprint: str, *, recompute: bool = True) -> Plan:
-    """A plan for ``"PxD"``; without recompute every stage keeps its activations."""
+    """A plan for ``"PxD"``; without recompute every stage keeps its activations. Orders are Varuna's."""
     depth, replicas = map(int, shape.split("x"))
     profile = synthetic_profile(
         num_sections=NUM_SECTIONS, batch_size=BATCH_SIZE, micro_batch_sizes=(1, MICRO_BATCH_SIZE)
@@ -57,6 +57,8 @@ def make_plan(shape: str, fingerprint: str, *, recompute: bool = True) -> Plan:
         pipeline_depth=depth,
         num_replicas=replicas,
         micro_batch_size=MICRO_BATCH_SIZE,
+        schedule="varuna",
+        recompute=True,
     ).best
     found: dict[str, Any] = best.model_dump() | {"fingerprint": fingerprint}
     if not recompute:
