@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from morph.contract.messages import ComputeTimes, MicroBatchLoss, Prepared
 from morph.cutting import CutModel, cut, export_job
 from morph.cutting.cut_model import ParameterUnit
 from morph.data import MicroBatchLoader
-from morph.job import Job, LossScaling, Precision
+from morph.job import LossScaling, Precision
 from morph.runtime.section_run import run_section
 from morph.runtime.stage import Stage
 from morph.runtime.unit_state import UnitState
@@ -215,8 +216,7 @@ def test_growth_follows_the_job_when_a_state_of_another_setting_is_loaded() -> N
 
 def test_half_precision_has_a_loss_scale_by_default_and_others_do_not() -> None:
     def rules(**fields: Any) -> UpdateRules:
-        job = Job(**{**vars(plain), **fields})
-        return update_rules(job, torch.device("cpu"))
+        return update_rules(replace(plain, **fields), torch.device("cpu"))
 
     assert rules(precision="fp16").loss_scale == LossScale(exponent=16, growth_steps=2000)
     assert rules(precision="bf16").loss_scale is None
