@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from morph.contract.errors import ProfileError
+from morph.contract.files import write_whole
 from morph.contract.profile import Profile
 
 
@@ -36,10 +37,7 @@ def write_profile(profile: Profile, path: Path, *, as_read: bool = False) -> Non
         ProfileError: when it cannot be written.
     """
     check_output(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(profile.model_dump_json(indent=2, exclude_unset=as_read) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, profile.model_dump_json(indent=2, exclude_unset=as_read) + "\n")
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ProfileError(f"cannot be written: {error.strerror}", source=str(path)) from error

@@ -18,7 +18,8 @@ from pydantic import Field
 
 from morph.contract.base import Value, read_json
 from morph.contract.data_facts import JobFacts
-from morph.contract.errors import RunDirError
+from morph.contract.errors import RunDirError, RunDirStuck
+from morph.contract.files import NO_ROOM, PRIVATE, write_whole
 
 
 class RunFacts(Value):
@@ -68,8 +69,28 @@ def check_free(path: Path) -> None:
         raise RunDirError("is not a directory", source=where) from error
     except OSError as error:
         raise RunDirError(f"cannot be read: {error.strerror}", source=where) from error
-    if "run.json" not in names and names - {"run.lock", "run.json.tmp"}:  # those are there while it is claimed
+    others = {name for name in names if name != "run.lock" and not name.startswith(".run.json.")}
+    if "run.json" not in names and others:  # the two are there while it is claimed
         raise RunDirError("is not empty and is no run directory", source=where, allowed="a new or empty directory")
+
+
+def write_in_run_dir(path: Path, content: str | bytes) -> None:
+    """Write a file of a run directory, whole or not at all, for its user alone.
+
+    Raises:
+        RunDirStuck: not now, for its disk is full or read-only.
+        RunDirError: it cannot be written.
+    """
+    try:
+        write_whole(path, content, PRIVATE)
+    except OSError as error:
+        raise not_writable(path.parent, error) from error
+
+
+def not_writable(folder: Path, error: OSError) -> RunDirError:
+    """Return what is to be raised for it: ``RunDirStuck`` where that passes."""
+    kind = RunDirStuck if error.errno in NO_ROOM else RunDirError
+    return kind(f"is not writable: {error.strerror}", source=str(folder))
 
 
 def checkpoint_url(path: Path, facts: RunFacts) -> str:
@@ -123,12 +144,7 @@ class RunDir:
         Raises:
             RunDirError: it cannot be written.
         """
-        temporary = self.path / "run.json.tmp"
-        try:
-            temporary.write_text(facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            temporary.replace(self.path / "run.json")
-        except OSError as error:
-            raise RunDirError(f"is not writable: {error.strerror}", source=str(self.path)) from error
+        write_in_run_dir(self.path / "run.json", facts.model_dump_json(indent=2) + "\n")
         self.facts = facts
 
     def __enter__(self) -> RunDir:
@@ -174,19 +190,15 @@ class RunDir:
         except OSError as error:
             lock_file.close()
             raise RunDirError(f"cannot be locked: {error.strerror}", source=str(self.path)) from error
-        try:
+        with suppress(OSError):  # a full disk: it is locked all the same, and others are not told by whom
             lock_file.truncate(0)
-            lock_file.write(str(os.getpid()))
-            lock_file.flush()
-        except OSError as error:
-            with suppress(OSError):  # it would write again
-                lock_file.close()
-            raise RunDirError(f"is not writable: {error.strerror}", source=str(self.path)) from error
+            os.write(lock_file.fileno(), str(os.getpid()).encode())
         self._lock_file = lock_file
 
     def _unlock(self) -> None:
         if self._lock_file is not None:
-            self._lock_file.truncate(0)
+            with suppress(OSError):
+                self._lock_file.truncate(0)
             self._lock_file.close()
             self._lock_file = None
 

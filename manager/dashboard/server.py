@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import threading
 from collections.abc import Awaitable, Iterator
@@ -29,6 +28,7 @@ from manager.dashboard.snapshot import snapshot
 from manager.report.live import LiveRun
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ClusterError, RunDirError
+from morph.contract.files import PRIVATE, write_whole
 from morph.runtime.listener import HELLO_TIMEOUT_S, Strangers
 
 LOOPBACK = "127.0.0.1"
@@ -72,7 +72,7 @@ def serving(run: LiveRun, run_dir: Path) -> Iterator[PageAddress]:
     server.start()
     path = run_dir / FILE_NAME
     try:
-        _write_private(path, server.address.model_dump_json())
+        write_whole(path, server.address.model_dump_json(), PRIVATE)
         yield server.address
     finally:
         with suppress(FileNotFoundError):
@@ -215,13 +215,3 @@ class _Nothing(_Guarded):
 
 def _asset(name: str) -> bytes:
     return files("manager.dashboard").joinpath("assets", name).read_bytes()
-
-
-def _write_private(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.new")
-    with suppress(FileNotFoundError):
-        temporary.unlink()
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(path)

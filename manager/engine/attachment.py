@@ -17,7 +17,7 @@ from manager.journal.journal import Journal
 from manager.journal.patience import patiently
 from manager.journal.records import TraceMoment
 from manager.journal.replay import nodes_up, replay, trace_moment
-from manager.run_dir import RunDir
+from manager.run_dir import RunDir, write_in_run_dir
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ClusterError, MorphError, RunDirError
 from morph.contract.proof import new_secret
@@ -72,14 +72,7 @@ def write_attachment(run_dir: RunDir, attachment: Attachment) -> None:
     Raises:
         RunDirError: it cannot be written.
     """
-    temporary = run_dir.path / f"{FILE_NAME}.tmp"
-    try:
-        temporary.unlink(missing_ok=True)
-        temporary.touch(mode=0o600)
-        temporary.write_text(attachment.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        temporary.replace(run_dir.path / FILE_NAME)
-    except OSError as error:
-        raise RunDirError(f"is not writable: {error.strerror}", source=str(run_dir.path)) from error
+    write_in_run_dir(run_dir.path / FILE_NAME, attachment.model_dump_json(indent=2) + "\n")
 
 
 def forget_attachment(run_dir: RunDir) -> None:

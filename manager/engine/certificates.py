@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manager.engine.names import LOOPBACK
-from manager.enrolment.files import Certificates, write_private
+from manager.enrolment.files import Certificates
 from morph.contract.errors import ClusterError, ConfigError
+from morph.contract.files import PRIVATE, write_whole
 
 if TYPE_CHECKING:
     from manager.enrolment.authority import Authority
@@ -58,11 +59,11 @@ def make_certificates(directory: Path, tls: Tls) -> Certificates:
     authority, key = Authority.make(), new_key()
     found = certificates_of(directory)
     found.key.parent.mkdir(mode=0o700)
-    write_private(found.authority, authority.pem)
-    write_private(found.certificate, authority.certify(key.public_key(), NAME, tls.address, LIFE, now()))
-    write_private(found.key, key_pem(key))
+    write_whole(found.authority, authority.pem, PRIVATE)
+    write_whole(found.certificate, authority.certify(key.public_key(), NAME, tls.address, LIFE, now()), PRIVATE)
+    write_whole(found.key, key_pem(key), PRIVATE)
     if tls.enrols:
-        write_private(found.authority_key, authority.key_pem)
+        write_whole(found.authority_key, authority.key_pem, PRIVATE)
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 
+from manager.run_dir import not_writable, write_in_run_dir
 from morph.contract.errors import ConfigError, RunDirError
 from morph.contract.messages import JobCode
 from morph.job_files import OWN, JobFiles, file_of, is_installed
@@ -87,15 +88,11 @@ def keep(run_dir: Path, code: JobCode) -> None:
         RunDirError: it cannot be written.
     """
     path = run_dir / FOLDER / f"{code.sha256}.zip"
-    temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        temporary.unlink(missing_ok=True)
-        temporary.touch(mode=0o600)
-        temporary.write_bytes(code.archive)
-        temporary.replace(path)
     except OSError as error:
-        raise RunDirError(f"is not writable: {error.strerror}", source=str(run_dir)) from error
+        raise not_writable(path.parent, error) from error
+    write_in_run_dir(path, code.archive)
 
 
 def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> JobCode:

@@ -13,8 +13,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from manager.enrolment.files import write_private
 from morph.contract.errors import ClusterError
+from morph.contract.files import PRIVATE, write_whole
 
 DISTRIBUTION = "morph-train"
 PACKAGES = ("calibrate", "manager", "morph", "simulator")
@@ -61,7 +61,7 @@ def kept_wheel(path: Path, *, make: bool) -> bytes:
         ClusterError: it is gone, or cannot be made.
     """
     if make:
-        write_private(path, make_wheel())
+        write_whole(path, make_wheel(), PRIVATE)
     try:
         return path.read_bytes()
     except OSError as error:

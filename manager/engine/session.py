@@ -148,7 +148,7 @@ def run_session(
                 outlives = Fact(name=OUTLIVES, detail=str(_outlives_s(spec)))
                 patiently(lambda: journal.append_fact(clock.now_s(), outlives))
                 known = {"command": dict(spec.command), "epoch_s": clock.epoch_s}
-                write_attachment(run_dir, machines.attachment.model_copy(update=known))
+                patiently(lambda: write_attachment(run_dir, machines.attachment.model_copy(update=known)))
                 if spec.played.num_played:
                     player.resume((), ())
             else:

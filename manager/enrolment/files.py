@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,12 +34,3 @@ class Certificates:
             "RAY_TLS_SERVER_KEY": str(self.key),
             "RAY_TLS_CA_CERT": str(self.authority),
         }
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Write or replace a file of mode 0600, whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-    temporary.replace(path)

@@ -21,9 +21,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from manager.enrolment.exchange import Answered, Exchange
-from manager.enrolment.files import Certificates, write_private
+from manager.enrolment.files import Certificates
 from manager.notices.line import Lines
 from morph.contract.errors import MorphError
+from morph.contract.files import PRIVATE, write_whole
 from morph.contract.proof import new_secret
 
 CONNECT_TIMEOUT_S = 10.0
@@ -117,9 +118,9 @@ def enrol(place: Place, authority: Path, directory: Path, patience_s: float) -> 
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.chmod(0o700)
     files = Certificates.below(directory)
-    write_private(files.authority, trusted)
-    write_private(files.key, key_pem(key))
-    write_private(files.certificate, granted.certificate.encode())
+    write_whole(files.authority, trusted, PRIVATE)
+    write_whole(files.key, key_pem(key), PRIVATE)
+    write_whole(files.certificate, granted.certificate.encode(), PRIVATE)
     return files, granted.address
 
 

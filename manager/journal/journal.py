@@ -12,7 +12,7 @@ from manager.controller.config import ControllerConfig
 from manager.controller.events import Event
 from manager.controller.state import Decision
 from manager.journal.records import DecisionRecord, Entry, EntryKind, Fact
-from morph.contract.errors import JournalStuck, RunDirError
+from morph.contract.errors import RunDirError, RunDirStuck
 
 FILE_NAME = "journal.sqlite"
 BUSY_S = 5.0
@@ -57,7 +57,7 @@ class Journal:
 
         Raises:
             RunDirError: the file is missing, cannot be written, or is not a journal.
-            JournalStuck: it is locked, or the disk is full.
+            RunDirStuck: it is locked, or the disk is full.
         """
         if read_only and not path.is_file():
             raise RunDirError("holds no journal", source=str(path))
@@ -78,7 +78,7 @@ class Journal:
         except sqlite3.Error as error:
             connection.close()
             stuck = isinstance(error, sqlite3.OperationalError) and path.is_file()
-            kind = JournalStuck if stuck else RunDirError
+            kind = RunDirStuck if stuck else RunDirError
             raise kind(f"is not a journal, or is in use: {error}", source=str(path)) from error
         return cls(connection, path)
 
@@ -86,7 +86,7 @@ class Journal:
         """Append one line.
 
         Raises:
-            JournalStuck: the file cannot be written now; nothing of it was.
+            RunDirStuck: the file cannot be written now; nothing of it was.
             RunDirError: the file is damaged.
         """
         self._write([(time_s, kind, payload_json)])
@@ -180,5 +180,5 @@ class Journal:
                         self._connection.execute("ROLLBACK")
                     raise
             except sqlite3.Error as error:
-                kind = JournalStuck if isinstance(error, sqlite3.OperationalError) else RunDirError
+                kind = RunDirStuck if isinstance(error, sqlite3.OperationalError) else RunDirError
                 raise kind(f"the journal cannot be written: {error}", source=str(self._path)) from error

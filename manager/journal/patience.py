@@ -1,4 +1,4 @@
-"""Waiting until a journal can be written: nothing is done that is not written down first."""
+"""Waiting until a run directory can be written: nothing is done that is not written down first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from morph.contract.errors import JournalStuck
+from morph.contract.errors import RunDirStuck
 
 log = logging.getLogger(__name__)
 
@@ -19,17 +19,17 @@ Result = TypeVar("Result")
 
 
 def patiently(attempt: Callable[[], Result], limit_s: float = LIMIT_S) -> Result:
-    """Attempt something until the journal lets it; says once that it waits, and once that it goes on. Blocks.
+    """Attempt something until the run directory lets it; says once that it waits, and once that it goes on. Blocks.
 
     Raises:
-        JournalStuck: it does not within ``limit_s``.
+        RunDirStuck: it does not within ``limit_s``.
         KeyboardInterrupt: on a second Ctrl-C, as everywhere.
     """
     begin_s, pause_s, told = time.monotonic(), FIRST_PAUSE_S, False
     while True:
         try:
             result = attempt()
-        except JournalStuck as error:
+        except RunDirStuck as error:
             if time.monotonic() - begin_s >= limit_s:
                 raise
             if not told:

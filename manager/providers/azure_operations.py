@@ -5,7 +5,6 @@ A continuation token holds parts of requests and answers: it is a secret.
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from pydantic import Field, ValidationError
 
 from manager.providers.provider import Misconfigured
 from morph.contract.base import Value
+from morph.contract.files import PRIVATE, write_whole
 
 
 class _Kept(Value):
@@ -63,8 +63,4 @@ class Operations:
 
     def _keep(self, **changes: object) -> None:
         self._kept = self._kept.model_copy(update=changes)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.unlink(missing_ok=True)  # one that was left could be readable by others
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
-            out.write(self._kept.model_dump_json())
-        temporary.replace(self._path)
+        write_whole(self._path, self._kept.model_dump_json(), PRIVATE)

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import Field
 
 from manager.providers.provider import vm_name
+from manager.run_dir import write_in_run_dir
 from morph.contract.base import Value, read_json
 from morph.contract.errors import RunDirError
 
@@ -47,9 +48,4 @@ def write_name(run_dir: Path, name: RunName) -> None:
     Raises:
         RunDirError: it cannot be written.
     """
-    temporary = run_dir / f"{FILE_NAME}.tmp"
-    try:
-        temporary.write_text(name.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        temporary.replace(run_dir / FILE_NAME)
-    except OSError as error:
-        raise RunDirError(f"is not writable: {error.strerror}", source=str(run_dir)) from error
+    write_in_run_dir(run_dir / FILE_NAME, name.model_dump_json(indent=2) + "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from manager.providers.provider import (
 )
 from manager.providers.ssh import SshHost, Unanswered, end_script, run_ssh, start_script
 from morph.contract.base import Value
+from morph.contract.files import PRIVATE, write_whole
 
 MAX_AT_ONCE = 32
 """Hosts whose nodes are ended at the same time."""
@@ -262,8 +262,5 @@ class StaticProvider:
             yield leases, self._write
 
     def _write(self, leases: dict[str, Lease]) -> None:
-        temporary = self._path.with_suffix(".tmp")
         text = json.dumps({key: entry.model_dump(exclude_none=True) for key, entry in leases.items()}, indent=2)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
-            out.write(text + "\n")
-        temporary.replace(self._path)
+        write_whole(self._path, text + "\n", PRIVATE)

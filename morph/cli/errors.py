@@ -14,7 +14,6 @@ anything else       its traceback: it is a bug            1
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,11 +23,11 @@ import typer
 from typer.core import TyperGroup
 
 from morph.contract.errors import InputError, TrainingStopped
+from morph.contract.files import NO_ROOM
 
 EXIT_STOPPED = 1
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 def one_line(error: Exception) -> str:

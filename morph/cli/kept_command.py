@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from manager.run_dir import write_in_run_dir
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ConfigError, RunDirError
 from morph.contract.plan import Schedule
@@ -69,12 +70,7 @@ def keep_command(run_dir: Path, command: RunCommand, files: tuple[Path, ...]) ->
     """
     inputs = {path.resolve(): _digest(path) for path in files}
     kept = KeptCommand(command=command.absolute(), inputs=inputs)
-    temporary = run_dir / f"{FILE_NAME}.tmp"
-    try:
-        temporary.write_text(kept.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        temporary.replace(run_dir / FILE_NAME)
-    except OSError as error:
-        raise RunDirError(f"is not writable: {error.strerror}", source=str(run_dir)) from error
+    write_in_run_dir(run_dir / FILE_NAME, kept.model_dump_json(indent=2) + "\n")
 
 
 def kept_command(run_dir: Path) -> RunCommand:

@@ -78,6 +78,7 @@ def managed_run(
     from manager.engine.again import Again, until_it_ends
     from manager.engine.job_code import collect
     from manager.engine.session import RunSpec, gone_on_with_trace, run_session
+    from manager.journal.patience import LIMIT_S, patiently
     from manager.preparation import constant_trace, controller_config, newest_checkpoint
     from manager.providers.run_name import name_of, write_name
     from manager.report.live import LiveRun
@@ -86,6 +87,7 @@ def managed_run(
     from morph.cli.run_view import run_view
 
     check_free(run_dir)
+    wait = partial(patiently, limit_s=LIMIT_S if is_run(run_dir) else 0.0)  # for its disk, where the run goes on
     trained = RunCode(job_path, profile, job_files or collect(job_path), if_changed, unpack=cloud is not None)
     if not is_run(run_dir) or not profile.units:  # a job that cannot run leaves nothing behind
         trained.check()
@@ -165,15 +167,15 @@ def managed_run(
         if not number:
             _check_steps(steps, version, run_dir)
         if code is None:
-            code = trained.begin(opened)
-            keep(opened.path)
+            code = wait(lambda: trained.begin(opened))
+            wait(lambda: keep(opened.path))
         begun = replace(on(code), config=configure(checkpoint))
         if number:
             begun = gone_on_with_trace(begun, opened)
         if cloud is not None:
             name = name_of(opened.path, profile.job.name)
             name = name.model_copy(update={"num_starts": name.num_starts + 1})
-            write_name(opened.path, name)
+            wait(partial(write_name, opened.path, name))
             print(f"VMs of this run are known as {name.run} (job {name.job})", file=sys.stderr)
             begun = replace(begun, config=begun.config.model_copy(update={"requests": name.requests}))
         with view(version, takes_over=False) as observer:
@@ -182,9 +184,8 @@ def managed_run(
     again = Again(cluster.policy.give_up_after_s)
     with RunDir(run_dir, facts) as opened:
         name = name_of(opened.path, profile.job.name)
-        if cloud is not None:  # the provider marks VMs with it: another name would not find them again
-            write_name(opened.path, name)
         if cloud is not None:
+            wait(partial(write_name, opened.path, name))  # the provider marks VMs with it: it must find them again
             spec = replace(spec, providing=cloud.providing(name, opened.path))
         finish = until_it_ends(session, again, lambda sentence: print(sentence, file=sys.stderr))
         return finish, read_report(opened.path)

@@ -45,6 +45,7 @@ def report_command(
     from morph.cli.checks import check_output
     from morph.cli.report_page import report_page
     from morph.contract.errors import RunDirError
+    from morph.contract.files import write_whole
 
     prices = prices_of(price, on_demand_price)
     read_facts(run_dir)
@@ -54,13 +55,10 @@ def report_command(
     if prices is not None and report.account.bill(prices) is None:
         raise no_price()
     page = report_page(report, prices)
-    temporary = path.with_name(f"{path.name}.new")
     try:
         with as_its_folder(path):
-            temporary.write_text(page, encoding="utf-8")
-        temporary.replace(path)
+            write_whole(path, page)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise RunDirError(f"cannot be written: {error.strerror}", source=str(path)) from error
     print(f"report: {path}")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from morph.contract.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,10 +33,10 @@ def draw_run(report: RunReport, path: Path, expected_label: str = "expected by t
     """
     from manager.run_dir import as_its_folder
 
-    temporary = path.with_name(f"{path.name}.new")
+    drawn = io.BytesIO()
+    run_figure(report, expected_label).savefig(drawn, format="png")
     with as_its_folder(path):
-        run_figure(report, expected_label).savefig(temporary, format="png")
-    temporary.replace(path)
+        write_whole(path, drawn.getvalue())
 
 
 def run_figure(report: RunReport, expected_label: str = "expected by the planner") -> Figure:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from morph.contract.files import write_whole
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -100,9 +102,7 @@ def _show_morph(run_dir: Path, number: int, json_path: Path | None, other: Seque
     console = Console(width=None if Console().is_terminal else 160)
     console.print(table)
     if json_path is not None:
-        temporary = json_path.with_name(f"{json_path.name}.tmp")
-        temporary.write_text(json.dumps(chrome_trace(trace)), encoding="utf-8")
-        temporary.replace(json_path)
+        write_whole(json_path, json.dumps(chrome_trace(trace)))
         console.print(f"Wrote {json_path}.")
 
 

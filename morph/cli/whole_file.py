@@ -12,10 +12,9 @@ def write_text(path: Path, text: str) -> None:
         PlanError: naming the file, if it cannot be written.
     """
     from morph.contract.errors import PlanError
+    from morph.contract.files import write_whole
 
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise PlanError(f"cannot be written: {error.strerror}", source=str(path)) from error

@@ -9,7 +9,7 @@ MorphError
 │   ├── TraceError            a trace file
 │   ├── ConfigError           a cluster or job configuration file
 │   └── RunDirError           a run directory in use, not writable, or of another job
-│       └── JournalStuck      its journal cannot be written now: wait
+│       └── RunDirStuck       it cannot be written now, because its disk is full or its journal is locked: wait
 ├── GenerationAborted         retry: the group was dissolved, a new generation follows
 ├── PeerLost                  retry: a collective failed because a peer went away
 └── TrainingStopped           stop: the run cannot go on
@@ -92,8 +92,8 @@ class RunDirError(InputError):
     """The run directory is in use, not writable, or belongs to another job."""
 
 
-class JournalStuck(RunDirError):
-    """The journal cannot be written or opened now: a full disk, another process's lock. That passes."""
+class RunDirStuck(RunDirError):
+    """It, or its journal, cannot be written now: a full or read-only disk, another process's lock. That passes."""
 
 
 class GenerationAborted(MorphError):

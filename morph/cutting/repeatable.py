@@ -109,12 +109,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         self.result: list[Tensor] = []
         self.reads_fakes = False
         self._lines: list[str | None] = []
-        self._made: list[weakref.ref[Tensor]] = []
+        self._made: dict[int | None, list[weakref.ref[Tensor]]] = {}
         self._tape = forward.tape
         self._parameters = {_storage(parameter): name for name, parameter in forward.parameters.items()}
-        self._may_change = {_storage(tensor) for tensor in (*forward.model.buffers(), *forward.batch.values())}
+        self._given = {_storage(tensor) for tensor in (*forward.model.buffers(), *forward.batch.values())}
         self._held = list(left)  # so that no new tensor is taken for one of them
-        self._left = {_storage(tensor) for tensor in self._held} - self._may_change - {None}
+        self._left = {_storage(tensor) for tensor in self._held} - self._given - {None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Carry out ``func`` and write it down."""
@@ -130,26 +130,35 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         for tensor in written_tensors(func, args, kwargs) if isinstance(func, OpOverload) else ():
             if (name := self._parameters.get(_storage(tensor))) is not None:
                 self.refused.append((f"the forward changes parameter {name}", line, "changes by the optimizer alone"))
-            elif _storage(tensor) not in self._may_change:
+            elif not self._may_change(tensor):
                 message = "the forward changes a tensor that was there before it"
                 self.refused.append((message, line, f"{_ALONE}; {_BUFFER}"))
         result = func(*args, **kwargs)
-        given = {_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor)} - self._may_change
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _storage(leaf) not in given]
-        self._may_change |= {_storage(tensor) for tensor in made}
-        self._made += [weakref.ref(tensor) for tensor in made]
+        others = {_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor) and not self._may_change(leaf)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and (storage := _storage(leaf)) not in others:
+                self._made.setdefault(storage, []).append(weakref.ref(leaf))
         return result
+
+    def _may_change(self, tensor: Tensor) -> bool:
+        """Whether it is a buffer, of the batch, or made by this run.
+
+        What was made counts only while it lives: memory that was given back is soon another tensor's.
+        """
+        storage = _storage(tensor)
+        return storage in self._given or any(made() is not None for made in self._made.get(storage, ()))
 
     def _is_left(self, tensor: Tensor) -> bool:
         storage = _storage(tensor)
         if storage in self._left:
             return True
-        known = storage in self._may_change or storage in self._parameters
+        known = self._may_change(tensor) or storage in self._parameters
         return self._tape is not None and isinstance(tensor, FakeTensor) and not (known or self._tape.knows(tensor))
 
     def left_behind(self) -> list[Tensor]:
         """Return what this run has made and something still holds."""
-        return [tensor for made in self._made if (tensor := made()) is not None]
+        every = (made for those in self._made.values() for made in those)
+        return [tensor for made in every if (tensor := made()) is not None]
 
     def comes_out_as(self, other: _Watch) -> bool:
         """Whether two runs have the same results, as far as there are numbers."""
@@ -170,7 +179,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
             return type(value).__name__
         if not isinstance(value, Tensor):
             return str(value)
-        told_elsewhere = isinstance(value, FakeTensor) or _storage(value) in self._may_change
+        told_elsewhere = isinstance(value, FakeTensor) or self._may_change(value)
         if self._tape is None or told_elsewhere or value.numel() > _COMPARED_ELEMENTS:
             sizes = tuple(size if isinstance(size, int) else None for size in value.shape)
             return str(value.dtype), sizes  # a size that depends on data has another name each time

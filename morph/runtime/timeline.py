@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from morph.contract.errors import RunDirError
+from morph.contract.files import write_whole
 from morph.contract.timeline import Span, SpanKind, StepTimeline
 
 _TRACKS: dict[SpanKind, str] = {
@@ -90,10 +91,8 @@ def write_trace(timelines: Sequence[StepTimeline], path: Path) -> None:
     Raises:
         RunDirError: the file cannot be written.
     """
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(json.dumps(trace(timelines)), encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, json.dumps(trace(timelines)))
     except OSError as error:
         raise RunDirError(f"cannot be written: {error.strerror}", source=str(path)) from error
 

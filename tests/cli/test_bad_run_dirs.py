@@ -76,7 +76,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused(given: Given) -> None
 
 def test_a_claim_that_a_kill_cut_short_leaves_a_directory_that_can_be_claimed(given: Given) -> None:
     given.run_dir.mkdir()
-    for name in ("run.lock", "run.json.tmp"):
+    for name in ("run.lock", ".run.json.4711.partial"):
         (given.run_dir / name).write_text("{", encoding="utf-8")
     with RunDir(given.run_dir, facts(given.profile)):
         assert (given.run_dir / "run.json").exists()

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import morph
 from morph.contract.errors import JobError
 from morph.cutting import cut, export_job
+from morph.cutting.repeatable import Forward as RepeatedForward
+from morph.cutting.repeatable import _Watch
 
 ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(index))} for index in range(8)]
 HERE = Path(__file__)
@@ -197,3 +199,23 @@ def test_one_section_of_a_marked_model_is_refused_in_the_same_way(tools: Any) ->
     exported = export_job(tools.make_job(lambda: Changing(draws_from_numpy, decides=True), mean_loss, ITEMS))
     with pytest.raises(JobError, match="draws numpy's random numbers"):
         cut(exported, num_sections=1, micro_batch_size=2)
+
+
+def test_memory_of_a_tensor_that_is_gone_is_not_taken_for_it(tools: Any) -> None:
+    """Else the same operation is another one the next time, by chance alone."""
+    job = tools.make_job(lambda: Changing(lambda _, x: x, decides=False), mean_loss, ITEMS)
+    watch = _Watch(RepeatedForward(job, nn.Module(), {}, {}, run=lambda: None), [])
+    with watch:
+        made = torch.zeros(3)
+    place = made.untyped_storage()._cdata
+    assert watch._may_change(made)
+    assert watch._may_change(made[1:])  # a view that nobody made lies in it
+    del made
+    others = []
+    for _ in range(1000):
+        others.append(torch.zeros(3))
+        if others[-1].untyped_storage()._cdata == place:
+            break
+    else:
+        pytest.skip("this allocator did not give the same memory again")
+    assert not watch._may_change(others[-1])

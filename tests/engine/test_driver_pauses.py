@@ -17,7 +17,7 @@ from manager.journal import patience
 from manager.journal.journal import FILE_NAME
 from manager.journal.replay import replay
 from morph.checkpoint.manifest import complete_versions
-from morph.contract.errors import JournalStuck
+from morph.contract.errors import RunDirStuck
 from tests.engine.driver_scene import Run
 from tests.small_disk import read_only, small_disk
 
@@ -87,7 +87,7 @@ def test_a_journal_that_is_stuck_for_longer_than_the_user_waits_ends_the_run(
     run, now_s = make_run(), iter(range(0, 10**9, 86400))
     monkeypatch.setattr(patience.time, "sleep", lambda _s: None)
     monkeypatch.setattr(patience.time, "monotonic", lambda: float(next(now_s)))
-    with locked(tmp_path), pytest.raises(JournalStuck, match="database is locked"):
+    with locked(tmp_path), pytest.raises(RunDirStuck, match="database is locked"):
         run.driver.run()
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from manager import run_dir
 from manager.journal.journal import Journal
-from manager.run_dir import RunDir, RunFacts, as_its_folder, read_facts
-from morph.contract.errors import RunDirError
+from manager.run_dir import RunDir, RunFacts, as_its_folder, read_facts, write_in_run_dir
+from morph.contract.errors import RunDirError, RunDirStuck
+from tests.small_disk import small_disk
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=12, num_sections=5)
 
@@ -126,7 +128,7 @@ def test_a_directory_with_other_things_in_it_is_refused_and_left_alone(tmp_path:
 def test_a_directory_that_is_just_being_claimed_is_no_foreign_one(tmp_path: Path) -> None:
     """Another manager may have got as far as this, or may have died there."""
     (tmp_path / "run.lock").touch()
-    (tmp_path / "run.json.tmp").write_text("{")
+    (tmp_path / ".run.json.4711.partial").write_text("{")
     with RunDir(tmp_path, FACTS):
         assert read_facts(tmp_path) == FACTS
 
@@ -160,7 +162,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(run_dir, "write_whole", fail)
     with pytest.raises(RunDirError, match="is not writable: No space left"), RunDir(tmp_path, FACTS):
         pass
     monkeypatch.undo()
@@ -181,14 +183,19 @@ def test_reading_facts_names_what_is_wrong(tmp_path: Path) -> None:
         read_facts(tmp_path)
 
 
-def test_a_lock_that_cannot_be_written_is_refused_in_a_sentence_and_taken_when_it_can(tmp_path: Path) -> None:
-    with RunDir(tmp_path, FACTS):
-        pass
-    lock = tmp_path / "run.lock"
-    lock.unlink()
-    lock.symlink_to("/dev/full")
-    with pytest.raises(RunDirError, match=f"{tmp_path.name}: is not writable: "), RunDir(tmp_path, FACTS):
-        pass
-    lock.unlink()
-    with RunDir(tmp_path, FACTS):
-        pass
+def test_on_a_full_disk_it_is_held_all_the_same_and_what_is_written_is_kept_as_it_was(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        path = disk.path / "run"
+        with RunDir(path, FACTS):
+            write_in_run_dir(path / "name.json", "before")
+        disk.fill()
+        with RunDir(path, FACTS) as again:
+            with pytest.raises(RunDirError, match="is in use by process"), RunDir(path, FACTS):
+                pass
+            with pytest.raises(RunDirStuck, match=f"{path}: is not writable: No space left"):
+                write_in_run_dir(path / "name.json", "x" * 10_000)
+            assert (path / "name.json").read_text() == "before"
+            assert sorted(entry.name for entry in path.iterdir()) == ["name.json", "run.json", "run.lock"]
+            disk.free()
+            again.begin_with(FACTS.model_copy(update={"code_sha256": "c"}))
+        assert read_facts(path).code_sha256 == "c"
