@@ -26,7 +26,7 @@ from manager.engine.ray_environment import leave_loopback
 from manager.engine.store_watch import StartedStore, StoreWatch
 from manager.providers.cloud_init import NodeStart
 from manager.providers.provider import Provider
-from morph.contract.cluster import ProvidedVms
+from morph.contract.cluster import AzureVms, ProvidedVms
 from morph.contract.errors import ClusterError
 from morph.contract.messages import Lifeline
 from morph.contract.proof import new_secret
@@ -106,6 +106,8 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
             python_version=python_version(),
             wheel_sha256=hashlib.sha256(wheel).hexdigest(),
             requirements=(*requirements("tls" if vms.tls else ""), *vms.environment.packages),
+            uid=vms.uid if isinstance(vms, AzureVms) else 0,
+            metadata=not isinstance(vms, AzureVms) or vms.metadata,
             gpus=vms.device == "cuda",
             first_port=ports.first,
             lonely_s=vms.lonely_s,

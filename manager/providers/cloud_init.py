@@ -43,6 +43,8 @@ class NodeStart(Value):
     python_version: str = Field(pattern=r"^\d+\.\d+\.\d+\S*$", description="which it must be of")
     wheel_sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of Morph's wheel, which the manager gives")
     requirements: tuple[str, ...] = Field(default=(), description="of the wheel and of the user, as pip reads them")
+    uid: int = Field(default=0, ge=0, description="of the user as whom the job's code runs; 0: as what starts it does")
+    metadata: bool = Field(default=True, description="that user may ask the metadata service")
     gpus: bool = Field(default=True, description="its devices are GPUs, of which each worker sees one alone")
     first_port: int = Field(default=0, description="of the ports on which the node listens; 0: any free ones")
     lonely_s: float = Field(default=900.0, gt=0, description="without the manager for this long a VM ends itself")
@@ -120,6 +122,8 @@ def boot_command(
         f"--patience-s={start.lonely_s:g}", f"--end={end}",
     ]  # fmt: skip
     options += [f"--management-url={start.management_url}"] if start.management_url else []
+    options += [f"--uid={start.uid}"] if start.uid else []
+    options += ["--close-metadata"] if start.uid and not start.metadata else []
     return [*options, "--", *start.requirements]
 
 
@@ -144,8 +148,11 @@ def ray_command(start: NodeStart, node: str, num_devices: int | str) -> list[str
 
 
 def node_command(start: NodeStart, node: str, num_devices: int) -> list[str]:
-    """Write the command of a node: Ray's, behind what gets its certificate where Ray is encrypted."""
+    """Write the command of a node: Ray's as the job's user, behind what gets its certificate if Ray is encrypted."""
     ray = ray_command(start, node, num_devices)
+    if start.uid:
+        own = [TOKEN_PATH, *([TLS_DIRECTORY] if start.authority else [])]
+        ray = [start.python, "-m", "manager.providers.as_user", str(start.uid), *own, "--", *ray]
     if not start.authority:
         return ray
     return [*enrol_command(start, node, SECRET_PATH, AUTHORITY_PATH, TLS_DIRECTORY), "--", *ray]

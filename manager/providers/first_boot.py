@@ -1,7 +1,10 @@
 """What a VM runs before anything else of Morph: it brings the manager's own wheel, and what that requires.
 
 ``python -I boot.pyz --manager HOST:PORT --node NAME --devices N --secret-file PATH --folder PATH --python PATH
---python-version X.Y.Z --sha256 DIGEST --patience-s S --end azure|group| [--management-url URL] -- REQUIREMENT...``
+--python-version X.Y.Z --sha256 DIGEST --patience-s S --end azure|group| [--management-url URL] [--uid N
+[--close-metadata]] -- REQUIREMENT...``
+
+With a user's number that user is made if it is missing, and ``--close-metadata`` keeps it from the VM's identity.
 
 ``packed`` puts it, with the few modules that it imports, into one file, which travels with the secrets. On the VM there
 may be nothing but Python, and an old one: nothing here needs more than the standard library of Python 3.8.
@@ -22,6 +25,7 @@ import hashlib
 import io
 import os
 import platform
+import pwd
 import re
 import shutil
 import socket
@@ -50,6 +54,21 @@ TELL_EVERY_S = 10.0
 PIP_TIMEOUT_S = 3600.0
 MAX_WHEEL_BYTES = 64 * 1024 * 1024
 MAX_WHY_CHARACTERS = 600
+METADATA = "169.254.169.254"
+CLOSED = (
+    [METADATA],
+    ["168.63.129.16", "ipproto", "tcp", "dport", "80"],
+    ["168.63.129.16", "ipproto", "tcp", "dport", "32526"],
+)
+"""What knows the VM's identity and its settings; the second is Azure's, who answers for names at the same address."""
+PROBE = f"""
+import socket, sys
+try:
+    socket.create_connection(({METADATA!r}, 80), 3).close()
+except OSError:
+    sys.exit(3)
+"""
+TOOL_TIMEOUT_S = 60.0
 
 
 class Unfit(MorphError):
@@ -147,6 +166,45 @@ def bring(caller: Caller, sha256: str, folder: Path, patience_s: float) -> None:
     temporary.rename(folder)
 
 
+def make_user(uid: int) -> None:
+    """Make a user of this number, unless there is one.
+
+    Raises:
+        Unfit: it cannot be made.
+    """
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        options = [f"--uid={uid}", "--user-group", "--create-home", "--shell=/usr/sbin/nologin"]
+        _run_tool(["useradd", *options, "morph"], f"the user {uid}, as whom the job's code is to run, cannot be made")
+
+
+def close_metadata(uid: int) -> None:
+    """Let no packet of a user reach the metadata service, and see that none does.
+
+    Raises:
+        Unfit: it is still reached.
+    """
+    failed = "the metadata service cannot be closed to the job's code (vms.metadata: true leaves it open)"
+    for where in CLOSED:
+        rule = ["ip", "rule", "add", "priority", "5", "to", *where, "uidrange", f"{uid}-{uid}", "prohibit"]
+        _run_tool(rule, failed)
+    gid = pwd.getpwuid(uid).pw_gid
+    probe = [sys.executable, "-I", "-c", PROBE]
+    done = subprocess.run(probe, user=uid, group=gid, extra_groups=[], timeout=TOOL_TIMEOUT_S, check=False)
+    if done.returncode != 3:
+        raise Unfit(f"{failed}: it answers that user" if not done.returncode else f"{failed}: it cannot be tried")
+
+
+def _run_tool(command: list[str], failed: str) -> None:
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TOOL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unfit(f"{failed}: {error}") from error
+    if done.returncode:
+        raise Unfit(f"{failed}: {' '.join(done.stderr.split()) or f'{command[0]} ended with {done.returncode}'}")
+
+
 def lacking(requirements: list[str]) -> list[str]:
     """Return those that this interpreter's packages do not meet; of a build such as 2.9+cu128, 2.9 counts.
 
@@ -212,12 +270,18 @@ def main() -> None:
     parser.add_argument("--patience-s", required=True, type=float)
     parser.add_argument("--end", required=True)
     parser.add_argument("--management-url", default=MANAGEMENT_URL)
+    parser.add_argument("--uid", default=0, type=int)
+    parser.add_argument("--close-metadata", action="store_true")
     parser.add_argument("requirements", nargs="*")
     given = parser.parse_args()
     secret = Path(given.secret_file).read_text(encoding="utf-8").strip()
     caller = Caller(given.manager, given.node, given.devices, secret)
     try:
         check_python(given.python, given.python_version)
+        if given.uid:
+            make_user(given.uid)
+        if given.close_metadata:
+            close_metadata(given.uid)
         bring(caller, given.sha256, Path(given.folder), given.patience_s)
         install(given.requirements)
     except Unfit as error:

@@ -117,7 +117,20 @@ def check_storage(vms: ProvidedVms, checkpoint_url: str | None, source: str, fie
     Raises:
         ConfigError: naming the file, and what would do.
     """
-    if vms.shared_storage or (checkpoint_url is not None and _scheme(checkpoint_url) not in ("", "file", "local")):
+    from morph.contract.cluster import AzureVms
+
+    if vms.shared_storage:
+        return
+    if checkpoint_url is not None and _scheme(checkpoint_url) not in ("", "file", "local"):
+        if isinstance(vms, AzureVms) and vms.uid and not vms.metadata and not vms.pass_variables:
+            raise ConfigError(
+                "the VMs have nothing to show there",
+                source=source,
+                field=field,
+                value=checkpoint_url,
+                allowed="with vms.pass_variables, which name its credentials, or vms.metadata: true, for VMs whose "
+                "identity may write there",
+            )
         return
     raise ConfigError(
         "lies on this machine, where the VMs do not reach it" if checkpoint_url else "is not given",

@@ -21,6 +21,8 @@ VariableNames = Annotated[
 ]
 NUM_PORTS = 100
 """In the block that ``ProvidedVms.first_port`` begins."""
+JOB_UID = 50505
+"""Of a VM's user as whom the job's code runs, where nothing else is said: no image has one of this number."""
 EPHEMERAL = 32768
 """From here on Linux gives ports out by itself, unless it was told otherwise (net.ipv4.ip_local_port_range)."""
 
@@ -161,6 +163,23 @@ class AzureVms(ProvidedVms):
     """Spot VMs on Azure."""
 
     kind: Literal["azure"]
+    job_uid: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        default=None,
+        description="number of the VMs' user as whom the job's code runs, made there if it is missing; absent: one of "
+        "Morph's own; or 0, root, with shared_storage, for the manager's folders let in nobody else but their owner",
+    )
+    metadata: bool = Field(
+        default=False,
+        description="the job's code may ask the VM's metadata service, and so act as the VM's identity; checkpoints "
+        "need it where pass_variables has no credentials of the storage. Root always may",
+    )
+
+    @property
+    def uid(self) -> int:
+        """The user as whom the job's code runs."""
+        if self.job_uid is not None:
+            return self.job_uid
+        return 0 if self.shared_storage else JOB_UID
 
     @field_validator("address")
     @classmethod

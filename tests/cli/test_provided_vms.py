@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from morph.cli.cluster_file import load_job_file, load_yaml
 from morph.cli.job_run import resolve
 from morph.cli.main import app
-from morph.cli.provided import Cloud
-from morph.contract.cluster import AzureVms, Environment, StaticVms
+from morph.cli.provided import Cloud, check_storage
+from morph.contract.cluster import JOB_UID, AzureVms, Environment, StaticVms
+from morph.contract.errors import ConfigError
 from simulator import synthetic_profile
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +180,23 @@ def test_the_example_for_azure_is_a_file_that_would_run(tmp_path: Path, monkeypa
     assert run.cluster.vms.environment.setup[-1] == "/usr/bin/python3 -m venv /opt/morph"
     assert run.cluster.vms.environment.python == "/opt/morph/bin/python"
     assert run.checkpoint_url == "abfs://checkpoints@ACCOUNT.dfs.core.windows.net/tiny-gpt"
+
+
+def test_vms_that_have_nothing_to_show_to_the_storage_are_refused_before_any_is_asked_for() -> None:
+    def vms(**given: object) -> AzureVms:
+        known = {"kind": "azure", "cloud": "c.yaml", "keep": 2, "memory_bytes": 1, "address": "10.0.0.4"}
+        return AzureVms.model_validate({**known, **given})
+
+    url = "abfs://checkpoints@ACCOUNT.dfs.core.windows.net/tiny-gpt"
+    with pytest.raises(
+        ConfigError, match=r"job\.yaml: job\.checkpoint_url: the VMs have nothing to show there"
+    ) as caught:
+        check_storage(vms(), url, "job.yaml", "job.checkpoint_url")
+    assert "vms.metadata: true" in str(caught.value)
+    for given in ({"metadata": True}, {"pass_variables": ["AZURE_STORAGE_SAS_TOKEN"]}, {"job_uid": 0}):
+        check_storage(vms(**given), url, "job.yaml", "job.checkpoint_url")
+    assert (vms().uid, vms(shared_storage=True).uid) == (JOB_UID, 0)
+    assert vms(shared_storage=True, job_uid=1000).uid == 1000
 
 
 def test_the_example_of_hosts_is_one() -> None:

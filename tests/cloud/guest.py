@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -130,6 +131,7 @@ def _mount(spec: GuestSpec) -> None:
     """The host's own view of files; nothing of it is seen outside."""
     root = Path(spec.directory)
     _run("mount", "--make-rprivate", "/")
+    _open_to_others(spec.shared)
     for path in map(Path, spec.shared):
         if path.is_relative_to("/tmp"):  # which the host has one of its own
             place = root / "tmp" / path.relative_to("/tmp")
@@ -142,9 +144,31 @@ def _mount(spec: GuestSpec) -> None:
     _run("mount", "--bind", str(root / "etc"), "/etc")
     _run("mount", "-t", "proc", "proc", "/proc")
     _run("mount", "-t", "tmpfs", "shm", "/dev/shm")
+    _run("mount", "-t", "tmpfs", "-o", "mode=0755", "none", "/home")
     if Path("/run/netns").is_dir():  # namespaces of processes that cannot be seen here are not stale
         _run("mount", "-t", "tmpfs", "none", "/run/netns")
     _run("mount", "--rbind", str(root / "tmp"), "/tmp")
+
+
+def _open_to_others(paths: Sequence[str]) -> None:
+    """Let other users of the host reach what an image has, also where this machine keeps it in a user's own folder."""
+    closed: dict[Path, list[Path]] = {}
+    for path in map(Path, paths):
+        above = [parent for parent in path.parents if not parent.stat().st_mode & 0o001]
+        if above and not path.is_relative_to("/tmp"):
+            closed.setdefault(above[-1], []).append(path)
+    for folder, inside in closed.items():
+        held = [os.open(path, os.O_PATH) for path in inside]
+        _run("mount", "-t", "tmpfs", "-o", "mode=0755", "none", str(folder))
+        for path, handle in zip(inside, held, strict=True):
+            path.mkdir(parents=True, exist_ok=True)
+            subprocess.run(
+                ["mount", "--no-canonicalize", "--bind", f"/proc/self/fd/{handle}", str(path)],
+                check=True,
+                timeout=30,
+                pass_fds=[handle],
+            )
+            os.close(handle)
 
 
 def _run(*command: str) -> None:

@@ -129,7 +129,7 @@ class Hosts:
         bytes_per_s: float = 125_000_000.0,
     ) -> None:
         self.network = HostNetwork(0, bytes_per_s)
-        self._shared = tuple(str(path.resolve()) for path in (ROOT, Path(sys.prefix), *shared))
+        self._shared = tuple(str(path.resolve()) for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix), *shared))
         self._names = dict(names)
         self._trusted: Path | None = None
         self.directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
@@ -167,6 +167,8 @@ class Hosts:
         self._numbers[name] = number
         namespace = self.network.namespace(number)
         _ip(namespace, "addr", "add", f"{ADDRESS}/32", "dev", "lo")
+        _ip(namespace, "rule", "add", "priority", "10", "lookup", "local")  # as if that were elsewhere: rules before
+        _ip(namespace, "rule", "del", "priority", "0")  # this one count
         _ip(namespace, "route", "add", "default", "via", self.network.hub_address)
         return namespace
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import random
 import re
@@ -77,7 +78,8 @@ class Life:
 
     ``steps_after``: it is stopped, as by Ctrl-C, so many steps after the last VM was taken or, if ``whole``, made
     good; None: it goes on to its last step. ``on_line``: called with each line that the run tells. ``secrets_path``:
-    where the run's secrets are written down. ``vms``: further settings. ``killed``: the VMs that lived at each death.
+    where the run's secrets are written down. ``uid``: of the user whom the manager is and as whom the job runs on VMs;
+    root otherwise. ``vms``: further settings. ``killed``: the VMs that lived at each death.
     """
 
     azure: VirtualAzure
@@ -89,6 +91,7 @@ class Life:
     seed: int = 0
     checkpoint_every: int = 20
     tls: bool = False
+    uid: int = 0
     steps_after: int | None = None
     whole: bool = True
     secrets_path: Path | None = None
@@ -126,6 +129,7 @@ class Life:
                 "address": self.azure.manager_address,
                 "shared_storage": True,
                 "tls": self.tls,
+                **({"job_uid": self.uid} if self.uid else {}),
                 "environment": {"python": bare_python(self.directory / "image")},
                 **self.vms,
             },
@@ -151,6 +155,10 @@ class Life:
         program = ["-m", "morph.cli.main"] if self.secrets_path is None else ["-c", RECORDED, str(self.secrets_path)]
         death = None
         command = [sys.executable, *program, *arguments, "--log-format", "json"]
+        if self.uid:
+            os.chown(self.directory, self.uid, self.uid)
+            number = str(self.uid)
+            command = ["setpriv", "--reuid", number, "--regid", number, "--clear-groups", "--", *command]
         with self.azure.popen(command, **self.environment) as process:
             for line in self._lines(process):
                 whole = self._is_whole(line)

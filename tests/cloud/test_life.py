@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from manager.report.spent import NOTHING
 from tests.cloud.accounts import BEGIN_S, facts, requests, splits
 from tests.cloud.exposed import Watch
-from tests.cloud.hosts import not_permitted
+from tests.cloud.hosts import Host, not_permitted
 from tests.cloud.life import JOB, Death, Life, Taking, digests
 from tests.cloud.virtual_azure import USD_PER_H, VirtualAzure
 from tests.system.commands import morph
@@ -21,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(not_permitted()), reason=not_permitted() or "-"),
 ]
-KEEP, NOTICE_S, NUM_SECTIONS, FIRST_PORT = 2, 30.0, 6, 20000
+KEEP, NOTICE_S, NUM_SECTIONS, FIRST_PORT, UID = 2, 30.0, 6, 20000, 50506
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +76,40 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(profile: Path,
     assert not list(Path("/run/netns").glob(f"morph-{os.getpid()}-*"))
 
 
+def run_by(uid: int, host: Host) -> list[str]:
+    """Command lines of a host's processes that are this user's."""
+    found = []
+    for process in host.processes():
+        with suppress(psutil.NoSuchProcess):
+            found += [" ".join(process.cmdline())] if process.uids().real == uid else []
+    return found
+
+
 def test_a_killed_manager_is_succeeded_with_the_same_vms_and_one_that_lost_its_head_node_with_new_ones(
     profile: Path, tmp_path: Path
 ) -> None:
+    """And nobody is root, here or there, but for the agents: the manager's user is the one that the VMs' job has."""
+    profile.parent.chmod(0o755)
     deaths = [Death(5), Death(10, then="resume", with_head=True)]
     with VirtualAzure(profile.parent, tmp_path) as azure:
-        life = Life(azure, tmp_path, profile, 100_000, KEEP, [], steps_after=3, deaths=deaths)
+        life = Life(azure, tmp_path, profile, 100_000, KEEP, [], steps_after=3, deaths=deaths, uid=UID)
+        life.environment = {"HOME": "/tmp", "USER": "trainer"}
+        roots, users = list[str](), list[str]()
+
+        def look(line: dict[str, Any]) -> None:
+            if line["version"] >= 3 and not users:
+                for name, host in azure.hosts.living.items():
+                    roots.extend(run_by(0, host) if name != "manager" else [])
+                    users.extend(run_by(UID, host) if name != "manager" else [])
+
+        life.on_line = look
         report = life.live()
         assert azure.region.left() == {"VMs": [], "scale sets": [], "NICs": [], "disks": []}
         assert (azure.region.troubles, azure.region.wrong) == ([], [])
         bill = {entry.name: entry.end for entry in azure.region.bill}
+    assert [line for line in roots if "tests.cloud.guest" not in line and "manager.notices.agent" not in line] == []
+    assert sum(line.startswith("ray::WorkerActor") for line in users) == KEEP
+    assert sum("/raylet/raylet " in line for line in users) >= KEEP
     old, kept = life.killed
     assert len(old) == KEEP
     assert kept == old

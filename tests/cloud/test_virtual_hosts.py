@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import io
 import json
@@ -33,9 +34,18 @@ from manager.engine.own_wheel import make_wheel, requirements
 from manager.enrolment.authority import check_certificate
 from manager.enrolment.files import Certificates
 from manager.journal.records import Fact
-from manager.providers.cloud_init import CODE_DIRECTORY, SECRET_PATH, TLS_DIRECTORY, NodeStart, cloud_init
+from manager.providers.cloud_init import (
+    CODE_DIRECTORY,
+    SECRET_PATH,
+    TLS_DIRECTORY,
+    TOKEN_PATH,
+    NodeStart,
+    cloud_init,
+)
+from morph.contract.cluster import JOB_UID
 from tests.cloud.hosts import ROOT, Host, Hosts, not_permitted
 from tests.cloud.image import bare_python
+from tests.cloud.metadata import ADDRESS
 from tests.cloud.units import UnitError, read_unit
 from tests.cloud.virtual_azure import VirtualAzure, in_namespace
 from tests.cloud.waiting import until
@@ -234,6 +244,77 @@ def test_a_vm_has_its_key_certified_for_its_own_address_before_its_node_starts(h
     assert [found.key.stat().st_mode & 0o777, found.key.parent.stat().st_mode & 0o777] == [0o600, 0o700]
     assert found.key.read_text().splitlines()[1] not in "".join(map(host.log, ("host", "morph-node")))
     assert Fact(name="node_enrolled", detail=f"vm-0 at {address}") in told_to(inbox)
+
+
+PROBE = f"""
+import os, socket, time
+def tried(call):
+    try:
+        call()
+    except OSError as error:
+        return type(error).__name__
+    return "yes"
+print({{
+    "uid": os.getuid(), "groups": os.getgroups(), "home": os.path.expanduser("~"),
+    "token": tried(lambda: open({TOKEN_PATH!r}).read()), "secret": tried(lambda: open({SECRET_PATH!r}).read()),
+    "code": tried(lambda: open("{CODE_DIRECTORY}/other.py", "w")),
+    "metadata": tried(lambda: socket.create_connection(({ADDRESS!r}, 80), 5)),
+    "root": tried(lambda: os.setuid(0)),
+}}, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def azure_and_image(tmp_path: Path) -> Iterator[tuple[VirtualAzure, str]]:
+    """With an interpreter that any user may run, and a program in place of Ray's node."""
+    tmp_path.chmod(0o755)
+    (tmp_path / "probe.py").write_text(PROBE)
+    python = bare_python(tmp_path / "image")
+    with VirtualAzure(tmp_path) as azure:
+        yield azure, python
+
+
+def boot_as_user(azure: VirtualAzure, start: NodeStart, folder: Path) -> Host:
+    config = cloud_init(start, "tiny-1-0", "azure").replace("-m ray.scripts.scripts", str(folder / "probe.py"))
+    azure.region.put_by_hand(machine_of("tiny-1-0"), config)
+    host = until(lambda: azure.hosts.living.get("tiny-1-0"), "the VM")
+    assert isinstance(host, Host)
+    return host
+
+
+@pytest.mark.parametrize("metadata", [False, True], ids=["metadata closed", "metadata open"])
+def test_the_job_is_not_root_and_has_neither_the_nodes_secret_nor_the_vm_s_identity(
+    azure_and_image: tuple[VirtualAzure, str], tmp_path: Path, metadata: bool
+) -> None:
+    azure, python = azure_and_image
+    asked = START.model_copy(update={"python": python, "lonely_s": 60.0, "uid": JOB_UID, "metadata": metadata})
+    with managed(azure.hosts, asked) as (start, inbox):
+        host = boot_as_user(azure, start, tmp_path)
+        until(lambda: host.log("morph-node").endswith("}\n"), "what stands for the node")
+        assert ast.literal_eval(host.log("morph-node")) == {
+            **{"uid": JOB_UID, "groups": [JOB_UID], "home": "/home/morph", "root": "PermissionError"},
+            **{"token": "yes", "secret": "PermissionError", "code": "PermissionError"},
+            "metadata": "yes" if metadata else "PermissionError",
+        }
+        until(lambda: azure.services["tiny-1-0"].num_asked, "the agent, which is root, to ask it")
+        assert told_to(inbox) == []
+
+
+def test_a_vm_whose_metadata_service_stays_open_to_the_job_is_unfit(
+    azure_and_image: tuple[VirtualAzure, str], tmp_path: Path
+) -> None:
+    azure, python = azure_and_image
+    first = ("ip rule add priority 1 lookup local",)  # so that the rule that forbids it comes too late
+    asked = {"python": python, "lonely_s": 60.0, "uid": JOB_UID, "metadata": False, "setup": first}
+    with managed(azure.hosts, START.model_copy(update=asked)) as (start, inbox):
+        host = boot_as_user(azure, start, tmp_path)
+        until(lambda: len(inbox), "the manager to hear of it")
+        fact = told_to(inbox)[0]
+        assert isinstance(fact, Fact)
+        assert (fact.name, fact.worker) == ("vm_unfit", "tiny-1-0")
+        assert "cannot be closed to the job's code (vms.metadata: true leaves it open): it answers" in fact.detail
+        assert host.log("morph-node") == ""
 
 
 @pytest.mark.parametrize(
