@@ -63,7 +63,7 @@ def slow_workers(slow: Slow | None) -> tuple[tuple[int, int | None, float], ...]
     entries: list[tuple[int, int | None, float]] = []
     for where, factor in (slow or {}).items():
         stage, replica = (where, None) if isinstance(where, int) else where
-        entries.append((stage, replica, float(factor)))
+        entries.append((stage, replica, factor))
     return tuple(entries)
 
 

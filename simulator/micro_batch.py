@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.profile import Profile
 
@@ -32,6 +33,7 @@ def possible_micro_batch_sizes(profile: Profile, wanted: int | None = None) -> t
     Raises:
         PlanError: the m wanted was not measured or does not divide M, or no measured m divides M.
     """
+    ranges.check_counts(micro_batch_size=wanted)
     fixed = wanted if wanted is not None else profile.job.micro_batch_size
     if fixed is not None:
         if fixed not in profile.micro_batch_sizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
@@ -60,6 +61,7 @@ def simulate(
     Raises:
         PlanError: naming the argument, its value and what is allowed.
     """
+    ranges.check_counts(window_slope=window_slope)
     m = knee_micro_batch_size(profile, micro_batch_size)
     total = num_micro_batches(profile, m)
     _check_shape(profile, boundaries, num_stages, num_replicas, total)
@@ -94,7 +96,7 @@ def _check_shape(
     sections = profile.num_sections
     if (boundaries is None) == (num_stages is None):
         raise PlanError("give either boundaries or num_stages", field="num_stages", value=num_stages)
-    if num_stages is not None and not 1 <= num_stages <= sections:
+    if num_stages is not None and num_stages not in ranges.Range(1, sections, whole=True):
         raise PlanError(
             "the model cannot be cut so",
             field="pipeline_depth",
@@ -103,10 +105,11 @@ def _check_shape(
         )
     if boundaries is not None:
         cuts = list(boundaries)
-        if not cuts or cuts[0] != 0 or cuts != sorted(set(cuts)) or cuts[-1] >= sections:
+        whole = cuts[:1] == [0] and all(cut in ranges.COUNT for cut in cuts[1:])
+        if not whole or cuts != sorted(set(cuts)) or cuts[-1] >= sections:
             allowed = f"first sections of the stages, growing, from 0 to at most {sections - 1}"
             raise PlanError("is not a cut", field="boundaries", value=cuts, allowed=allowed)
-    if not 1 <= num_replicas <= total:
+    if num_replicas not in ranges.Range(1, total, whole=True):
         raise PlanError(
             "replicas cannot share the micro-batches",
             field="num_replicas",

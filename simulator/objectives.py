@@ -233,7 +233,7 @@ def usd_per_h_of(price: Price, used_sizes: Mapping[int, int]) -> float:
     """
     total = 0.0
     for size, number in used_sizes.items():
-        per_gpu = price if isinstance(price, int | float) else price.get(size)
+        per_gpu = price.get(size) if isinstance(price, Mapping) else price
         if per_gpu is None or per_gpu not in ranges.USD_PER_HOUR:
             sizes = ", ".join(map(str, sorted(used_sizes)))
             allowed = f"{ranges.USD_PER_HOUR} in dollars per GPU-hour, for nodes of {sizes} GPUs"

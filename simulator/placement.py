@@ -67,7 +67,7 @@ def node_sizes(num_gpus: int, num_gpus_per_node: int | Sequence[int]) -> tuple[i
     Raises:
         PlanError: sizes below 1, or that do not add up to ``num_gpus``.
     """
-    if isinstance(num_gpus_per_node, int):
+    if not isinstance(num_gpus_per_node, Sequence):
         ranges.GPUS.check("num_gpus_per_node", num_gpus_per_node)
         whole, rest = divmod(num_gpus, num_gpus_per_node)
         return (num_gpus_per_node,) * whole + ((rest,) if rest else ())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile
@@ -126,6 +127,9 @@ def plan(
     Raises:
         PlanError: naming the argument and what would do, for example the least number of GPUs.
     """
+    if num_gpus is not None:
+        ranges.GPUS.check("num_gpus", num_gpus)
+    ranges.RUNNERS_UP.check("num_runners_up", num_runners_up)
     sizes = _nodes(num_gpus, num_gpus_per_node)
     gpus = sum(sizes) if num_gpus is None and sizes is not None else num_gpus
     if gpus is None:
@@ -184,8 +188,8 @@ def plan_table(
     Raises:
         PlanError: a range without a number, or a micro-batch size that cannot be.
     """
-    if max_gpus < 1:
-        raise PlanError("is too small", field="max_gpus", value=max_gpus, allowed="1 or more")
+    ranges.GPUS.check("max_gpus", max_gpus)
+    ranges.check_counts(min_gpus=min_gpus, pipeline_depth=pipeline_depth, most_replicas=most_replicas)
     if not 1 <= min_gpus <= max_gpus:
         raise PlanError("is out of range", field="min_gpus", value=min_gpus, allowed=f"1 to {max_gpus}")
     conditions = Conditions(compute_slots=compute_slots, share_links=share_links)
@@ -230,15 +234,15 @@ def _nodes(num_gpus: int | None, num_gpus_per_node: int | Sequence[int] | None) 
     if num_gpus_per_node is None:
         return None
     if num_gpus is not None:
-        sizes = node_sizes(max(1, num_gpus), num_gpus_per_node)
-        if sum(sizes) != max(1, num_gpus):
+        sizes = node_sizes(num_gpus, num_gpus_per_node)
+        if sum(sizes) != num_gpus:
             raise PlanError(
                 f"the nodes have {sum(sizes)} GPUs", field="num_gpus", value=num_gpus, allowed=f"{sum(sizes)}, or none"
             )
         return sizes
-    if isinstance(num_gpus_per_node, int):
+    if not isinstance(num_gpus_per_node, Sequence):
         raise PlanError("is missing", field="num_gpus", allowed="a number, or a list of nodes")
-    return node_sizes(sum(num_gpus_per_node), num_gpus_per_node)
+    return node_sizes(0, num_gpus_per_node)
 
 
 def _shapes(

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from copy import copy
 from typing import NamedTuple
 
+from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
@@ -58,10 +59,10 @@ class Sweep:
         *,
         recompute: bool | None,
     ) -> None:
-        if memory_bytes is not None and memory_bytes < 1:
-            raise PlanError("is too small", field="memory_bytes", value=memory_bytes, allowed="1 or more")
         if memory_bytes is None:
             memory_bytes = profile.environment.device_memory_bytes
+        else:
+            ranges.MEMORY_BYTES.check("memory_bytes", memory_bytes)
         self.profile, self.memory_bytes, self.rehearsal = profile, memory_bytes, Rehearsal(conditions)
         schedules = SCHEDULES if schedule is None else (schedule,)
         again = (True, False) if recompute is None else (recompute,)
@@ -141,13 +142,12 @@ class Sweep:
     def checked_depths(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> tuple[int, ...]:
         """The same; raises PlanError when there is none."""
         most = self.num_sections
-        if num_gpus < 1:
-            raise PlanError("at least one GPU is needed", field="num_gpus", value=num_gpus, allowed="1 or more")
-        if num_replicas is not None and not 1 <= num_replicas <= min(num_gpus, self.total):
-            allowed = f"1 to {min(num_gpus, self.total)} ({num_gpus} GPUs, {self.total} micro-batches in a mini-batch)"
+        most_replicas = min(num_gpus, self.total)
+        if num_replicas is not None and num_replicas not in ranges.Range(1, most_replicas, whole=True):
+            allowed = f"1 to {most_replicas} ({num_gpus} GPUs, {self.total} micro-batches in a mini-batch)"
             raise PlanError("is not possible", field="num_replicas", value=num_replicas, allowed=allowed)
         largest = min(most, num_gpus // (num_replicas or 1))
-        if wanted is not None and not 1 <= wanted <= largest:
+        if wanted is not None and wanted not in ranges.Range(1, largest, whole=True):
             allowed = f"1 to {largest} ({most} sections, {num_gpus} GPUs, {num_replicas or 1} replicas)"
             raise PlanError("is not possible", field="pipeline_depth", value=wanted, allowed=allowed)
         depths = self.depths(num_gpus, wanted, num_replicas)

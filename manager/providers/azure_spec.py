@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from manager.providers.provider import vm_name
 from morph.contract.base import Value
+from morph.contract.cluster import UsdPerHour, UsdPerHourAtMost
 from morph.contract.vm_names import MAX_DEVICES
 
 RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-request", "morph-devices"
@@ -21,7 +22,7 @@ class AzureSize(Value):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_]+$", description="such as Standard_NC4as_T4_v3")
     num_gpus: int = Field(default=1, ge=0, le=MAX_DEVICES, description="that Morph drives; 0: its processor, as one")
-    usd_per_h: float | None = Field(default=None, ge=0, description="None: the retail price of Azure's price list")
+    usd_per_h: UsdPerHour | None = Field(default=None, description="None: the retail price of Azure's price list")
 
     @property
     def num_devices(self) -> int:
@@ -38,7 +39,9 @@ class AzureSpec(Value):
     zones: tuple[str, ...] = Field(default=(), description="VMs are spread over them; none: wherever Azure likes")
     sizes: tuple[AzureSize, ...] = Field(min_length=1)
     spot: bool = True
-    max_usd_per_h: float | None = Field(default=None, gt=0, description="of a spot VM; None: up to the normal price")
+    max_usd_per_h: UsdPerHourAtMost | None = Field(
+        default=None, description="of a spot VM; None: up to the normal price"
+    )
     image: str = Field(description="publisher:offer:sku:version, or the id of an image")
     subnet_id: str = Field(pattern=_RESOURCE_ID)
     security_group_id: str | None = Field(default=None, pattern=_RESOURCE_ID)

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from manager.providers.provider import Misconfigured, Transient
 from morph.contract.base import Value
+from morph.contract.cluster import UsdPerHour
 from morph.contract.vm_names import MAX_DEVICES
 
 CONNECT_TIMEOUT_S = 10
@@ -40,7 +41,7 @@ class SshHost(Value):
     user: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9._-]*$")
     port: int = Field(default=22, ge=1, le=65535)
     identity_file: str | None = None
-    usd_per_h: float | None = Field(default=None, ge=0, description="absent: what the file says of each")
+    usd_per_h: UsdPerHour | None = Field(default=None, description="absent: what the file says of each")
     node_address: str | None = Field(
         default=None,
         pattern=r"^\d+\.\d+\.\d+\.\d+$",

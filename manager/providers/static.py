@@ -27,6 +27,7 @@ from manager.providers.provider import (
 )
 from manager.providers.ssh import SshHost, Unanswered, end_script, run_ssh, start_script
 from morph.contract.base import Value
+from morph.contract.cluster import UsdPerHour
 from morph.contract.files import PRIVATE, write_whole
 
 MAX_AT_ONCE = 32
@@ -37,7 +38,7 @@ class Hosts(Value):
     """Which hosts: what a file of hosts says."""
 
     hosts: tuple[SshHost, ...] = Field(min_length=1)
-    usd_per_h: float | None = Field(default=None, ge=0, description="what each costs that says nothing itself")
+    usd_per_h: UsdPerHour | None = Field(default=None, description="what each costs that says nothing itself")
     leases: str = Field(
         default="leases.json", min_length=1, description="who has which host; runs that share hosts share this file"
     )

@@ -92,7 +92,7 @@ def read_yaml(path: Path) -> Any:
     """Read a YAML file into plain values; an empty one is an empty mapping.
 
     Raises:
-        ConfigError: it cannot be read, is not YAML, or gives a key twice.
+        ConfigError: it cannot be read, is not YAML, or has a key that is no text or is given twice.
     """
     import yaml
 
@@ -102,8 +102,11 @@ def read_yaml(path: Path) -> Any:
     def mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            where = f"{path}, line {key.start_mark.line + 1}"
+            if not key.tag.endswith((":str", ":merge")):
+                shown = key.value if isinstance(key, yaml.ScalarNode) else None
+                raise ConfigError("key is not text", source=where, value=shown, allowed="a name")
             if key.value in seen:
-                where = f"{path}, line {key.start_mark.line + 1}"
                 raise ConfigError("key is given twice", source=where, field=str(key.value), allowed="each key once")
             seen.add(key.value)
         return loader.construct_mapping(node, deep=True)
@@ -119,6 +122,8 @@ def read_yaml(path: Path) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)
         raise ConfigError(f"is not YAML: {getattr(error, 'problem', None) or error}", source=where) from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:  # PyYAML's own
+        raise ConfigError(f"has a value that cannot be read: {error}", source=str(path)) from error
     return {} if data is None else data
 
 
@@ -178,5 +183,5 @@ def _in_words(node: dict[str, Any]) -> str | None:
         return " or ".join(map(str, choices))
     kind = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
     words = kind.get(node.get("type", ""))
-    bounds = [f"{text} {node[key]:g}" for key, text in _BOUNDS.items() if key in node]
+    bounds = [f"{text} {node[key]:.16g}" for key, text in _BOUNDS.items() if key in node]
     return " ".join(filter(None, [words, " and ".join(bounds)])) if words else None

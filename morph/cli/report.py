@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from morph.contract import ranges
+
 if TYPE_CHECKING:
     from manager.report.prices import Prices
     from morph.contract.errors import InputError
@@ -47,6 +49,9 @@ def report_command(
     from morph.contract.errors import RunDirError
     from morph.contract.files import write_whole
 
+    for option, given in (("--price", price), ("--on-demand-price", on_demand_price)):
+        if given is not None:
+            ranges.USD_PER_HOUR.check(option, given)
     prices = prices_of(price, on_demand_price)
     read_facts(run_dir)
     path = output or run_dir / "report.html"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from morph.cli.carry_out import IfChangedOption, LogFormat, LogFormatOption, Pag
 from morph.cli.plan import ScheduleName
 from morph.cli.report import OnDemandOption, PriceOption
 from morph.cli.run_code import IfChanged
+from morph.contract import ranges
 
 
 def run_command(
@@ -85,16 +85,16 @@ def run_command(
     """
     from morph.cli.job_run import check_given
     from morph.cli.kept_command import RunCommand
-    from morph.contract.errors import ConfigError
 
     check_given(job, _given(context))
     for option, value, allowed in (
-        ("--trace-speed", trace_speed, "0.001 or more"),
-        ("--price", price, "0 or more"),
-        ("--on-demand-price", on_demand_price, "0 or more"),
+        ("--steps", steps, ranges.COUNT),
+        ("--trace-speed", trace_speed, ranges.TRACE_SPEED),
+        ("--price", price, ranges.USD_PER_HOUR),
+        ("--on-demand-price", on_demand_price, ranges.USD_PER_HOUR),
     ):
-        if value is not None and not math.isfinite(value):
-            raise ConfigError("is not a number", field=option, value=value, allowed=allowed)
+        if value is not None:
+            allowed.check(option, value)
     command = RunCommand(
         job=job,
         profile=profile,

@@ -9,10 +9,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from morph.contract import ranges
 from morph.contract.base import Value
 from morph.contract.rules import Rules
 
-Positive = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, ranges.POLICY_SECONDS.field]
+Count = Annotated[int, ranges.COUNT.field]
+Memory = Annotated[int, ranges.MEMORY_BYTES.field]
+UsdPerHour = Annotated[float, ranges.USD_PER_HOUR.field]
+UsdPerHourAtMost = Annotated[float, ranges.USD_PER_HOUR_AT_MOST.field]
 Line = Annotated[str, Field(min_length=1, pattern=r"^[^\r\n]+$")]
 Port = Annotated[int, Field(ge=0, le=65535)]
 VariableNames = Annotated[
@@ -30,11 +35,13 @@ EPHEMERAL = 32768
 class Limits(Value):
     """What asking for VMs stops at. The dollars are those of the VMs' price."""
 
-    max_vms: Annotated[int, Field(ge=1)] | None = Field(
+    max_vms: Annotated[int, ranges.GPUS.field] | None = Field(
         default=None, description="so many at once, at most, whatever devices they have"
     )
-    usd_per_h: Positive | None = Field(default=None, description="so many dollars an hour for all VMs, at most")
-    budget_usd: Positive | None = Field(default=None, description="once so much is spent, no further VM is asked for")
+    usd_per_h: UsdPerHourAtMost | None = Field(default=None, description="so many dollars an hour for all VMs, at most")
+    budget_usd: Annotated[float, ranges.USD_AT_MOST.field] | None = Field(
+        default=None, description="once so much is spent, no further VM is asked for"
+    )
 
 
 class LocalVms(Value):
@@ -44,7 +51,7 @@ class LocalVms(Value):
     num_vms: Annotated[int, Field(ge=1, le=64)] = Field(
         default=6, description="VMs at the start when no trace is given"
     )
-    memory_bytes: Annotated[int, Field(gt=0)] | None = Field(
+    memory_bytes: Memory | None = Field(
         default=None,
         description="memory of one VM's device as the planner sees it; absent: this machine's memory / num_vms",
     )
@@ -56,8 +63,8 @@ class LocalVms(Value):
     keep: Annotated[int, Field(ge=1, le=64)] | None = Field(
         default=None, description="ask for so many VMs, and again for each that is lost; absent: num_vms, once"
     )
-    usd_per_h: Annotated[float, Field(ge=0)] | None = Field(default=None, description="what one VM is taken to cost")
-    on_demand_usd_per_h: Annotated[float, Field(ge=0)] | None = Field(
+    usd_per_h: UsdPerHour | None = Field(default=None, description="what one VM is taken to cost")
+    on_demand_usd_per_h: UsdPerHour | None = Field(
         default=None, description="what the same VM costs on demand, to compare with"
     )
     limits: Limits = Limits()
@@ -109,7 +116,7 @@ class ProvidedVms(Value):
         description="ask for VMs with so many workers together, and again for each that is lost; a VM with four GPUs "
         "brings four"
     )
-    memory_bytes: Annotated[int, Field(gt=0)] = Field(description="memory of one device")
+    memory_bytes: Memory = Field(description="memory of one device")
     device: Literal["cpu", "cuda"] = "cuda"
     address: str = Field(
         description="this machine's IPv4 address as VMs reach it: Ray, the store and the door for notices listen there"
@@ -125,16 +132,14 @@ class ProvidedVms(Value):
         default=False,
         description="encrypt orders and answers (not tensors); wants the package cryptography",
     )
-    lonely_s: Positive = Field(default=900.0, description="a VM without a manager for so long ends itself")
+    lonely_s: Seconds = Field(default=900.0, description="a VM without a manager for so long ends itself")
     shared_storage: bool = Field(
         default=False, description="every VM sees this machine's folders under their paths: checkpoints may lie there"
     )
     environment: Environment = Environment()
     pass_variables: VariableNames = ()
-    usd_per_h: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="what one VM costs; absent: what the provider says"
-    )
-    on_demand_usd_per_h: Annotated[float, Field(ge=0)] | None = Field(
+    usd_per_h: UsdPerHour | None = Field(default=None, description="what one VM costs; absent: what the provider says")
+    on_demand_usd_per_h: UsdPerHour | None = Field(
         default=None, description="what the same VM costs on demand, to compare with"
     )
     limits: Limits = Limits()
@@ -215,27 +220,27 @@ Vms = Annotated[
 class Policy(Value):
     """When the controller acts. Times in seconds."""
 
-    checkpoint_every_steps: Annotated[int, Field(ge=1)] = 20
-    start_patience_s: Positive = Field(default=60.0, description="how long to wait at the start for VMs still booting")
-    heartbeat_timeout_s: Positive = Field(default=5.0, description="a silent worker is given up after this")
-    outage_timeout_s: Positive = Field(
+    checkpoint_every_steps: Count = 20
+    start_patience_s: Seconds = Field(default=60.0, description="how long to wait at the start for VMs still booting")
+    heartbeat_timeout_s: Seconds = Field(default=5.0, description="a silent worker is given up after this")
+    outage_timeout_s: Seconds = Field(
         default=45.0,
         description="workers that all fall silent together are given up after this: it is the network, or this machine",
     )
-    order_timeout_s: Positive = Field(default=300.0, description="bound on one step or reshape")
-    max_fruitless_generations: Annotated[int, Field(ge=1)] = Field(
+    order_timeout_s: Seconds = Field(default=300.0, description="bound on one step or reshape")
+    max_fruitless_generations: Count = Field(
         default=10,
         description="generations in a row without a new step before what is held is saved and the run pauses",
     )
-    give_up_after_s: Positive = Field(
+    give_up_after_s: Seconds = Field(
         default=3600.0,
         description="how long to try again, with growing pauses, where no step is decided because the cluster is lost "
         "or generation after generation comes to nothing; then the run ends",
     )
-    min_join_gain: Annotated[float, Field(ge=0)] = Field(
+    min_join_gain: Annotated[float, ranges.GAIN.field] = Field(
         default=0.02, description="a newcomer is taken in when the better shape is faster by this share"
     )
-    takeover_patience_s: Annotated[float, Field(ge=0)] = Field(
+    takeover_patience_s: Annotated[float, ranges.PATIENCE_S.field] = Field(
         default=60.0,
         description="how long VMs and workers outlive a manager that is killed, for the next one; 0: not at all",
     )

@@ -13,9 +13,11 @@ from pydantic import Field, model_validator
 
 from morph.contract.base import Value
 
-Bytes = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+Number = Annotated[int, Field(strict=True, ge=0)]
+Bytes = Number
+Seconds = Annotated[float, Field(strict=True, ge=0)]
+Factor = Annotated[float, Field(strict=True, gt=0)]
+Count = Annotated[int, Field(strict=True, ge=1)]
 
 HEADER_NUMBERS = 4
 """float64 numbers at the head of every emulated message."""
@@ -34,7 +36,7 @@ class EmulatedSection(Value):
     forward: Duration
     backward: Duration
     real_message_bytes: int = Field(
-        ge=8 * HEADER_NUMBERS, description="of the tensor that crosses the cut-point behind it"
+        strict=True, ge=8 * HEADER_NUMBERS, description="of the tensor that crosses the cut-point behind it"
     )
     held_bytes: Bytes = Field(description="parameters, optimizer state and accumulated gradients")
     input_bytes: Bytes = Field(description="kept of one micro-batch to recompute from")
@@ -46,7 +48,7 @@ class EmulatedUnit(Value):
     """One parameter unit: ``real_values`` float32 parameters stand for it."""
 
     id: str
-    sections: tuple[int, ...] = Field(min_length=1)
+    sections: tuple[Number, ...] = Field(min_length=1)
     real_values: Count
     reduced_bytes: Bytes = Field(description="of its accumulated gradient, as the profile has it")
     optimizer_s: Seconds
@@ -68,16 +70,16 @@ class EmulatedLinks(Value):
 class Curve(Value):
     """A time over a size: linear between points, constant before the first and beyond the last."""
 
-    sizes_bytes: tuple[float, ...] = Field(min_length=1)
+    sizes_bytes: tuple[Annotated[float, Field(strict=True)], ...] = Field(min_length=1)
     times_s: tuple[Seconds, ...] = Field(min_length=1)
 
 
 class Slowdown(Value):
     """A fail-stutter device: tasks of ``stage`` (in one replica, or in all) take ``factor`` times as long."""
 
-    stage: Annotated[int, Field(ge=0)]
-    replica: Annotated[int, Field(ge=0)] | None = None
-    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    stage: Number
+    replica: Number | None = None
+    factor: Factor
 
 
 class EmulatedDevice(Value):
@@ -97,11 +99,11 @@ class EmulatedDevice(Value):
     )
     exact: bool = Field(description="gradients are summed in fixed point")
     optimizer: Literal["adam", "sgd"]
-    seed: Annotated[int, Field(ge=0)] = 0
-    jitter_seed: Annotated[int, Field(ge=0)] | None = Field(default=None, description="None: medians, no jitter")
+    seed: Number = 0
+    jitter_seed: Number | None = Field(default=None, description="None: medians, no jitter")
     slow: tuple[Slowdown, ...] = ()
-    contention: dict[int, float] = Field(default_factory=dict, description="factors that are not 1")
-    memory_bytes: Annotated[int, Field(gt=0)] | None = Field(default=None, description="of the device; None: no limit")
+    contention: dict[int, Factor] = Field(default_factory=dict, description="factors that are not 1")
+    memory_bytes: Count | None = Field(default=None, description="of the device; None: no limit")
     forgiven_s: Seconds = 0.0
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from morph.contract import ranges
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig
 from morph.contract.plan import Schedule
@@ -16,8 +17,8 @@ class JobPart(Value):
 
     code: str = Field(min_length=3, pattern=r"^.+:[^:]+$", description="path/to/file.py:name of a morph.Job")
     profile: str = Field(min_length=1, description="what `morph calibrate` wrote for it")
-    steps: Annotated[int, Field(ge=1)] = Field(default=100, description="optimizer steps of the whole run")
-    batch_size: Annotated[int, Field(ge=1)] | None = Field(
+    steps: Annotated[int, ranges.COUNT.field] = Field(default=100, description="optimizer steps of the whole run")
+    batch_size: Annotated[int, ranges.BATCH.field] | None = Field(
         default=None, description="samples in a step, to be held against the job's own; absent: not held against it"
     )
     run_dir: str | None = Field(
@@ -35,11 +36,11 @@ class JobPart(Value):
         default=None,
         description="false keeps activations instead of running forwards again: more memory; absent: the faster",
     )
-    pipeline_depth: Annotated[int, Field(ge=1)] | None = Field(
+    pipeline_depth: Annotated[int, Field(ge=1, le=ranges.SECTIONS)] | None = Field(
         default=None,
         description="P of every shape: with fewer workers the run waits; absent: the fastest with those that are there",
     )
-    num_replicas: Annotated[int, Field(ge=1)] | None = Field(
+    num_replicas: Annotated[int, ranges.GPUS.field] | None = Field(
         default=None,
         description="D at most: fewer while workers are missing or where more are no faster; absent: any",
     )

@@ -7,12 +7,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from morph.contract import ranges
 from morph.contract.base import Value, read_json
 from morph.contract.errors import PlanError
 
 Schedule = Literal["varuna", "gpipe", "1f1b"]
-Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(ge=0)]
+Count = Annotated[int, ranges.COUNT.field]
+CountKey = Annotated[int, Field(ge=1)]
+"""JSON's keys are text."""
+Number = Annotated[int, Field(strict=True, ge=0)]
+Seconds = Annotated[float, Field(strict=True, ge=0)]
 
 
 class StagePlan(Value):
@@ -21,7 +25,7 @@ class StagePlan(Value):
     ``window`` is how many micro-batches may be in flight (forward started, backward not finished).
     """
 
-    first_section: Annotated[int, Field(ge=0)]
+    first_section: Number
     end_section: Count
     window: Count
     recompute: bool
@@ -40,9 +44,9 @@ class Expectation(Value):
     """
 
     mini_batch_s: Seconds
-    examples_per_s: Annotated[float, Field(ge=0)]
+    examples_per_s: Annotated[float, Field(strict=True, ge=0)]
     lower_bound_s: Seconds
-    peak_memory_bytes: int = Field(ge=0, description="of the fullest stage")
+    peak_memory_bytes: Number = Field(description="of the fullest stage")
     parts_s: dict[str, Seconds]
 
 
@@ -61,10 +65,10 @@ class Plan(Value):
     num_micro_batches: Count = Field(description="N = M / m over all replicas")
     num_replicas: Count = Field(description="D")
     stages: tuple[StagePlan, ...] = Field(min_length=1)
-    orders: dict[Count, tuple[str, ...]]
+    orders: dict[CountKey, tuple[str, ...]]
     expected: Expectation
     node_sizes: tuple[Count, ...] = Field(default=(), description="GPUs of each node planned for; empty: one each")
-    placement: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = Field(
+    placement: tuple[tuple[Number, ...], ...] = Field(
         default=(), description="[replica][stage]: number of the node in node_sizes; empty: anywhere"
     )
 

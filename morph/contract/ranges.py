@@ -34,11 +34,11 @@ class Range:
 
     def __str__(self) -> str:
         number = "a whole number" if self.whole else "a number"
-        high = f"{self.high:.15g}"
+        high = f"{self.high:.16g}"
         return f"{number} above {self.low:g}, at most {high}" if self.above else f"{number} from {self.low:g} to {high}"
 
     def __contains__(self, value: object) -> bool:
-        if isinstance(value, bool):
+        if isinstance(value, bool | str):
             return False
         try:
             number = operator.index(value) if self.whole else float(value)  # type: ignore[arg-type]
@@ -57,10 +57,23 @@ class Range:
             raise PlanError("is out of range", field=field, value=value, allowed=str(self))
 
 
+def check_counts(**given: object) -> None:
+    """Refuse arguments that are no counts; None is "not given".
+
+    Raises:
+        PlanError: naming the first of them.
+    """
+    for field, value in given.items():
+        if value is not None:
+            COUNT.check(field, value)
+
+
 SECONDS = Range(0, 86_400)
 """Of one task or message: a day."""
 POLICY_SECONDS = Range(0, 1e9, above=True)
 """Of a wait: thirty years, for those who want no bound."""
+PATIENCE_S = Range(0, 1e9)
+"""The same where none is a choice too."""
 BYTES = Range(0, 2**46, whole=True)
 """Of one section or sample: 64 TiB."""
 MEMORY_BYTES = Range(1, 2**50, whole=True)
@@ -75,8 +88,15 @@ SLOTS = GPUS
 FACTOR = Range(0, 100, above=True)
 """Of a slow worker, or of workers that share a node."""
 SEED = Range(0, 2**63 - 1, whole=True)
+RUNNERS_UP = Range(0, 2**31, whole=True)
 DRAWS = Range(1, 1000, whole=True)
 REVOCATIONS_PER_HOUR = Range(0, 3600)
 PAUSE_S = SECONDS
+TRACE_SPEED = Range(0.001, 1e9)
 REPLACEMENT_S = Range(0, 1e7)
 USD_PER_HOUR = Range(0, 1e6)
+USD_PER_HOUR_AT_MOST = Range(0, 1e6, above=True)
+USD_AT_MOST = Range(0, 1e9, above=True)
+DEVIATIONS = Range(0, 1000)
+GAIN = Range(0, 1000)
+"""As a share of what there is."""

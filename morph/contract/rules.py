@@ -6,20 +6,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from morph.contract import ranges
 from morph.contract.base import Value
 
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, ranges.POLICY_SECONDS.field]
+Count = Annotated[int, ranges.COUNT.field]
 
 
 class WaitRules(Value):
     """When a change waits for a node that is about to be ready. Times in seconds."""
 
-    morph_s: Positive = Field(default=1.0, description="what a planned change costs, until one was measured")
-    setup_s: Positive = Field(default=5.0, description="from a VM that is up to a ready worker, until measured")
-    join_patience_s: Positive = Field(default=10.0, description="bound: a newcomer waits for another while training")
-    hold_patience_s: Positive = Field(default=2.0, description="bound: training stands for a node about to be ready")
-    vms_patience_s: Positive = Field(default=7 * 86400.0, description="bound: paused with too few VMs")
+    morph_s: Seconds = Field(default=1.0, description="what a planned change costs, until one was measured")
+    setup_s: Seconds = Field(default=5.0, description="from a VM that is up to a ready worker, until measured")
+    join_patience_s: Seconds = Field(default=10.0, description="bound: a newcomer waits for another while training")
+    hold_patience_s: Seconds = Field(default=2.0, description="bound: training stands for a node about to be ready")
+    vms_patience_s: Seconds = Field(default=7 * 86400.0, description="bound: paused with too few VMs")
 
 
 class FlapRules(Value):
@@ -28,20 +29,20 @@ class FlapRules(Value):
     Its first return is free; the n-th within ``memory_s`` waits ``hold_s * 2 ** (n - 2)``, at most ``hold_max_s``.
     """
 
-    hold_s: Positive = 10.0
-    hold_max_s: Positive = 600.0
-    memory_s: Positive = Field(default=1800.0, description="an older return is forgotten")
+    hold_s: Seconds = 10.0
+    hold_max_s: Seconds = 600.0
+    memory_s: Seconds = Field(default=1800.0, description="an older return is forgotten")
 
 
 class RequestRules(Value):
     """Asking a provider for VMs. Times in seconds."""
 
-    backoff_s: Positive = Field(default=10.0, description="first wait after a refusal, doubled with each further one")
-    backoff_max_s: Positive = 600.0
-    answer_s: Positive = Field(default=60.0, description="a request without an answer is sent again under its name")
-    boot_s: Positive = Field(default=900.0, description="a VM that was granted and does not appear is given up")
+    backoff_s: Seconds = Field(default=10.0, description="first wait after a refusal, doubled with each further one")
+    backoff_max_s: Seconds = 600.0
+    answer_s: Seconds = Field(default=60.0, description="a request without an answer is sent again under its name")
+    boot_s: Seconds = Field(default=900.0, description="a VM that was granted and does not appear is given up")
     max_absent: Count = Field(default=5, description="grants in a row of which no VM appears: then none is asked for")
-    notice_grace_s: Positive = Field(default=60.0, description="a VM that outlives its notice by this is taken back")
+    notice_grace_s: Seconds = Field(default=60.0, description="a VM that outlives its notice by this is taken back")
 
 
 class StutterRules(Value):
@@ -49,10 +50,14 @@ class StutterRules(Value):
 
     samples: Count = Field(default=8, description="micro-batches that make one window")
     windows: Count = Field(default=3, description="windows in a row until a worker is slow, or well")
-    ratio: Annotated[float, Field(gt=1)] = Field(default=1.15, description="slow: this many times what is expected")
-    deviations: Annotated[float, Field(ge=0)] = Field(default=4.0, description="and this many deviations above it")
-    probe_every_s: Positive = Field(default=20.0, description="doubled with each probe that finds it slow still")
-    probe_every_max_s: Positive = 600.0
+    ratio: Annotated[float, Field(strict=True, gt=1, le=ranges.FACTOR.high)] = Field(
+        default=1.15, description="slow: this many times what is expected"
+    )
+    deviations: Annotated[float, ranges.DEVIATIONS.field] = Field(
+        default=4.0, description="and this many deviations above it"
+    )
+    probe_every_s: Seconds = Field(default=20.0, description="doubled with each probe that finds it slow still")
+    probe_every_max_s: Seconds = 600.0
     probe_passes: Count = Field(default=2, description="good probes in a row until a worker is taken back")
     max_probes: Count = Field(default=16, description="a worker that is not well by then is ended")
 
@@ -71,9 +76,11 @@ class AheadRules(Value):
     """
 
     when: Literal["never", "if_worth", "always"] = "if_worth"
-    bytes_per_s: Positive = Field(default=2.5e8, description="of state to one worker, until it was measured")
-    min_saved_s: Annotated[float, Field(ge=0)] = Field(default=0.1, description="less is not worth it")
-    patience_s: Positive = Field(default=60.0, description="bound: what has not arrived by then is sent in the change")
+    bytes_per_s: Annotated[float, ranges.BYTES_PER_S.field] = Field(
+        default=2.5e8, description="of state to one worker, until it was measured"
+    )
+    min_saved_s: Annotated[float, ranges.PATIENCE_S.field] = Field(default=0.1, description="less is not worth it")
+    patience_s: Seconds = Field(default=60.0, description="bound: what has not arrived by then is sent in the change")
 
 
 class Rules(Value):

@@ -16,8 +16,18 @@ HEADER = "time_s,event,node_id\n"
         ("--steps", "nan", "--steps: Input should be a valid integer"),
         ("--trace-speed", "0", "--trace-speed: Input should be greater than or equal to 0.001 (got '0')"),
         ("--trace-speed", "nan", "--trace-speed: Input should be greater than or equal to 0.001 (got 'nan')"),
-        ("--price", "inf", "--price: is not a number (got inf); allowed: 0 or more"),
-        ("--trace-speed", "inf", "--trace-speed: is not a number (got inf); allowed: 0.001 or more"),
+        (
+            "--steps",
+            str(10**20),
+            f"--steps: is out of range (got {10**20}); allowed: a whole number from 1 to 2147483648",
+        ),
+        ("--price", "inf", "--price: is out of range (got inf); allowed: a number from 0 to 1000000"),
+        ("--on-demand-price", "1e300", "--on-demand-price: is out of range (got 1e+300); allowed: a number from 0 to"),
+        (
+            "--trace-speed",
+            "inf",
+            "--trace-speed: is out of range (got inf); allowed: a number from 0.001 to 1000000000",
+        ),
     ],
 )
 def test_a_wrong_option_is_refused_with_its_value(given: Given, option: str, value: str, problem: str) -> None:

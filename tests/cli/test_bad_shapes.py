@@ -10,7 +10,7 @@ from tests.cli.given import Given
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("plan", "--gpus", 0), "--gpus: at least one GPU is needed (got 0); allowed: 1 or more"),
+        (("plan", "--gpus", 0), "--gpus: is out of range (got 0); allowed: a whole number from 1 to 100000"),
         (("plan", "--gpus", 2, "--m", 3), "--m: does not divide the batch of 8 samples (got 3); allowed: 1, 2"),
         (("plan", "--gpus", 2, "--m", 5), "--m: was not measured (got 5); allowed: 1, 2"),
         (

@@ -9,6 +9,7 @@ from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
+A_WAIT = "a number above 0 and at most 1000000000"
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -46,7 +47,7 @@ def test_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
         ("vms: {num_vms: true}", "vms.num_vms", True, "an integer at least 1 and at most 64"),
         ("vms: {device: tpu}", "vms.device", "tpu", "cpu or cuda"),
         ("vms: {kind: moon}", "vms.kind", "moon", "local or azure or static"),
-        ("vms: {memory_bytes: -1}", "vms.memory_bytes", -1, "an integer above 0"),
+        ("vms: {memory_bytes: -1}", "vms.memory_bytes", -1, "an integer at least 1 and at most 1125899906842624"),
         (
             "vms: 6",
             "vms",
@@ -60,10 +61,25 @@ def test_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
             "the keys " + ", ".join(LocalVms.model_fields),
         ),
         ("vmz: 6", "vmz", 6, "the keys vms, policy"),
-        ("policy: {heartbeat_timeout_s: 0}", "policy.heartbeat_timeout_s", 0, "a number above 0"),
-        ("policy: {heartbeat_timeout_s: .inf}", "policy.heartbeat_timeout_s", None, "a number above 0"),
-        ("policy: {min_join_gain: -0.5}", "policy.min_join_gain", -0.5, "a number at least 0"),
-        ("policy: {start_patience_s: 2026-01-01}", "policy.start_patience_s", "2026-01-01", "a number above 0"),
+        (
+            "policy: {heartbeat_timeout_s: 0}",
+            "policy.heartbeat_timeout_s",
+            0,
+            "a number above 0 and at most 1000000000",
+        ),
+        (
+            "policy: {heartbeat_timeout_s: .inf}",
+            "policy.heartbeat_timeout_s",
+            None,
+            "a number above 0 and at most 1000000000",
+        ),
+        ("policy: {min_join_gain: -0.5}", "policy.min_join_gain", -0.5, "a number at least 0 and at most 1000"),
+        (
+            "policy: {start_patience_s: 2026-01-01}",
+            "policy.start_patience_s",
+            "2026-01-01",
+            "a number above 0 and at most 1000000000",
+        ),
         ("- vms", None, None, "the keys vms, policy"),
     ],
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units, stretched
+from morph.contract.emulation import EmulatedDevice
 from morph.contract.profile import Profile, Timing
 from simulator import simulate, synthetic_profile
 from simulator.costs import SectionCosts
@@ -93,3 +97,12 @@ def test_a_profile_that_names_no_units_has_one_for_each_section() -> None:
     profile = synthetic_profile(num_sections=3).model_copy(update={"units": ()})
     assert [unit.id for unit in known_units(profile)] == ["s0", "s1", "s2"]
     assert [unit.id for unit in emulated_device(profile, 1, RINGS, EmulationOptions()).units] == ["s0", "s1", "s2"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("memory_bytes", True), ("seed", "1"), ("forgiven_s", "0.5")])
+def test_what_a_worker_is_told_of_its_device_is_strict_about_numbers(
+    profile: Profile, name: str, value: object
+) -> None:
+    told = json.loads(emulated_device(profile, 4, RINGS, EmulationOptions()).model_dump_json())
+    with pytest.raises(ValidationError, match=name):
+        EmulatedDevice.model_validate_json(json.dumps({**told, name: value}))

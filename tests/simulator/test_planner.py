@@ -1,10 +1,13 @@
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from morph.contract.errors import PlanError
-from morph.contract.plan import Plan
+from morph.contract.plan import Plan, load_plan
 from morph.contract.profile import Contention
 from simulator import plan, plan_table, simulate, synthetic_profile
 
@@ -167,13 +170,27 @@ def test_less_memory_makes_the_micro_batch_smaller() -> None:
 @pytest.mark.parametrize(
     ("arguments", "field", "says"),
     [
-        ({"num_gpus": 0}, "num_gpus", "1 or more"),
+        ({"num_gpus": 0}, "num_gpus", "a whole number from 1 to 100000"),
+        ({"num_gpus": True}, "num_gpus", "(got True)"),
+        ({"num_gpus": "4"}, "num_gpus", "(got '4')"),
+        ({"num_gpus": 10**20}, "num_gpus", "1 to 100000"),
+        ({"num_gpus_per_node": ["1", 2]}, "num_gpus_per_node", "of each a whole number"),
+        ({"num_gpus": 4, "num_gpus_per_node": 1.5}, "num_gpus_per_node", "a whole number"),
         ({"num_gpus": 4, "pipeline_depth": 9}, "pipeline_depth", "1 to 4"),
         ({"num_gpus": 20, "pipeline_depth": 9}, "pipeline_depth", "1 to 8"),
+        ({"num_gpus": 4, "pipeline_depth": True}, "pipeline_depth", "1 to 4"),
+        ({"num_gpus": 4, "num_replicas": "2"}, "num_replicas", "1 to 4"),
         ({"num_gpus": 4, "num_replicas": 5}, "num_replicas", "1 to 4"),
         ({"num_gpus": 4, "micro_batch_size": 5}, "micro_batch_size", "1, 2, 4, 8, 16"),
         ({"num_gpus": 4, "memory_bytes": 1000}, "memory_bytes", "bytes per device"),
-        ({"num_gpus": 4, "memory_bytes": 0}, "memory_bytes", "1 or more"),
+        ({"num_gpus": 4, "micro_batch_size": True}, "micro_batch_size", "a whole number"),
+        ({"num_gpus": 4, "num_runners_up": -1}, "num_runners_up", "from 0"),
+        ({"num_gpus": 4, "memory_bytes": 0}, "memory_bytes", "from 1 to 1125899906842624"),
+        ({"num_gpus": 4, "memory_bytes": True}, "memory_bytes", "(got True)"),
+        ({"num_gpus": 4, "memory_bytes": "9"}, "memory_bytes", "a whole number"),
+        ({"num_gpus": 4, "memory_bytes": 2e9}, "memory_bytes", "a whole number"),
+        ({"num_gpus": 4, "memory_bytes": 2**60}, "memory_bytes", "to 1125899906842624"),
+        ({"num_gpus": 4, "objective": "usd_per_example", "usd_per_gpu_hour": "1"}, "usd_per_gpu_hour", "(got '1')"),
         ({"num_gpus": 4, "compute_slots": 0}, "compute_slots", "from 1 to 100000"),
     ],
 )
@@ -269,3 +286,32 @@ def test_without_a_limit_the_devices_own_memory_is_the_limit() -> None:
     assert 1 in plan_table(known, 6, memory_bytes=needed)
     with pytest.raises(PlanError, match="at least 2 GPUs"):
         plan(known, num_gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"max_gpus": True}, "max_gpus"),
+        ({"max_gpus": 10**9}, "max_gpus"),
+        ({"max_gpus": 4, "min_gpus": "1"}, "min_gpus"),
+        ({"max_gpus": 4, "pipeline_depth": 0}, "pipeline_depth"),
+        ({"max_gpus": 4, "most_replicas": 1.5}, "most_replicas"),
+        ({"max_gpus": 4, "memory_bytes": True}, "memory_bytes"),
+    ],
+)
+def test_no_table_is_made_of_what_is_no_number(arguments: dict[str, object], field: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_table(_profile(), **arguments)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("micro_batch_size", True), ("num_replicas", "1"), ("num_micro_batches", 16.0), ("num_micro_batches", 10**20)],
+)
+def test_a_plan_file_is_strict_about_its_numbers(name: str, value: object, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    content = json.loads(plan(_profile(), num_gpus=4).best.model_dump_json())
+    path.write_text(json.dumps({**content, name: value}))
+    with pytest.raises(PlanError, match=name):
+        load_plan(path)
