@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from manager.engine.session import RunSpec
 from manager.run_dir import RunDir, RunFacts, read_facts
 from morph.cli.kept_command import RunCommand, keep_command
+from morph.cli.managed_run import managed_run
 from morph.cli.run_code import IfChanged, RunCode
+from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.errors import JobError, RunDirError
+from morph.contract.profile import load_profile
 from tests.cli.given import JOBS, Given
 
 SCALED = JOBS.replace("float(index)", "float(index) * SCALE").replace(
@@ -178,3 +182,28 @@ def test_a_run_in_use_one_whose_vms_live_and_changed_code_are_told_before_torch_
         assert (code, has_torch) == (2, False)
         assert part in line
         assert len(line.splitlines()) == 1
+
+
+class Begun(Exception):
+    """Instead of a session."""
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_run_that_goes_on_keeps_the_micro_batch_size_that_the_planner_chose(
+    given: Given, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = load_profile(given.edited(lambda profile: profile["job"].pop("micro_batch_size")))
+    with RunDir(given.run_dir, facts(given).model_copy(update={"micro_batch_size": m})):
+        pass
+    sessions: list[RunSpec] = []
+
+    def session(spec: RunSpec, *_: object, **__: object) -> None:
+        sessions.append(spec)
+        raise Begun
+
+    monkeypatch.setattr("manager.engine.session.run_session", session)
+    vms = ClusterConfig(vms=LocalVms(num_vms=2))
+    with pytest.raises(Begun):
+        managed_run(given.job, free, vms, None, steps=9, run_dir=given.run_dir, plain=True)
+    (begun,) = sessions
+    assert {begun.micro_batch_size, *(plan.micro_batch_size for plan in begun.config.plans.values())} == {m}
