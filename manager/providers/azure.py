@@ -149,13 +149,7 @@ class AzureProvider:
     def price(self) -> Price | None:
         """See ``Provider``. A size without a price makes the whole unknown."""
         if self._price is None:
-            figures = [self._usd_per_h(size) for size in self._spec.sizes]
-            known = [figure for figure in figures if figure is not None]
-            if len(known) < len(figures):
-                return None
-            theirs = any(size.usd_per_h is None for size in self._spec.sizes)
-            source = "Azure's retail price list" if theirs else "the cluster file"
-            self._price = Price(usd_per_h=max(known), source=source)
+            self._price = self._spec.price(self._find_price)
         return self._price
 
     def capabilities(self) -> Capabilities:

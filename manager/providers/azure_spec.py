@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import Field, model_validator
 
-from manager.providers.provider import vm_name
+from manager.providers.provider import Price, vm_name
 from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHour, UsdPerHourAtMost
 from morph.contract.vm_names import MAX_DEVICES
@@ -66,6 +67,18 @@ class AzureSpec(Value):
         if not self.image.startswith("/") and len(self.image.split(":")) != 4:
             raise ValueError("image: neither publisher:offer:sku:version nor the id of an image")
         return self
+
+    def price(self, find: Callable[[AzureSize], float | None]) -> Price | None:
+        """Return the price of one hour of the dearest size; None when one is not known.
+
+        ``find``: the price of a size that says none itself; None when it is not known.
+        """
+        figures = [find(size) if size.usd_per_h is None else size.usd_per_h for size in self.sizes]
+        known = [figure for figure in figures if figure is not None]
+        if len(known) < len(figures):
+            return None
+        theirs = any(size.usd_per_h is None for size in self.sizes)
+        return Price(usd_per_h=max(known), source="Azure's retail price list" if theirs else "the cluster file")
 
     def turns(self, count: int, max_vms: int) -> list[int]:
         """Return how many devices the VMs have that are tried first, next, ... for ``count`` devices.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from manager.providers.azure_prices import RetailPrices, retail_price
+from manager.providers.azure_prices import RetailPrices
 from manager.providers.azure_spec import AzureSpec
 from manager.providers.cloud_init import NodeStart, cloud_init, custom_data
-from manager.providers.provider import Price, Provider
+from manager.providers.provider import Provider
 from manager.providers.run_name import RunName
 from manager.providers.static import Hosts, StaticProvider, StaticSpec
 from manager.providers.static_node import secret_of, static_node
@@ -22,19 +22,6 @@ def azure_spec(spec: AzureSpec, image: str | None, usd_per_h: float | None) -> A
     if usd_per_h is not None:
         sizes = tuple(size.model_copy(update={"usd_per_h": usd_per_h}) for size in sizes)
     return spec.model_copy(update={"sizes": sizes, "image": image or spec.image})
-
-
-def azure_price(spec: AzureSpec) -> Price | None:
-    """Return the price of one hour of the dearest size; None when one is not known. May ask Azure's price list."""
-    figures = [
-        size.usd_per_h if size.usd_per_h is not None else retail_price(spec.location, size.name, spot=spec.spot)
-        for size in spec.sizes
-    ]
-    known = [figure for figure in figures if figure is not None]
-    if len(known) < len(figures):
-        return None
-    theirs = any(size.usd_per_h is None for size in spec.sizes)
-    return Price(usd_per_h=max(known), source="Azure's retail price list" if theirs else "the cluster file")
 
 
 def ending_command(path: Path, name: RunName) -> str:

@@ -38,14 +38,14 @@ class Cloud:
 
     def price(self) -> Price | None:
         """What one VM costs; may ask the provider's price list."""
+        from manager.providers.azure_prices import RetailPrices
         from manager.providers.azure_spec import AzureSpec
-        from manager.providers.opening import azure_price
         from manager.providers.provider import Price
 
         if self.vms.usd_per_h is not None:
             return Price(usd_per_h=self.vms.usd_per_h, source="the cluster file")
         if isinstance(self.described, AzureSpec):
-            return azure_price(self.described)
+            return self.described.price(RetailPrices(self.described))
         known = self.described.dearest_usd_per_h
         return None if known is None else Price(usd_per_h=known, source=str(self.path))
 

@@ -7,6 +7,7 @@ import pytest
 
 from manager.providers.azure_prices import AGAIN_S, RetailPrices, retail_price
 from manager.providers.azure_spec import AzureSize
+from manager.providers.provider import Price
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
 from tests.providers.azure_world import SPEC
 
@@ -79,3 +80,20 @@ def test_a_price_that_the_list_did_not_say_is_asked_for_again_after_a_while_and_
     assert look(5.0 + 2 * AGAIN_S) == [0.3, 1.4]
     assert look(5.0 + 9 * AGAIN_S) == [0.3, 1.4]
     assert len(asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("listed", "price"),
+    [
+        ({}, None),
+        ({"b": 0.2}, Price(usd_per_h=0.5, source="Azure's retail price list")),
+        ({"b": 0.7}, Price(usd_per_h=0.7, source="Azure's retail price list")),
+    ],
+)
+def test_the_price_is_that_of_the_dearest_size_and_unknown_while_one_is(
+    listed: dict[str, float], price: Price | None
+) -> None:
+    sizes = (AzureSize(name="a", usd_per_h=0.5), AzureSize(name="b"))
+    assert SPEC.model_copy(update={"sizes": sizes}).price(lambda size: listed.get(size.name)) == price
+    own = SPEC.model_copy(update={"sizes": sizes[:1]}).price(lambda _size: None)
+    assert own == Price(usd_per_h=0.5, source="the cluster file")
