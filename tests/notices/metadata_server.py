@@ -77,6 +77,11 @@ class MetadataServer:
         with self.lock:
             self.scripts[method, path.split("?")[0]] = list(replies)
 
+    def next_reply(self, method: str, path: str) -> Reply:
+        """What the next request is answered with."""
+        with self.lock:
+            return self.scripts.get((method, path), [Reply(status=404)])[0]
+
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         headers = {name.lower(): value for name, value in handler.headers.items()}
