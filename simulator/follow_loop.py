@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.compiling import inlined, loop
+from simulator.follow_period import keep, num_repeats, skip
 
 _NEVER = 2**62
 _IDLE, _QUEUED = 0, 1
@@ -145,6 +146,22 @@ def _hand_over(lanes, channels, arrivals, latencies, wires, busy, leaving, enter
 
 
 @loop
+def _due(me, orders):  # type: ignore[no-untyped-def]
+    """The first letter of the order that was not begun."""
+    while True:
+        due = orders[me.stage, me.replica, me.position]
+        if due == _F and me.seen_f < me.num_f:
+            me.seen_f += 1
+        elif due == _R and me.seen_r < me.num_r:
+            me.seen_r += 1
+        elif due == _B and me.seen_b < me.num_b:
+            me.seen_b += 1
+        else:
+            return due
+        me.position += 1
+
+
+@loop
 def _next_letter(lanes, arrivals, orders, lane, num_stages, strict, now):  # type: ignore[no-untyped-def]
     """As ``OrderFollower.next_task``: (letter or 0, when to look again)."""
     me, mask, never = lanes[lane], arrivals.shape[2] - 1, np.int64(_NEVER)
@@ -166,17 +183,7 @@ def _next_letter(lanes, arrivals, orders, lane, num_stages, strict, now):  # typ
         return (_B if grad <= now else 0), grad
     if strict == 0 and grad <= now:
         return (_B if recomputed else _R), now
-    while True:
-        due = orders[me.stage, me.replica, me.position]
-        if due == _F and me.seen_f < me.num_f:
-            me.seen_f += 1
-        elif due == _R and me.seen_r < me.num_r:
-            me.seen_r += 1
-        elif due == _B and me.seen_b < me.num_b:
-            me.seen_b += 1
-        else:
-            break
-        me.position += 1
+    due = _due(me, orders)
     if due == _F:
         if act <= now:
             return _F, now
@@ -227,6 +234,7 @@ def follow_loop(  # type: ignore[no-untyped-def]
     entering,
     tree,
     queue,
+    old,
     ended,
     letters,
     starts,
@@ -250,6 +258,7 @@ def follow_loop(  # type: ignore[no-untyped-def]
         entering: As ``leaving``.
         tree: int64[2^k], 2^k >= 6L: tournament tree, all never.
         queue: int64[L, 2].
+        old: Like (lanes, channels, arrivals, tree): to find out what repeats, where no letters are kept.
         ended: int64[P, D] result.
         letters: uint8[P, D, 3n] result, or n = 0.
         starts: int64[P, D, 3n] result, or n = 0.
@@ -264,6 +273,9 @@ def follow_loop(  # type: ignore[no-untyped-def]
         left += lanes[lane].count
         if lanes[lane].stage == 0:
             _set(tree, lane, _key(np.int64(0), _DECIDES, lane, bits))
+    state = (lanes, channels, arrivals, tree)
+    skips = letters.shape[2] == 0 and tasks.shape[2] == 1 and latencies.shape[1] == 1
+    old_now, next_kept = np.int64(-1), 1
     number_mask = (np.int64(1) << bits) - 1
     latest = np.int64(1) << (60 - bits)
     while left > 0:
@@ -288,6 +300,20 @@ def follow_loop(  # type: ignore[no-untyped-def]
             continue
         me = lanes[number]
         if kind == _TASK_ENDS:
+            if skips and number == 0 and me.task == _B and waiting == 0 and me.num_b < me.count:
+                for lane in range(num_lanes):
+                    if lanes[lane].num_b < lanes[lane].count:
+                        _due(lanes[lane], orders)
+                repeats = num_repeats(state, now, old, old_now, orders, bits) if old_now >= 0 else 0
+                if repeats > (latest - now) // (now - old_now):
+                    return -1
+                if repeats > 0:
+                    left -= num_lanes * skip(state, now, old, old_now, repeats, bits)
+                    old_now, next_kept = np.int64(-1), 2 * me.num_b
+                    continue
+                if me.num_b >= next_kept:
+                    keep(state, old)
+                    old_now, next_kept = now, next_kept + next_kept // 2 + 1
             channel = -1
             if me.task == _F and me.stage < num_stages - 1:
                 channel = number

@@ -136,7 +136,7 @@ def follow(
         windows: Of each stage.
         strict: Keep to the orders whatever comes (GPipe, 1F1B).
         compute_slots: Tasks that can run at once on all workers together; None: no limit.
-        keep_times: Also return what was run, and when.
+        keep_times: Also return what was run, and when. Else periods that repeat are skipped, exactly.
 
     Raises:
         PlanError: orders that wait for each other.
@@ -243,6 +243,8 @@ def _follow_together(
     shape = (num_stages, num_replicas, 3 * most if keep_times else 0)
     ended = np.zeros((num_stages, num_replicas), np.int64)
     letters, starts = np.zeros(shape, np.uint8), np.zeros(shape, np.int64)
+    arrivals = np.empty((2, len(lanes), 1 << reach.bit_length()), np.int64)
+    tree = np.full(2 * numbers, _NEVER, np.int64)
     finished = follow_loop(
         lanes,
         channels,
@@ -250,12 +252,13 @@ def _follow_together(
         latencies,
         wires,
         _letters(orders, 3 * most),
-        np.empty((2, len(lanes), 1 << reach.bit_length()), np.int64),
+        arrivals,
         np.zeros((2, len(leaving)), np.int64),
         leaving,
         entering,
-        np.full(2 * numbers, _NEVER, np.int64),
+        tree,
         np.zeros((len(lanes), 2), np.int64),
+        tuple(np.empty_like(array) for array in (lanes, channels, arrivals, tree)),
         ended,
         letters,
         starts,

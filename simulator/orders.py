@@ -17,6 +17,7 @@ import numpy.typing as npt
 from morph.contract.plan import Schedule
 
 
+@lru_cache(maxsize=2**16)
 def stage_windows(schedule: Schedule, num_stages: int, num_micro_batches: int, slope: int) -> tuple[int, ...]:
     """How many micro-batches each stage may have in flight.
 

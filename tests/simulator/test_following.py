@@ -112,6 +112,20 @@ def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_plan
         assert followed.last_backward_ns.tolist() == planned.last_backward_ns.tolist()
 
 
+@pytest.mark.parametrize("seed", range(300))
+def test_skipping_periods_of_those_who_follow_orders_changes_no_end(seed: int) -> None:
+    rng = np.random.default_rng(9000 + seed)
+    schedule = SCHEDULES[seed % len(SCHEDULES)]
+    most = int(rng.choice([20, 60, 200]))
+    counts = tuple(int(count) for count in rng.integers(most // 2, most, int(rng.integers(1, 4))))
+    times = random_stages(rng, int(rng.integers(1, 7)), schedule, max(counts))
+    lanes, orders = random_lanes(rng, times, counts), orders_of(times, counts, schedule)
+    slots = int(rng.integers(1, 5)) if rng.random() < 0.3 else None
+    skipped = follow(lanes, orders, times.window, strict=schedule != "varuna", compute_slots=slots)
+    played = follow(lanes, orders, times.window, strict=schedule != "varuna", compute_slots=slots, keep_times=True)
+    assert skipped.last_backward_ns.tolist() == played.last_backward_ns.tolist()
+
+
 def two_senders(share: bool, nodes: list[list[int]]) -> LaneTimes:
     """Two replicas of two stages; an activation takes 100 ns on the wire and 10 behind it."""
     lanes = lane_times(
