@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from morph.contract.plan import Expectation, Plan, StagePlan
-from simulator.bounds import Pipe, lower_bound_ns, pipe_of, pipes_of, total_ns
+from simulator.bounds import lower_bound_ns, pipes_of, total_ns
 from simulator.conditions import Conditions
 from simulator.costs import StageCosts
 from simulator.finish import finish, optimizer_ns, optimizer_steps_ns
-from simulator.jitter import Spread
+from simulator.jitter import MeanLuck, Spread
 from simulator.ladder import explain, ladder_s
 from simulator.outcome import Outcome, Rehearsal
 
@@ -28,40 +26,26 @@ def deal(num_micro_batches: int, num_replicas: int) -> tuple[int, ...]:
     return tuple(share + (replica < extra) for replica in range(num_replicas))
 
 
-def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions, *, reducing: bool = True) -> int:
-    """Lower bound of the whole mini-batch on these workers and links; of its mean, where times are drawn.
-
-    ``reducing``: False leaves the all-reduces out; what is left, on costs of one pipeline alone, only grows when there
-    are fewer replicas.
-    """
-    num_replicas = len(counts) if reducing else 1
-    reduce = costs.private_reduce_ns(num_replicas)
+def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions) -> int:
+    """Lower bound of the whole mini-batch on these workers and links; of its mean, where times are drawn."""
+    num_replicas = len(counts)
+    reduce = costs.private_reduce_ns(num_replicas).copy()
     for stages, duration in costs.tied_reduce_ns(num_replicas):
         reduce[list(stages)] += duration
-    pipes = _pipes(costs, counts, conditions, reducing=reducing)
-    bound = max(lower_bound_ns(pipe, costs.times.window, count, reduce) for pipe, count, _ in pipes)
+    pipes = pipes_of(costs, counts, conditions, _mean_luck(costs, conditions))
+    if conditions.jitter_seed is not None:
+        pipes = [(pipe.less_one_ns(), count, number) for pipe, count, number in pipes]
+    busiest = {id(pipe): (pipe, count) for pipe, count, _ in sorted(pipes, key=lambda entry: entry[1])}
+    bound = max(lower_bound_ns(pipe, costs.times.window, count, reduce) for pipe, count in busiest.values())
     if conditions.compute_slots is not None:
         work = sum(int(total_ns(pipe.work_ns, count).sum()) * number for pipe, count, number in pipes)
         bound = max(bound, work // conditions.compute_slots)
     return bound + costs.sections.commit_ns + optimizer_ns(costs, num_replicas, conditions)
 
 
-def _pipes(
-    costs: StageCosts, counts: Sequence[int], conditions: Conditions, *, reducing: bool
-) -> list[tuple[Pipe, int, int]]:
-    """As :func:`simulator.bounds.pipes_of`: the replicas whose bounds count."""
-    if conditions.jitter_seed is not None:
-        luck = costs.sections.mean_luck(conditions.jitter_seed, conditions.num_draws)
-        if reducing:
-            found = pipes_of(costs, counts, conditions, luck)
-        else:  # nobody hinders the one pipeline; the least times are those of all micro-batches, whoever has them
-            costs = replace(costs, layout=replace(costs.layout, slowdown=np.ones_like(costs.layout.slowdown)))
-            (one,) = pipes_of(costs, (sum(counts),), conditions, luck)
-            found = [(one[0], max(counts), 1)]
-        return [(pipe.less_one_ns(), count, number) for pipe, count, number in found]
-    if not reducing and costs.layout.has_neighbours:
-        return [(pipe_of(costs.alone), max(counts), len(counts))]
-    return pipes_of(costs, counts, conditions)
+def _mean_luck(costs: StageCosts, conditions: Conditions) -> MeanLuck | None:
+    seed = conditions.jitter_seed
+    return None if seed is None else costs.sections.mean_luck(seed, conditions.num_draws)
 
 
 @dataclass(frozen=True)
@@ -146,9 +130,8 @@ def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
 def _parts_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
     """Seconds per worker, averaged over the P x D workers; what is left of the mini-batch is bubble."""
     costs, counts = outcome.costs, outcome.counts
-    seed, workers = conditions.jitter_seed, len(counts) * costs.times.num_stages
-    luck = None if seed is None else costs.sections.mean_luck(seed, conditions.num_draws)
-    pipes = pipes_of(costs, counts, conditions, luck)
+    workers = len(counts) * costs.times.num_stages
+    pipes = pipes_of(costs, counts, conditions, _mean_luck(costs, conditions))
 
     def task_ns(kind: str) -> float:
         total = sum(int(total_ns(getattr(pipe, kind), count).sum()) * number for pipe, count, number in pipes)

@@ -84,7 +84,8 @@ def pipes_of(
 ) -> list[tuple[Pipe, int, int]]:
     """Of each kind of replica under these conditions its times, its micro-batches, and how many replicas are so."""
     if luck is None and not conditions.slow and costs.layout.alike:
-        return [(pipe_of(costs.times), count, counts.count(count)) for count in sorted(set(counts))]
+        pipe = pipe_of(costs.times)
+        return [(pipe, count, counts.count(count)) for count in sorted(set(counts))]
     lanes = worker_times(costs, counts, conditions, luck)
     alike: dict[object, list[int]] = {}
     for replica in range(len(counts)):

@@ -6,7 +6,8 @@ Symbols as in Varuna's Table 2: F_i(m), B_i(m), Act_i, Grad_i, AR_i(D) of sectio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -166,6 +167,8 @@ class StageCosts:
     tied: tuple[tuple[tuple[int, ...], float], ...]
     sections: SectionCosts
     layout: Layout
+    _reduces: dict[int, Ints] = field(default_factory=dict)
+    _tied_reduces: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = field(default_factory=dict)
 
     def with_windows(self, schedule: Schedule, windows: Sequence[int]) -> StageCosts:
         """The same stages under other windows, and a schedule under which the same ones recompute."""
@@ -179,6 +182,11 @@ class StageCosts:
             memory_bytes=stage_memory_bytes(self.sections, self.boundaries, window, self.times.recompute),
         )
 
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Memory of the fullest stage."""
+        return int(self.memory_bytes.max())
+
     @property
     def all_reduce(self) -> AllReduce:
         """AR(D) of these rings."""
@@ -186,14 +194,18 @@ class StageCosts:
 
     def private_reduce_ns(self, num_replicas: int) -> Ints:
         """AR of what only one stage holds, over a ring of D."""
-        return self.all_reduce.times_ns(num_replicas, self.private_bytes)
+        if num_replicas not in self._reduces:
+            self._reduces[num_replicas] = self.all_reduce.times_ns(num_replicas, self.private_bytes)
+        return self._reduces[num_replicas]
 
     def tied_reduce_ns(self, num_replicas: int) -> tuple[tuple[tuple[int, ...], int], ...]:
         """(stages, AR) of what several stages hold, over a ring of D for each of the stages."""
-        reduce = self.all_reduce.times_ns
-        return tuple(
-            (stages, int(reduce(num_replicas * len(stages), np.array([size]))[0])) for stages, size in self.tied
-        )
+        if num_replicas not in self._tied_reduces:
+            reduce = self.all_reduce.times_ns
+            self._tied_reduces[num_replicas] = tuple(
+                (stages, int(reduce(num_replicas * len(stages), np.array([size]))[0])) for stages, size in self.tied
+            )
+        return self._tied_reduces[num_replicas]
 
 
 def stage_costs(
@@ -277,6 +289,17 @@ def stage_memory_bytes(
     held = costs.held_sum_bytes[end] - costs.held_sum_bytes[begin]
     total: Ints = held + window * costs.input_bytes[begin] + kept
     return total + np.maximum.reduceat(costs.peak_sum_bytes, begin) - before
+
+
+def most_windows(
+    costs: SectionCosts, boundaries: Sequence[int], recompute: Sequence[bool], memory_bytes: int
+) -> tuple[int, ...]:
+    """Of each stage the largest window that fits in memory; below 1 where none does."""
+    begin = np.asarray(boundaries, np.int64)
+    one, two = (stage_memory_bytes(costs, begin, np.full_like(begin, window), recompute) for window in (1, 2))
+    room, each = memory_bytes - one, two - one
+    most: Ints = np.where(each > 0, 1 + room // np.maximum(1, each), np.where(room < 0, 0, _MOST_TASKS))
+    return tuple(most.tolist())
 
 
 def link_times(costs: SectionCosts, name: str, cuts: Ints, layout: Layout, worst: bool) -> Ints:

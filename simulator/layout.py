@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ class Layout:
     hinders: bool
     has_neighbours: bool
 
-    @property
+    @cached_property
     def alike(self) -> bool:
         """Whether all replicas have the same times."""
         return bool((self.slowdown == self.slowdown[:, :1]).all() and (self.inside == self.inside[:, :1]).all())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from copy import copy
+from operator import le
 from typing import NamedTuple
-
-import numpy as np
 
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
-from simulator.costs import SectionCosts, StageCosts, stage_costs, stage_memory_bytes
+from simulator.costs import SectionCosts, StageCosts, most_windows, stage_costs
 from simulator.layout import Layout
 from simulator.micro_batch import num_micro_batches
 from simulator.orders import recomputes, stage_windows
@@ -50,6 +49,8 @@ class Setting:
         self.num_micro_batches = num_micro_batches(profile, micro_batch_size)
         self.schedules, self.memory_bytes = schedules, memory_bytes
         self._free: dict[bool, PartitionTable] = {}
+        self._even: dict[tuple[bool, int], tuple[int, ...]] = {}
+        self._room: dict[tuple[bool, tuple[int, ...]], tuple[int, ...]] = {}
         self._tight: dict[tuple[Rule, int], PartitionTable] = {}
         self._cuts: dict[tuple[Rule, int, int], tuple[int, ...] | None] = {}
         self._bounds: dict[int, Ints] = {}
@@ -80,7 +81,7 @@ class Setting:
         """First section of each of P stages, cut as evenly as memory allows; None where nothing fits."""
         key = (rule, depth, most)
         if key not in self._cuts:
-            even = self._most_even(rule.schedule).boundaries(depth)
+            even = self._most_even(rule.schedule, depth)
             self._cuts[key] = even if self._holds(rule, even, most) else self._tight_cut(rule, depth, most)
         return self._cuts[key]
 
@@ -105,7 +106,7 @@ class Setting:
             if alike not in self._stages:
                 self._stages[alike] = stage_costs(self.sections, boundaries, windows, schedule, layout)
             costs = self._stages[key] = self._stages[alike].with_windows(schedule, windows)
-        return costs if self.memory_bytes is None or int(costs.memory_bytes.max()) <= self.memory_bytes else None
+        return costs if self.memory_bytes is None or costs.peak_bytes <= self.memory_bytes else None
 
     def without_memory_limit(self) -> Setting:
         """The same on devices with as much memory as it takes."""
@@ -120,19 +121,22 @@ class Setting:
         """Of each schedule the windows that need least memory."""
         return tuple(Rule(schedule, most if schedule == "gpipe" else 1) for schedule in self.schedules)
 
-    def _most_even(self, schedule: Schedule) -> PartitionTable:
+    def _most_even(self, schedule: Schedule, depth: int) -> tuple[int, ...]:
         again = schedule == "gpipe" and self.sections.recompute
         if again not in self._free:
             self._free[again] = partition_table(self.sections, "gpipe" if again else "varuna", num_micro_batches=1)
-        return self._free[again]
+        if (again, depth) not in self._even:
+            self._even[again, depth] = self._free[again].boundaries(depth)
+        return self._even[again, depth]
 
     def _holds(self, rule: Rule, boundaries: tuple[int, ...], most: int) -> bool:
         if self.memory_bytes is None:
             return True
-        depth = len(boundaries)
-        windows = stage_windows(rule.schedule, depth, most, rule.slope)
-        again = np.array(recomputes(rule.schedule, depth, self.sections.recompute))
-        return int(stage_memory_bytes(self.sections, boundaries, windows, again).max()) <= self.memory_bytes
+        depth, key = len(boundaries), (rule.schedule == "gpipe", boundaries)
+        if key not in self._room:
+            again = recomputes(rule.schedule, depth, self.sections.recompute)
+            self._room[key] = most_windows(self.sections, boundaries, again, self.memory_bytes)
+        return all(map(le, stage_windows(rule.schedule, depth, most, rule.slope), self._room[key]))
 
     def _tight_cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
         widest = most if rule.schedule == "gpipe" else rule.slope * (self.sections.num_sections - 1) + 1

@@ -83,7 +83,11 @@ class Trial:
         else:
             rules = [rule for schedule in self.setting.schedules for rule in self._rules(schedule, None)]
             stages = [found for rule in rules if (found := self._stages(rule, None)) is not None]
-            least = min(bound_ns(found, self.counts, self.rehearsal.conditions) for found in stages)
+            widest = {  # of those alike but for their windows: one is wider than another at every stage
+                (found.schedule == "gpipe", found.boundaries): found
+                for found in sorted(stages, key=lambda found: int(found.times.window.sum()))
+            }
+            least = min(bound_ns(found, self.counts, self.rehearsal.conditions) for found in widest.values())
         if self.most > _FILL * self.depth:
             return least * 98 // 100
         cuts = neighbours(costs.boundaries, self.setting.sections.num_sections)
