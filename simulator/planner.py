@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -196,37 +198,75 @@ def plan_table(
     sweep = Sweep(profile, schedule, memory_bytes, micro_batch_size, conditions, recompute=recompute)
     numbers = range(min_gpus, max_gpus + 1)
     tables = [
-        _table(each, numbers, num_gpus_per_node, pipeline_depth, most_replicas) for each in sweep.by_micro_batch_size()
+        _Table(each, numbers, num_gpus_per_node, pipeline_depth, most_replicas) for each in sweep.by_micro_batch_size()
     ]
-    return max(tables, key=lambda plans: sum(plan.expected.examples_per_s for plan in plans.values()))
+    if len(tables) == 1:
+        return dict(tables[0].found())
+    steps = [table.bounds() for table in tables]
+    heap = [(-next(step), place) for place, step in enumerate(steps)]
+    heapq.heapify(heap)
+    while (bound := next(steps[heap[0][1]], None)) is not None:  # the most promising table is taken further
+        heapq.heapreplace(heap, (-bound, heap[0][1]))
+    return tables[heap[0][1]].plans
 
 
-def _table(
-    sweep: Sweep, numbers: range, num_gpus_per_node: int | None, pipeline_depth: int | None, most_replicas: int | None
-) -> dict[int, Plan]:
-    """The best plan for each number of GPUs."""
-    described: dict[Shape, Plan] = {}
-    plans: dict[int, Plan] = {}
-    one: Outcome | None = None
-    for num_gpus in numbers:
-        if num_gpus_per_node is not None:
-            described = {}  # the same shape lies elsewhere on other nodes
-            sizes = node_sizes(num_gpus, num_gpus_per_node)
-            sweep = sweep.under(replace(sweep.rehearsal.conditions, node_sizes=sizes))
-        depths = sweep.depths(num_gpus, pipeline_depth)
-        if not depths:
-            continue
-        if one is None or num_gpus_per_node is not None:
-            one = sweep.fastest(num_gpus, depths, 1, most_replicas)[0]
-        else:  # what is new are the shapes that use all of them
-            new = [(depth, num_gpus // depth) for depth in depths if num_gpus % depth == 0]
-            most = min(sweep.total, most_replicas or sweep.total)
-            found = sweep.best([one.shape, *(shape for shape in new if shape[1] <= most)], 1)[0]
-            one = min(one, found, key=lambda outcome: outcome.mini_batch_ns)
-        if one.shape not in described:
-            described[one.shape] = describe(one, sweep.rehearsal).plan
-        plans[num_gpus] = described[one.shape]
-    return plans
+class _Table:
+    """Finds the best plan with one m for each number of GPUs."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        numbers: range,
+        num_gpus_per_node: int | None,
+        pipeline_depth: int | None,
+        most_replicas: int | None,
+    ) -> None:
+        self.plans: dict[int, Plan] = {}
+        self._batch_size, self._most = sweep.profile.job.batch_size, min(sweep.total, most_replicas or sweep.total)
+        self._alone = num_gpus_per_node is not None  # the same shape lies elsewhere on other nodes
+        self._searches: list[tuple[int, Sweep, list[Shape]]] = []
+        for num_gpus in numbers:
+            if num_gpus_per_node is not None:
+                sizes = node_sizes(num_gpus, num_gpus_per_node)
+                sweep = sweep.under(replace(sweep.rehearsal.conditions, node_sizes=sizes))
+            depths = sweep.depths(num_gpus, pipeline_depth)
+            if not depths:
+                continue
+            shapes = [(depth, min(num_gpus // depth, self._most)) for depth in depths]
+            if self._searches and not self._alone:  # what is new are the shapes that use all of them
+                shapes = [shape for shape in shapes if shape[0] * shape[1] == num_gpus]
+            self._searches.append((num_gpus, sweep, shapes))
+
+    def bounds(self) -> Iterator[float]:
+        """Of the examples per second, summed over the numbers of GPUs: closer and closer; the last is the sum."""
+        rates: dict[int, float] = {}
+        for planned in (False, True):
+            least_s = math.inf
+            for place, (num_gpus, sweep, shapes) in enumerate(self._searches):
+                first = place == 0 or self._alone
+                least_s = sweep.bounds_s(shapes, math.inf if first else least_s, planned=planned, fewer=first)
+                rates[num_gpus] = self._batch_size / least_s
+                if planned:
+                    yield sum(rates.values())
+            yield sum(rates.values())
+        for num_gpus, plan in self.found():
+            rates[num_gpus] = plan.expected.examples_per_s
+            yield sum(rates.values())
+
+    def found(self) -> Iterator[tuple[int, Plan]]:
+        """The plans, one after the other."""
+        described: dict[Shape, Plan] = {}
+        one: Outcome | None = None
+        for num_gpus, sweep, shapes in self._searches:
+            if one is None or self._alone:
+                described, one = {}, sweep.fastest(num_gpus, [depth for depth, _ in shapes], 1, self._most)[0]
+            else:
+                best = sweep.best([one.shape, *shapes], 1)[0]
+                one = min(one, best, key=lambda outcome: outcome.mini_batch_ns)
+            if one.shape not in described:
+                described[one.shape] = describe(one, sweep.rehearsal).plan
+            self.plans[num_gpus] = described[one.shape]
+            yield num_gpus, self.plans[num_gpus]
 
 
 def _nodes(num_gpus: int | None, num_gpus_per_node: int | Sequence[int] | None) -> tuple[int, ...] | None:

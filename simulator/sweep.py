@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -174,11 +174,29 @@ class Sweep:
         """
         return self._ranked(shapes, count, objective, fewer=False)
 
+    def bounds_s(self, shapes: Sequence[Shape], enough_s: float, *, planned: bool, fewer: bool) -> float:
+        """No shape of these is faster, nor than ``enough_s``: by the bound for any cut, or as ``planned``."""
+        for cost_s, known, _ in self._taken(shapes, None, [], fewer=fewer):
+            if not planned or known >= _PLANNED or cost_s >= enough_s:
+                return min(cost_s, enough_s)
+        return enough_s
+
     def _ranked(
         self, shapes: Iterable[Shape], count: int, objective: Objective | None, *, fewer: bool
     ) -> list[Outcome]:
-        aim = objective or Fastest(self.profile.job.batch_size)
         found: list[Outcome] = []
+        for _, known, case in self._taken(shapes, objective, found, fewer=fewer):
+            if known == _KNOWN:
+                found.append(self._outcome(case))
+                if len(found) == count:
+                    break
+        return found
+
+    def _taken(
+        self, shapes: Iterable[Shape], objective: Objective | None, found: Sequence[Outcome], *, fewer: bool
+    ) -> Iterator[tuple[float, int, Case]]:
+        """The most promising case, its cost and how well that is known, again and again; without shapes ``found``."""
+        aim = objective or Fastest(self.profile.job.batch_size)
         heap: list[tuple[float, int, int, Case]] = []
 
         def push(case: Case, time_ns: float, known: int) -> None:
@@ -193,11 +211,12 @@ class Sweep:
         for depth, replicas in shapes:
             for number, setting in enumerate(self.settings):
                 push_shape((depth, min(replicas, setting.num_micro_batches) if fewer else replicas), number)
-        while heap and len(found) < count:
-            _, known, _, case = heapq.heappop(heap)
+        while heap:
+            cost, known, _, case = heapq.heappop(heap)
             shape, setting = case.shape, self.settings[case.setting]
             if any(shape[0] == outcome.shape[0] if fewer else shape == outcome.shape for outcome in found):
                 continue
+            yield cost, known, case
             if known == _EVEN:
                 if fewer and (next_shape := self._with_fewer(shape, setting)) is not None:
                     push_shape(next_shape, case.setting)
@@ -209,9 +228,6 @@ class Sweep:
                 push(case, self._planned_ns(case), _PLANNED)
             elif known == _PLANNED:
                 push(case, self._outcome(case).mini_batch_ns, _KNOWN)
-            else:
-                found.append(self._outcome(case))
-        return found
 
     def layouts(self, shape: Shape) -> list[Layout]:
         """Where the workers of a shape can run, with all nodes first."""
