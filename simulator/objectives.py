@@ -55,6 +55,9 @@ class Objective(Protocol):
     def cost(self, shape: Shape, mini_batch_s: float) -> float:
         """Of a shape whose mini-batch takes so long."""
 
+    def least_cost(self, shape: Shape, mini_batch_s: float) -> float:
+        """No more than the cost, and known at once."""
+
     def value(self, shape: Shape, mini_batch_s: float) -> float:
         """The same as a person wants to read it."""
 
@@ -68,6 +71,8 @@ class Fastest:
     def cost(self, shape: Shape, mini_batch_s: float) -> float:  # noqa: ARG002 - the shape plays no part
         """Seconds of a mini-batch."""
         return mini_batch_s
+
+    least_cost = cost
 
     def value(self, shape: Shape, mini_batch_s: float) -> float:  # noqa: ARG002 - the shape plays no part
         """Examples per second."""
@@ -84,6 +89,8 @@ class Cheapest:
     def cost(self, shape: Shape, mini_batch_s: float) -> float:
         """Dollars per example."""
         return self.usd_per_h(shape) / 3600 * mini_batch_s / self.batch_size
+
+    least_cost = cost
 
     def value(self, shape: Shape, mini_batch_s: float) -> float:
         """Dollars per example."""
@@ -167,6 +174,10 @@ class MostProgress:
         value = self.value(shape, mini_batch_s)
         return 1.0 / value if value > 0 else math.inf
 
+    def least_cost(self, shape: Shape, mini_batch_s: float) -> float:  # noqa: ARG002 - the shape plays no part
+        """Seconds per example if nothing is ever revoked."""
+        return mini_batch_s / self.batch_size
+
     def value(self, shape: Shape, mini_batch_s: float) -> float:
         """Examples per second, pauses included."""
         given, living, planned = self.revocations, self._living, self.num_used(shape)
@@ -176,7 +187,7 @@ class MostProgress:
             whole, self.batch_size / mini_batch_s, np.minimum(self.batch_size / mini_batch_s, living.rates)
         )
         used = np.where(whole, planned, np.minimum(planned, living.used))
-        hits_per_s = per_s * _hit(numbers, used, given.together)
+        hits_per_s = per_s * self._hit(numbers, used)
         joins_per_s = np.zeros(len(numbers))
         if given.replacement_s > 0:
             joins_per_s = np.where(living.grows & ~whole, (self.num_nodes - numbers) / given.replacement_s, 0.0)
@@ -207,22 +218,25 @@ class MostProgress:
             grows=np.append(rates[1:] > rates[:-1], False),
         )
 
+    @cached_property
+    def _log_factorials(self) -> Floats:
+        return np.concatenate([np.zeros(1), np.cumsum(np.log(np.arange(1, self.num_nodes + 1)))])
 
-def _hit(living: Ints, used: Ints, together: int) -> Floats:
-    """Revocations that take one of the ``used`` nodes, over those of one node.
+    def _hit(self, living: Ints, used: Ints) -> Floats:
+        """Revocations that take one of the ``used`` nodes, over those of one node.
 
-    n ``living`` nodes are revoked n/b times as often as one, b at once; 1 - C(n - used, b)/C(n, b) of that hits.
-    """
-    log_factorials = np.concatenate([np.zeros(1), np.cumsum(np.log(np.arange(1, int(living.max()) + 1)))])
-    spared = living - used - together
+        n ``living`` nodes are revoked n/b times as often as one, b at once; 1 - C(n - used, b)/C(n, b) of that hits.
+        """
+        together = self.revocations.together
+        spared = living - used - together
 
-    def at(numbers: Ints) -> Floats:
-        found: Floats = log_factorials[np.maximum(0, numbers)]
-        return found
+        def at(numbers: Ints) -> Floats:
+            found: Floats = self._log_factorials[np.maximum(0, numbers)]
+            return found
 
-    missed = np.exp(at(living - used) - at(spared) - at(living) + at(living - together))
-    hits: Floats = living / together * (1 - np.where(spared >= 0, missed, 0.0))
-    return hits
+        missed = np.exp(at(living - used) - at(spared) - at(living) + at(living - together))
+        hits: Floats = living / together * (1 - np.where(spared >= 0, missed, 0.0))
+        return hits
 
 
 def usd_per_h_of(price: Price, used_sizes: Mapping[int, int]) -> float:

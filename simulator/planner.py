@@ -288,10 +288,10 @@ def _nodes(num_gpus: int | None, num_gpus_per_node: int | Sequence[int] | None) 
 def _shapes(
     sweep: Sweep, num_gpus: int, pipeline_depth: int | None, num_replicas: int | None, *, smaller: bool
 ) -> list[Shape]:
-    """The (P, D) to look at: with ``smaller`` every D, else the largest alone."""
+    """The (P, D) to look at: with ``smaller`` every D that may be best, else the largest alone."""
     shapes = []
     for depth in sweep.checked_depths(num_gpus, pipeline_depth, num_replicas):
         most = num_replicas or min(num_gpus // depth, sweep.total)
-        least = 1 if smaller and num_replicas is None else most
-        shapes += [(depth, count) for count in range(least, most + 1)]
+        counts = sweep.replicas(most) if smaller and num_replicas is None else [most]
+        shapes += [(depth, count) for count in counts]
     return shapes

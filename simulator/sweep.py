@@ -21,7 +21,7 @@ from simulator.outcome import Outcome, Rehearsal
 from simulator.setting import SCHEDULES, Setting
 from simulator.windows import Trial
 
-_EVEN, _BOUND, _PLANNED, _KNOWN = range(4)
+_ROUGH, _EVEN, _BOUND, _PLANNED, _KNOWN = range(5)
 _SLACK = 0.99
 """What was planned is hardly ever too slow by more: cores and links that are shared make it slower."""
 
@@ -128,6 +128,18 @@ class Sweep:
         depth, replicas = shape
         return replicas <= setting.num_micro_batches and setting.fits(depth, -(-setting.num_micro_batches // replicas))
 
+    def replicas(self, most: int) -> list[int]:
+        """Every D up to ``most``, growing, but for those that are no faster than a smaller one; see ``_with_fewer``."""
+        if self.rehearsal.conditions.uneven:
+            return list(range(1, most + 1))
+        found = set()
+        for total in {setting.num_micro_batches for setting in self.settings}:
+            left = min(most, total)
+            while left > 0:
+                found.add(_fewest_as_busy(total, left))
+                left = _fewest_as_busy(total, left) - 1
+        return sorted(found)
+
     def depths(self, num_gpus: int, wanted: int | None = None, num_replicas: int | None = None) -> tuple[int, ...]:
         """Every P that fits on so many GPUs, with as many replicas as can be or with so many."""
         largest = min(self.num_sections, num_gpus // (num_replicas or 1))
@@ -201,12 +213,13 @@ class Sweep:
 
         def push(case: Case, time_ns: float, known: int) -> None:
             depth, replicas = case.shape
-            heapq.heappush(heap, (aim.cost(case.shape, time_ns / 1e9), known, depth * replicas, case))
+            cost = aim.least_cost if known == _ROUGH else aim.cost
+            heapq.heappush(heap, (cost(case.shape, time_ns / 1e9), known, depth * replicas, case))
 
         def push_shape(shape: Shape, number: int) -> None:
             setting = self.settings[number]
             if shape[1] <= setting.num_micro_batches:
-                push(Case(shape, number), self._even_ns(setting, shape), _EVEN)
+                push(Case(shape, number), self._even_ns(setting, shape), _EVEN if objective is None else _ROUGH)
 
         for depth, replicas in shapes:
             for number, setting in enumerate(self.settings):
@@ -217,7 +230,9 @@ class Sweep:
             if any(shape[0] == outcome.shape[0] if fewer else shape == outcome.shape for outcome in found):
                 continue
             yield cost, known, case
-            if known == _EVEN:
+            if known == _ROUGH:
+                push(case, self._even_ns(setting, shape), _EVEN)
+            elif known == _EVEN:
                 if fewer and (next_shape := self._with_fewer(shape, setting)) is not None:
                     push_shape(next_shape, case.setting)
                 if self._fits(setting, shape):
