@@ -221,3 +221,25 @@ def test_m_recompute_and_windows_are_chosen_together() -> None:
     stored, either = (plan(profile, num_gpus=16, recompute=flag, num_runners_up=0).best for flag in (False, None))
     assert stored.expected.examples_per_s > 440  # 247 with the m that the knee alone would give
     assert either.expected.examples_per_s >= stored.expected.examples_per_s
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_table_has_the_m_that_trying_every_m_would_choose(seed: int) -> None:
+    profile, size = random_profile(seed), 3 if seed % 3 == 0 else None
+    options: dict[str, Any] = {} if size is None else {"num_gpus_per_node": size}
+    tables = [plan_table(profile, 7, micro_batch_size=m, **options) for m in profile.micro_batch_sizes]
+    best = max(tables, key=lambda table: sum(plan.expected.examples_per_s for plan in table.values()))
+    assert plan_table(profile, 7, **options) == best
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_number_of_replicas_is_cheaper_or_makes_more_progress_than_those_looked_at(seed: int) -> None:
+    profile = random_profile(seed, batch_size=12)
+    aims: list[dict[str, Any]] = [
+        {"objective": "usd_per_example", "usd_per_gpu_hour": 1.0},
+        {"objective": "progress", "revocations_per_hour": 20.0},
+    ]
+    for aim in aims:
+        best = plan(profile, num_gpus=12, num_runners_up=0, **aim).values[0]
+        each = [plan(profile, num_gpus=12, num_replicas=d, num_runners_up=0, **aim).values[0] for d in range(1, 13)]
+        assert best == (min(each) if aim["objective"] == "usd_per_example" else max(each))
