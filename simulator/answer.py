@@ -29,9 +29,7 @@ def deal(num_micro_batches: int, num_replicas: int) -> tuple[int, ...]:
 def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions) -> int:
     """Lower bound of the whole mini-batch on these workers and links; of its mean, where times are drawn."""
     num_replicas = len(counts)
-    reduce = costs.private_reduce_ns(num_replicas).copy()
-    for stages, duration in costs.tied_reduce_ns(num_replicas):
-        reduce[list(stages)] += duration
+    reduce = costs.reduce_ns(num_replicas)
     pipes = pipes_of(costs, counts, conditions, _mean_luck(costs, conditions))
     if conditions.jitter_seed is not None:
         pipes = [(pipe.less_one_ns(), count, number) for pipe, count, number in pipes]

@@ -193,10 +193,19 @@ class StageCosts:
         return self.sections.all_reduce(self.layout.rings_at_once)
 
     def private_reduce_ns(self, num_replicas: int) -> Ints:
-        """AR of what only one stage holds, over a ring of D."""
+        """AR of what only one stage holds, over a ring of D; not to be written to."""
         if num_replicas not in self._reduces:
-            self._reduces[num_replicas] = self.all_reduce.times_ns(num_replicas, self.private_bytes)
+            found = self.all_reduce.times_ns(num_replicas, self.private_bytes)
+            found.setflags(write=False)
+            self._reduces[num_replicas] = found
         return self._reduces[num_replicas]
+
+    def reduce_ns(self, num_replicas: int) -> Ints:
+        """AR of each stage, of what it holds alone and with others."""
+        total = self.private_reduce_ns(num_replicas).copy()
+        for stages, duration in self.tied_reduce_ns(num_replicas):
+            total[list(stages)] += duration
+        return total
 
     def tied_reduce_ns(self, num_replicas: int) -> tuple[tuple[tuple[int, ...], int], ...]:
         """(stages, AR) of what several stages hold, over a ring of D for each of the stages."""

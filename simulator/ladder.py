@@ -46,9 +46,7 @@ def ladder_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
     pipes = pipes_of(costs, counts, replace(conditions, slow=quick))
     work = [(total_ns(pipe.work_ns, count), number) for pipe, count, number in pipes]
     nothing = np.zeros(costs.times.num_stages, np.int64)
-    reduced = costs.private_reduce_ns(len(counts))
-    for stages, duration in costs.tied_reduce_ns(len(counts)):
-        reduced[list(stages)] += duration
+    reduced = costs.reduce_ns(len(counts))
 
     def bound(reduce_ns: Ints = nothing, **without: bool) -> int:
         return max(lower_bound_ns(pipe, costs.times.window, count, reduce_ns, **without) for pipe, count, _ in pipes)
