@@ -20,6 +20,8 @@ class Again:
     Args:
         give_up_after_s: With no step decided for so long after the cluster was lost, the run ends.
         clock: Seconds that only grow.
+
+    ``has_run``: whether a session came as far as to decide something.
     """
 
     def __init__(self, give_up_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,9 +31,15 @@ class Again:
         self._num_tries = 0
         self._version: int | None = None
         self._stopping = False
+        self._goes_on = self.has_run = False
+
+    def begin_at(self, version: int) -> None:
+        """A session begins at this version: above 0 its cluster has been up before, and so is tried again."""
+        self._goes_on = version > 0
 
     def __call__(self, observed: Observed) -> None:
         """Note a decision: with a new step everything is well again."""
+        self.has_run = True
         state = observed.decision.state
         version, self._stopping = state.version, state.stop_reason is not None
         if self._version is not None and version > self._version:
@@ -42,10 +50,11 @@ class Again:
         """Return how long to wait before the next try; the first follows at once.
 
         Raises:
-            ClusterError: ``error`` itself, if the cluster never came up or the run was to stop anyway; or one that says
-                that the limit is reached.
+            ClusterError: ``error`` itself, if the run never had a cluster or was to stop anyway; or one that says that
+                the limit is reached.
         """
-        if self._stopping or (not self._num_tries and not isinstance(error, ClusterLost)):
+        never_up = not (self._num_tries or self._goes_on or isinstance(error, ClusterLost))
+        if self._stopping or never_up:
             raise error
         now_s = self._clock()
         self._since_s = now_s if self._since_s is None else self._since_s

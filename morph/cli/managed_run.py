@@ -164,13 +164,14 @@ def managed_run(
             return finish
         checkpoint = newest_checkpoint(opened.checkpoint_url)
         version = checkpoint.version if checkpoint else 0
+        again.begin_at(version)
         if not number:
             _check_steps(steps, version, run_dir)
         if code is None:
             code = wait(lambda: trained.begin(opened))
             wait(lambda: keep(opened.path))
         begun = replace(on(code), config=configure(checkpoint))
-        if number:
+        if again.has_run:
             begun = gone_on_with_trace(begun, opened)
         if cloud is not None:
             name = name_of(opened.path, profile.job.name)

@@ -73,6 +73,23 @@ def test_a_cluster_that_never_came_up_is_an_error_at_once(pauses: list[float]) -
     assert pauses == []
 
 
+@pytest.mark.parametrize("version", [0, 120])
+def test_a_cluster_that_does_not_come_up_is_tried_again_where_the_run_goes_on(
+    pauses: list[float], version: int
+) -> None:
+    """Its head node may have been killed while it started; in a run's first session it is rather the settings."""
+    again = Again(3600)
+    failed = ClusterError("Ray did not start")
+    played = sessions(failed, failed, FINISHED, begin=lambda _: again.begin_at(version))
+    if version:
+        assert until_it_ends(played, again, lambda _: None) == FINISHED
+        assert pauses == [0.0, 5.0]
+    else:
+        with pytest.raises(ClusterError, match="Ray did not start"):
+            until_it_ends(played, again, lambda _: None)
+    assert not again.has_run
+
+
 def test_a_run_that_was_to_stop_is_not_begun_again(pauses: list[float]) -> None:
     again = Again(3600)
     with pytest.raises(ClusterLost, match="the head node is gone"):
