@@ -55,4 +55,4 @@ def open_static(hosts: Hosts, path: Path, name: RunName, start: NodeStart) -> Pr
     """Open the provider of hosts; ``path``: the file of hosts, to whose folder its paths are relative."""
     spec = StaticSpec(command=static_node(start), **dict(hosts))
     leases, secret = path.parent / hosts.leases, secret_of(start)
-    return StaticProvider(spec, name.run, leases, secret, ending=ending_command(path, name))
+    return StaticProvider(spec, name.run, leases, secret, ending=ending_command(path, name), job=name.job)

@@ -77,6 +77,7 @@ class Lease(Value):
     """Who has a host. What it costs is not written down: the file of hosts says it."""
 
     run: str
+    job: str = Field(default="", description="empty: of a lease that did not say it")
     vm: Vm
 
 
@@ -100,6 +101,7 @@ class StaticProvider:
         secret: Given to a node on its standard input.
         shell: Runs a line on a host.
         ending: The command that ends what is left of the run.
+        job: Of the run.
     """
 
     def __init__(
@@ -111,9 +113,11 @@ class StaticProvider:
         shell: Shell | None = None,
         *,
         ending: str = "",
+        job: str = "",
     ) -> None:
         self._spec = spec
         self._run = run
+        self._job = job
         self._path = leases_path
         self._secret = secret
         self._shell: Shell = shell or run_ssh
@@ -229,19 +233,22 @@ class StaticProvider:
             key = min(free, key=lambda key: (sizes[key] > missing, abs(missing - sizes[key])))
             name = next(name for index in numbers() if (name := vm_name(request, index)) not in taken)
             vm = Vm(name=name, request=request, num_devices=sizes[key])
-            write({**leases, key: Lease(run=self._run, vm=vm)})
+            write({**leases, key: Lease(run=self._run, job=self._job, vm=vm)})
             return key, self._priced(key, vm)
 
     def _give_back(self, key: str, vm: Vm) -> None:
         """Give a host back, unless another thread did and it has somebody else already."""
         with self._leases() as (leases, write):
             entry = leases.get(key)
-            if entry is not None and (entry.run, entry.vm.name) == (self._run, vm.name):
+            if entry is not None and self._holds(entry) and entry.vm.name == vm.name:
                 write({other: lease for other, lease in leases.items() if other != key})
+
+    def _holds(self, lease: Lease) -> bool:
+        return lease.run == self._run and lease.job in ("", self._job)
 
     def _ours(self) -> dict[str, Vm]:
         with self._leases() as (leases, _):
-            return {key: self._priced(key, entry.vm) for key, entry in leases.items() if entry.run == self._run}
+            return {key: self._priced(key, entry.vm) for key, entry in leases.items() if self._holds(entry)}
 
     def _priced(self, key: str, vm: Vm) -> Vm:
         host = self._hosts.get(key)

@@ -62,7 +62,9 @@ def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
     data = read_yaml(file)
     try:
         ended = (
-            _end_on_hosts(file, run) if isinstance(data, dict) and "hosts" in data else _end_on_azure(file, run, job)
+            _end_on_hosts(file, run, job)
+            if isinstance(data, dict) and "hosts" in data
+            else _end_on_azure(file, run, job)
         )
     except ProviderError as error:
         raise ClusterError(f"{error}; the same command goes on" if isinstance(error, AGAIN) else str(error)) from error
@@ -86,7 +88,7 @@ def _end_on_azure(file: Path, run: str, job: str) -> tuple[Vm, ...]:
     return end_run(spec, run, job, told=_told)
 
 
-def _end_on_hosts(file: Path, run: str) -> tuple[Vm, ...]:
+def _end_on_hosts(file: Path, run: str, job: str) -> tuple[Vm, ...]:
     from manager.providers.provider import Misconfigured
     from manager.providers.reconcile import end_all
     from manager.providers.static import Hosts, StaticProvider, StaticSpec
@@ -94,10 +96,10 @@ def _end_on_hosts(file: Path, run: str) -> tuple[Vm, ...]:
 
     spec = StaticSpec(command=("false",), **dict(load_yaml(file, Hosts)))  # nothing is started
     leases = file.resolve().parent / spec.leases
-    provider = StaticProvider(spec, run, leases)
+    provider = StaticProvider(spec, run, leases, job=job)
     leased = provider.list()
     if not leased:
-        raise Misconfigured(f"{leases}: run {run} has no host: it was ended before, or its name is misspelt")
+        raise Misconfigured(f"{leases}: run {run} of job {job} has no host: it was ended before, or a name is misspelt")
     end_all(provider, told=_told)
     return leased
 

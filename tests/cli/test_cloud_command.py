@@ -140,14 +140,17 @@ def test_reconcile_ends_what_a_run_left_on_hosts(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("manager.providers.static.run_ssh", shell)
     leases = {"h1:22": ("tiny-1", "tiny-1-1-1-0"), "h2:22": ("other", "other-0"), "h3:22": ("tiny-1", "tiny-1-1-1-1")}
-    kept = {key: {"run": run, "vm": {"name": name, "request": "r"}} for key, (run, name) in leases.items()}
+    kept = {
+        key: {"run": run, "job": "tiny", "vm": {"name": name, "request": "r"}} for key, (run, name) in leases.items()
+    }
+    del kept["h3:22"]["job"]  # of an earlier version
     (tmp_path / "leases.json").write_text(json.dumps(kept), encoding="utf-8")
     path = tmp_path / "hosts.yaml"
     path.write_text("hosts: [{address: h1}, {address: h2}, {address: h3}]", encoding="utf-8")
     code, output = morph("cloud", "reconcile", path, "--run", "tiny-1", "--job", "tiny")
     assert (code, "2 VMs of tiny-1 were there; none is left" in output) == (0, True), output
-    for run in ("tiny-1", "tiny-2"):
-        code, output = morph("cloud", "reconcile", path, "--run", run, "--job", "tiny")
-        assert (code, f"run {run} has no host: it was ended before, or its name is misspelt" in output) == (1, True)
+    for run, job in (("tiny-1", "tiny"), ("tiny-2", "tiny"), ("other", "tinny")):
+        code, output = morph("cloud", "reconcile", path, "--run", run, "--job", job)
+        assert (code, f"run {run} of job {job} has no host: it was ended before" in output) == (1, True), output
     assert sorted(ended) == ["h1", "h3"]
     assert list(json.loads((tmp_path / "leases.json").read_text())) == ["h2:22"]
