@@ -4,6 +4,8 @@
 --python-version X.Y.Z --sha256 DIGEST --patience-s S --end azure|group| [--management-url URL] [--uid N
 [--close-metadata]] -- REQUIREMENT...``
 
+With ``--ended LOG`` it makes nothing ready: the node ended by itself, and the manager is told what it said last.
+
 With a user's number that user is made if it is missing, and ``--close-metadata`` keeps it from the VM's identity.
 
 ``packed`` puts it, with the few modules that it imports, into one file, which travels with the secrets. On the VM there
@@ -54,6 +56,7 @@ TELL_EVERY_S = 10.0
 PIP_TIMEOUT_S = 3600.0
 MAX_WHEEL_BYTES = 64 * 1024 * 1024
 MAX_WHY_CHARACTERS = 600
+NUM_LAST_LINES = 3
 METADATA = "169.254.169.254"
 CLOSED = (
     [METADATA],
@@ -261,6 +264,12 @@ def tell(caller: Caller, why: str, patience_s: float) -> None:
         time.sleep(min(TELL_EVERY_S, left_s))
 
 
+def ended(log: str) -> str:
+    """Say that the node ended, and what stands at the end of its log."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()] or ["it says nothing"]
+    return f"its node ended by itself: {' | '.join(lines[-NUM_LAST_LINES:])[-MAX_WHY_CHARACTERS // 2 :]}"
+
+
 def main() -> None:
     """Make this VM ready, or tell why it cannot be, and end it."""
     parser = argparse.ArgumentParser(prog="boot.pyz")
@@ -272,10 +281,14 @@ def main() -> None:
     parser.add_argument("--management-url", default=MANAGEMENT_URL)
     parser.add_argument("--uid", default=0, type=int)
     parser.add_argument("--close-metadata", action="store_true")
+    parser.add_argument("--ended", default="")
     parser.add_argument("requirements", nargs="*")
     given = parser.parse_args()
     secret = Path(given.secret_file).read_text(encoding="utf-8").strip()
     caller = Caller(given.manager, given.node, given.devices, secret)
+    if given.ended:
+        tell(caller, ended(Path(given.ended).read_text(encoding="utf-8", errors="replace")), given.patience_s)
+        sys.exit(1)
     try:
         check_python(given.python, given.python_version)
         if given.uid:

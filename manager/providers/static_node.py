@@ -37,6 +37,7 @@ OWN_FILES = (
 def static_node(start: NodeStart) -> tuple[str, ...]:
     """Write the command of ``StaticSpec``: a shell that ends with its node, in a process group of its own.
 
+    A node that ends by itself, whether Ray could not start or was lost later, tells the manager until that ends it.
     Files that hold secrets, and the job's, lie in the node's folder; Ray's in a new one below /tmp, for the names of
     its sockets must be short. When the node ends by itself, its log alone is left, until its host is given back.
     """
@@ -44,6 +45,7 @@ def static_node(start: NodeStart) -> tuple[str, ...]:
     agent = agent_command(start, NODE, "", DEVICES, "group", f"{FOLDER}node-secret")
     options = boot_command(start, NODE, DEVICES, "group", f"{FOLDER}node-secret", f"{FOLDER}code")
     boot = boot_line(start, options, '"$d/boot.pyz"')
+    ended = boot_line(start, [f"--ended={FOLDER}log", *options], '"$d/boot.pyz"')
     ray = shlex.join(ray_command(start, NODE, DEVICES)) + ' --temp-dir="$t"'
     if start.authority:
         enrol = enrol_command(start, NODE, f"{FOLDER}node-secret", f"{FOLDER}authority.pem", f"{FOLDER}tls")
@@ -66,6 +68,7 @@ def static_node(start: NodeStart) -> tuple[str, ...]:
         f"{_in_folder(agent)} &",
         "ip={address}",
         node,
+        _placed(ended),
         "kill -s TERM 0",
     ]
     return ("sh", "-c", "\n".join(lines))

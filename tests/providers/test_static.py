@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +16,10 @@ import psutil
 import pytest
 from pydantic import SecretStr, ValidationError
 
+from manager.controller.events import WorkerLost
+from manager.engine.inbox import Inbox
+from manager.engine.notice_door import NoticeDoor
+from manager.journal.records import Fact
 from manager.providers.cloud_init import NodeStart
 from manager.providers.provider import CapacityShort, Misconfigured, Transient
 from manager.providers.ssh import SshHost, Unanswered, run_ssh, ssh_command
@@ -229,6 +234,44 @@ def test_a_node_that_ends_by_itself_leaves_its_log_alone(world: Path) -> None:
     while (left := [file.name for file in folder.iterdir()]) != ["log"] and time.monotonic() < until_s:
         time.sleep(0.02)
     assert left == ["log"]
+
+
+def test_a_node_whose_ray_does_not_start_is_lost_at_once_with_what_it_said_last(world: Path) -> None:
+    python = world / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *--ended=*) exec {sys.executable} "$@";; '
+        "*ray.scripts*) echo Starting; echo; echo 'RuntimeError: no GCS is there'; exit 1;; esac\n"
+    )
+    python.chmod(0o755)
+    inbox = Inbox()
+    door = NoticeDoor(inbox, "secret")
+    start = NodeStart(
+        ray_address="127.0.0.1:1",
+        manager_address=f"127.0.0.1:{door.port}",
+        ray_token=SecretStr("token"),
+        node_secret=SecretStr("secret"),
+        python=str(python),
+        python_version="3.12.3",
+        wheel_sha256="5c" * 32,
+    )
+    spec = StaticSpec(hosts=(SshHost(address="h1", num_gpus=2),), command=static_node(start))
+    static = StaticProvider(
+        spec, "tiny", world / "leases.json", secret_of(start), partial(run_ssh, program=[str(world / "ssh")])
+    )
+    try:
+        (vm,) = static.request("a", 2)
+        heard = [stamped.item for _ in range(3) if (stamped := inbox.get(30.0)) is not None]
+        pid = node_pid(world, "h1", vm.name)
+        static.delete([vm.name])
+    finally:
+        door.close()
+    why = "its node ended by itself: Starting | RuntimeError: no GCS is there"
+    assert heard == [
+        Fact(name="vm_unfit", worker=vm.name, detail=why),
+        *(WorkerLost(worker=worker, cause=why, unfit=True) for worker in vm.workers),
+    ]
+    assert ended(pid)
+    assert not (world / "h1/.morph/nodes" / vm.name).exists()
 
 
 def test_a_host_that_another_run_has_got_meanwhile_is_not_taken_from_it(world: Path) -> None:
