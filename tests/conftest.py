@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -23,8 +24,11 @@ if "MORPH_CACHE_DIR" not in os.environ:  # a developer's cache is not read; proc
     atexit.register(shutil.rmtree, os.environ["MORPH_CACHE_DIR"], ignore_errors=True)
 
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 
+# Typer builds all commands anew, in 0.1 s, whenever one is invoked: hundreds of tests do.
+typer.testing._get_command = cache(typer.testing._get_command)
 # A busy machine is no failure: examples have no deadline and data may be slow to draw; pytest bounds each test.
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
