@@ -6,6 +6,7 @@ It runs torch's own normalisation on copies of the statistics, so kernels and de
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,37 +22,19 @@ _TRAINING, _STATISTICS = 5, (3, 4)
 """Places of arguments, alike in both of torch's operations."""
 
 
-def _batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    momentum: float,
-    eps: float,
-    cudnn: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    mean, var = mean.detach().clone(), var.detach().clone()
-    return torch.batch_norm(x, weight, bias, mean, var, True, momentum, eps, cudnn), mean, var
+def _returning(normalise: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def run(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, *options: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mean, var = mean.detach().clone(), var.detach().clone()
+        return normalise(x, weight, bias, mean, var, True, *options), mean, var
+
+    return run
 
 
-def _instance_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    momentum: float,
-    eps: float,
-    cudnn: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    mean, var = mean.detach().clone(), var.detach().clone()
-    return torch.instance_norm(x, weight, bias, mean, var, True, momentum, eps, cudnn), mean, var
-
-
-for _name, _function in (("batch_norm", _batch_norm), ("instance_norm", _instance_norm)):
+for _name, _function in (("batch_norm", torch.batch_norm), ("instance_norm", torch.instance_norm)):
     _LIBRARY.define(f"{_name}({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
-    _LIBRARY.impl(_name, _function, "CompositeImplicitAutograd")
+    _LIBRARY.impl(_name, _returning(_function), "CompositeImplicitAutograd")
 
 _LIBRARY.define("assigned(Tensor value) -> Tensor")
 _LIBRARY.impl("assigned", lambda value: value.detach().clone(), "CompositeImplicitAutograd")

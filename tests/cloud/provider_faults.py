@@ -102,11 +102,16 @@ def _once(arm: FakeArm, directory: Path, *faults: Fault, **options: object) -> l
         return run.told
 
 
-@case("429 with Retry-After 17 s")
-def throttled(arm: FakeArm, directory: Path) -> list[str]:
-    told = _once(arm, directory, Fault("PUT", "virtualMachines/", 429, "TooManyRequests", {"Retry-After": "17"}))
+def _put_off(arm: FakeArm, directory: Path, status: int, code: str) -> list[str]:
+    """The request goes on when Azure asks for it."""
+    told = _once(arm, directory, Fault("PUT", "virtualMachines/", status, code, {"Retry-After": "17"}))
     assert any("again in 17 s" in sentence for sentence in told)
     return told
+
+
+@case("429 with Retry-After 17 s")
+def throttled(arm: FakeArm, directory: Path) -> list[str]:
+    return _put_off(arm, directory, 429, "TooManyRequests")
 
 
 @case("409, another operation is under way")
@@ -244,9 +249,7 @@ def read_only(arm: FakeArm, directory: Path) -> list[str]:
 
 @case("503 with Retry-After 17 s")
 def busy(arm: FakeArm, directory: Path) -> list[str]:
-    told = _once(arm, directory, Fault("PUT", "virtualMachines/", 503, "ServerBusy", {"Retry-After": "17"}))
-    assert any("again in 17 s" in sentence for sentence in told)
-    return told
+    return _put_off(arm, directory, 503, "ServerBusy")
 
 
 @case("503 with Retry-After as a date in 90 s, by a clock that is an hour ahead")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,59 +15,18 @@ from torch.nn import functional
 from morph.contract.errors import JobError
 from morph.cutting import ExportedJob, cut, export_job
 from morph.job import Job, load_job
+from tests.cutting.zoo import gpt2
+from tests.models.language import DECODER, LENGTH, causal_loss, made
 
 ROOT = Path(__file__).parents[2]
 TINY_GPT = f"{ROOT}/configs/jobs/tiny_gpt.py:job"
-LENGTH = 12
+llama = made("LlamaForCausalLM", **{**DECODER, "num_hidden_layers": 4})
 
 
 def token_items(vocabulary: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     draw = torch.randint(0, vocabulary, (12, LENGTH), generator=generator)
     return [{"input_ids": row, "labels": row.clone()} for row in draw]
-
-
-def language_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(input_ids=batch["input_ids"]).logits
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-
-def gpt2(dropout: float) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(
-            vocab_size=50,
-            n_positions=16,
-            n_embd=32,
-            n_layer=4,
-            n_head=4,
-            bos_token_id=None,
-            eos_token_id=None,
-            use_cache=False,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-        )
-        return GPT2LMHeadModel(config)
-
-    return build
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
 
 
 class ResidualMLP(nn.Module):
@@ -104,9 +62,9 @@ Case = tuple[Job, ExportedJob, list[dict[str, Tensor]]]
 @pytest.fixture(scope="module")
 def cases(tools: Any) -> dict[str, Case]:
     jobs = {
-        "gpt2": (tools.make_job(gpt2(0.0), language_loss, token_items(50)), token_items(50)),
-        "gpt2 with dropout": (tools.make_job(gpt2(0.1), language_loss, token_items(50)), token_items(50)),
-        "llama": (tools.make_job(llama, language_loss, token_items(50)), token_items(50)),
+        "gpt2": (tools.make_job(gpt2(4), causal_loss, token_items(50)), token_items(50)),
+        "gpt2 with dropout": (tools.make_job(gpt2(4, dropout=0.1), causal_loss, token_items(50)), token_items(50)),
+        "llama": (tools.make_job(llama, causal_loss, token_items(50)), token_items(50)),
         "mlp": (tools.make_job(ResidualMLP, mlp_loss, mlp_items()), mlp_items()),
     }
     return {name: (job, export_job(job), items) for name, (job, items) in jobs.items()}

@@ -9,42 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-LENGTH = 12
-VOCABULARY = 50
-
-
-def _draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _tokens(seed: int) -> Tensor:
-    return torch.randint(2, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(seed))
-
-
-def texts() -> list[dict[str, Tensor]]:
-    return [{"input_ids": _tokens(i), "labels": _tokens(i)} for i in range(8)]
+from tests.models.language import DECODER, LENGTH, QUIET, VOCABULARY, causal_loss, made, own_loss, texts, tokens
+from tests.models.vision import hf_picture_loss, picture_loss, pictures
 
 
 def padded_texts() -> list[dict[str, Tensor]]:
     """With an attention mask of differing lengths, as BERT is fed."""
     mask = torch.ones(LENGTH, dtype=torch.long)
     return [
-        {"input_ids": _tokens(i), "labels": _tokens(i + 50), "attention_mask": mask * (torch.arange(LENGTH) < 6 + i)}
+        {"input_ids": tokens(i), "labels": tokens(i + 50), "attention_mask": mask * (torch.arange(LENGTH) < 6 + i)}
         for i in range(6)
     ]
 
 
 def pairs() -> list[dict[str, Tensor]]:
-    return [{"input_ids": _tokens(i), "labels": _tokens(i + 50)[:8]} for i in range(8)]
-
-
-def pictures() -> list[dict[str, Tensor]]:
-    return [{"pixels": _draw(i, 3, 16, 16), "label": torch.tensor(i % 4)} for i in range(8)]
-
-
-def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(input_ids=batch["input_ids"]).logits
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    return [{"input_ids": tokens(i), "labels": tokens(i + 50)[:8]} for i in range(8)]
 
 
 def masked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -52,124 +31,39 @@ def masked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
-def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
-
-
-def picture_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch["pixels"]), batch["label"])
-
-
-def hf_picture_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(pixel_values=batch["pixels"]).logits, batch["label"])
-
-
 def denoising_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return functional.mse_loss(model(batch["pixels"]), batch["pixels"])
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 4}
-    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **quiet, bos_token_id=None, eos_token_id=None))
+def gpt2(num_layers: int, dropout: float = 0.0) -> Callable[[], nn.Module]:
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 32, "n_layer": num_layers, "n_head": 4}
+    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return made("GPT2LMHeadModel", **sizes, **drops, use_cache=False, bos_token_id=None, eos_token_id=None)
 
 
-LLAMA_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-    "use_cache": False,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**LLAMA_SIZES))
-
-
-def qwen2() -> nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM(Qwen2Config(**LLAMA_SIZES, tie_word_embeddings=True))
-
-
-def qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**LLAMA_SIZES, head_dim=8))
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(MixtralConfig(**LLAMA_SIZES, num_local_experts=4, num_experts_per_tok=2))
-
-
-def phimoe() -> nn.Module:
-    """Its routers draw, and have a backward of their own (an autograd.Function)."""
-    from transformers import PhimoeConfig, PhimoeForCausalLM
-
-    return PhimoeForCausalLM(PhimoeConfig(**LLAMA_SIZES, num_local_experts=4, num_experts_per_tok=2))
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForMaskedLM(config)
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=48,
-        image_size=16,
-        patch_size=4,
-        num_labels=4,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return ViTForImageClassification(config)
-
-
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        use_cache=False,
-        decoder_start_token_id=0,
-    )
-    return T5ForConditionalGeneration(config)
+LLAMA_SIZES: dict[str, Any] = {**DECODER, "num_hidden_layers": 3}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+llama = made("LlamaForCausalLM", **LLAMA_SIZES)
+qwen2 = made("Qwen2ForCausalLM", **LLAMA_SIZES, tie_word_embeddings=True)
+qwen3 = made("Qwen3ForCausalLM", **LLAMA_SIZES, head_dim=8)
+mixtral = made("MixtralForCausalLM", **LLAMA_SIZES, **EXPERTS)
+phimoe = made("PhimoeForCausalLM", **LLAMA_SIZES, **EXPERTS)
+"""Its routers draw, and have a backward of their own (an autograd.Function)."""
+_ENCODER = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, **QUIET}
+bert = made("BertForMaskedLM", **_ENCODER, vocab_size=VOCABULARY, max_position_embeddings=16)
+vit = made("ViTForImageClassification", **_ENCODER, image_size=16, patch_size=4, num_labels=4)
+t5 = made(
+    "T5ForConditionalGeneration",
+    vocab_size=VOCABULARY,
+    d_model=32,
+    d_kv=8,
+    d_ff=48,
+    num_layers=2,
+    num_heads=4,
+    dropout_rate=0.0,
+    use_cache=False,
+    decoder_start_token_id=0,
+)
 
 
 class Residual(nn.Module):
@@ -235,17 +129,19 @@ class UNet(nn.Module):
         return self.leave(x)
 
 
-def hf_resnet() -> nn.Module:
-    """With BatchNorm."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic", "num_labels": 4}
-    return ResNetForImageClassification(ResNetConfig(**sizes))
-
+hf_resnet = made(
+    "ResNetForImageClassification",
+    embedding_size=8,
+    hidden_sizes=[8, 16],
+    depths=[1, 2],
+    layer_type="basic",
+    num_labels=4,
+)
+"""With BatchNorm."""
 
 Entry = tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, Tensor]], Tensor], list[dict[str, Tensor]]]
 ZOO: dict[str, Entry] = {
-    "gpt2": (gpt2, causal_loss, texts()),
+    "gpt2": (gpt2(3), causal_loss, texts()),
     "llama": (llama, causal_loss, texts()),
     "qwen2 tied": (qwen2, causal_loss, texts()),
     "qwen3": (qwen3, causal_loss, texts()),
