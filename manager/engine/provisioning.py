@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 TRIES = 5
 WAIT_S = 2.0
 WAIT_MAX_S = 120.0
+RETRY_AFTER_MAX_S = 3600.0
+"""Of what a provider says itself: asked earlier, it only refuses for longer."""
 CLOSE_TIMEOUT_S = 10.0
 ROOM_PATIENCE_S = 900.0
 """How long a request that was refused waits for VMs that are being ended: longer than a provider takes for that."""
@@ -251,10 +253,11 @@ class Provisioning:
                 return RequestRefused(request=name, cause=cause, detail=waited)
             except (Throttled, Transient) as error:
                 waited = str(error)
-                wait_s = getattr(error, "retry_after_s", None) or WAIT_S * 2.0**attempt
+                own_s = min(WAIT_S * 2.0**attempt, WAIT_MAX_S)
+                wait_s = own_s if error.retry_after_s is None else min(error.retry_after_s, RETRY_AFTER_MAX_S)
             if attempt + 1 < TRIES:
-                self._fact("provider_retried", f"{name}: {waited}; again in {min(wait_s, WAIT_MAX_S):g} s")
-                if self._pause(min(wait_s, WAIT_MAX_S)):
+                self._fact("provider_retried", f"{name}: {waited}; again in {wait_s:g} s")
+                if self._pause(wait_s):
                     break
         return RequestRefused(request=name, cause="error", detail=waited)
 

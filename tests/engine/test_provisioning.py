@@ -12,7 +12,7 @@ import pytest
 from manager.controller.actions import ReleaseNodes, RequestNodes
 from manager.controller.events import NodesGranted, Paid, RequestRefused
 from manager.engine.inbox import Inbox
-from manager.engine.provisioning import TRIES, WAIT_MAX_S, Provisioning
+from manager.engine.provisioning import RETRY_AFTER_MAX_S, TRIES, Provisioning
 from manager.engine.spending import Before, Spending
 from manager.journal.records import Fact
 from manager.providers.provider import (
@@ -183,7 +183,7 @@ def test_a_refusal_says_why_and_what_had_come_is_ended(world: World, error: Exce
 def test_a_throttled_call_waits_as_it_is_told_and_goes_on_under_its_name(world: World) -> None:
     world.provider.errors = [Throttled("slow down", 17), Throttled("slow down", 10**6), Transient("502")]
     assert isinstance(world.ask(), NodesGranted)
-    assert world.pauses_s == [17, WAIT_MAX_S, 8]
+    assert world.pauses_s == [17, RETRY_AFTER_MAX_S, 8]
     assert {request for request, _ in world.provider.requests} == {"job-1"}
     assert len(world.provider.there) == 2
 
