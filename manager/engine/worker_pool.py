@@ -78,7 +78,6 @@ class WorkerPool:
         self._handles: dict[str, _Handle] = {}
         self._ray_lock = threading.RLock()
         self._closed = False
-        self._archive: tuple[bytes, Any] | None = None
         remote: Any = ray.remote  # its types know only the plain form
         self._actor_class = remote(concurrency_groups={CONTROL_LANE: 2})(WorkerActor)
 
@@ -99,19 +98,7 @@ class WorkerPool:
                 max_task_retries=0,
             ).remote()
             self._handles[worker] = _Handle(actor=actor)
-        setup = self._make_setup(worker)
-        if setup.code is None:
-            self._send(worker, "setup", setup)
-            return
-        archive = partial(self._shared, setup.code.archive)
-        without = setup.code.model_copy(update={"archive": b""})
-        self._send(worker, "setup", setup.model_copy(update={"code": without}), archive)
-
-    def _shared(self, archive: bytes) -> Any:
-        """Put the job's code into Ray's object store once, whatever number of workers is set up at a time."""
-        if self._archive is None or self._archive[0] != archive:
-            self._archive = archive, ray.put(archive)
-        return self._archive[1]
+        self._send(worker, "setup", self._make_setup(worker))
 
     def attach(self, workers: Sequence[str], set_up: Collection[str], lifeline: Lifeline) -> tuple[str, ...]:
         """Go on with workers of a manager that was killed; returns those that it has.
@@ -195,15 +182,11 @@ class WorkerPool:
             self._kill(self._handles[worker])
         return not self._silence.outage
 
-    def _send(self, worker: str, method: str, order: object, *more: Callable[[], Any]) -> None:
+    def _send(self, worker: str, method: str, order: object) -> None:
         handle = self._handles[worker]
         if handle.probe is not None and not handle.gone:
             self._control(worker, "leave_probe", handle.probe)
-
-        def call() -> Any:
-            return handle.actor.order.remote(pack(method, order), *(argument() for argument in more))
-
-        self._call(worker, handle, call, self._answered)
+        self._call(worker, handle, lambda: handle.actor.order.remote(pack(method, order)), self._answered)
 
     def _control(self, worker: str, method: str, argument: object) -> None:
         handle = self._handles.get(worker)

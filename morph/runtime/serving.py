@@ -77,18 +77,16 @@ class WorkerActor:
     def __init__(self) -> None:
         self._worker = Worker()
 
-    def order(self, message: bytes, archive: bytes | None = None) -> bytes:
-        """Carry out an order. ``archive``: of the job's code, which a setup that comes with it has not."""
-        return self._done(message, archive)
+    def order(self, message: bytes) -> bytes:
+        """Carry out an order."""
+        return self._done(message)
 
     def control(self, message: bytes) -> bytes:
         """Do what is said on the control lane."""
         return self._done(message)
 
-    def _done(self, message: bytes, archive: bytes | None = None) -> bytes:
+    def _done(self, message: bytes) -> bytes:
         name, argument = unpack(message)
-        if archive is not None:
-            argument = argument.model_copy(update={"code": argument.code.model_copy(update={"archive": archive})})
         result = getattr(self._worker, name)(argument)
         return result.model_dump_json().encode() if isinstance(result, Value) else b""
 

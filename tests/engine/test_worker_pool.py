@@ -1,4 +1,4 @@
-"""Without Ray: the pool is given handles whose beats do not come, or which keep what is sent."""
+"""Silence, told from the manager's own deafness. No Ray: the pool is given handles whose beats do not come."""
 
 from __future__ import annotations
 
@@ -42,53 +42,6 @@ assert lost is not None and isinstance(lost.item, WorkerLost) and "silent" in lo
 assert killed == ["vm0's"], "one that wakes would go on"
 print("ok")
 """
-
-SETUPS = """
-from concurrent.futures import Future
-import manager.engine.ray_environment as environment
-environment.prepare()
-from manager.engine import worker_pool
-from manager.engine.inbox import Inbox
-from morph.contract.messages import JobCode, WorkerSetup
-from morph.runtime.serving import WorkerActor
-
-sent, put = [], []
-
-class Actor:
-    class order:
-        @staticmethod
-        def remote(message, archive):
-            sent.append((message, archive))
-            return type("Reference", (), {"future": lambda self: Future()})()
-
-ARCHIVE = bytes(1 << 20)
-code = JobCode(job_path="job.py:job", folder="/job", sha256="0", archive=ARCHIVE)
-facts = dict(job_path="job.py:job", fingerprint="f", num_sections=2, micro_batch_size=1, checkpoint_url="/c")
-facts |= dict(store_host="h", store_port=1, listen_host="h", code=code)
-worker_pool.ray.put = lambda value: put.append(value) or f"object {len(put)}"
-pool = worker_pool.WorkerPool(Inbox(), lambda worker: WorkerSetup(worker=worker, **facts), heartbeat_timeout_s=5.0)
-for worker in ("a", "b", "c"):
-    pool._handles[worker] = worker_pool._Handle(actor=Actor())
-    pool.start(worker, "vm")
-assert put == [ARCHIVE], len(put)
-assert [archive for _, archive in sent] == ["object 1"] * 3
-assert all(len(message) < 2000 for message, _ in sent)
-
-class Echo:
-    def setup(self, order):
-        return order
-
-actor = WorkerActor.__new__(WorkerActor)
-actor._worker = Echo()
-answer = WorkerSetup.model_validate_json(actor.order(sent[1][0], ARCHIVE))
-assert answer.worker == "b" and answer.code == code
-print("ok")
-"""
-
-
-def test_the_code_of_a_job_lies_in_the_object_store_once_however_many_workers_are_set_up() -> None:
-    run = subprocess.run([sys.executable, "-c", SETUPS], capture_output=True, text=True, timeout=100, check=False)
-    assert run.stdout.strip() == "ok", run.stderr
 
 
 def test_a_worker_is_lost_when_it_is_silent_but_not_for_the_time_in_which_the_manager_stood_still() -> None:
