@@ -50,7 +50,10 @@ def importing() -> Iterator[None]:
     yield
     sys.meta_path[:], sys.path[:] = finders, search
     for name in set(sys.modules) - modules:
-        del sys.modules[name]
+        if "site-packages" not in str(getattr(sys.modules[name], "__file__", "site-packages")) and not name.startswith(
+            "morph."
+        ):
+            del sys.modules[name]
 
 
 def packed(folder: Path, *files: str, unpack: bool = False) -> JobCode:

@@ -156,13 +156,10 @@ def test_following_a_run_that_nobody_manages_ends(run_dir: Path) -> None:
 def test_a_report_for_which_there_is_no_room_is_refused_in_one_line_and_leaves_nothing(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    write = Path.write_text
-
-    def full(path: Path, text: str, **options: str) -> int:
-        write(path, text[:10], **options)
+    def full(_path: Path, _target: Path) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "replace", full)  # when all of it is written beside its place
     result = CliRunner().invoke(app, ["report", str(run_dir), "-o", str(tmp_path / "report.html")])
     assert result.exit_code == 2
     assert result.stderr == f"error: {tmp_path / 'report.html'}: cannot be written: No space left on device\n"
