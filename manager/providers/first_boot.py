@@ -170,16 +170,18 @@ def bring(caller: Caller, sha256: str, folder: Path, patience_s: float) -> None:
 
 
 def make_user(uid: int) -> None:
-    """Make a user of this number, unless there is one.
+    """Make a user of this number, unless there is one, and see that it may run this interpreter.
 
     Raises:
-        Unfit: it cannot be made.
+        Unfit: it cannot be made, or may not.
     """
     try:
         pwd.getpwuid(uid)
     except KeyError:
         options = [f"--uid={uid}", "--user-group", "--create-home", "--shell=/usr/sbin/nologin"]
         _run_tool(["useradd", *options, "morph"], f"the user {uid}, as whom the job's code is to run, cannot be made")
+    if code := _run_as(uid, "pass"):
+        raise Unfit(f"{sys.executable}, run as the user {uid}, as whom the job's code is to run, ends with {code}")
 
 
 def close_metadata(uid: int) -> None:
@@ -192,11 +194,18 @@ def close_metadata(uid: int) -> None:
     for where in CLOSED:
         rule = ["ip", "rule", "add", "priority", "5", "to", *where, "uidrange", f"{uid}-{uid}", "prohibit"]
         _run_tool(rule, failed)
-    gid = pwd.getpwuid(uid).pw_gid
-    probe = [sys.executable, "-I", "-c", PROBE]
-    done = subprocess.run(probe, user=uid, group=gid, extra_groups=[], timeout=TOOL_TIMEOUT_S, check=False)
-    if done.returncode != 3:
-        raise Unfit(f"{failed}: it answers that user" if not done.returncode else f"{failed}: it cannot be tried")
+    code = _run_as(uid, PROBE)
+    if code != 3:
+        raise Unfit(f"{failed}: it cannot be tried" if code else f"{failed}: it answers that user")
+
+
+def _run_as(uid: int, program: str) -> int:
+    command, gid = [sys.executable, "-I", "-c", program], pwd.getpwuid(uid).pw_gid
+    try:
+        done = subprocess.run(command, user=uid, group=gid, extra_groups=[], timeout=TOOL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unfit(f"the user {uid}, as whom the job's code is to run, cannot run Python: {error}") from error
+    return done.returncode
 
 
 def _run_tool(command: list[str], failed: str) -> None:
