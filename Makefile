@@ -1,8 +1,9 @@
 # Every target sets up what it needs on first use: a virtual environment in .venv with pinned versions.
 #
-#   make demo        calibrate, plan and a managed run that loses and gains VMs (a few minutes)
+#   make demo        calibrate, plan and a managed run that loses and gains VMs (two minutes)
 #   make test        every test, those with real processes included
-#   make test-fast   tests without real worker processes
+#   make test-fast   tests without real worker processes, and without the slow ones of the others
+#   make test-long   every test, with 10,000 random histories of the controller in place of 200
 #   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED
 #   make check       lint, format, types, layers: what CI runs first
 #
@@ -26,7 +27,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 MPLBACKEND=Agg
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast soak check lint types layers format clean
+.PHONY: help setup demo test test-fast test-long soak check lint types layers format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,7 +36,7 @@ help:
 setup: $(READY)
 
 # Torch comes first, so that a local wheel or the index named in TORCH_PIP_ARGS decides which build it is. Byte code is
-# written at the end with all cores, which pip does with one.
+# written at the end with all cores, which pip does with one; a first plan compiles the simulator's loops for all later.
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no python3.11, python3.12 or python3 on PATH" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
@@ -45,6 +46,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP_INSTALL) $(TORCH_PIP_ARGS) torch==2.13.0
 	$(PIP_INSTALL) --editable '.[dev,examples]'
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
+	$(BIN)/morph plan configs/profiles/bert-large.json --gpus 4 > /dev/null
 	@touch $@
 
 demo: $(READY)
@@ -54,7 +56,10 @@ test: $(READY)
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-fast: $(READY)
-	$(PYTEST) -m "not system" $(PYTEST_ARGS)
+	$(PYTEST) -m "not system and not slow" $(PYTEST_ARGS)
+
+test-long: $(READY)
+	MORPH_HISTORIES=10000 $(PYTEST) $(PYTEST_ARGS)
 
 soak: $(READY)
 	$(TEST_ENV) $(BIN)/python -m tests.chaos --minutes $(SOAK_MINUTES) $(if $(SEED),--seed $(SEED))

@@ -29,13 +29,13 @@ from morph.contract.decided import Decided
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, Slot, Source, StepOrder, WorkerReady, WorkerSetup
 from morph.cutting import cut, export_job
 from morph.job import load_job
-from morph.runtime.accumulators import Accumulator, ExactAccumulator, FastAccumulator
-from morph.runtime.channels import GroupSet, GroupSpec, connect_store
-from morph.runtime.fixed_point import first_exponent
-from morph.runtime.interrupt import Interrupt
-from morph.runtime.single import single_plan
-from morph.runtime.store import StoreHost
-from morph.runtime.worker import Worker
+from morph.runtime.groups.channels import GroupSet, GroupSpec, connect_store
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.groups.store import StoreHost
+from morph.runtime.process.single import single_plan
+from morph.runtime.process.worker import Worker
+from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator
+from morph.runtime.state.fixed_point import first_exponent
 
 LOOPBACK = "127.0.0.1"
 AnswerT = TypeVar("AnswerT")

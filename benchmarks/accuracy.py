@@ -29,7 +29,6 @@ import psutil
 
 from manager.rehearsal import RehearsalSpec, plan_rehearsal, rehearse, run_facts
 from manager.run_dir import RunDir
-from morph.contract.emulation import Slowdown
 from morph.contract.profile import LinkProfile, Profile, SendTime, Timing
 from simulator import synthetic_profile
 
@@ -90,8 +89,8 @@ CASES = (
     Case("6x1", "jittery tasks", jittery_tasks=True),
     Case("4x2", "gpipe", options={"schedule": "gpipe"}),
     Case("6x1", "1f1b, slow links", links="slow", options={"schedule": "1f1b"}),
-    Case("4x1", "stage 2 slow by 1.3", options={"slow": (Slowdown(stage=2, factor=1.3),)}),
-    Case("6x2", "one worker slow by 1.4", options={"slow": (Slowdown(stage=3, replica=1, factor=1.4),)}),
+    Case("4x1", "stage 2 slow by 1.3", options={"slow": {2: 1.3}}),
+    Case("6x2", "one worker slow by 1.4", options={"slow": {(3, 1): 1.4}}),
 )
 
 

@@ -77,7 +77,7 @@ class Photographer:
 
 def undisturbed(directory: Path, steps: int) -> dict[str, str]:
     """sha256 of every unit after as many steps on one worker."""
-    command = [sys.executable, "-m", "morph.runtime.single", f"{JOB}:job", "--steps", str(steps)]
+    command = [sys.executable, "-m", "morph.runtime.process.single", f"{JOB}:job", "--steps", str(steps)]
     command += ["--micro-batch", str(M), "--sections", "6", "--checkpoints", str(directory)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return {entry.unit: entry.sha256 for entry in read_manifest(str(directory), steps).units}

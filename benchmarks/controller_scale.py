@@ -18,9 +18,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from manager.controller.config import ControllerConfig
 from manager.controller.decide import decide
-from manager.controller.events import (
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import (
     ComputeTimesSeen,
     Event,
     NodeAppeared,
@@ -30,7 +30,7 @@ from manager.controller.events import (
     WorkerLost,
     WorkerTimes,
 )
-from manager.controller.state import ControllerState, Decision, Phase, initial_state
+from manager.controller.state.state import ControllerState, Decision, Phase, initial_state
 from manager.journal.journal import Journal
 from morph.contract.messages import Aborted, ComputeTimes, Prepared, Reshaped, WorkerReady
 from morph.contract.plan import Expectation, Plan, StagePlan

@@ -35,14 +35,14 @@ from step_time.remote import Remote, call_all
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from morph.cutting.cut_model import BoundaryTensor
-from morph.runtime.channels import GROUP_TIMEOUT_S, Channel, GroupSet, GroupSpec, Pending, connect_store
-from morph.runtime.executor import Executor, Neighbours, StageWork
-from morph.runtime.faults import FaultPlan
-from morph.runtime.interrupt import Interrupt
-from morph.runtime.store import StoreHost
-from simulator.engine import StageTimes, run_pipeline
-from simulator.orders import fixed_order, recomputes, stage_windows
+from morph.cutting.cuts.cut_model import BoundaryTensor
+from morph.runtime.groups.channels import GROUP_TIMEOUT_S, Channel, GroupSet, GroupSpec, Pending, connect_store
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.groups.store import StoreHost
+from morph.runtime.step.executor import Executor, Neighbours, StageWork
+from simulator.playing.engine import StageTimes, run_pipeline
+from simulator.playing.schedules import fixed_order, recomputes, stage_windows
 
 LOOPBACK = "127.0.0.1"
 SMALL = (1,)
@@ -193,7 +193,7 @@ class SlowChannel:
 
 
 class SleepingStage:
-    """As ``morph.runtime.stage.Stage``, but it sleeps."""
+    """As ``morph.runtime.step.stage.Stage``, but it sleeps."""
 
     def __init__(self, case: Case, last: bool) -> None:
         self._unit_s = case.unit_s

@@ -26,15 +26,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from manager.controller.config import ControllerConfig
-from manager.controller.events import WorkerAnswered, WorkerLost
-from manager.controller.state import Phase
-from manager.engine.driver import Observed, Observer
-from manager.engine.machines import Machines, Opening, OpenMachines, Processes, open_ray
-from manager.engine.namespaces import HostNetwork, check_permitted
-from manager.engine.ray_environment import prepare
-from manager.engine.session import RunSpec, run_session
-from manager.engine.vm_fleet import VmFleet, VmHost
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import WorkerAnswered, WorkerLost
+from manager.controller.state.state import Phase
+from manager.engine.local_vms.namespaces import HostNetwork, check_permitted
+from manager.engine.local_vms.vm_fleet import VmFleet, VmHost
+from manager.engine.loop.driver import Observed, Observer
+from manager.engine.on_ray.ray_environment import prepare
+from manager.engine.run.machines import Machines, Opening, OpenMachines, Processes
+from manager.engine.run.ray_machines import open_ray
+from manager.engine.run.session import RunSpec, run_session
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
 from manager.run_dir import RunDir, RunFacts
 from morph.contract.cluster import ClusterConfig, Policy
@@ -142,9 +143,7 @@ class Cluster:
     def opening(self, log_path: Path) -> OpenMachines:
         """What brings them up."""
         network = self.network
-        found: OpenMachines = Processes(
-            log_path, network=network, lanes_in_network=network is not None, host_of=self._host_of
-        )
+        found: OpenMachines = Processes(log_path, network=network, host_of=self._host_of)
         found = open_ray(prepare()) if self.ray else found
 
         def machines(opening: Opening) -> Machines:
@@ -163,7 +162,7 @@ class Cluster:
             assert self.network is not None
             self.network.cut(self._host_of(vm))
         elif kind == VM_STOPPED:
-            from manager.engine.ray_cluster import RayCluster  # imports Ray, which must come after `prepare`
+            from manager.engine.on_ray.ray_cluster import RayCluster  # imports Ray, which must come after `prepare`
 
             assert isinstance(self._vms, RayCluster)
             for each in self._vms.vm_pids(vm):

@@ -18,11 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from manager.controller.config import ControllerConfig
-from manager.controller.state import Phase
-from manager.engine.driver import Observed, Observer
-from manager.engine.session import RunSpec, run_session
-from manager.engine.vm_fleet import VmFleet
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.state import Phase
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Observed, Observer
+from manager.engine.run.session import RunSpec, run_session
 from manager.report.reading import read_report
 from manager.report.values import MorphRecord
 from manager.run_dir import RunDir, RunFacts

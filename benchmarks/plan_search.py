@@ -18,10 +18,10 @@ import numpy as np
 
 from morph.contract.profile import Profile
 from simulator import plan, simulate, synthetic_profile
-from simulator.answer import deal
-from simulator.costs import SectionCosts, stage_costs
-from simulator.engine import run_pipeline
-from simulator.finish import finish
+from simulator.answers.answer import deal
+from simulator.answers.costs import SectionCosts, stage_costs
+from simulator.answers.finish import finish
+from simulator.playing.engine import run_pipeline
 
 SCHEDULES = ("varuna", "gpipe", "1f1b")
 LATENCIES = (0, 1, 2, 4, 8)

@@ -19,18 +19,18 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manager.controller.config import ControllerConfig
-from manager.controller.state import Phase
-from manager.engine.driver import Observed, Observer
-from manager.engine.machines import Processes
-from manager.engine.session import RunSpec, run_session
-from manager.engine.vm_fleet import VmFleet
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.state import Phase
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Observed, Observer
+from manager.engine.run.machines import Processes
+from manager.engine.run.session import RunSpec, run_session
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
 from manager.run_dir import RunDir, RunFacts
 from morph.contract.cluster import ClusterConfig, Policy
 from morph.contract.messages import ReshapeOrder
 from morph.contract.profile import Profile
-from morph.contract.rules import AheadRules, Rules
+from morph.contract.rules import PreCopyRules, Rules
 from morph.contract.trace import Trace, TraceEvent
 from simulator import plan, synthetic_profile
 
@@ -118,7 +118,7 @@ class Change:
 def make_spec(profile: Profile, when: str, machines: Processes) -> RunSpec:
     """Four VMs, and a policy that sends units ahead ``when``."""
     units = known_units(profile)
-    ahead = AheadRules.model_validate({"when": when, "bytes_per_s": LINK_BYTES_PER_S, "min_saved_s": 0.02})
+    ahead = PreCopyRules.model_validate({"when": when, "bytes_per_s": LINK_BYTES_PER_S, "min_saved_s": 0.02})
     policy = Policy(
         checkpoint_every_steps=10**6, heartbeat_timeout_s=30.0, order_timeout_s=300.0, rules=Rules(ahead=ahead)
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from controller_scale import Run, make_config
 
-from manager.controller.events import NodeAppeared, WorkerAnswered
+from manager.controller.state.events import NodeAppeared, WorkerAnswered
 from manager.journal.journal import SNAPSHOT_EVERY, Journal
 from manager.journal.replay import nodes_up, replay, trace_moment
 from morph.contract.messages import Prepared, Reshaped, WorkerReady

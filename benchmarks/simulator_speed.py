@@ -9,20 +9,24 @@ loop, the SimPy model and the compiled loop must agree on when the mini-batch en
 from __future__ import annotations
 
 import heapq
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from morph.contract.profile import Profile
 from simulator import plan, plan_table, synthetic_profile
-from simulator.costs import SectionCosts, stage_costs
-from simulator.engine import StageTimes, run_pipeline
-from simulator.following import follow, lane_times
-from simulator.orders import stage_windows
-from simulator.partition import partition_table
-from simulator.simpy_model import play_with_simpy
+from simulator.answers.costs import SectionCosts, stage_costs
+from simulator.playing.engine import StageTimes, run_pipeline
+from simulator.playing.following import follow, lane_times
+from simulator.playing.schedules import stage_windows
+from simulator.search.partition import partition_table
+from tests.simulator.simpy_model import play_with_simpy
 
 DEPTH, REPLICAS, MICRO_BATCHES = 36, 3, 683
 
@@ -38,7 +42,7 @@ def best_ms(action: Callable[[], object], repeats: int = 20) -> float:
 
 
 class HeapqPipeline:
-    """The rules of ``simulator.engine`` as one would write them first: a heap of instants at which to look."""
+    """The rules of ``simulator.playing.engine`` as one would write them first: a heap of instants at which to look."""
 
     def __init__(self, times: StageTimes, count: int) -> None:
         self.count, self.last = count, times.num_stages - 1

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from manager.controller.events import EVENT, ManagerResumed
+from manager.controller.state.events import EVENT, ManagerResumed
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import DecisionRecord
 

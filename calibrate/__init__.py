@@ -9,16 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from calibrate.compute import Progress
-    from calibrate.measure import calibrate
-    from calibrate.node_type import add_node_type
-    from calibrate.output import write_profile
+    from calibrate.computing.compute import Progress
+    from calibrate.writing.measure import calibrate
+    from calibrate.writing.node_type import add_node_type
+    from morph.contract.profile import write_profile
 
 _LATER = {
-    "Progress": "calibrate.compute",
-    "add_node_type": "calibrate.node_type",
-    "calibrate": "calibrate.measure",
-    "write_profile": "calibrate.output",
+    "Progress": "calibrate.computing.compute",
+    "add_node_type": "calibrate.writing.node_type",
+    "calibrate": "calibrate.writing.measure",
+    "write_profile": "morph.contract.profile",
 }
 
 __all__ = ["Progress", "add_node_type", "calibrate", "write_profile"]

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
+from typing import Any
 
 import psutil
 
-from manager.controller.config import ControllerConfig
-from morph.checkpoint.manifest import complete_versions, read_manifest
+from manager.controller.state.config import ControllerConfig
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms, Policy, Vms
 from morph.contract.errors import CheckpointError, PlanError
-from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
 from morph.contract.trace import Trace, TraceEvent
-from simulator import plan, plan_table
-
-
-def newest_checkpoint(checkpoint_url: str) -> Manifest | None:
-    """The newest complete checkpoint of a run; None when there is none."""
-    versions = complete_versions(checkpoint_url)
-    return read_manifest(checkpoint_url, versions[-1]) if versions else None
+from simulator import PlanRequest, plan, plan_table
 
 
 def constant_trace(vms: Vms) -> Trace:
@@ -50,21 +43,18 @@ def controller_config(
     trace: Trace,
     num_steps: int,
     checkpoint: Manifest | None,
+    request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
     *,
-    schedule: Schedule | None = None,
-    micro_batch_size: int | None = None,
     timeline_step: int | None = None,
-    recompute: bool | None = None,
     num_beyond: int = 0,
-    pipeline_depth: int | None = None,
-    num_replicas: int | None = None,
+    **more: Any,
 ) -> ControllerConfig:
     """Plan for every number of workers that the trace or ``vms.keep`` can bring, and gather what the controller needs.
 
+    ``request``, with ``more`` of its fields: P of every shape, with fewer workers than which the run waits; D at most,
+    fewer workers make fewer, others stand by; m of all plans, as a run that goes on has it; schedule and recompute.
     ``num_beyond``: so many more may come, where the last VM has several devices. ``timeline_step``: of this step the
-    workers record a timeline. ``pipeline_depth``: P of every shape; with fewer workers the run waits.
-    ``num_replicas``: D at most; fewer workers make fewer, others stand by. ``micro_batch_size``: of all plans, as a run
-    that goes on has it. It, ``schedule`` and ``recompute`` are whichever is best where they are None.
+    workers record a timeline.
 
     Raises:
         PlanError: when not even the trace's largest number of VMs can run the job, or reach what is asked for.
@@ -73,34 +63,16 @@ def controller_config(
     if checkpoint is not None:
         _check_fits(checkpoint, profile)
     max_nodes = max(trace.max_nodes, vms.keep or 0)
-    memory_bytes = device_memory_bytes(vms)
-    planned = partial(
-        plan_table,
-        profile,
-        recompute=recompute,
-        memory_bytes=memory_bytes,
-        schedule=schedule,
-        micro_batch_size=micro_batch_size,
-        pipeline_depth=pipeline_depth,
-        most_replicas=num_replicas,
-    )
-    plans = planned(max_nodes)
-    if not plans or num_replicas is not None:
+    asked = replace(request, **more, memory_bytes=device_memory_bytes(vms))
+    most, request = asked.num_replicas, replace(asked, num_replicas=None)
+    plans = plan_table(profile, max_nodes, request, most_replicas=most)
+    if not plans or most is not None:
         # raises where no such shape can be, and says what would do
-        plan(
-            profile,
-            num_gpus=max_nodes,
-            recompute=recompute,
-            memory_bytes=memory_bytes,
-            schedule=schedule,
-            micro_batch_size=micro_batch_size,
-            pipeline_depth=pipeline_depth,
-            num_replicas=num_replicas,
-        )
+        plan(profile, request, num_gpus=max_nodes, num_replicas=most)
     if not plans:
         raise PlanError("no plan fits", field="num_vms", value=max_nodes)
     if num_beyond:
-        plans = planned(max_nodes + num_beyond)
+        plans = plan_table(profile, max_nodes + num_beyond, request, most_replicas=most)
     micro_batch_size = next(iter(plans.values())).micro_batch_size
     state_share = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
     return ControllerConfig(

@@ -1,7 +1,8 @@
 """A run directory: one run's journal, checkpoints and facts; used by one manager at a time.
 
-Layout: ``run.json`` (what is run), ``run.lock``, ``journal.sqlite``, ``checkpoints/``, ``code/`` (the job's files).
-All of it is its user's alone: files 0600, folders 0700.
+Layout: ``run.json`` (what is run), ``run.lock``, ``journal.sqlite``, ``checkpoints/``, ``code/`` (the job's files),
+``workers.log`` (what workers that are processes of the manager's machine print). All of it is its user's alone: files
+0600, folders 0700.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from morph.contract.base import Value, read_json
 from morph.contract.data_facts import JobFacts
 from morph.contract.errors import RunDirError, RunDirStuck
 from morph.contract.files import NO_ROOM, PRIVATE, write_whole
+
+WORKERS_LOG = "workers.log"
 
 
 class RunFacts(Value):
@@ -71,7 +74,7 @@ def check_free(path: Path) -> None:
         raise RunDirError(f"cannot be read: {error.strerror}", source=where) from error
     others = {name for name in names if name != "run.lock" and not name.startswith(".run.json.")}
     if "run.json" not in names and others:  # the two are there while it is claimed
-        raise RunDirError("is not empty and is no run directory", source=where, allowed="a new or empty directory")
+        raise RunDirError("is not empty and is not a run directory", source=where, allowed="a new or empty directory")
 
 
 def write_in_run_dir(path: Path, content: str | bytes) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from morph.cutting.cut_point import CutPoint as CutPoint
+    from morph.cutting.sections.cut_point import CutPoint as CutPoint
     from morph.job import Job as Job
     from morph.job import LossScaling as LossScaling
 
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(job, name)
     if name == "CutPoint":
-        from morph.cutting.cut_point import CutPoint
+        from morph.cutting.sections.cut_point import CutPoint
 
         return CutPoint
     raise AttributeError(f"module 'morph' has no attribute {name!r}")

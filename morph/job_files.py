@@ -7,6 +7,7 @@ it is found and tracebacks name the user's own files, with the lines that are re
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ class JobFiles:
         self.files = dict(files)
         self._growing = growing
         self._known: dict[str, str | None] = {}
+        self._real_folders: dict[str, str] = {}
 
     def install(self) -> None:
         """Import from here for as long as this process lives."""
@@ -70,11 +72,21 @@ class JobFiles:
         return self._known[path]
 
     def _inside(self, path: str) -> str | None:
-        for known in (Path(path).absolute(), Path(path).resolve()):
-            if known.is_relative_to(self.folder):
-                inside = known.relative_to(self.folder)
-                return None if is_installed(known, inside) else inside.as_posix().removeprefix(".")
+        absolute = path if path.startswith("/") else str(Path(path).absolute())
+        below = os.path.join(self.folder, "")  # noqa: PTH118
+        for known in (absolute, self._real(absolute)):
+            if known == str(self.folder) or known.startswith(below):
+                inside = Path(known).relative_to(self.folder)
+                return None if is_installed(Path(known), inside) else inside.as_posix().removeprefix(".")
         return None
+
+    def _real(self, path: str) -> str:
+        """The path without links. Its folder is followed once: thousands of modules lie in a few hundred."""
+        folder, name = os.path.split(path)
+        if folder not in self._real_folders:
+            self._real_folders[folder] = os.path.realpath(folder)
+        real = os.path.join(self._real_folders[folder], name)  # noqa: PTH118
+        return os.path.realpath(path) if name == ".." or os.path.islink(real) else real  # noqa: PTH114
 
     def find_spec(
         self,
@@ -158,3 +170,14 @@ def held(path: Path) -> JobFiles | None:
         if isinstance(finder, JobFiles) and finder.inside(str(path)) in finder.files:
             return finder
     return None
+
+
+@contextmanager
+def imported_once(job_path: str) -> Iterator[None]:
+    """While the block runs: what is imported from the folder of ``path/to/file.py:name`` is as it was at first."""
+    path = Path(job_path.rpartition(":")[0]).resolve()
+    if held(path) is not None or not path.is_file():
+        yield
+        return
+    with JobFiles(path.parent, {path.name: path.read_bytes()}, growing=True).in_use():
+        yield

@@ -23,9 +23,9 @@ from job import Shape, make_run
 from killer import DONE, Killer
 from pieces import PIECES, FormingWatch, Pause, pauses_of, quantiles_ms
 
-from manager.engine.driver import Observer
-from manager.engine.session import run_session
-from manager.engine.vm_fleet import VmFleet
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Observer
+from manager.engine.run.session import run_session
 from manager.report.reading import read_report
 from manager.run_dir import RunDir
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from manager.controller.config import ControllerConfig
-from manager.engine.machines import Processes
-from manager.engine.session import RunSpec
+from manager.controller.state.config import ControllerConfig
+from manager.engine.run.machines import Processes
+from manager.engine.run.session import RunSpec
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
 from manager.run_dir import RunFacts
 from morph.contract.cluster import ClusterConfig, Policy

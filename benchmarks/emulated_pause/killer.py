@@ -6,9 +6,9 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 
-from manager.controller.state import ControllerState, Phase
-from manager.engine.driver import Observed
-from manager.engine.vm_fleet import VmFleet
+from manager.controller.state.state import ControllerState, Phase
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Observed
 
 DONE = "enough kills"
 STEPS_BETWEEN = (3, 8)

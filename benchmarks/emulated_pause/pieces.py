@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manager.controller.actions import SendReshape
-from manager.controller.events import WorkerAnswered
-from manager.engine.driver import Observed
+from manager.controller.state.actions import SendReshape
+from manager.controller.state.events import WorkerAnswered
+from manager.engine.loop.driver import Observed
 from manager.report.values import MorphRecord, RunReport
 from morph.contract.messages import Reshaped
 

@@ -27,15 +27,14 @@ from drawing import draw
 from sampling import MIB, Process, Sample, Sampler, trend
 from thinning import describe, first_hours, thinned
 
-from manager.controller.config import ControllerConfig
-from manager.engine.machines import Processes
-from manager.engine.session import RunSpec, run_session
+from manager.controller.state.config import ControllerConfig
+from manager.engine.run.session import RunSpec, run_session
 from manager.report.reading import read_report
 from manager.report.summary import summarise
 from manager.report.values import RunReport
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import read_manifest
-from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.trace import Trace, load_trace
 from morph.cutting import cut, export_job
 from morph.job import load_job
@@ -49,7 +48,7 @@ QUANTITIES = {
 }
 
 
-def make_run(options: argparse.Namespace, trace: Trace, directory: Path) -> tuple[RunSpec, RunFacts]:
+def make_run(options: argparse.Namespace, trace: Trace) -> tuple[RunSpec, RunFacts]:
     """The job on the trace's VMs, with plans for every number of them."""
     job = load_job(options.job)
     m = job.micro_batch_size or 1
@@ -81,19 +80,18 @@ def make_run(options: argparse.Namespace, trace: Trace, directory: Path) -> tupl
     spec = RunSpec(
         job_path=f"{Path(path).resolve()}:{name}",
         config=config,
-        cluster=ClusterConfig(policy=policy),
+        cluster=ClusterConfig(vms=LocalVms(launcher=options.machines), policy=policy),
         trace=trace,
         num_sections=sections,
         micro_batch_size=m,
         stop_with_trace=True,
-        machines=Processes(log_path=directory / "workers.log") if options.machines == "processes" else None,
     )
     return spec, facts
 
 
 def differing_units(facts: RunFacts, spec: RunSpec, report: RunReport, directory: Path) -> tuple[list[str], int]:
     """Units whose final bits are not those of an undisturbed run on one worker, and how many units there are."""
-    command = [sys.executable, "-m", "morph.runtime.single", facts.job, "--steps", str(report.version)]
+    command = [sys.executable, "-m", "morph.runtime.process.single", facts.job, "--steps", str(report.version)]
     command += ["--sections", str(facts.num_sections), "--micro-batch", str(facts.micro_batch_size)]
     subprocess.run([*command, "--checkpoints", str(directory / "alone")], check=True, stdout=subprocess.DEVNULL)
     alone = read_manifest(str(directory / "alone"), report.version)
@@ -149,7 +147,7 @@ def main() -> None:
 
 def soak(options: argparse.Namespace, trace: Trace, directory: Path) -> bool:
     """Play, compare, print and draw; whether every bit is the same."""
-    spec, facts = make_run(options, trace, directory)
+    spec, facts = make_run(options, trace)
     load, start_s = os.getloadavg()[0], time.time()
     try:
         with Sampler(options.sample_s) as sampler, RunDir(directory / "run", facts) as run_dir:

@@ -12,8 +12,8 @@ from typing import Literal
 
 import psutil
 
-from manager.controller.events import WorkerAnswered
-from manager.engine.driver import Observed
+from manager.controller.state.events import WorkerAnswered
+from manager.engine.loop.driver import Observed
 from morph.contract.messages import WorkerReady
 
 Role = Literal["manager", "worker", "host"]

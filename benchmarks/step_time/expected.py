@@ -29,8 +29,8 @@ import torch
 from morph_side import MorphSide
 
 from calibrate import calibrate
-from calibrate.bench import Bench
-from calibrate.subject import load_subject
+from calibrate.computing.subject import load_subject
+from calibrate.timing.bench import Bench
 from morph.contract.plan import Plan, Schedule
 from morph.contract.profile import Profile
 from morph.cutting import cut, export_job

@@ -1,4 +1,4 @@
-"""Morph's runtime without a manager: orders straight to :class:`morph.runtime.worker.Worker`."""
+"""Morph's runtime without a manager: orders straight to :class:`morph.runtime.process.worker.Worker`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from morph.contract.decided import decided_step
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, Slot, Source, StepOrder, WorkerReady, WorkerSetup
 from morph.contract.plan import Expectation, Plan, Schedule, StagePlan
 from morph.cutting import cut, export_job
-from morph.cutting.cut_model import CutModel
+from morph.cutting.cuts.cut_model import CutModel
 from morph.job import load_job
-from morph.runtime.store import StoreHost
-from morph.runtime.worker import Worker
-from simulator.engine import StageTimes, run_pipeline
-from simulator.orders import fixed_order, stage_windows
+from morph.runtime.groups.store import StoreHost
+from morph.runtime.process.worker import Worker
+from simulator.playing.engine import StageTimes, run_pipeline
+from simulator.playing.schedules import fixed_order, stage_windows
 
 LOOPBACK = "127.0.0.1"
 

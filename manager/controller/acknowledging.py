@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from manager.controller.actions import AcknowledgeNotice
-from manager.controller.changes import changed, debtors, followed, said
-from manager.controller.nodes import NodeState
-from manager.controller.reasons import ReasonCode
-from manager.controller.state import ControllerState, Decision, Phase
+from manager.controller.state.actions import AcknowledgeNotice
+from manager.controller.state.draft import Draft
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, Phase
 from morph.contract.messages import WorkerId
 from morph.contract.vm_names import beside, vm_of
 
@@ -25,20 +25,22 @@ ROUTINE = frozenset(
 """Beside one of these a notice that is acknowledged is what is worth telling."""
 
 
-def acknowledged(decision: Decision) -> Decision:
-    """Acknowledge, after a decision, the notices of those VMs that have nothing left which anybody needs."""
-    state = decision.state
+def acknowledge(draft: Draft) -> None:
+    """Acknowledge, at the end of a decision, the notices of those VMs that have nothing left which anybody needs."""
+    state = draft.state
     if not state.leaving or state.phase is Phase.ENDED:
-        return decision
+        return
     free = tuple(worker for worker in sorted(state.leaving) if _is_free_with_its_vm(state, worker))
     if not free:
-        return decision
+        return
     notices = dict.fromkeys((vm_of(worker), state.workers[worker].notice or "") for worker in free)
     first = {vm_of(worker): worker for worker in reversed(free)}
     actions = [AcknowledgeNotice(worker=first[vm], notice=notice) for vm, notice in notices]
     sentence = f"nothing of value is left on {', '.join(free)}: it may go"
-    told = said(changed(state, leaving=state.leaving - set(free)), ReasonCode.NOTICE_ACKNOWLEDGED, sentence, *actions)
-    return followed(decision, told, None if decision.reason.code in ROUTINE else decision.reason.code)
+    draft.change(leaving=state.leaving - set(free))
+    if draft.code in ROUTINE:
+        draft.code = ReasonCode.NOTICE_ACKNOWLEDGED
+    draft.add(sentence, *actions)
 
 
 def _is_free_with_its_vm(state: ControllerState, worker: WorkerId) -> bool:
@@ -58,4 +60,4 @@ def _is_free(state: ControllerState, worker: WorkerId) -> bool:
         return False
     if state.ahead is not None and worker in state.ahead.parties:
         return False
-    return state.pending is None or worker not in debtors(state.pending)
+    return state.pending is None or worker not in state.pending.debtors

@@ -6,15 +6,27 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from manager.controller.acknowledging import acknowledged
-from manager.controller.actions import StartWorker
-from manager.controller.ahead import ahead_reported
+from manager.controller.acknowledging import acknowledge
 from manager.controller.answering import answered
-from manager.controller.asking import asked, lost_booting, nodes_granted, request_refused, with_appeared
-from manager.controller.changes import changed, ended, followed, said, wake_by
-from manager.controller.early import notice_of, without_kept
-from manager.controller.events import (
-    AheadReported,
+from manager.controller.deadlines import nobody_heard, tick, wake_at_s
+from manager.controller.failures.lost_workers import lose
+from manager.controller.requests.early import forget_kept, notice_of
+from manager.controller.requests.node_requests import (
+    ask_missing,
+    lost_booting,
+    nodes_granted,
+    note_appeared,
+    request_refused,
+)
+from manager.controller.requests.notices import notice_given, notice_withdrawn
+from manager.controller.resuming import resumed, resumed_after_the_end
+from manager.controller.shape.forming import form
+from manager.controller.shape.pre_copy import ahead_reported
+from manager.controller.shape.starting import start_if_due
+from manager.controller.shape.torn_vms import note_torn_vms
+from manager.controller.state.actions import StartWorker
+from manager.controller.state.draft import Draft
+from manager.controller.state.events import (
     CheckpointFailed,
     ComputeTimesSeen,
     Event,
@@ -25,6 +37,7 @@ from manager.controller.events import (
     NodesGranted,
     NoticeGiven,
     NoticeWithdrawn,
+    PreCopyReported,
     RequestRefused,
     StopRequested,
     Tick,
@@ -33,23 +46,17 @@ from manager.controller.events import (
     WorkerLost,
     WorkerProbed,
 )
-from manager.controller.forming import form
-from manager.controller.losing import lose
-from manager.controller.noticing import notice_given, notice_withdrawn
-from manager.controller.pacing import times_seen
-from manager.controller.probing import probed
-from manager.controller.reasons import ReasonCode
-from manager.controller.resting import stop_while_resting
-from manager.controller.resuming import resumed, resumed_after_the_end
-from manager.controller.saving import checkpoint_failed, manifest_written, units_written
-from manager.controller.starting import start_if_due
-from manager.controller.state import ControllerState, Decision, Phase, WorkerState
-from manager.controller.waking import nobody_heard, tick, wake_at_s
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, Decision, Phase, WorkerState
+from manager.controller.steps.resting import stop_while_resting
+from manager.controller.steps.saving import checkpoint_failed, manifest_written, units_written
+from manager.controller.stragglers.detection import times_seen
+from manager.controller.stragglers.probing import probed
 from morph.contract.errors import MorphError
 
 MAX_RECENT = 12
 
-Handler = Callable[[ControllerState, Any, float], Decision]
+Handler = Callable[[Draft, Any], None]
 
 
 class ImpossibleEvent(MorphError):
@@ -83,80 +90,74 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
     handler = TRANSITIONS.get((state.phase, type(event)))
     if handler is None:
         raise ImpossibleEvent(state, event)
-    decision = handler(state, event, now_s)
-    if not isinstance(event, WorkerAnswered) or len(decision.state.workers) != len(state.workers):
-        decision = asked(decision, now_s)
-    decision = acknowledged(decision)
+    draft = Draft(state, now_s)
+    handler(draft, event)
+    if not isinstance(event, WorkerAnswered) or len(draft.state.workers) != len(state.workers):
+        ask_missing(draft)
+    acknowledge(draft)
     subject = getattr(event, "worker", getattr(event, "node", ""))
-    entry = f"{now_s:.3f} {event.kind} {subject} in {state.phase}: {decision.reason.code}"
-    after = changed(decision.state, recent=(*decision.state.recent, entry)[-MAX_RECENT:])
-    return Decision(state=after, actions=decision.actions, reason=decision.reason, wake_at_s=wake_at_s(after))
+    entry = f"{now_s:.3f} {event.kind} {subject} in {state.phase}: {draft.code}"
+    draft.change(recent=(*draft.state.recent, entry)[-MAX_RECENT:])
+    return draft.decision(wake_at_s(draft.state))
 
 
-def _node_appeared(state: ControllerState, event: NodeAppeared, now_s: float) -> Decision:
+def _node_appeared(draft: Draft, event: NodeAppeared) -> None:
+    state, now_s = draft.state, draft.now_s
     if event.node in state.workers:
-        return said(state, ReasonCode.IGNORED, f"{event.node} is known already")
+        return draft.say(ReasonCode.IGNORED, f"{event.node} is known already")
     notice = notice_of(state, event.node, now_s)
+    note_appeared(draft, event)
     workers = {**state.workers, event.node: WorkerState(appeared_s=now_s, host=event.host or event.node)}
-    state = changed(with_appeared(state, event), workers=workers, num_appeared=state.num_appeared + 1)
-    state = without_kept(state, event.node)
+    draft.change(workers=workers, num_appeared=state.num_appeared + 1)
+    forget_kept(draft, event.node)
     if state.phase is Phase.STARTING and state.waiting_since_s is None:
-        state = changed(state, waiting_since_s=now_s)
-    state = wake_by(state, now_s + state.config.policy.order_timeout_s)
+        draft.change(waiting_since_s=now_s)
+    draft.wake_by(now_s + state.config.policy.order_timeout_s)
     sentence = f"{event.node} appeared: its worker is started"
-    registered = said(state, ReasonCode.NODE_REGISTERED, sentence, StartWorker(worker=event.node))
-    return registered if notice is None else followed(registered, notice_given(state, notice, now_s))
+    draft.say(ReasonCode.NODE_REGISTERED, sentence, StartWorker(worker=event.node))
+    return None if notice is None else notice_given(draft, notice)
 
 
-def _worker_lost(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:
-    lost = {worker: event.cause for worker in event.workers if worker in state.workers}
-    return lose(without_kept(state, *event.workers), lost, now_s) if lost else lost_booting(state, event, now_s)
+def _worker_lost(draft: Draft, event: WorkerLost) -> None:
+    lost = {worker: event.cause for worker in event.workers if worker in draft.state.workers}
+    if not lost:
+        return lost_booting(draft, event)
+    forget_kept(draft, *event.workers)
+    note_torn_vms(draft, lost)
+    return lose(draft, lost)
 
 
-def _worker_lost_at_start(state: ControllerState, event: WorkerLost, now_s: float) -> Decision:
-    removed = _worker_lost(state, event, now_s)
-    if removed.reason.code is ReasonCode.IGNORED:
-        return removed
-    return followed(removed, start_if_due(removed.state, now_s))
+def _worker_lost_at_start(draft: Draft, event: WorkerLost) -> None:
+    _worker_lost(draft, event)
+    if draft.code is not ReasonCode.IGNORED:
+        start_if_due(draft)
 
 
-def _stop_later(state: ControllerState, event: StopRequested, now_s: float) -> Decision:
-    del now_s
-    if state.stop_reason is not None:
-        return said(state, ReasonCode.IGNORED, "the run is stopping already")
-    sentence = f"{event.reason}: the run ends at the next step boundary"
-    return said(changed(state, stop_reason=event.reason), ReasonCode.STOP_NOTED, sentence)
+def _stop_later(draft: Draft, event: StopRequested) -> None:
+    if draft.state.stop_reason is not None:
+        return draft.say(ReasonCode.IGNORED, "the run is stopping already")
+    draft.change(stop_reason=event.reason)
+    return draft.say(ReasonCode.STOP_NOTED, f"{event.reason}: the run ends at the next step boundary")
 
 
-def _stop_now(state: ControllerState, event: StopRequested, now_s: float) -> Decision:
-    del now_s
-    saved = 0 if state.checkpoint is None else state.checkpoint.version
-    return ended(changed(state, stop_reason=event.reason), "stopped", f"{event.reason}; version {saved} is saved")
+def _stop_now(draft: Draft, event: StopRequested) -> None:
+    saved = 0 if draft.state.checkpoint is None else draft.state.checkpoint.version
+    draft.change(stop_reason=event.reason)
+    draft.end("stopped", f"{event.reason}; version {saved} is saved")
 
 
-def _stop_after_holding(state: ControllerState, event: StopRequested, now_s: float) -> Decision:
-    noted = _stop_later(state, event, now_s)
-    return followed(noted, form(noted.state, now_s))
+def _stop_while_nobody_trains(draft: Draft, event: StopRequested) -> None:
+    _stop_later(draft, event)
+    form(draft) if draft.state.phase is Phase.HOLDING else stop_while_resting(draft)
 
 
-def _stop_while_resting(state: ControllerState, event: StopRequested, now_s: float) -> Decision:
-    noted = _stop_later(state, event, now_s)
-    return followed(noted, stop_while_resting(noted.state, now_s))
+def _ignored(sentence: str) -> Handler:
+    return lambda draft, event: draft.say(ReasonCode.IGNORED, sentence.format(event.kind))
 
 
-def _nobody_trains(state: ControllerState, event: ComputeTimesSeen, now_s: float) -> Decision:
-    del event, now_s
-    return said(state, ReasonCode.IGNORED, "nobody trains: these compute times are late")
-
-
-def _nothing_is_sent_ahead(state: ControllerState, event: AheadReported, now_s: float) -> Decision:
-    del event, now_s
-    return said(state, ReasonCode.IGNORED, "nothing is sent ahead any more")
-
-
-def _ending(state: ControllerState, event: Event, now_s: float) -> Decision:
-    del now_s
-    return said(state, ReasonCode.IGNORED, f"the run is ending: {event.kind} changes nothing")
+_nobody_trains = _ignored("no shape trains: these compute times are late")
+_nothing_is_sent_ahead = _ignored("nothing is sent ahead any more")
+_ending = _ignored("the run is ending: {} changes nothing")
 
 
 BEFORE = (Phase.STARTING,)
@@ -199,12 +200,11 @@ _ROWS: tuple[tuple[type[Event], tuple[Phase, ...], Handler], ...] = (
     (CheckpointFailed, OVER, _ending),
     (ManifestWritten, (*RUNNING, *LAST), manifest_written),
     (ManifestWritten, OVER, _ending),
-    (AheadReported, FORMED, ahead_reported),
-    (AheadReported, (*BEFORE, *IDLE, *HELD, *RESTS, *LAST), _nothing_is_sent_ahead),
-    (AheadReported, OVER, _ending),
+    (PreCopyReported, FORMED, ahead_reported),
+    (PreCopyReported, (*BEFORE, *IDLE, *HELD, *RESTS, *LAST), _nothing_is_sent_ahead),
+    (PreCopyReported, OVER, _ending),
     (StopRequested, (*BEFORE, *IDLE), _stop_now),
-    (StopRequested, HELD, _stop_after_holding),
-    (StopRequested, RESTS, _stop_while_resting),
+    (StopRequested, (*HELD, *RESTS), _stop_while_nobody_trains),
     (StopRequested, FORMED, _stop_later),
     (StopRequested, (*LAST, *OVER), _ending),
     (Tick, (*BEFORE, *RUNNING, *LAST), tick),

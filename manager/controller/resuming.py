@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from manager.controller.actions import (
+from manager.controller.failures.lost_workers import lose
+from manager.controller.shape.pre_copy import without_pre_copy
+from manager.controller.shape.starting import start_if_due
+from manager.controller.state.actions import (
     Abort,
     Action,
     EndWorker,
@@ -11,25 +14,24 @@ from manager.controller.actions import (
     StartWorker,
     WriteManifest,
 )
-from manager.controller.ahead import without_ahead
-from manager.controller.changes import busy_workers, changed, debtors, followed, said
-from manager.controller.events import ManagerResumed
-from manager.controller.losing import lose
-from manager.controller.nodes import NodeState
-from manager.controller.probing import probe_of
-from manager.controller.reasons import ReasonCode
-from manager.controller.starting import start_if_due
-from manager.controller.state import ControllerState, Decision, OutstandingOrder, Phase
-from manager.controller.stepping import send_again
+from manager.controller.state.draft import Draft
+from manager.controller.state.events import ManagerResumed
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
+from manager.controller.steps.stepping import send_again
+from manager.controller.stragglers.probing import probe_of
 
 
-def resumed(state: ControllerState, event: ManagerResumed, now_s: float) -> Decision:
+def resumed(draft: Draft, event: ManagerResumed) -> None:
     """Order again what is not answered, end strangers, and lose the workers that are gone.
 
     Every wait begins anew: nobody could be heard meanwhile. An order that a worker has done already it answers
     again, one that it is at it goes on with.
     """
-    state, dropped = without_ahead(_with_fresh_waits(state, now_s))
+    _begin_waits_anew(draft)
+    dropped = without_pre_copy(draft)
+    state = draft.state
     strangers = [worker for worker in event.living if worker not in state.workers]
     gone = {
         worker: "it was gone when the new manager took over"
@@ -39,23 +41,23 @@ def resumed(state: ControllerState, event: ManagerResumed, now_s: float) -> Deci
     again = tuple(action for action in (*_again(state), *dropped) if getattr(action, "worker", None) not in gone)
     sentence = f"a new manager took over: {len(event.living)} workers live, {len(again)} actions are repeated"
     actions = (*(EndWorker(worker=worker) for worker in strangers), *again)
-    decision = said(state, ReasonCode.MANAGER_RESUMED, sentence, *actions)
+    draft.say(ReasonCode.MANAGER_RESUMED, sentence, *actions)
     if gone:
-        decision = followed(decision, lose(state, gone, now_s))
+        lose(draft, gone)
     if state.phase is Phase.STARTING:
-        decision = followed(decision, start_if_due(decision.state, now_s))
-    return decision
+        start_if_due(draft)
 
 
-def resumed_after_the_end(state: ControllerState, event: ManagerResumed, now_s: float) -> Decision:
+def resumed_after_the_end(draft: Draft, event: ManagerResumed) -> None:
     """The run was over: say so again."""
-    del event, now_s
-    assert state.finish is not None, "ended without an outcome"
-    return said(state, ReasonCode.MANAGER_RESUMED, "the run had ended already", state.finish)
+    del event
+    assert draft.state.finish is not None, "ended without an outcome"
+    draft.say(ReasonCode.MANAGER_RESUMED, "the run had ended already", draft.state.finish)
 
 
-def _with_fresh_waits(state: ControllerState, now_s: float) -> ControllerState:
+def _begin_waits_anew(draft: Draft) -> None:
     """Begin every wait anew; units of the last checkpoint that are missing are asked for with their commits."""
+    state, now_s = draft.state, draft.now_s
     order, awaited, pending = state.order, state.awaited, state.pending
     if order is None and state.phase is Phase.COMMITTING and pending is not None:
         order = OutstandingOrder(kind="commit", generation=state.generation, version=state.version, sent_s=now_s)
@@ -63,7 +65,7 @@ def _with_fresh_waits(state: ControllerState, now_s: float) -> ControllerState:
         aborted = {} if order.abort_sent_s is None else {"abort_sent_s": now_s}
         order = order.model_copy(update={"sent_s": now_s, **aborted})
     if state.phase is Phase.COMMITTING and pending is not None:
-        awaited |= debtors(pending) & set(state.workers)
+        awaited |= pending.debtors & set(state.workers)
         pending = pending.model_copy(update={"started_s": now_s})
     elif pending is not None:
         pending = pending.model_copy(update={"stale": True})
@@ -71,8 +73,7 @@ def _with_fresh_waits(state: ControllerState, now_s: float) -> ControllerState:
         worker: entry.model_copy(update={"appeared_s": now_s}) if entry.node is NodeState.WARMING else entry
         for worker, entry in state.workers.items()
     }
-    return changed(
-        state,
+    draft.change(
         order=order if awaited else None,
         awaited=awaited,
         pending=pending,
@@ -93,11 +94,11 @@ def _again(state: ControllerState) -> tuple[Action, ...]:
     if state.order is not None:
         if state.order.kind == "reshape":
             assert state.reshape is not None, "no generation was formed"
-            actions += [SendReshape(worker=worker, order=state.reshape) for worker in busy_workers(state)]
+            actions += [SendReshape(worker=worker, order=state.reshape) for worker in state.busy_workers]
         else:
             actions += send_again(state)
         if state.order.abort_sent_s is not None:
-            actions += [Abort(worker=worker, generation=state.generation) for worker in busy_workers(state)]
+            actions += [Abort(worker=worker, generation=state.generation) for worker in state.busy_workers]
     actions += [WriteManifest(manifest=manifest) for manifest in state.sealing]
     for name, request in state.requests.items():
         if request.count:

@@ -29,7 +29,7 @@ from manager.report.live import LiveRun
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ClusterError, RunDirError
 from morph.contract.files import PRIVATE, write_whole
-from morph.runtime.listener import HELLO_TIMEOUT_S, Strangers
+from morph.runtime.groups.listener import BACKLOG, HELLO_TIMEOUT_S, Strangers
 
 LOOPBACK = "127.0.0.1"
 FILE_NAME = "page.json"
@@ -86,7 +86,7 @@ class _Server:
         self._run = run
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
-        self._sockets = bind_sockets(0, LOOPBACK)
+        self._sockets = bind_sockets(0, LOOPBACK, backlog=BACKLOG)
         port = self._sockets[0].getsockname()[1]
         self.address = PageAddress(url=f"http://{LOOPBACK}:{port}/", token=self._token)
         self._hosts = frozenset(f"{name}:{port}" for name in (LOOPBACK, "localhost"))

@@ -74,7 +74,7 @@ def ask(place: Place, make_request: MakeRequest) -> Granted:
         except ValidationError as error:
             raise ConnectionError("the answer is none") from error
     if not exchange.is_answered(answered):
-        raise ConnectionError("who answered does not have this run's secret")
+        raise ConnectionError("the peer does not have this run's secret")
     if answered.refused:
         raise NotEnrolled(answered.refused)
     return Granted(answered.certificate, address)

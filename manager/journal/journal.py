@@ -8,9 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from manager.controller.config import ControllerConfig
-from manager.controller.events import Event
-from manager.controller.state import Decision
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import Event
+from manager.controller.state.state import Decision
 from manager.journal.records import DecisionRecord, Entry, EntryKind, Fact
 from morph.contract.errors import RunDirError, RunDirStuck
 

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from manager.controller.actions import Action, SendReshape
-from manager.controller.reasons import Reason
-from manager.controller.state import Decision, Phase
+from manager.controller.state.actions import Action, SendReshape
+from manager.controller.state.reasons import Reason
+from manager.controller.state.state import Decision, Phase
 from morph.contract.base import Value
 from morph.contract.messages import ReshapeOrder, WorkerId
 

@@ -6,10 +6,10 @@ import json
 
 from pydantic import ValidationError
 
-from manager.controller.config import ControllerConfig
 from manager.controller.decide import decide
-from manager.controller.events import EVENT
-from manager.controller.state import ControllerState, initial_state
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import EVENT
+from manager.controller.state.state import ControllerState, initial_state
 from manager.journal.journal import Journal
 from manager.journal.records import TRACE_PLAYED, VM_UP, DecisionRecord, Entry, Fact, TraceMoment
 from morph.contract.errors import RunDirError
@@ -70,7 +70,8 @@ def _snapshot(journal: Journal) -> tuple[ControllerState | None, int]:
     sequence, state_json = snapshot
     state = json.loads(state_json) | {"config": json.loads(config.payload_json)}
     try:
-        return ControllerState.model_validate_json(json.dumps(state)), sequence
+        found = ControllerState.model_validate_json(json.dumps(state))
+        return found.model_copy(update={"config": found.config.corrected(found.planned_with)}), sequence
     except ValidationError as error:
         raise RunDirError(
             f"the journal's snapshot behind line {sequence} was written by another version of the controller; "

@@ -182,7 +182,7 @@ def _line(told: Told) -> dict[str, object]:
 
 
 def end_group(folder: Path, grace_s: float = GROUP_GRACE_S) -> None:
-    """End this process group: a node on a host that goes on living; whoever does not go within ``grace_s`` is killed.
+    """End this process group, a node on a host that lives on; what has not ended within ``grace_s`` is killed.
 
     ``folder``: the node's, of which its log alone is left; its ``elsewhere`` names another one that goes with it.
     """

@@ -10,8 +10,8 @@ import threading
 import time
 from datetime import datetime
 
+from manager.machine.plain_http import HttpAnswer, HttpFailed, fetch
 from manager.notices.source import NoticeUnavailable, Standing, checked, json_of, lead_s
-from manager.plain_http import HttpAnswer, HttpFailed, fetch
 
 METADATA_URL = "http://169.254.169.254"
 ACTION_PATH = "/latest/meta-data/spot/instance-action"
@@ -125,7 +125,7 @@ def _moment_s(text: str, what: str) -> float:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
-        raise NoticeUnavailable(f"{what}: {text!r} is no time") from error
+        raise NoticeUnavailable(f"{what}: {text!r} is not a time") from error
     if moment.tzinfo is None:
         raise NoticeUnavailable(f"{what}: {text!r} names no time zone")
     return moment.timestamp()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from manager.machine.plain_http import HttpAnswer, HttpFailed, fetch, http_date_s
 from manager.notices.end import METADATA_URL
 from manager.notices.source import NoticeUnavailable, Standing, checked, json_of, lead_s
-from manager.plain_http import HttpAnswer, HttpFailed, fetch, http_date_s
 
 EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
 NAME_PATH = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
@@ -51,7 +51,7 @@ class AzureNotices:
         if document.get("DocumentIncarnation") != self._incarnation or self._incarnation is None:
             events = document.get("Events")
             if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-                raise NoticeUnavailable("scheduled events: Events is no list of objects")
+                raise NoticeUnavailable("scheduled events: Events is not a list of objects")
             self._events = tuple(event for event in events if self._is_ours(event))
             self._incarnation = document.get("DocumentIncarnation")
         return tuple(_standing(event, answer) for event in self._events)

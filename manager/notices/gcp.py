@@ -5,8 +5,8 @@ https://cloud.google.com/compute/docs/instances/create-use-spot#detect-preemptio
 
 from __future__ import annotations
 
+from manager.machine.plain_http import HttpFailed, fetch
 from manager.notices.source import NoticeUnavailable, Standing, checked
-from manager.plain_http import HttpFailed, fetch
 
 METADATA_URL = "http://metadata.google.internal"
 PREEMPTED_PATH = "/computeMetadata/v1/instance/preempted"

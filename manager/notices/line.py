@@ -112,7 +112,7 @@ class Lines:
         if not (isinstance(text, str) and isinstance(seal, str)):
             raise ConnectionError("a line has no seal")
         if not is_proven(seal, self._key, self._theirs, number, text):
-            raise ConnectionError("a line was not written by whoever has the secret")
+            raise ConnectionError("a line was not written with the secret")
         return _object(text.encode())
 
     def _line(self, timeout_s: float) -> bytes:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from manager.providers.provider import Capabilities, CapacityShort, Price, Vm, vm_name
+from manager.providers.interface.provider import Capabilities, CapacityShort, Price, Vm, vm_name
 
 
 class Fleet(Protocol):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from manager.providers.azure_prices import RetailPrices
-from manager.providers.azure_spec import AzureSpec
-from manager.providers.cloud_init import NodeStart, cloud_init, custom_data
-from manager.providers.provider import Provider
-from manager.providers.run_name import RunName
-from manager.providers.static import Hosts, StaticProvider, StaticSpec
-from manager.providers.static_node import secret_of, static_node
+from manager.providers.azure.prices import RetailPrices
+from manager.providers.azure.spec import AzureSpec
+from manager.providers.boot.cloud_init import NodeStart, cloud_init, custom_data
+from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
+from manager.providers.hosts.static_node import secret_of, static_node
+from manager.providers.interface.provider import Provider
+from manager.providers.interface.run_name import RunName
 
 OPERATIONS_NAME = "operations.json"
 
@@ -35,10 +35,10 @@ def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start:
     Raises:
         ProviderError: what an earlier manager noted in the run directory is damaged.
     """
-    from manager.providers.azure import AzureProvider
-    from manager.providers.azure_client import azure_client
-    from manager.providers.azure_group import Identity
-    from manager.providers.azure_operations import Operations
+    from manager.providers.azure.client import azure_client
+    from manager.providers.azure.group import Identity
+    from manager.providers.azure.operations import Operations
+    from manager.providers.azure.provider import AzureProvider
 
     return AzureProvider(
         azure_client(spec.subscription_id, base_url=spec.resource_manager, authority=spec.authority),

@@ -20,10 +20,10 @@ from morph.contract.emulation import (
     Slowdown,
 )
 from morph.contract.profile import LinkProfile, Profile, SendTime, Timing, UnitProfile
-from simulator.contention import slowdown
-from simulator.costs import LinkCosts
-from simulator.jitter import message_quantiles_ns
-from simulator.transfer import AllReduce
+from simulator.answers.costs import LinkCosts
+from simulator.given.contention import slowdown
+from simulator.given.jitter import message_quantiles_ns
+from simulator.given.transfer import AllReduce
 
 FLOAT_BYTES = 4
 HEADER_BYTES = 8 * HEADER_NUMBERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from manager.engine.namespaces import check_permitted
+from manager.engine.local_vms.namespaces import check_permitted
 from manager.rehearsal.device import stretched
 from manager.rehearsal.measured import WARM_UP_STEPS
 from manager.rehearsal.scales import Scales, choose_scales
@@ -14,7 +14,7 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from simulator import Simulation, simulate
-from simulator.micro_batch import knee_micro_batch_size
+from simulator.search.micro_batch import knee_micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ def _with_batch(spec: RehearsalSpec) -> RehearsalSpec:
     """The same with the batch that is wanted in the profile; m stays as the job's own batch gives it.
 
     Raises:
-        PlanError: the batch is no whole number of micro-batches.
+        PlanError: the batch is not a whole number of micro-batches.
     """
     if spec.batch_size is None:
         return spec
     m = knee_micro_batch_size(spec.profile, spec.micro_batch_size)
     if spec.batch_size % m:
         raise PlanError(
-            "is no whole number of micro-batches",
+            "is not a whole number of micro-batches",
             field="batch_size",
             value=spec.batch_size,
             allowed=f"multiples of {m}",
@@ -84,16 +84,12 @@ def plan_shape(spec: RehearsalSpec, profile: Profile) -> Simulation:
     """Simulate the rehearsal's shape on this profile."""
     return simulate(
         profile,
+        spec,
         num_stages=spec.num_stages,
         boundaries=spec.boundaries,
-        num_replicas=spec.num_replicas,
-        micro_batch_size=spec.micro_batch_size,
-        schedule=spec.schedule,
         window_slope=spec.window_slope,
         num_gpus_per_node=spec.workers_per_host if spec.workers_per_host > 1 else None,
         share_links=spec.network == "namespaces",
-        slow={slow.stage if slow.replica is None else (slow.stage, slow.replica): slow.factor for slow in spec.slow},
-        jitter_seed=spec.jitter_seed,
         num_draws=WARM_UP_STEPS + spec.steps,
     )
 

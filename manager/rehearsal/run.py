@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manager.controller.config import ControllerConfig
-from manager.engine.driver import Observed, Observer
-from manager.engine.machines import Processes
-from manager.engine.namespaces import HostNetwork
-from manager.engine.session import RunSpec, run_session
+from manager.controller.state.config import ControllerConfig
+from manager.engine.local_vms.namespaces import HostNetwork
+from manager.engine.loop.driver import Observed, Observer
+from manager.engine.run.machines import Processes
+from manager.engine.run.session import RunSpec, run_session
 from manager.preparation import section_compute_s
 from manager.rehearsal.device import FORGIVEN_S, EmulationOptions, bandwidth_bytes_per_s, emulated_device, known_units
 from manager.rehearsal.figures import Rehearsed
-from manager.rehearsal.load import Load
-from manager.rehearsal.measured import WARM_UP_STEPS, Measured
+from manager.rehearsal.measured import WARM_UP_STEPS, Load, Measured
 from manager.rehearsal.planning import Planned, hosts_of
 from manager.rehearsal.spec import worker_name
-from manager.run_dir import RunDir, RunFacts
+from manager.run_dir import WORKERS_LOG, RunDir, RunFacts
 from morph.contract.cluster import ClusterConfig, Policy
-from morph.contract.emulation import EmulatedDevice
+from morph.contract.emulation import EmulatedDevice, Slowdown
 from morph.contract.errors import TrainingStopped
 from morph.contract.trace import Trace, TraceEvent
+from simulator.given.conditions import slow_workers
 
 HEARTBEAT_TIMEOUT_S = 30.0
 ORDER_TIMEOUT_S = 600.0
@@ -87,7 +87,10 @@ def device_of(planned: Planned) -> EmulatedDevice:
             message_scale=planned.scales.message,
             state_scale=planned.scales.state,
             jitter_seed=spec.jitter_seed,
-            slow=spec.slow,
+            slow=tuple(
+                Slowdown(stage=stage, replica=replica, factor=factor)
+                for stage, replica, factor in slow_workers(spec.slow)
+            ),
             all_reduces_at_once=planned.simulation.costs.layout.rings_at_once,
             workers_per_node=spec.workers_per_host,
             memory_bytes=spec.memory_bytes,
@@ -109,7 +112,7 @@ def _run_spec(planned: Planned, run_dir: RunDir, temporary: bool) -> RunSpec:
         micro_batch_size=planned.plan.micro_batch_size,
         emulation=device_of(planned),
         machines=Processes(
-            log_path=run_dir.path / "workers.log",
+            log_path=run_dir.path / WORKERS_LOG,
             remove_if_killed=run_dir.path.parent if temporary else None,
             network=_network(planned),
             host_of=dict(zip(workers, hosts_of(planned.plan), strict=True)).__getitem__,

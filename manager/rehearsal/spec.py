@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from morph.contract import ranges
-from morph.contract.emulation import Slowdown
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
+from simulator import PlanRequest
+from simulator.given.conditions import slow_workers
 
 Network = Literal["loopback", "namespaces"]
 
@@ -21,28 +22,22 @@ _SIZE_SCALE = ranges.Range(0, 1, above=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsalSpec:
-    """One rehearsal.
+class RehearsalSpec(PlanRequest):
+    """One rehearsal. Of a request's fields m, D, schedule, slow workers, jitter and memory count.
 
     Attributes:
         profile: As it was measured.
         num_stages: P; or ``boundaries``.
-        num_replicas: D.
         num_hosts: Hosts that there are.
         workers_per_host: How many workers share a host; neighbouring stages come together where they can.
         steps: Mini-batches that count; one more runs before them.
-        schedule: The schedule.
         boundaries: First section of each stage; None: balanced.
         window_slope: See ``simulator.simulate``.
-        micro_batch_size: m; None: as the planner chooses.
         batch_size: M in place of the job's, samples; a multiple of the m that the job's own M gives.
         time_scale: Every time is taken so many times as long; None: as long as this machine's cores need.
         message_scale: Real size of messages over the profile's; None: as this machine can carry.
         state_scale: Real size of parameters over the profile's; None: small.
-        jitter_seed: Draw times from the profile's quantiles, the same ones as the simulator; None: medians.
-        slow: Fail-stutter devices.
         network: How hosts are joined.
-        memory_bytes: Of a device; None: no limit.
         forgiven_s: See ``EmulatedDevice``; None: the default.
     """
 
@@ -55,15 +50,11 @@ class RehearsalSpec:
     schedule: Schedule = "varuna"
     boundaries: tuple[int, ...] | None = None
     window_slope: int | None = None
-    micro_batch_size: int | None = None
     batch_size: int | None = None
     time_scale: float | None = None
     message_scale: float | None = None
     state_scale: float | None = None
-    jitter_seed: int | None = None
-    slow: tuple[Slowdown, ...] = ()
     network: Network = "loopback"
-    memory_bytes: int | None = None
     forgiven_s: float | None = None
 
     @property
@@ -109,9 +100,9 @@ class RehearsalSpec:
         ):
             if scale is not None:
                 possible.check(name, scale)
-        for slow in self.slow:
-            if slow.stage >= self.depth or (slow.replica or 0) >= self.num_replicas:
-                where = f"stage {slow.stage}" + ("" if slow.replica is None else f", replica {slow.replica}")
+        for stage, replica, _ in slow_workers(self.slow):
+            if stage >= self.depth or (replica or 0) >= self.num_replicas:
+                where = f"stage {stage}" + ("" if replica is None else f", replica {replica}")
                 allowed = f"stages 0 to {self.depth - 1}, replicas 0 to {self.num_replicas - 1}"
                 raise PlanError("there is no such worker", field="slow", value=where, allowed=allowed)
 

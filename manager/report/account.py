@@ -6,8 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from manager.report.prices import Prices
-from manager.report.spent import NS_PER_S, UNITS_PER_USD, Spent, nano_usd
+from manager.report.spent import NS_PER_S, UNITS_PER_USD, Prices, Spent, nano_usd
 from morph.contract.base import Value
 
 

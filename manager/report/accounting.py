@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from manager.controller.actions import EndWorker, Finish, ReleaseNodes
-from manager.controller.events import (
+from manager.controller.state.actions import EndWorker, Finish, ReleaseNodes
+from manager.controller.state.events import (
     Event,
     ManagerResumed,
     ManifestWritten,
@@ -16,8 +16,8 @@ from manager.controller.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.reasons import ReasonCode
-from manager.controller.state import Phase
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import Phase
 from manager.journal.records import DecisionRecord
 from manager.report.account import Account, Part
 from manager.report.spent import NOTHING, NS_PER_S, Spent, nano_usd, rate_of

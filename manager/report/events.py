@@ -1,14 +1,27 @@
-"""The journal's decisions as lines for people and programs."""
+"""A journal as lines for people and programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from manager.controller.actions import Finish
-from manager.controller.reasons import ReasonCode
-from manager.journal.records import DecisionRecord, Entry, Fact
+from manager.controller.state.actions import Finish
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import EVENT, Event
+from manager.controller.state.reasons import ReasonCode
+from manager.journal.records import (
+    OUTLIVES,
+    SESSION_OVER,
+    TOOK_OVER,
+    TRACE_PLAYED,
+    VM_KILLED,
+    VM_UP,
+    DecisionRecord,
+    Entry,
+    Fact,
+)
+from manager.report.milestones import AS_SAID, Milestones
 from morph.contract.base import Value
 
 ROUTINE = frozenset(
@@ -24,10 +37,30 @@ ROUTINE = frozenset(
         ReasonCode.IGNORED,
     }
 )
+INNER_FACTS = frozenset(
+    {
+        OUTLIVES,
+        SESSION_OVER,
+        TOOK_OVER,
+        TRACE_PLAYED,
+        VM_KILLED,
+        VM_UP,
+        "connection_broken",
+        "job_code",
+        "node_enrolled",
+        "probe_failed",
+        "vm_granted",
+        "vm_released",
+        "vm_requested",
+    }
+)
 
 
 class Told(Value):
-    """One thing that happened. ``code`` is a reason's, or a fact's name; ``routine``: it happens all the time."""
+    """One thing that happened. ``code``: a reason's, a milestone's or a fact's name.
+
+    ``inner``: how the manager works, not what became of the run; ``routine``: and it happens all the time.
+    """
 
     sequence: int
     time_s: float
@@ -36,6 +69,7 @@ class Told(Value):
     phase: str | None = None
     generation: int | None = None
     version: int | None = None
+    inner: bool = False
     routine: bool = False
 
     @property
@@ -52,35 +86,52 @@ class EventReader:
 
     sequence: int = 0
     over: bool = False
+    _config: ControllerConfig | None = None
+    _event: Event | None = None
+    _milestones: Milestones = field(default_factory=Milestones)
 
     def take(self, entries: Iterable[Entry]) -> Iterator[Told]:
-        """Tell the lines that say something."""
+        """Tell what the lines say."""
         for entry in entries:
             self.sequence = entry.sequence
             if entry.kind == "config":
                 self.over = False
-                yield Told(sequence=entry.sequence, time_s=entry.time_s, code="session", sentence="a manager begins")
+                self._config = ControllerConfig.model_validate_json(entry.payload_json)
+                self._milestones.begin_session(self._config.initial_version)
+                yield Told(sequence=entry.sequence, time_s=entry.time_s, code="session", sentence="a manager starts")
+            elif entry.kind == "event":
+                self._event = EVENT.validate_json(entry.payload_json)
             elif entry.kind == "decision":
-                yield self._decision(entry)
+                yield from self._decision(entry)
             elif entry.kind == "fact":
-                yield _fact(entry)
+                yield self._fact(entry)
 
-    def _decision(self, entry: Entry) -> Told:
+    def _decision(self, entry: Entry) -> Iterator[Told]:
         record = DecisionRecord.model_validate_json(entry.payload_json)
         self.over = self.over or any(isinstance(action, Finish) for action in record.actions)
-        return Told(
+        code = record.reason.code
+        told = Told(
             sequence=entry.sequence,
             time_s=entry.time_s,
-            code=record.reason.code.value,
+            code=code.value,
             sentence=record.reason.sentence,
             phase=record.phase.value,
             generation=record.generation,
             version=record.version,
-            routine=record.reason.code in ROUTINE and not record.reshape,
+            inner=code not in AS_SAID,
+            routine=code in ROUTINE and not record.reshape,
         )
+        if told.inner:
+            yield told
+        if self._config is not None and self._event is not None:
+            for milestone in self._milestones.take(self._config, self._event, record, entry.time_s):
+                update = {**milestone._asdict(), "inner": False, "routine": False}
+                yield told.model_copy(update=update)
 
-
-def _fact(entry: Entry) -> Told:
-    fact = Fact.model_validate_json(entry.payload_json)
-    about = [text for text in (fact.worker, fact.detail) if text]
-    return Told(sequence=entry.sequence, time_s=entry.time_s, code=fact.name, sentence=": ".join(about))
+    def _fact(self, entry: Entry) -> Told:
+        fact = Fact.model_validate_json(entry.payload_json)
+        if fact.name == VM_KILLED and fact.worker is not None:
+            self._milestones.morphs.killed_s[fact.worker] = entry.time_s
+        sentence = ": ".join(text for text in (fact.worker, fact.detail) if text)
+        inner = fact.name in INNER_FACTS
+        return Told(sequence=entry.sequence, time_s=entry.time_s, code=fact.name, sentence=sentence, inner=inner)

@@ -6,15 +6,15 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-from manager.controller.actions import SendStep
-from manager.controller.events import Event, WorkerAnswered
-from manager.controller.reasons import ReasonCode
-from manager.controller.state import ControllerState, Decision
+from manager.controller.state.actions import SendStep
+from manager.controller.state.events import Event, WorkerAnswered
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, Decision
 from manager.journal.records import DecisionRecord
 from manager.report.accounting import Ledger
-from manager.report.means import mean_loss
-from manager.report.prices import Prices
-from manager.report.series import Series
+from manager.report.means import Series, mean_loss
+from manager.report.milestones import AS_SAID, Milestones
+from manager.report.spent import Prices
 from morph.contract.messages import Prepared
 
 RECENT = 40
@@ -50,16 +50,17 @@ TOLD = frozenset(
         ReasonCode.FAILED,
     }
 )
-"""Reasons worth a line while a run goes on."""
+"""Decisions worth a line to who watches the manager."""
 
 
 @dataclass(frozen=True)
 class Happened:
-    """One decision worth telling."""
+    """One thing worth telling. ``inner``: how the manager works, not what became of the run."""
 
     time_s: float
     code: str
     sentence: str
+    inner: bool = False
 
 
 @dataclass
@@ -91,19 +92,25 @@ class LiveRun:
     losses: Series = field(default_factory=Series)
     speeds: Series = field(default_factory=Series)
     ledger: Ledger = field(default_factory=Ledger)
+    milestones: Milestones = field(default_factory=Milestones)
     takes_over: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     _answers: dict[tuple[int, int, int], dict[str, Prepared]] = field(default_factory=dict)
 
-    def take(self, time_s: float, event: Event, decision: Decision) -> Happened | None:
-        """Take in one decision; returns it if it is worth telling. Other threads read while they hold ``lock``."""
+    def take(self, time_s: float, event: Event, decision: Decision) -> tuple[Happened, ...]:
+        """Take in one decision; returns what is worth telling. Other threads read while they hold ``lock``."""
         with self.lock:
             return self._take(time_s, event, decision)
 
-    def _take(self, time_s: float, event: Event, decision: Decision) -> Happened | None:
+    def _take(self, time_s: float, event: Event, decision: Decision) -> tuple[Happened, ...]:
         if not self.time_s:
             self.start_s = time_s
-            (self.ledger.unmanaged if self.takes_over else self.ledger.begin_session)(time_s)
+            if self.takes_over:
+                self.ledger.unmanaged(time_s)
+                self.milestones.take_over(decision.state)
+            else:
+                self.ledger.begin_session(time_s)
+                self.milestones.begin_session(self.version)
         state, self.time_s = decision.state, time_s
         self.ledger.advance(time_s)
         record = DecisionRecord.of(decision)
@@ -120,11 +127,12 @@ class LiveRun:
         if any(isinstance(action, SendStep) for action in decision.actions):
             self._answers.clear()
         self._stand(state)
-        if decision.reason.code not in TOLD:
-            return None
-        happened = Happened(time_s, decision.reason.code.value, decision.reason.sentence)
-        self.recent.append(happened)
-        return happened
+        told = [Happened(time_s, *milestone) for milestone in self.milestones.take(state.config, event, record, time_s)]
+        self.recent.extend(told)
+        reason = decision.reason
+        if reason.code in TOLD - AS_SAID:
+            told.insert(0, Happened(time_s, reason.code.value, reason.sentence, inner=True))
+        return tuple(told)
 
     def _decisive(self, event: Event) -> tuple[Prepared, ...]:
         """Everybody's answers to the order whose last answer this is."""
@@ -154,10 +162,12 @@ class LiveRun:
     @property
     def headline(self) -> str:
         """One line: phase, shape, step, speed, loss, dollars."""
-        speed = f"{self.examples_per_s:.1f} examples/s" if self.examples_per_s else "-"
-        loss = f"loss {self.loss:.4f}" if self.loss is not None else "loss -"
-        step = f"step {self.version}" + (f"/{self.num_steps}" if self.num_steps else "")
-        parts = [self.phase, self.shape or "-", step, speed, loss]
+        parts = [self.phase, *([self.shape] if self.shape else [])]
+        parts.append(f"step {self.version}" + (f"/{self.num_steps}" if self.num_steps else ""))
+        if self.examples_per_s:
+            parts.append(f"{self.examples_per_s:.1f} examples/s")
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}")
         dollars, on_demand = self.dollars, self.dollars_on_demand
         if dollars is not None:
             parts.append(f"${dollars:.4f}" + (f" (on demand ${on_demand:.4f})" if on_demand is not None else ""))

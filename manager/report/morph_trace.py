@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import Field
 
-from manager.controller.actions import Abort, EndWorker, SendStep
-from manager.controller.events import EVENT, Event, WorkerAnswered, WorkerLost
+from manager.controller.state.actions import Abort, EndWorker, SendStep
+from manager.controller.state.events import EVENT, Event, WorkerAnswered, WorkerLost
 from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
 from manager.report.values import MorphRecord
 from morph.contract.base import Value

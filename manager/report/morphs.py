@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from manager.controller.actions import EndWorker, SendCommit, SendStep
-from manager.controller.config import ControllerConfig
-from manager.controller.events import Event, WorkerAnswered, WorkerLost
-from manager.controller.reasons import ReasonCode
-from manager.controller.state import Phase
+from manager.controller.state.actions import EndWorker, SendCommit, SendStep
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import Event, WorkerAnswered, WorkerLost
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import Phase
 from manager.journal.records import DecisionRecord
 from manager.report.values import MorphRecord, SourceKind, SourceSum
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder
@@ -20,7 +21,10 @@ GENERATION_LOST = (*STANDING, Phase.RESHAPING)
 
 @dataclass
 class MorphReader:
-    """The open morph, and those that are over. ``killed_s``: when the shell killed each VM."""
+    """The open morph, and those that are over.
+
+    ``killed_s``: when the shell killed each VM. ``version``: decided last.
+    """
 
     killed_s: dict[str, float] = field(default_factory=dict)
     over: list[MorphRecord] = field(default_factory=list)
@@ -28,23 +32,41 @@ class MorphReader:
     shape: str | None = None
     phase: Phase = Phase.STARTING
     generation: int = 0
+    version: int = 0
+    members: tuple[str, ...] = ()
+    members_before: tuple[str, ...] = ()
 
     def all(self) -> tuple[MorphRecord, ...]:
         """Return every morph, one that is still open last."""
         return (*self.over, *((self.open,) if self.open else ()))
 
-    def end_session(self) -> None:
-        """The run was resumed in a new process: nothing of the old one is open."""
+    def end_session(self, version: int) -> None:
+        """The run was resumed in a new process, from a version: nothing of the old one is open."""
         self._close()
-        self.shape, self.phase, self.generation = None, Phase.STARTING, 0
+        self.shape, self.phase, self.generation, self.members, self.version = None, Phase.STARTING, 0, (), version
 
-    def resumed(self, time_s: float) -> None:
+    def go_on(self, shape: str, members: Sequence[str]) -> None:
+        """A shape trains that was formed before anything was read."""
+        self.shape, self.members, self.phase = shape, tuple(members), Phase.TRAINING
+
+    def take(self, config: ControllerConfig, event: Event, record: DecisionRecord, time_s: float) -> None:
+        """Take in a decision and the event that led to it."""
+        answer = event.answer if isinstance(event, WorkerAnswered) else None
+        if isinstance(answer, Reshaped):
+            self._reshaped(answer)
+        elif isinstance(answer, Prepared) and record.version == self.version + 1:
+            self.version = record.version
+            self._resumed(time_s)
+        self._decided(config, event, record, time_s)
+        self.version = record.version
+
+    def _resumed(self, time_s: float) -> None:
         """A step is decided: the open morph, if any, is over."""
         if self.open is not None and self.open.reformed_at_s is not None:
             self._change(resumed_at_s=time_s)
             self._close()
 
-    def reshaped(self, answer: Reshaped) -> None:
+    def _reshaped(self, answer: Reshaped) -> None:
         """Note how long one member took, if it is of the present generation."""
         if self.open is not None and answer.generation == self.generation:
             self._change(
@@ -53,16 +75,15 @@ class MorphReader:
                 received_bytes=self.open.received_bytes + answer.received_bytes,
             )
 
-    def decided(
-        self, config: ControllerConfig, event: Event, record: DecisionRecord, version: int, time_s: float
-    ) -> None:
-        """Take a decision; ``version`` was decided before it (its own step included)."""
-        lost = self._lost_by(event, record)
+    def _decided(self, config: ControllerConfig, event: Event, record: DecisionRecord, time_s: float) -> None:
+        spare = record.reason.code is ReasonCode.WORKER_REMOVED and record.phase is not Phase.WAITING
+        lost = () if spare else lost_by(event, record)
         formed_before = self.phase in (Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING)
         leaves = record.phase in STANDING or record.reshape is not None
         if self.open is None and self.shape is not None and formed_before and leaves:
             planned = isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared)
-            self.open = _opened(record, version, time_s, self.shape, planned)
+            self.open = _opened(record, self.version, time_s, self.shape, planned)
+            self.members_before = self.members
         if self.open is not None and lost:
             self._add_lost(lost)
         if record.reshape is not None:
@@ -76,14 +97,6 @@ class MorphReader:
             self._change(reformed_at_s=None)
         self.phase, self.generation = record.phase, record.generation
 
-    def _lost_by(self, event: Event, record: DecisionRecord) -> tuple[str, ...]:
-        """Return the workers that a decision wrote off, but for those that the generation could do without."""
-        if record.reason.code is ReasonCode.WORKER_REMOVED and record.phase is not Phase.WAITING:
-            return ()
-        if isinstance(event, WorkerLost) and record.reason.code not in (ReasonCode.IGNORED, ReasonCode.NODE_ABSENT):
-            return event.workers
-        return tuple(action.worker for action in record.actions if isinstance(action, EndWorker))
-
     def _add_lost(self, lost: tuple[str, ...]) -> None:
         assert self.open is not None
         first_s = min((self.killed_s[worker] for worker in lost if worker in self.killed_s), default=None)
@@ -94,9 +107,10 @@ class MorphReader:
         self._change(lost_workers=(*self.open.lost_workers, *lost), killed_at_s=earliest, planned=False, cause=cause)
 
     def _formed(self, config: ControllerConfig, order: ReshapeOrder) -> None:
-        self.shape = order.plan.shape
+        self.shape, self.members = order.plan.shape, tuple(slot.worker for slot in order.slots)
         if self.open is None:
             return
+        known = {*self.members, *self.open.lost_workers}
         sums = {}
         for kind in KINDS:
             units = [source.unit for source in order.sources if source.kind == kind]
@@ -105,6 +119,8 @@ class MorphReader:
         self._change(
             num_generations=self.open.num_generations + 1,
             to_shape=order.plan.shape,
+            joined=tuple(worker for worker in self.members if worker not in self.members_before),
+            left=tuple(worker for worker in self.members_before if worker not in known),
             steps_redone=max(0, self.open.version - order.version),
             sources=sums,
             groups_s=0.0,
@@ -120,6 +136,13 @@ class MorphReader:
         if self.open is not None:
             self.over.append(self.open)
         self.open = None
+
+
+def lost_by(event: Event, record: DecisionRecord) -> tuple[str, ...]:
+    """Return the workers that a decision wrote off."""
+    if isinstance(event, WorkerLost) and record.reason.code not in (ReasonCode.IGNORED, ReasonCode.NODE_ABSENT):
+        return event.workers
+    return tuple(action.worker for action in record.actions if isinstance(action, EndWorker))
 
 
 def _opened(record: DecisionRecord, version: int, time_s: float, shape: str, planned: bool) -> MorphRecord:

@@ -6,9 +6,9 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manager.controller.actions import EndWorker, Finish, SendCommit, SendStep
-from manager.controller.config import ControllerConfig
-from manager.controller.events import (
+from manager.controller.state.actions import EndWorker, Finish, NoteCorrection, SendCommit, SendStep
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import (
     EVENT,
     Event,
     ManagerResumed,
@@ -17,6 +17,7 @@ from manager.controller.events import (
     WorkerAnswered,
     WorkerLost,
 )
+from manager.controller.state.learned import Correction
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, VM_KILLED, DecisionRecord, Entry, Fact
 from manager.report.accounting import Ledger
@@ -26,7 +27,7 @@ from manager.report.spent import NS_PER_S
 from manager.report.values import RunReport, ShapeSpan, StepRecord, VmCount
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import RunDirError
-from morph.contract.messages import Committed, Prepared, Reshaped
+from morph.contract.messages import Committed, Prepared
 
 
 def read_report(run_dir: Path) -> RunReport:
@@ -108,6 +109,7 @@ class _Reader:
     vms: list[VmCount] = field(default_factory=list)
     morphs: MorphReader = field(default_factory=MorphReader)
     ledger: Ledger = field(default_factory=Ledger)
+    correction: Correction | None = None
 
     def take(self, entry: Entry) -> None:
         """Read one line."""
@@ -165,10 +167,11 @@ class _Reader:
             evaluations=self.evaluations.all(),
             account=self.ledger.account(),
             vms=tuple(self.vms),
+            correction=self.correction,
         )
 
     def _begin_session(self, config: ControllerConfig, time_s: float) -> None:
-        self.morphs.end_session()
+        self.morphs.end_session(config.initial_version)
         self.config, self.num_sessions, self.finish = config, self.num_sessions + 1, None
         self._set_back(config.initial_version)
         self.checkpoint_version = config.initial_checkpoint.version if config.initial_checkpoint else None
@@ -185,8 +188,6 @@ class _Reader:
                 self.evaluations.take(answer.evaluation)
             case WorkerAnswered(answer=Committed() as committed):
                 self.evaluations.take(committed.evaluation)
-            case WorkerAnswered(answer=Reshaped() as reshaped):
-                self.morphs.reshaped(reshaped)
             case NodeAppeared(node=node):
                 self.living.add(node)
             case WorkerLost():
@@ -198,6 +199,8 @@ class _Reader:
         for action in record.actions:
             if isinstance(action, EndWorker):
                 self.living.discard(action.worker)
+            elif isinstance(action, NoteCorrection):
+                self.correction = action.correction
             elif isinstance(action, Finish):
                 self.finish = action
         self._count_vms(time_s)
@@ -207,9 +210,8 @@ class _Reader:
             last = event.answer
             answers = tuple(self.prepared.get((last.generation, last.step, last.attempt), {}).values())
             self._step_decided(answers, last, _facts(record), time_s)
-            self.morphs.resumed(time_s)
         self.ledger.take(event, record, answers)
-        self.morphs.decided(config, event, record, self.version, time_s)
+        self.morphs.take(config, event, record, time_s)
         self._set_back(record.version)
         self._orders(record, time_s)
 

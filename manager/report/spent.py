@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manager.controller.events import Paid
-from manager.report.prices import Prices
+from pydantic import Field
+
+from manager.controller.state.events import Paid
+from morph.contract.base import Value
+from morph.contract.errors import InputError
 
 NS_PER_S = 1_000_000_000
 SHARES = 720_720
@@ -84,3 +87,26 @@ def rate_of(paid: Paid) -> Spent:
     if paid.usd_per_h is None:
         return Spent(1, shares, shares, 0)
     return Spent(1, shares, 0, shares * nano_usd(paid.usd_per_h))
+
+
+class Prices(Value):
+    """Dollars per VM and hour as the user gives them: what is paid, and what the same VM costs on demand.
+
+    None: not given. What is paid counts for VMs whose provider says no price, or, ``for_all``, for every one.
+    """
+
+    paid_usd_per_h: float | None = Field(default=None, ge=0)
+    on_demand_usd_per_h: float | None = Field(default=None, ge=0)
+    for_all: bool = False
+
+
+def prices_of(price: float | None, on_demand_price: float | None) -> Prices | None:
+    """Return the prices given on the command line, which count for all VMs; None for none."""
+    if price is None and on_demand_price is None:
+        return None
+    return Prices(paid_usd_per_h=price, on_demand_usd_per_h=on_demand_price, for_all=price is not None)
+
+
+def no_price() -> InputError:
+    """Return the error of a price to compare with where none that is paid is known."""
+    return InputError("is not given", field="--price", allowed="dollars per VM and hour, with --on-demand-price")

@@ -6,16 +6,28 @@ import math
 import statistics
 
 from manager.report.account import Account, Part
+from manager.report.milestones import morph_line
 from manager.report.values import RunReport
 
+CAME_FROM = {
+    "keep": "kept",
+    "peer": "from peers",
+    "ahead": "copied before the change",
+    "checkpoint": "from the checkpoint",
+    "initial": "as at the start",
+}
 
-def summarise(report: RunReport) -> str:
-    """Return what ``morph status`` prints: where the run stands, its shapes, its morphs, its loss."""
-    saved = "none" if report.checkpoint_version is None else f"version {report.checkpoint_version}"
+
+def summarise(report: RunReport, *, verbose: bool = False) -> str:
+    """Return what ``morph status`` prints: where the run stands, its shapes, its morphs, its loss.
+
+    ``verbose``: also the cause of each morph, and where the state came from.
+    """
+    saved = "none" if report.checkpoint_version is None else f"at step {report.checkpoint_version}"
     when = "now" if report.outcome == "running" else "at the end"
     lines = [
         f"{report.job}: {report.outcome} ({report.sentence})",
-        f"steps: {report.version} of {report.num_steps} decided, {report.steps_redone} redone; checkpoint: {saved}",
+        f"steps: {report.version} of {report.num_steps} done, {report.steps_redone} run again; checkpoint: {saved}",
         f"time: {report.end_s - report.start_s:.1f} s; VMs {when}: {report.vms[-1].num_vms if report.vms else 0}",
     ]
     if report.losses:
@@ -31,6 +43,8 @@ def summarise(report: RunReport) -> str:
                 f"shape {shape.shape} from {shape.start_s - report.start_s:.1f} s: {shape.num_steps} steps, "
                 f"expected {expected_ms:.0f} ms, measured {measured_ms:.0f} ms"
             )
+    if report.correction is not None:
+        lines.append(report.correction.sentence)
     pauses = [morph.pause_ms for morph in report.morphs if morph.pause_ms is not None]
     unplanned = sum(not morph.planned for morph in report.morphs)
     if report.morphs:
@@ -39,12 +53,10 @@ def summarise(report: RunReport) -> str:
             line += f"; pause median {statistics.median(pauses):.0f} ms, worst {max(pauses):.0f} ms"
         lines.append(line)
     for morph in report.morphs:
-        pause = "not resumed" if morph.pause_ms is None else f"{morph.pause_ms:.0f} ms"
-        came_from = ", ".join(f"{total.count} {kind}" for kind, total in morph.sources.items()) or "nothing moved"
-        lines.append(
-            f"  {morph.detected_at_s - report.start_s:7.1f} s  {morph.from_shape} -> {morph.to_shape or 'none'}  "
-            f"{pause}, {morph.steps_redone} steps redone, state: {came_from}; {morph.cause}"
-        )
+        lines.append(f"  {morph.detected_at_s - report.start_s:7.1f} s  {morph_line(morph)}")
+        if verbose:
+            came_from = ", ".join(f"{total.count} {CAME_FROM[kind]}" for kind, total in morph.sources.items())
+            lines.append(f"             parameter units: {came_from or 'none moved'}; cause: {morph.cause}")
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from manager.controller.events import EVENT, WorkerAnswered
+from manager.controller.state.events import EVENT, WorkerAnswered
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import Entry
 from morph.contract.messages import Prepared

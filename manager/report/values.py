@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from manager.controller.state.learned import Correction
 from manager.report.account import Account
 from morph.contract.base import Value
 from morph.contract.messages import WorkerId
@@ -71,6 +72,8 @@ class MorphRecord(Value):
     planned: bool = Field(description="at a step boundary, for newcomers")
     cause: str
     lost_workers: tuple[WorkerId, ...]
+    joined: tuple[WorkerId, ...] = Field(default=(), description="of the generation that went on, not of the one left")
+    left: tuple[WorkerId, ...] = Field(default=(), description="the other way round, and not lost")
     killed_at_s: float | None = Field(description="first of its VMs killed, when the shell noted it")
     detected_at_s: float
     reformed_at_s: float | None = Field(description="first order of the generation that went on")
@@ -126,6 +129,7 @@ class RunReport(Value):
     evaluations: tuple[EvaluationRecord, ...] = ()
     account: Account
     vms: tuple[VmCount, ...]
+    correction: Correction | None = Field(default=None, description="of the profile, as learned in the last session")
 
     @property
     def losses(self) -> dict[int, float]:

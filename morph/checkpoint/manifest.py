@@ -6,6 +6,7 @@ Layout under the checkpoint URL: ``v00000040/<unit file>`` and ``v00000040/manif
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import uuid
 
@@ -14,8 +15,8 @@ from pydantic import ValidationError
 
 from morph.checkpoint.storage import reading
 from morph.contract.base import first_problem
-from morph.contract.checkpoint import Manifest
-from morph.contract.errors import CheckpointError
+from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.errors import CheckpointDamaged, CheckpointError
 
 MANIFEST = "manifest.json"
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
@@ -72,7 +73,8 @@ def read_manifest(url: str, version: int) -> Manifest:
     """Read one version's manifest.
 
     Raises:
-        CheckpointError: when it is missing, unreadable or damaged.
+        CheckpointDamaged: when it is not a manifest of that version.
+        CheckpointError: when it is missing or unreadable.
     """
     where = f"{version_url(url, version)}/{MANIFEST}"
     try:
@@ -84,10 +86,29 @@ def read_manifest(url: str, version: int) -> Manifest:
         raise CheckpointError(f"{where}: there is no such checkpoint") from error
     except ValidationError as error:
         field, problem, _ = first_problem(error)
-        raise CheckpointError(": ".join(part for part in (where, field, problem) if part)) from error
+        raise CheckpointDamaged(": ".join(part for part in (where, field, problem) if part)) from error
     if manifest.version != version:
-        raise CheckpointError(f"{where}: version is {manifest.version}, expected {version}")
+        raise CheckpointDamaged(f"{where}: version is {manifest.version}, expected {version}")
     return manifest
+
+
+def read_file(url: str, version: int, entry: UnitFile) -> bytes:
+    """Read a file of a version, and hold every byte against what its manifest says.
+
+    Raises:
+        CheckpointDamaged: when it is missing or differs.
+        CheckpointError: when it is unreadable.
+    """
+    where = f"{version_url(url, version)}/{entry.file}"
+    try:
+        with reading(where):
+            filesystem, path = fsspec.core.url_to_fs(where)
+            data: bytes = filesystem.cat_file(path)
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{where}: the file is missing") from error
+    if len(data) != entry.size_bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise CheckpointDamaged(f"{where}: the file differs from its manifest (size or sha256)")
+    return data
 
 
 def complete_versions(url: str) -> tuple[int, ...]:

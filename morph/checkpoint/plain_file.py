@@ -32,7 +32,7 @@ class PlainFile:
             self.shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
         except (SafetensorError, OSError) as error:
             allowed = "a file that safetensors wrote; convert others with safetensors.torch.save_file"
-            raise InputError(f"is no safetensors file: {error}", source=str(path), allowed=allowed) from error
+            raise InputError(f"is not a safetensors file: {error}", source=str(path), allowed=allowed) from error
 
     def __getitem__(self, name: str) -> Tensor:
         """Read one entry."""

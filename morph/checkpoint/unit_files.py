@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-import fsspec
 import safetensors.torch
 from torch import Tensor
 
-from morph.checkpoint.manifest import version_url, write_atomically
-from morph.checkpoint.storage import reading
+from morph.checkpoint.manifest import read_file, version_url, write_atomically
 from morph.contract.checkpoint import Manifest
-from morph.contract.errors import CheckpointError
+from morph.contract.errors import CheckpointDamaged
 from morph.contract.messages import UnitWritten
 
 
@@ -40,18 +38,10 @@ def read_unit(url: str, manifest: Manifest, unit: str) -> dict[str, Tensor]:
     """Read one unit of a checkpoint.
 
     Raises:
-        CheckpointError: when the file is missing, unreadable or differs from the manifest.
+        CheckpointDamaged: when the file is missing or differs from the manifest.
+        CheckpointError: when it is unreadable.
     """
     entry = next((entry for entry in manifest.units if entry.unit == unit), None)
     if entry is None:
-        raise CheckpointError(f"{version_url(url, manifest.version)}: the manifest lacks unit {unit}")
-    where = f"{version_url(url, manifest.version)}/{entry.file}"
-    try:
-        with reading(where):
-            filesystem, path = fsspec.core.url_to_fs(where)
-            payload = filesystem.cat_file(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{where}: the file is missing") from error
-    if len(payload) != entry.size_bytes or hashlib.sha256(payload).hexdigest() != entry.sha256:
-        raise CheckpointError(f"{where}: the file differs from its manifest (size or sha256)")
-    return from_payload(payload)
+        raise CheckpointDamaged(f"{version_url(url, manifest.version)}: the manifest lacks unit {unit}")
+    return from_payload(read_file(url, manifest.version, entry))

@@ -7,28 +7,23 @@ from typing import Annotated
 import typer
 
 from morph import __version__
-from morph.cli.calibrate import calibrate_command
-from morph.cli.calibrate_peer import calibrate_peer_command
-from morph.cli.cloud import cloud_app
-from morph.cli.config import config_app
-from morph.cli.cut import cut_command
-from morph.cli.demo import demo_command
-from morph.cli.errors import MorphGroup
-from morph.cli.events import events_command
-from morph.cli.export import export_command
-from morph.cli.import_ import import_command
-from morph.cli.page import page_command
-from morph.cli.plan import plan_command
-from morph.cli.profile import profile_app
-from morph.cli.rehearse import rehearse_command
-from morph.cli.report import report_command
-from morph.cli.resume import resume_command
-from morph.cli.run import run_command
-from morph.cli.simulate import simulate_command
-from morph.cli.status import status_command
-from morph.cli.stop import stop_command
-from morph.cli.timeline import timeline_command
-from morph.cli.trace_deps import trace_deps_command
+from morph.cli.clouds.cloud import cloud_app
+from morph.cli.clouds.config import config_app
+from morph.cli.models.cut import cut_command
+from morph.cli.models.export import export_command
+from morph.cli.models.import_ import import_command
+from morph.cli.models.trace_deps import trace_deps_command
+from morph.cli.plans.plan import plan_command
+from morph.cli.plans.rehearse import rehearse_command
+from morph.cli.plans.simulate import simulate_command
+from morph.cli.profiles.calibrate import calibrate_command
+from morph.cli.profiles.calibrate_peer import calibrate_peer_command
+from morph.cli.profiles.profile import profile_app
+from morph.cli.reading.errors import MorphGroup
+from morph.cli.runs.demo import demo_command
+from morph.cli.runs.run import resume_command, run_command
+from morph.cli.views.commands import events_command, page_command, report_command, status_command, stop_command
+from morph.cli.views.timeline import timeline_command
 
 HELP = """Train one PyTorch model on whatever spot GPUs are there right now.
 
@@ -64,7 +59,7 @@ def root(
     ] = False,
 ) -> None:
     """Give the root command its options, its help being HELP; remove what killed runs of this user left."""
-    from manager.engine.folders import sweep
+    from manager.machine.folders import sweep
 
     del version  # its callback printed it
     sweep()

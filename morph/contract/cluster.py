@@ -45,9 +45,13 @@ class Limits(Value):
 
 
 class LocalVms(Value):
-    """VMs played by Ray nodes on this machine, one worker each."""
+    """VMs played by processes of this machine, one worker each."""
 
     kind: Literal["local"] = "local"
+    launcher: Literal["processes", "ray"] = Field(
+        default="processes",
+        description="ray: each VM is a Ray node, as where a provider brings them; always so where tls is true",
+    )
     num_vms: Annotated[int, Field(ge=1, le=64)] = Field(
         default=6, description="VMs at the start when no trace is given"
     )
@@ -68,6 +72,11 @@ class LocalVms(Value):
         default=None, description="what the same VM costs on demand, to compare with"
     )
     limits: Limits = Limits()
+
+    @property
+    def under_ray(self) -> bool:
+        """Whether its VMs are Ray nodes."""
+        return self.launcher == "ray" or self.tls
 
 
 class Environment(Value):
@@ -93,7 +102,7 @@ class Environment(Value):
     @classmethod
     def _no_options(cls, packages: tuple[str, ...]) -> tuple[str, ...]:
         if any(package.startswith("-") for package in packages):
-            raise ValueError("an option of pip is no requirement; setup takes any line")
+            raise ValueError("is an option of pip, not a requirement; setup accepts any line")
         if any(re.match(r"morph[-_.]+train\b", package, re.IGNORECASE) for package in packages):
             raise ValueError("Morph comes from the manager; no package index has it")
         return packages
@@ -119,7 +128,7 @@ class ProvidedVms(Value):
     memory_bytes: Memory = Field(description="memory of one device")
     device: Literal["cpu", "cuda"] = "cuda"
     address: str = Field(
-        description="this machine's IPv4 address as VMs reach it: Ray, the store and the door for notices listen there"
+        description="this machine's IPv4 address as VMs reach it: Ray, the store and the notice server listen there"
     )
     ray_port: Port = Field(default=0, description="of Ray's head node; 0: any free one")
     notice_port: Port = Field(default=0, description="to which the VMs' agents come; 0: any free one")
@@ -150,9 +159,9 @@ class ProvidedVms(Value):
         try:
             found = ipaddress.IPv4Address(address)
         except ValueError as error:
-            raise ValueError("is no IPv4 address") from error
+            raise ValueError("is not an IPv4 address") from error
         if found.is_unspecified or found.is_multicast:
-            raise ValueError("is no address that a VM can reach")
+            raise ValueError("is not an address that a VM can reach")
         return address
 
     @model_validator(mode="after")
@@ -171,7 +180,7 @@ class AzureVms(ProvidedVms):
     job_uid: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         default=None,
         description="number of the VMs' user as whom the job's code runs, made there if it is missing; absent: one of "
-        "Morph's own; or 0, root, with shared_storage, for the manager's folders let in nobody else but their owner",
+        "Morph's own; or 0, root, with shared_storage, because only their owner can enter the manager's folders",
     )
     metadata: bool = Field(
         default=False,
@@ -190,7 +199,7 @@ class AzureVms(ProvidedVms):
     @classmethod
     def _is_reached(cls, address: str) -> str:
         if ipaddress.IPv4Address(address).is_loopback:
-            raise ValueError("is the loopback, which no VM on Azure reaches")
+            raise ValueError("is a loopback address, which no VM on Azure can reach")
         return address
 
 
@@ -235,7 +244,7 @@ class Policy(Value):
     give_up_after_s: Seconds = Field(
         default=3600.0,
         description="how long to try again, with growing pauses, where no step is decided because the cluster is lost "
-        "or generation after generation comes to nothing; then the run ends",
+        "or one generation after another fails; then the run ends",
     )
     min_join_gain: Annotated[float, ranges.GAIN.field] = Field(
         default=0.02, description="a newcomer is taken in when the better shape is faster by this share"

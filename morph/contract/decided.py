@@ -1,8 +1,8 @@
-"""What is decided of a step over all parameter units, and nobody can know alone: gradient norm, skipping, loss scale.
+"""What is decided about a step over all units, and no worker can know alone: gradient norm, skipping, loss scale.
 
 Workers report facts of their units with ``Prepared``; the manager combines them when it decides the next version,
 and the next order carries the result. So a value over the whole model needs no collective of its own, does not
-depend on the shape, and is the same for those who roll forward after a loss.
+depend on the shape, and is the same for workers that roll forward after a loss.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def decided_step(
         units: Every unit of the model.
 
     Raises:
-        TrainingStopped: two members hold different gradients of one unit, or nobody reported one.
+        TrainingStopped: two members hold different gradients of one unit, or none reported one.
     """
     if any(non_finite):
         return Decided(version=version, skipped=True)
@@ -85,6 +85,6 @@ def decided_step(
         return Decided(version=version)
     missing = sorted(set(units) - set(known))
     if missing:
-        raise TrainingStopped(f"step {version - 1}: nobody reported the gradient norm of {', '.join(missing)}")
+        raise TrainingStopped(f"step {version - 1}: no worker reported the gradient norm of {', '.join(missing)}")
     total = math.fsum(known[unit] for unit in sorted(known))
     return Decided(version=version, gradient_norm=math.sqrt(total))

@@ -14,7 +14,8 @@ MorphError
 ├── PeerLost                  retry: a collective failed because a peer went away
 └── TrainingStopped           stop: the run cannot go on
     ├── NonFiniteGradient     a gradient is NaN or infinite
-    ├── CheckpointError       a checkpoint is incomplete or damaged
+    ├── CheckpointError       a checkpoint cannot be read
+    │   └── CheckpointDamaged it is not what was written, and will never be: an older one may be whole
     ├── ClusterError          the cluster cannot be started or reached
     │   └── ClusterLost       what the run stood on is gone: a new cluster can go on from the newest checkpoint
     └── WaitTimeout           a bounded wait ran out; says what was waited for
@@ -32,7 +33,7 @@ class InputError(MorphError):
 
     Args:
         message: What is wrong, in one sentence.
-        source: File or argument in which the value stands.
+        source: File or argument that contains the value.
         field: Dotted name of the field.
         value: The offending value, shown with ``repr``.
         allowed: What would be accepted.
@@ -113,7 +114,11 @@ class NonFiniteGradient(TrainingStopped):
 
 
 class CheckpointError(TrainingStopped):
-    """A checkpoint is incomplete or damaged."""
+    """A checkpoint cannot be read; whether it is whole may not be known."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint is not what was written: a file is missing or differs from its manifest."""
 
 
 class ClusterError(TrainingStopped):

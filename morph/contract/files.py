@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import errno
 import os
 from pathlib import Path
 
+from morph.contract.errors import InputError
+
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """Errors of a disk that is full or read-only: these pass."""
 PRIVATE = 0o600
 
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write or replace a file in one moment: a reader finds it as it was, or as it is to be.
+    """Write or replace a file atomically: a reader sees the old or the new content.
 
     Args:
         path: The file; its folder is there.
@@ -32,3 +34,32 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def check_output(path: Path, error_type: type[InputError]) -> None:
+    """Refuse a file that cannot be written, before there is anything to write.
+
+    Raises:
+        InputError: of ``error_type``, naming the path.
+    """
+    if path.is_dir():
+        raise error_type("cannot be written: it is a folder", source=str(path), allowed="a file name")
+    if not path.parent.is_dir():
+        raise error_type(
+            "cannot be written: its folder does not exist", source=str(path), allowed="a file in an existing folder"
+        )
+    if not os.access(path.parent, os.W_OK):
+        raise error_type("cannot be written: its folder is not writable", source=str(path))
+
+
+def write_output(path: Path, text: str, error_type: type[InputError]) -> None:
+    """Write what the user asked for, whole or not at all.
+
+    Raises:
+        InputError: of ``error_type``, naming the file that cannot be written.
+    """
+    check_output(path, error_type)
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise error_type(f"cannot be written: {error.strerror}", source=str(path)) from error

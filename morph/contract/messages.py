@@ -22,8 +22,6 @@ from morph.contract.timeline import StepTimeline
 WorkerId = str
 UnitId = str
 Version = Annotated[int, Field(ge=0)]
-LEAVE_PROBE = b"leave probe "
-"""Heads a message beside the orders of a worker without Ray; the number of the probe follows."""
 
 
 class Fault(Value):
@@ -65,16 +63,6 @@ class SlowSpell(Value):
     end_step: int | None = Field(default=None, ge=0)
 
 
-class Lifeline(Value):
-    """Where a worker keeps a connection open for as long as it lives; its hello proves that it has the secret."""
-
-    model_config = ConfigDict(hide_input_in_errors=True)
-
-    host: str
-    port: int = Field(ge=1, le=65535)
-    secret: str = Field(repr=False)
-
-
 class JobCode(Value):
     """The files of the job that a run began with, as a zip: every worker of the run loads the job from these."""
 
@@ -102,10 +90,9 @@ class WorkerSetup(Value):
     store_port: int = Field(ge=1, le=65535)
     listen_host: str = Field(description="address on which this worker accepts its peers")
     secret: str = Field(default="", repr=False, description="of the run; empty where a worker has no peers")
-    lifeline: Lifeline | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int = Field(default=1, ge=1)
-    heartbeat_wait_s: float = Field(default=1.0, gt=0, description="between two heartbeats, where it sends them itself")
+    heartbeat_wait_s: float = Field(default=1.0, gt=0, description="between two heartbeats")
     faults: tuple[Fault, ...] = ()
     slow_spells: tuple[SlowSpell, ...] = ()
     emulation: EmulatedDevice | None = Field(default=None, description="take these times; there is no job to load")
@@ -115,7 +102,7 @@ class WorkerSetup(Value):
 
 
 class Slot(Value):
-    """Who drives which stage of which replica."""
+    """Which worker drives which stage of which replica."""
 
     worker: WorkerId
     stage: int = Field(ge=0)
@@ -144,7 +131,7 @@ class ReshapeOrder(Value):
     commit order of this generation comes: a reshape that fails loses nothing. A receiver without a slot is
     named as a ``peer`` in ``sources``: it serves those units, joins no group, keeps its units and answers too.
     ``decided`` is what was decided of step ``version - 1``; absent after a return to a checkpoint.
-    ``ahead``: the number of the ``AheadOrder`` to which sources of kind "ahead" belong; whatever else was sent ahead
+    ``ahead``: the number of the ``PreCopyOrder`` to which sources of kind "ahead" belong; whatever else was sent ahead
     is dropped.
     """
 
@@ -157,30 +144,30 @@ class ReshapeOrder(Value):
     ahead: int | None = None
 
 
-class AheadMove(Value):
-    """A unit whose state ``sender`` sends to ``receiver`` while training goes on."""
+class PreCopyMove(Value):
+    """A unit whose state ``sender`` sends to ``receiver`` while training continues."""
 
     unit: UnitId
     sender: WorkerId
     receiver: WorkerId
 
 
-class AheadOrder(Value):
-    """Send units ahead of a planned change, on the control lane and beside every other order; nobody waits for it.
+class PreCopyOrder(Value):
+    """Send units ahead of a planned change, on the control lane and beside every other order; no worker waits for it.
 
     A sender sends each unit's state once, at a version at which it begins a step, and from there on the reduced
-    gradients of every step that is decided, with what was decided of it; the receiver applies them. The next reshape
+    gradients of every decided step, with what was decided about it; the receiver applies them. The next reshape
     ends all of it. ``moves`` are those in which the worker takes part; none: drop what was sent ahead. An order with
     a smaller number than the last one is ignored, one with the same number only has the worker report again.
     """
 
     number: int = Field(ge=1)
     num_micro_batches: int = Field(ge=1)
-    moves: tuple[AheadMove, ...] = ()
+    moves: tuple[PreCopyMove, ...] = ()
 
 
-class AheadReport(Value):
-    """How far an ``AheadOrder`` is on one worker: all of it, whenever something changed.
+class PreCopyReport(Value):
+    """How far an ``PreCopyOrder`` is on one worker: all of it, whenever something changed.
 
     ``following``: units that this worker has received and keeps at the decided version. ``error``: it has given
     the order up; nothing follows any more.
@@ -340,14 +327,15 @@ class Aborted(Value):
     detail: str = ""
 
 
-FailureCause = Literal["device", "memory", "job", "run"]
+FailureCause = Literal["device", "memory", "job", "checkpoint", "run"]
 
 
 class Failed(Value):
     """The order failed, and nothing that it was to change is changed.
 
     ``cause``: ``device``, which is lost, and with it the worker; ``memory``, of the device or the host, ran out;
-    ``job``: the user's code, which may do better elsewhere or when it is tried again; ``run``: nothing would mend it.
+    ``job``: the user's code, which may do better elsewhere or when it is tried again; ``checkpoint``, which cannot be
+    read, or is damaged; ``run``: no retry would help.
     ``traceback``: of the user's code, its own frames alone; empty where there is none.
     """
 
@@ -394,6 +382,9 @@ class MicroBatchTimes(Value):
     forward_s: tuple[float, ...]
     recompute_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    processor_s: tuple[float, ...] = Field(
+        default=(), description="processor time of forward and backward; empty where the device is no processor"
+    )
 
 
 class Heartbeat(Value):
@@ -406,7 +397,7 @@ class Heartbeat(Value):
     times: MicroBatchTimes | None = None
     written: tuple[UnitWritten, ...] = ()
     checkpoint_error: str | None = None
-    ahead: AheadReport | None = None
+    ahead: PreCopyReport | None = None
 
 
 Answer = Annotated[WorkerReady | Reshaped | Prepared | Committed | Aborted | Failed, Field(discriminator="kind")]

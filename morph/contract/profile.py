@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from morph.contract import ranges
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ProfileError
+from morph.contract.files import write_output
 
 SCHEMA_VERSION = 1
 
@@ -31,7 +32,7 @@ BytesPerSecond = Annotated[float, ranges.BYTES_PER_S.field]
 class Timing(Value):
     """A measured duration: robust centre and spread over ``num_samples`` samples.
 
-    Nothing is thrown away: outliers are in ``quantiles_s``, from which the simulator draws jitter.
+    Nothing is discarded: outliers are in ``quantiles_s``, from which the simulator draws jitter.
     """
 
     median_s: Seconds
@@ -47,6 +48,16 @@ class Timing(Value):
         if len(self.quantiles_s) == 1 or list(self.quantiles_s) != sorted(self.quantiles_s):
             raise ValueError("quantiles_s are none, or at least two, ascending")
         return self
+
+    def longer(self, factor: float) -> Timing:
+        """The same, all of it this many times as long."""
+        return Timing(
+            median_s=self.median_s * factor,
+            mad_s=self.mad_s * factor,
+            num_samples=self.num_samples,
+            mean_s=None if self.mean_s is None else self.mean_s * factor,
+            quantiles_s=tuple(time_s * factor for time_s in self.quantiles_s),
+        )
 
 
 class SectionProfile(Value):
@@ -176,7 +187,7 @@ class Profile(Value):
     node_types: tuple[NodeTypeProfile, ...] = Field(default=(), description="other types of node, measured later")
     sources: dict[str, str] = Field(
         default={},
-        description="where values that nobody measured here come from: dotted field -> source, or derivation",
+        description="where values come from that were not measured here: dotted field -> source, or derivation",
     )
 
     @model_validator(mode="after")
@@ -227,6 +238,19 @@ class Profile(Value):
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """Every m that was measured, ascending."""
         return tuple(sorted(self.sections[0].forward))
+
+    def corrected(self, factors: tuple[float, ...]) -> Profile:
+        """The same with each section's forward and backward longer by its factor; one for each section."""
+        sections = tuple(
+            section.model_copy(
+                update={
+                    "forward": {m: timing.longer(factor) for m, timing in section.forward.items()},
+                    "backward": {m: timing.longer(factor) for m, timing in section.backward.items()},
+                }
+            )
+            for section, factor in zip(self.sections, factors, strict=True)
+        )
+        return self.model_copy(update={"sections": sections})
 
     def for_node_type(self, name: str) -> Profile:
         """Return the profile as it is on another type of node that was measured for it.
@@ -283,3 +307,17 @@ def load_profile(path: Path) -> Profile:
                 field="schema_version",
             ) from error
         raise
+
+
+def write_profile(profile: Profile, path: Path, *, as_read: bool = False) -> None:
+    """Replace ``path`` by the profile: a reader sees all of it or nothing.
+
+    Args:
+        profile: The profile.
+        path: The file.
+        as_read: Write no default for what the profile's own file did not have.
+
+    Raises:
+        ProfileError: when it cannot be written.
+    """
+    write_output(path, profile.model_dump_json(indent=2, exclude_unset=as_read) + "\n", ProfileError)

@@ -1,4 +1,4 @@
-"""Proving that one knows a secret without sending it: HMAC-SHA256 over what is to be proven."""
+"""Proving knowledge of a secret without sending it: HMAC-SHA256 over what is to be proven."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def new_secret() -> str:
 
 
 def proof(secret: str, *parts: str) -> str:
-    """Return what only a holder of the secret can say of these parts."""
+    """Return what only a holder of the secret can compute for these parts."""
     return hmac.new(secret.encode(), json.dumps(parts).encode(), hashlib.sha256).hexdigest()
 
 

@@ -1,6 +1,6 @@
 """Ranges of the numbers that a user gives, for types of the contract and for arguments.
 
-They are wide: what is refused is a slip of the unit or of the finger, or would overflow the simulator's nanoseconds.
+They are wide: what is refused is a wrong unit or a typing error, or would overflow the simulator's nanoseconds.
 ``true`` and ``"1"`` are not numbers.
 """
 
@@ -58,7 +58,7 @@ class Range:
 
 
 def check_counts(**given: object) -> None:
-    """Refuse arguments that are no counts; None is "not given".
+    """Refuse arguments that are not counts; None is "not given".
 
     Raises:
         PlanError: naming the first of them.
@@ -71,7 +71,7 @@ def check_counts(**given: object) -> None:
 SECONDS = Range(0, 86_400)
 """Of one task or message: a day."""
 POLICY_SECONDS = Range(0, 1e9, above=True)
-"""Of a wait: thirty years, for those who want no bound."""
+"""Of a wait: thirty years, for users who want no limit."""
 PATIENCE_S = Range(0, 1e9)
 """The same where none is a choice too."""
 BYTES = Range(0, 2**46, whole=True)

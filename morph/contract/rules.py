@@ -1,4 +1,4 @@
-"""How the controller weighs waiting, asking, flapping and slow workers: part of a cluster file's policy."""
+"""How the controller handles waits, node requests, flapping machines and stragglers: part of a cluster policy."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class StutterRules(Value):
         return 1 + (self.ratio - 1) / 2
 
 
-class AheadRules(Value):
-    """Sending state ahead of a planned change, while training goes on. Times in seconds.
+class PreCopyRules(Value):
+    """Pre-copy: sending state before a planned change, while training continues. Times in seconds.
 
     ``if_worth``: where it is expected to shorten the change by ``min_saved_s``, the gradients of a step travel in less
     than a step, and training in the old shape meanwhile costs less than it saves. ``always``: the stop is to be short
@@ -86,7 +86,7 @@ class AheadRules(Value):
 class Rules(Value):
     """All of them."""
 
-    ahead: AheadRules = AheadRules()
+    ahead: PreCopyRules = PreCopyRules()
     wait: WaitRules = WaitRules()
     flaps: FlapRules = FlapRules()
     requests: RequestRules = RequestRules()

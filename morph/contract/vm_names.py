@@ -14,7 +14,7 @@ _OF_SEVERAL = re.compile(r"(?P<vm>.+)\.d\d+")
 
 
 def workers_of(vm: str, num_devices: int) -> tuple[str, ...]:
-    """Name the workers of a VM with so many devices, by device."""
+    """Name the workers of a VM with this many devices, by device."""
     return (vm,) if num_devices == 1 else tuple(f"{vm}.d{device}" for device in range(num_devices))
 
 

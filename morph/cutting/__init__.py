@@ -9,17 +9,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from morph.cutting.section import BoundaryTensor, CutModel, ParameterUnit, Section
+from morph.cutting.sections.section import BoundaryTensor, CutModel, ParameterUnit, Section
 
 if TYPE_CHECKING:
-    from morph.cutting.cut_model import cut
-    from morph.cutting.export import export_job
-    from morph.cutting.exported import ExportedJob
+    from morph.cutting.cuts.cut_model import cut
+    from morph.cutting.exporting.export import export_job
+    from morph.cutting.exporting.exported import ExportedJob
 
 _LATER = {
-    "cut": "morph.cutting.cut_model",
-    "export_job": "morph.cutting.export",
-    "ExportedJob": "morph.cutting.exported",
+    "cut": "morph.cutting.cuts.cut_model",
+    "export_job": "morph.cutting.exporting.export",
+    "ExportedJob": "morph.cutting.exporting.exported",
 }
 
 __all__ = ["BoundaryTensor", "CutModel", "ExportedJob", "ParameterUnit", "Section", "cut", "export_job"]

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.data.loader import read_samples, require_alike, stack_entry
-from morph.data.map_style import check_map_style
+from morph.data.loader import check_map_style, read_samples, require_alike, stack_entry
 from morph.job import MapDataset
 
 _EPOCH = -1

@@ -44,7 +44,7 @@ def own_generators() -> Iterator[Callable[[int], None]]:
 
 
 def _seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # not torch.manual_seed: see morph.runtime.random_streams
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed: see morph.runtime.step.stage
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch ships no types for it
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)

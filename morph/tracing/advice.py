@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from morph.words import size_text
+
 if TYPE_CHECKING:
     from morph.tracing.recorder import Draft
 
@@ -57,7 +59,7 @@ def _mixing(draft: Draft) -> tuple[str, str]:
             f"a number taken over several units, such as a global norm{flow}",
             f"take it for each parameter, or clip with Job.clip_grad_norm; {_ALLOW}",
         )
-    return f"values of several units meet{flow}", f"treat each parameter by itself; {_ALLOW}"
+    return f"values of several units are mixed{flow}", f"treat each parameter by itself; {_ALLOW}"
 
 
 def _leaves(draft: Draft) -> tuple[str, str]:
@@ -82,16 +84,6 @@ def _refused(draft: Draft) -> tuple[str, str]:
 
 def _number(count: int) -> str:
     return f"{count} unit" if count == 1 else f"{count} units"
-
-
-def size_text(num_bytes: int) -> str:
-    """Write bytes with a unit: ``512 B``, ``1.5 MB``."""
-    value, unit = float(num_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}"
 
 
 _FIXED = {

@@ -21,14 +21,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from morph.contract.errors import ExportError, JobError, MorphError
 from morph.cutting import CutModel, ExportedJob, cut, export_job
-from morph.cutting.analysis import REFERENCE_SAMPLES, analyse
-from morph.cutting.exported import GraphJob, MarkedJob
-from morph.cutting.locate import user_line
-from morph.cutting.refusal import OR_MARK, first_line
+from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
+from morph.cutting.exporting.exported import GraphJob, MarkedJob
+from morph.cutting.source.locate import user_line
+from morph.cutting.source.refusal import OR_MARK, first_line
 from morph.data import MicroBatchLoader, data_of
 from morph.data.loader import read_samples
 from morph.job import Job
-from morph.runtime.section_run import SectionRun, run_section, section_backward
+from morph.runtime.step.section_run import SectionRun, run_section, section_backward
 from morph.tracing.plain_model import plain_model, shortened
 
 NUM_SEEDS = 3

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from morph.contract.errors import JobError, MorphError
 from morph.cutting import CutModel, ExportedJob, cut, export_job
-from morph.cutting.locate import definition_line, user_line
-from morph.cutting.trial import example_batch, run_really
+from morph.cutting.source.locate import definition_line, user_line
+from morph.cutting.trials.trial import example_batch, run_really
 from morph.data import MicroBatchLoader, data_of
 from morph.job import Job
 from morph.tracing.dry_run import ModelStep, run_model, run_optimizer, stand_ins
@@ -128,12 +128,16 @@ def _dry_run(
         raise
     except Exception as error:
         if large:
-            return (f"the optimizer was not looked at: it failed on smaller parameters ({error})",)
+            return (f"the optimizer was not checked: it failed on smaller parameters ({error})",)
         line = user_line(error, job, None) or definition_line(job.optimizer)
         raise JobError(f"optimizer failed: {type(error).__name__}: {error}", source=line) from error
     optimized = [replace(unit, buffers=()) for unit in model.units if unit.parameters]
     _judge(run_trials(parameters, optimized, job.optimizer, step), job, recorder)
-    return ("large model: run without numbers, and the optimizer on smaller parameters",) if large else ()
+    return (
+        ("too large to run with values: checked by tensor shapes, its optimizer on smaller parameters",)
+        if large
+        else ()
+    )
 
 
 def _constants(model: CutModel) -> dict[str, Tensor]:

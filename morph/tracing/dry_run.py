@@ -14,10 +14,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.cutting import CutModel
-from morph.cutting.locate import definition_line
+from morph.cutting.source.locate import definition_line
 from morph.job import Job
-from morph.runtime.random_streams import seed_section
-from morph.runtime.section_run import SectionRun, run_section, section_backward
+from morph.runtime.step.section_run import SectionRun, run_section, section_backward
+from morph.runtime.step.stage import seed_section
 from morph.tracing.findings import Place
 from morph.tracing.model_mode import ModelMode
 from morph.tracing.optimizer_mode import OptimizerMode

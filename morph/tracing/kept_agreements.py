@@ -6,10 +6,8 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -19,10 +17,13 @@ import torch
 
 import morph
 from morph.cutting import ExportedJob
-from morph.cutting.exported import GraphJob, MarkedJob
-from morph.cutting.user_functions import UserFunction
+from morph.cutting.exporting.exported import GraphJob, MarkedJob
+from morph.cutting.exporting.user_functions import UserFunction
 from morph.job import Job
 from morph.tracing.agreement import Agreement
+from morph.user_cache import keep, read_kept
+
+_FOLDER = "agreements"
 
 
 def agreement_key(job: Job, exported: ExportedJob, fingerprint: str, device: torch.device) -> str:
@@ -45,28 +46,16 @@ def agreement_key(job: Job, exported: ExportedJob, fingerprint: str, device: tor
 
 
 def kept_agreement(folder: Path, key: str) -> Agreement | None:
-    """Return what was kept; None where nothing was, or it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return Agreement(**json.loads(_path(folder, key).read_text(encoding="utf-8")))
+    """Return what was kept in the user's cache; None where nothing was, or it cannot be read."""
+    content = read_kept(folder / _FOLDER, key)
+    with contextlib.suppress(ValueError, TypeError):
+        return Agreement(**json.loads(content)) if content is not None else None
     return None
 
 
 def keep_agreement(folder: Path, key: str, agreement: Agreement) -> None:
-    """Write one, readable by this user alone; a folder that cannot be written is left as it is."""
-    with contextlib.suppress(OSError):
-        path = _path(folder, key)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(asdict(agreement), file)
-            Path(name).replace(path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-
-
-def _path(folder: Path, key: str) -> Path:
-    return folder / "agreements" / f"{key}.json"
+    """Write one; see ``user_cache.keep``."""
+    keep(folder / _FOLDER, key, json.dumps(asdict(agreement)).encode())
 
 
 def _module_names(job: Job, exported: ExportedJob) -> Iterator[str]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from morph.cutting import CutModel, Section
 from morph.tracing.findings import Place
-from morph.tracing.operations import lanes_of, name_of
+from morph.tracing.operations import influences_of, name_of
 from morph.tracing.recorder import Recorder
 from morph.tracing.source_lines import recorded
 from morph.tracing.storages import Known, Storages, Tag
@@ -77,10 +77,10 @@ class ModelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation; what it reads from other sections is a finding, what it makes is this section's."""
         options = kwargs or {}
         result = func(*args, **options)
-        for lane in lanes_of(func, args, options, result):
-            for tensor in lane.reads:
+        for influence in influences_of(func, args, options, result):
+            for tensor in influence.reads:
                 self._read(func, tensor)
-            for tensor in lane.results:
+            for tensor in influence.results:
                 if self._storages.find(tensor) is None:
                     known = self._storages.see(tensor, outside=False)
                     known.tag = Tag(frozenset((f"s{self._section}",)))

@@ -1,7 +1,7 @@
-"""What an operation reads and writes, split into lanes that do not touch each other.
+"""What an operation reads and writes, split into influences that do not touch each other.
 
-An ordinary operation is one lane. ``torch._foreach_*`` and fused optimizer operations take lists and work on the
-first entries, the second entries, ... by themselves: one lane per index.
+An ordinary operation is one influence. ``torch._foreach_*`` and fused optimizer operations take lists and work on the
+first entries, the second entries, ... by themselves: one influence per index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHAPE_ONLY = ("new_empty", "new_full", "new_ones", "new_zeros", "new_empty_stri
 
 
 @dataclass(frozen=True)
-class Lane:
+class Influence:
     """Tensors that may influence each other in one operation.
 
     Attributes:
@@ -60,8 +60,8 @@ def takes_only_shapes(operation: OpOverload) -> bool:
     return name.endswith("_like") or name in _SHAPE_ONLY
 
 
-def lanes_of(operation: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Lane]:
-    """Split one call of an operation into lanes."""
+def influences_of(operation: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Influence]:
+    """Split one call of an operation into influences."""
     arguments = _arguments(operation, args, kwargs)
     name = name_of(operation)
     overwrites = name in _OVERWRITING or any(argument.out for argument in arguments)
@@ -69,7 +69,7 @@ def lanes_of(operation: OpOverload, args: Sequence[Any], kwargs: dict[str, Any],
         return _per_entry(arguments, result, overwrites)
     written = _flat(argument for argument in arguments if argument.written)
     read = _flat(argument for argument in arguments if not (argument.out or (overwrites and argument.written)))
-    return [Lane(read, written, tensors_in(result), overwrites)]
+    return [Influence(read, written, tensors_in(result), overwrites)]
 
 
 def tensors_in(value: Any) -> tuple[Tensor, ...]:
@@ -94,21 +94,21 @@ def _arguments(operation: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     return found
 
 
-def _per_entry(arguments: list[_Argument], result: Any, overwrites: bool) -> list[Lane]:
+def _per_entry(arguments: list[_Argument], result: Any, overwrites: bool) -> list[Influence]:
     lists = [argument for argument in arguments if argument.is_list]
     single = [argument for argument in arguments if not argument.is_list]
     shared = _flat(argument for argument in single if not argument.written)
     results = list(result) if isinstance(result, list | tuple) else []
-    lanes: list[Lane] = []
+    influences: list[Influence] = []
     for index in range(len(lists[0].tensors)):
         reads = [a.tensors[index] for a in lists if index < len(a.tensors) and not (overwrites and a.written)]
         writes = [a.tensors[index] for a in lists if index < len(a.tensors) and a.written]
         made = tensors_in(results[index]) if len(results) == len(lists[0].tensors) else ()
-        lanes.append(Lane((*_present(reads), *shared), _present(writes), made, overwrites))
+        influences.append(Influence((*_present(reads), *shared), _present(writes), made, overwrites))
     together = _flat(argument for argument in single if argument.written)  # found_inf of a loss scaler
     if together:
-        lanes.append(Lane((*_flat(lists), *together), together, ()))
-    return lanes
+        influences.append(Influence((*_flat(lists), *together), together, ()))
+    return influences
 
 
 def _flat(arguments: Any) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from morph.tracing.operations import Lane, is_random, lanes_of, name_of, takes_only_shapes, tensors_in
+from morph.tracing.operations import Influence, influences_of, is_random, name_of, takes_only_shapes, tensors_in
 from morph.tracing.recorder import Key, Recorder
 from morph.tracing.source_lines import here
 from morph.tracing.storages import Known, Storages, Tag, covers_its_storage
@@ -71,11 +71,17 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors_in((*args, *options.values())):
             self.storages.see(tensor, outside=not lifting)
         result = func(*args, **options)
-        lanes = lanes_of(func, args, options, result)
-        for lane in lanes:
-            self._lane(func, lane)
-        if is_random(func) and lanes:
-            units = {unit for lane in lanes for known in self._all(lane) if known.tag for unit in known.tag.units}
+        influences = influences_of(func, args, options, result)
+        for influence in influences:
+            self._influence(func, influence)
+        if is_random(func) and influences:
+            units = {
+                unit
+                for influence in influences
+                for known in self._all(influence)
+                if known.tag
+                for unit in known.tag.units
+            }
             self._recorder.add("random", "optimizer", name_of(func), here(), units, tensors_in(result))
         return result
 
@@ -86,26 +92,26 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             units = {unit for tag in tags for unit in tag.units}
             self._recorder.add("leaves", "optimizer", operator, here(), units, tensors)
 
-    def _all(self, lane: Lane) -> list[Known]:
-        tensors = (*lane.reads, *lane.writes, *lane.results)
+    def _all(self, influence: Influence) -> list[Known]:
+        tensors = (*influence.reads, *influence.writes, *influence.results)
         return [self.storages.see(tensor, outside=False) for tensor in tensors]
 
-    def _lane(self, func: Any, lane: Lane) -> None:
-        reads = [self.storages.see(tensor, outside=True) for tensor in lane.reads]
-        writes = [self.storages.see(tensor, outside=True) for tensor in lane.writes]
-        tag = None if takes_only_shapes(func) else self._join(func, lane, reads, writes)
-        self._note_carried(func, lane, reads, writes)
+    def _influence(self, func: Any, influence: Influence) -> None:
+        reads = [self.storages.see(tensor, outside=True) for tensor in influence.reads]
+        writes = [self.storages.see(tensor, outside=True) for tensor in influence.writes]
+        tag = None if takes_only_shapes(func) else self._join(func, influence, reads, writes)
+        self._note_carried(func, influence, reads, writes)
         if name_of(func) in _TO_PYTHON:
-            self.leaves({"_local_scalar_dense": "item"}.get(name_of(func), name_of(func)), lane.reads)
-        for known, tensor in zip(writes, lane.writes, strict=True):
-            self._write(known, tensor, tag, overwrites=lane.overwrites)
-        for tensor in lane.results:
+            self.leaves({"_local_scalar_dense": "item"}.get(name_of(func), name_of(func)), influence.reads)
+        for known, tensor in zip(writes, influence.writes, strict=True):
+            self._write(known, tensor, tag, overwrites=influence.overwrites)
+        for tensor in influence.results:
             if self.storages.find(tensor) is None:
                 made = self.storages.see(tensor, outside=False)
                 made.tag = tag
                 made.sources = () if tag else self._sources(reads)
 
-    def _join(self, func: Any, lane: Lane, reads: list[Known], writes: list[Known]) -> Tag | None:
+    def _join(self, func: Any, influence: Influence, reads: list[Known], writes: list[Known]) -> Tag | None:
         """Return the tag of the results; units that meet here for the first time are a finding."""
         tags = [known.tag for known in reads if known.tag]
         tags += [known.tag for known in writes if known.owner and known.tag]
@@ -119,7 +125,7 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if known.outside and single and known.read_at is None:
                     known.read_at = (name_of(func), here())
         if len(single) > 1 or (mixed and not single <= mixed):
-            roots |= {self._mixing(func, lane, single | mixed)}
+            roots |= {self._mixing(func, influence, single | mixed)}
         return Tag(single | mixed, roots) if tags else None
 
     def _write(self, known: Known, tensor: Tensor, tag: Tag | None, *, overwrites: bool) -> None:
@@ -138,16 +144,16 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for root in tag.roots if tag else ():
             self._recorder.drafts[root].reached.add(unit)
 
-    def _note_carried(self, func: Any, lane: Lane, reads: list[Known], writes: list[Known]) -> None:
+    def _note_carried(self, func: Any, influence: Influence, reads: list[Known], writes: list[Known]) -> None:
         """Find values that live from step to step where Morph does not keep them."""
         now = self.storages.epoch
         if now < FIRST_SETTLED_EPOCH:
             return
-        for known, tensor in zip(writes, lane.writes, strict=True):
-            replaced = lane.overwrites and covers_its_storage(tensor)
+        for known, tensor in zip(writes, influence.writes, strict=True):
+            replaced = influence.overwrites and covers_its_storage(tensor)
             if not known.kept and known.born < now and not replaced:
                 self._carried(func, known, tensor)
-        for known, tensor in zip(reads, lane.reads, strict=True):
+        for known, tensor in zip(reads, influence.reads, strict=True):
             if not known.kept and not known.outside and FIRST_SETTLED_EPOCH <= known.born < now:
                 self._carried(func, known, tensor)
 
@@ -163,9 +169,9 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             older |= {id(source): source for source in known.sources}
         return tuple(older.values())
 
-    def _mixing(self, func: Any, lane: Lane, units: frozenset[str]) -> Key:
+    def _mixing(self, func: Any, influence: Influence, units: frozenset[str]) -> Key:
         key: Key = ("mixing", name_of(func), here())
-        tensors = (*lane.reads, *lane.writes)
+        tensors = (*influence.reads, *influence.writes)
         logical = any(tensor.dtype == torch.bool for tensor in tensors)
         self._recorder.add("mixing", "optimizer", key[1], key[2], units, tensors, detail="logical" if logical else "")
         return key

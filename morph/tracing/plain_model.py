@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from morph.contract.errors import JobError
-from morph.cutting.construct import LazyTensors
-from morph.cutting.trial import built_model
+from morph.cutting.making.construct import LazyTensors
+from morph.cutting.trials.trial import built_model
 from morph.job import Job
 
 _LEAST_BLOCKS = 3

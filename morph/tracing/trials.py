@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.cutting import ParameterUnit
-from morph.runtime.optimizer_state import MakeOptimizer
-from morph.runtime.unit_state import UnitState
+from morph.runtime.state.optimizer_state import MakeOptimizer
+from morph.runtime.state.unit_state import UnitState
 
 StepFunction = Callable[[Optimizer, Mapping[str, Parameter]], object]
 _NUM_STEPS = 2

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import published_questions
-from benchmarks.published_questions import (
+from benchmarks.published import questions as published_questions
+from benchmarks.published.questions import (
     TABLE_3,
     TABLE_7,
     Answer,

@@ -9,9 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from calibrate import calibrate, write_profile
-from calibrate.contention import busy_counts
-from calibrate.environment import num_cores
-from calibrate.schema import schema_text
+from calibrate.computing.contention import busy_counts
+from calibrate.timing.environment import num_cores
+from calibrate.writing.schema import schema_text
 from morph.cli.main import app
 from morph.contract.errors import JobError, ProfileError
 from morph.contract.profile import Profile, load_profile
@@ -21,7 +21,7 @@ from morph.job import load_job
 ROOT = Path(__file__).parents[2]
 JOB = f"{ROOT}/configs/jobs/tiny_gpt.py:job"
 SCHEMA = ROOT / "docs/profile.schema.json"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 """The profile comes from six processes, which start slowly on busy cores."""
 
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)
 def profile() -> Profile:
     told: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("calibrate.contention._WINDOW_S", 0.05)
+        patch.setattr("calibrate.computing.contention._WINDOW_S", 0.05)
         result = calibrate(JOB, micro_batch_sizes=(4, 2), num_samples=5, progress=lambda _, share: told.append(share))
     assert told == sorted(told)
     assert told[0] == 0
@@ -113,7 +113,9 @@ def test_a_place_that_cannot_be_written_is_refused(profile: Profile, tmp_path: P
 
 
 def test_the_published_schema_is_current() -> None:
-    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), "python -m calibrate.schema docs/profile.schema.json"
+    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), (
+        "python -m calibrate.writing.schema docs/profile.schema.json"
+    )
 
 
 def test_a_micro_batch_size_that_does_not_divide_the_batch_is_refused() -> None:

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from calibrate.clocks import CpuClock, clock_of, devices_of
-from calibrate.samples import Sampling
-from calibrate.sections import measure_benches
+from calibrate.computing.sections import measure_benches
+from calibrate.timing.clocks import CpuClock, clock_of, devices_of
+from calibrate.timing.samples import Sampling
 from morph.contract.errors import JobError
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrate import contention
-from calibrate.contention import NUM_ROUNDS, busy_counts, factors, measure_contention
-from calibrate.subject import Subject, load_subject
+from calibrate.computing import contention
+from calibrate.computing.contention import NUM_ROUNDS, busy_counts, factors, measure_contention
+from calibrate.computing.subject import Subject, load_subject
 from morph.contract.errors import ClusterError
 from morph.contract.profile import Contention
 

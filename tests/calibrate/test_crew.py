@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from calibrate import crew as crew_module
-from calibrate.crew import Crew
+from calibrate.helpers import crew as crew_module
+from calibrate.helpers.crew import Crew
 from morph.contract.errors import ClusterError, WaitTimeout
 
 HELPER = """
 import sys
-from calibrate.helper_end import serve
+from calibrate.helpers.helper_end import serve
 
 def work(line):
     while True:

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from calibrate.environment import describe_environment, machine_memory_bytes, num_cores
+from calibrate.timing.environment import describe_environment, machine_memory_bytes, num_cores
 
 MIB = 1 << 20
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.folder import temporary_folder
+from calibrate.writing.storage import temporary_folder
 
 BOUND_S = 60.0
 HOLD = """
 import signal, sys
-from calibrate.folder import temporary_folder
+from calibrate.writing.storage import temporary_folder
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
 with temporary_folder() as folder:
     (folder / "state").write_bytes(b"x" * 1000)

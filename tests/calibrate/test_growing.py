@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from calibrate import calibrate, compute, measure
-from calibrate.network import NetworkMeasurement
-from calibrate.samples import timing
+from calibrate import calibrate
+from calibrate.computing import compute
+from calibrate.links.network import NetworkMeasurement
+from calibrate.timing.samples import timing
+from calibrate.writing import measure
 from morph.contract.errors import JobError
 from morph.contract.profile import LinkProfile, SendTime
 
@@ -64,13 +66,13 @@ def test_an_error_in_the_model_is_not_taken_for_a_lack_of_memory(job: str, monke
     def fail(*_: object) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("calibrate.meter.InThisProcess.measure", fail)
+    monkeypatch.setattr("calibrate.computing.meter.InThisProcess.measure", fail)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         calibrate(job, num_samples=5)
 
 
 def fill_memory_from(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    from calibrate.meter import InThisProcess
+    from calibrate.computing.meter import InThisProcess
 
     measured = InThisProcess.measure
 

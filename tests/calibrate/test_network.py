@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from calibrate import network
-from calibrate.network import NetworkSpec, growing_in_flight, growing_rings, measure_network
+from calibrate.links import network
+from calibrate.links.network import NetworkSpec, growing_in_flight, growing_rings, measure_network
 from morph.contract.errors import ClusterError, WaitTimeout
 
 BOUND_S = 120.0
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def spec(**changes: Any) -> NetworkSpec:
@@ -80,7 +80,9 @@ def test_waiting_for_the_processes_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_one_that_measures(tmp_path: Path, ending: signal.Signals) -> None:
     script = (
-        "from calibrate.network import NetworkSpec, measure_network\n"
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+        "from calibrate.links.network import NetworkSpec, measure_network\n"
         "measure_network(NetworkSpec((10,), (16,), (2,), (1,), 'int64', most=10**9, budget_s=1e9))\n"
     )
     folder = tmp_path / "temporary"
@@ -108,7 +110,7 @@ def peers_of(pid: int) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         try:
-            if "calibrate.peer" in process.cmdline():
+            if "calibrate.links.peer" in process.cmdline():
                 found.append(process)
         except psutil.Error:
             continue

@@ -7,15 +7,25 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from calibrate import add_node_type, compute, node_type
-from calibrate.network import NetworkMeasurement
-from calibrate.node_type import links_differ, with_node_type
-from calibrate.output import write_profile
-from calibrate.samples import timing
-from calibrate.subject import load_subject
+from calibrate import add_node_type
+from calibrate.computing import compute
+from calibrate.computing.subject import load_subject
+from calibrate.links.network import NetworkMeasurement
+from calibrate.timing.samples import timing
+from calibrate.writing import node_type
+from calibrate.writing.node_type import links_differ, with_node_type
 from morph.cli.main import app
 from morph.contract.errors import ProfileError
-from morph.contract.profile import Contention, LinkProfile, NodeTypeProfile, Profile, SendTime, Timing, load_profile
+from morph.contract.profile import (
+    Contention,
+    LinkProfile,
+    NodeTypeProfile,
+    Profile,
+    SendTime,
+    Timing,
+    load_profile,
+    write_profile,
+)
 from simulator import synthetic_profile
 
 JOB = f"{Path(__file__).parents[2]}/configs/jobs/tiny_gpt.py:job"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from calibrate.peak import LiveBytes, peak_bytes
+from calibrate.computing.peak import LiveBytes, peak_bytes
 
 CPU = torch.device("cpu")
 KIB = 1024

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from calibrate.samples import NUM_QUANTILES, Sampling, is_stable, sum_of, timing
+from calibrate.timing.samples import NUM_QUANTILES, Sampling, is_stable, sum_of, timing
 from morph.contract.profile import Timing
 
 

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from calibrate.meter import deal, meter_of
-from calibrate.optimizer import measure_units
-from calibrate.samples import Sampling
-from calibrate.sections import SectionMeasurement
-from calibrate.subject import Subject, load_subject
+from calibrate.computing.meter import deal, meter_of
+from calibrate.computing.optimizer import measure_units
+from calibrate.computing.sections import SectionMeasurement
+from calibrate.computing.subject import Subject, load_subject
+from calibrate.timing.samples import Sampling
 from morph.cutting import CutModel
 from morph.job import LossScaling
+
+pytestmark = pytest.mark.slow
 
 FEW = Sampling(budget_s=9.0, most=3)
 JOB = f"{Path(__file__).parents[2]}/configs/jobs/tiny_gpt.py:job"

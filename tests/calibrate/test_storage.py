@@ -5,8 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrate import storage
-from calibrate.storage import check_upload_url, measure_checkpoint_speed, measure_host_copy, measure_upload_speed
+from calibrate.writing import storage
+from calibrate.writing.storage import (
+    check_upload_url,
+    measure_checkpoint_speed,
+    measure_host_copy,
+    measure_upload_speed,
+)
 from morph.contract.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.token import find_token
+from calibrate.helpers.token import find_token
 from morph.contract.errors import ConfigError
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from calibrate.two_clocks import Exchange, compare, on_one_clock
+from calibrate.timing.two_clocks import Exchange, compare, on_one_clock
 
 DAY_NS = 86_400 * 10**9
 

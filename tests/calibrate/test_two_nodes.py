@@ -10,11 +10,11 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from calibrate import peer_node, two_nodes
-from calibrate.network import NetworkSpec
-from calibrate.peer_node import PeerNode
-from calibrate.session import call
-from calibrate.two_nodes import Hello, OtherNode, PeerAddress, own_hello, parse_address
+from calibrate.helpers.session import call
+from calibrate.links import peer_node, two_nodes
+from calibrate.links.network import NetworkSpec
+from calibrate.links.peer_node import PeerNode
+from calibrate.links.two_nodes import Hello, OtherNode, PeerAddress, own_hello, parse_address
 from morph.contract.errors import ClusterError, ConfigError, MorphError, WaitTimeout
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,7 +73,7 @@ def test_links_and_rings_are_measured_with_another_node_after_strangers_were_tur
             assert other.between == f"{socket.gethostname()} (127.0.0.1) and {socket.gethostname()} (127.0.0.1)"
             found = other.measure(SPEC)
     assert lent.errors == []
-    assert lent.said[0].endswith("is no message of `morph calibrate-peer`")
+    assert "waiting for the caller to speak: a message claims" in lent.said[0]
     assert lent.said[1:] == [
         "127.0.0.1: the caller does not know the secret",
         "127.0.0.1 is here",
@@ -147,5 +147,5 @@ def test_addresses_are_host_and_port(text: str, address: tuple[str, int]) -> Non
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:port", "host:70000", "host:-1"])
 def test_other_addresses_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--peer: is no address .*; allowed: HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"--peer: is not an address .*; allowed: HOST:PORT"):
         parse_address(text, "--peer")

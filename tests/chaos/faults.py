@@ -99,7 +99,7 @@ def kill_manager(world: World, draw: random.Random) -> str:
 def kill_manager_and_owner(world: World, draw: random.Random) -> str:
     """And with the process that owns the VMs these; the same command again."""
     del draw
-    owners, manager = world.family.named("manager.engine.vm_host"), world.manager
+    owners, manager = world.family.named("manager.engine.on_ray.vm_host"), world.manager
     end_all([*owners, manager])
     if not world.kill_manager():
         return ""
@@ -116,7 +116,7 @@ def stop_manager(world: World, draw: random.Random) -> str:
 
 def stop_owner(world: World, draw: random.Random) -> str:
     """The process that owns the VMs."""
-    owner = _some(world, draw, "manager.engine.vm_host")
+    owner = _some(world, draw, "manager.engine.on_ray.vm_host")
     if owner is None:
         return ""
     with _stopped(owner):
@@ -157,7 +157,7 @@ def may_reset() -> bool:
 
 def kill_store(world: World, draw: random.Random) -> str:
     """The rendezvous store of the workers."""
-    store = _some(world, draw, "morph.runtime.store")
+    store = _some(world, draw, "morph.runtime.groups.store")
     return f"store {store.pid}" if store and send(store, signal.SIGKILL) else ""
 
 

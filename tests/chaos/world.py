@@ -17,7 +17,7 @@ from types import TracebackType
 
 import psutil
 
-from manager.engine.gone import wait_gone
+from manager.machine.gone import wait_gone
 from manager.report.reading import read_report
 from manager.report.values import RunReport
 from morph.checkpoint.manifest import complete_versions, read_manifest
@@ -29,7 +29,7 @@ from tests.system.commands import COMMAND, ROOT, environment_of_commands
 JOB = ROOT / "configs/jobs/tiny_gpt.py"
 NUM_VMS = 3
 POLICY = "{checkpoint_every_steps: 15, heartbeat_timeout_s: 4, takeover_patience_s: 120}"
-CLUSTER = f"vms: {{keep: {NUM_VMS}}}\npolicy: {POLICY}\n"
+CLUSTER = f"vms: {{keep: {NUM_VMS}, launcher: ray}}\npolicy: {POLICY}\n"
 END_S = 150.0
 DISK = "256m"
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
 
 import fsspec
 import pytest
 
-from tests.checkpoint.fake_blobs import BlobService, blob_service
+from tests.checkpoint.fake_blobs import CONTAINER, BlobService, blob_service
 from tests.checkpoint.fake_buckets import BucketService, bucket_service
 
 
@@ -33,3 +35,19 @@ def buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketService]:
         filesystem.clear_instance_cache()
         yield service
         filesystem.clear_instance_cache()
+
+
+@pytest.fixture(params=["path", "file", "memory", "blobs", "buckets"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A checkpoint directory that does not exist yet, on each kind of storage."""
+    if request.param == "buckets":
+        bucket: str = request.getfixturevalue("buckets").bucket
+        return f"s3://{bucket}/runs/checkpoints"
+    if request.param == "blobs":
+        request.getfixturevalue("blobs")
+    return {
+        "blobs": f"abfs://{CONTAINER}/runs/{uuid4().hex}/checkpoints",
+        "path": str(tmp_path / "checkpoints"),
+        "file": f"file://{tmp_path}/checkpoints",
+        "memory": f"memory://run-{uuid4().hex}/checkpoints",
+    }[request.param]

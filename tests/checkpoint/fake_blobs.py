@@ -57,7 +57,7 @@ def blob_service() -> Iterator[BlobService]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"service": service}))
     server.daemon_threads = True
     service.port = server.server_port
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield service
@@ -68,6 +68,7 @@ def blob_service() -> Iterator[BlobService]:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    disable_nagle_algorithm = True  # a header and its body are two packets, and the second would wait 40 ms
     service: BlobService
     protocol_version = "HTTP/1.1"
 

@@ -72,7 +72,7 @@ def bucket_service() -> Iterator[BucketService]:
     quiet = type("Quiet", (serving.WSGIRequestHandler,), {"log": lambda *_: None})
     server = serving.make_server("127.0.0.1", 0, answer, threaded=True, request_handler=quiet)
     service.port = server.port
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield service

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from uuid import uuid4
 
 import fsspec
 import pytest
@@ -28,22 +27,6 @@ def make_manifest(version: int = 3) -> Manifest:
         version=version,
         units=(UnitFile(unit="s0+s4", file="s0_s4.safetensors", size_bytes=1, sha256="0" * 64),),
     )
-
-
-@pytest.fixture(params=["path", "file", "memory", "blobs", "buckets"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A checkpoint directory that does not exist yet, on each kind of storage."""
-    if request.param == "buckets":
-        bucket: str = request.getfixturevalue("buckets").bucket
-        return f"s3://{bucket}/runs/checkpoints"
-    if request.param == "blobs":
-        request.getfixturevalue("blobs")
-    return {
-        "blobs": f"abfs://{CONTAINER}/runs/{uuid4().hex}/checkpoints",
-        "path": str(tmp_path / "checkpoints"),
-        "file": f"file://{tmp_path}/checkpoints",
-        "memory": f"memory://run-{uuid4().hex}/checkpoints",
-    }[request.param]
 
 
 def names_in(url: str) -> list[str]:

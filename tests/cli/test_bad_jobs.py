@@ -69,6 +69,7 @@ def test_a_job_file_that_cannot_be_imported_is_refused(given: Given, text: str, 
     assert problem in line
 
 
+@pytest.mark.slow
 def test_a_model_that_branches_on_its_data_is_refused_in_one_line_that_names_the_branch(given: Given) -> None:
     """In a process of its own: torch writes whole graphs to the real standard error, past what a test replaces."""
     number = next(index for index, line in enumerate(JOBS.splitlines(), 1) if "HERE" in line)

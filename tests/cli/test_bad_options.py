@@ -37,7 +37,7 @@ def test_a_wrong_option_is_refused_with_its_value(given: Given, option: str, val
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("vms: {gpus: 3}", "vms.gpus: unknown key (got 3); allowed: the keys kind, num_vms, memory_bytes, device"),
+        ("vms: {gpus: 3}", "vms.gpus: unknown key (got 3); allowed: the keys kind, launcher, num_vms, memory_bytes, d"),
         (
             "vms: {num_vms: two}",
             "vms.num_vms: Input should be a valid integer (got 'two'); allowed: an integer at least 1",

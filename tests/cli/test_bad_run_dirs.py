@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from manager.run_dir import RunDir, RunFacts
-from morph.checkpoint.manifest import write_manifest
+from morph.checkpoint.manifest import version_url, write_manifest
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import RunDirError
 from morph.contract.profile import Profile
@@ -59,7 +60,7 @@ def test_a_folder_with_other_files_is_no_run_directory(given: Given) -> None:
     given.run_dir.mkdir()
     (given.run_dir / "thesis.tex").write_text("years of work", encoding="utf-8")
     line = given.run_refused()
-    assert line == f"{given.run_dir}: is not empty and is no run directory; allowed: a new or empty directory"
+    assert line == f"{given.run_dir}: is not empty and is not a run directory; allowed: a new or empty directory"
 
 
 def test_a_run_directory_of_another_job_is_refused(given: Given) -> None:
@@ -87,6 +88,7 @@ def test_fewer_steps_than_a_resumed_run_has_already_are_refused(given: Given) ->
         entry = UnitFile(unit="s0", file="s0.safetensors", size_bytes=0, sha256="0" * 64)
         manifest = Manifest(fingerprint=given.profile.job.fingerprint, version=5, units=(entry,))
         write_manifest(opened.checkpoint_url, manifest)
+        (Path(version_url(opened.checkpoint_url, 5)) / entry.file).touch()
     for steps in (4, 5):
         line = given.run_refused("--steps", steps)
         assert line == f"{given.run_dir}: --steps: has reached that step already (got {steps}); allowed: above 5"

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from manager.providers import azure_ending
-from manager.providers.ssh import SshHost
+from manager.providers.azure import ending as azure_ending
+from manager.providers.azure import provider as azure_provider
+from manager.providers.hosts.ssh import SshHost
 from morph.cli.main import app
-from tests.providers.azure_world import SPEC, Credential, Line, azure_client, provider
+from tests.providers.azure_world import BOUNDS, SPEC, Credential, Line, azure_client, provider
 from tests.providers.fake_arm import FakeArm, Fault, served
 
 AZURE = Path(__file__).parents[2] / "configs/clouds/azure.yaml"
@@ -31,6 +32,7 @@ def cloud_file(arm: FakeArm, directory: Path, monkeypatch: pytest.MonkeyPatch, *
         return azure_client(subscription, credential=Credential(), base_url=arm.url, policies=[Line()])
 
     monkeypatch.setattr(azure_ending, "azure_client", client)
+    monkeypatch.setattr(azure_provider, "Bounds", lambda: BOUNDS)
     path = directory / "azure.yaml"
     path.write_text(spec.model_dump_json(), encoding="utf-8")  # JSON is YAML
     return path
@@ -138,7 +140,7 @@ def test_reconcile_ends_what_a_run_left_on_hosts(tmp_path: Path, monkeypatch: py
     def shell(host: SshHost, remote: str, secret: str = "") -> None:
         ended.append(host.address)
 
-    monkeypatch.setattr("manager.providers.static.run_ssh", shell)
+    monkeypatch.setattr("manager.providers.hosts.static.run_ssh", shell)
     leases = {"h1:22": ("tiny-1", "tiny-1-1-1-0"), "h2:22": ("other", "other-0"), "h3:22": ("tiny-1", "tiny-1-1-1-1")}
     kept = {
         key: {"run": run, "job": "tiny", "vm": {"name": name, "request": "r"}} for key, (run, name) in leases.items()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from morph.cli.cluster_file import load_cluster
+from morph.cli.reading.cluster_file import load_cluster
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.errors import ConfigError
 

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from morph.cli.errors import MorphGroup
+from morph.cli.reading.errors import MorphGroup
 from morph.contract.errors import ClusterError, InputError, PeerLost, PlanError, WaitTimeout
 
 

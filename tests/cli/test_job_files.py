@@ -50,11 +50,11 @@ def test_a_wrong_job_file_is_refused_with_its_dotted_field(given: Given, job: st
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (("--steps", "9"), "--steps: stands in the job file"),
-        (("--profile", "p.json"), "--profile: stands in the job file"),
-        (("--no-recompute",), "--recompute: stands in the job file"),
-        (("-P", "2"), "-P: stands in the job file"),
-        (("-D", "1"), "-D: stands in the job file"),
+        (("--steps", "9"), "--steps: is set in the job file"),
+        (("--profile", "p.json"), "--profile: is set in the job file"),
+        (("--no-recompute",), "--recompute: is set in the job file"),
+        (("-P", "2"), "-P: is set in the job file"),
+        (("-D", "1"), "-D: is set in the job file"),
     ],
 )
 def test_what_a_job_file_says_is_not_said_again(given: Given, options: tuple[str, ...], problem: str) -> None:
@@ -69,7 +69,7 @@ def test_a_run_without_a_job_file_needs_its_options(given: Given, missing: str) 
 
 
 def test_the_shipped_job_file_is_right_but_for_the_profile_that_the_user_makes() -> None:
-    from morph.cli.cluster_file import load_job_file
+    from morph.cli.reading.cluster_file import load_job_file
 
     shipped = Path(__file__).parents[2] / "configs/runs/tiny_gpt.yaml"
     file = load_job_file(shipped)

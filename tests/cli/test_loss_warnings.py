@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from morph.cli.checks import check_job
+from calibrate.computing import compute
+from calibrate.links.network import NetworkMeasurement
+from calibrate.timing.samples import timing
+from calibrate.writing import measure
+from manager.engine.run.job_code import collect
 from morph.cli.main import app
-from morph.contract.profile import load_profile
+from morph.cli.models import checks
+from morph.cli.models.checks import check_job
+from morph.contract.data_facts import JobFacts
+from morph.contract.errors import ProfileError
+from morph.contract.profile import LinkProfile, Profile, SendTime, load_profile
 from tests.cli.given import JOBS
 
 SUMMED = JOBS.replace("functional.mse_loss(model(", 'functional.mse_loss(reduction="sum", input=model(').replace(
     ', batch["y"])', ', target=batch["y"])'
 )
 WARNING = "warning: the loss is a sum over the samples, not their mean (2 samples together: "
+
+
+@pytest.fixture(autouse=True)
+def measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network, contention and disk are not measured by ``calibrate``: no other process."""
+    second = timing([1e-3])
+    link = SendTime(size_bytes=1, time=second)
+    network = NetworkMeasurement(LinkProfile(activation=(link,), gradient=(link,)), (), second)
+    monkeypatch.setattr(measure, "measure_network", lambda *_, **__: network)
+    monkeypatch.setattr(compute, "measure_contention", lambda *_, **__: ())
+    monkeypatch.setattr(measure, "measure_checkpoint_speed", lambda _: 1e9)
 
 
 def test_a_summed_loss_is_warned_of_by_each_command_that_looks_at_a_job(
@@ -32,3 +52,46 @@ def test_a_summed_loss_is_warned_of_by_each_command_that_looks_at_a_job(
     assert WARNING in found.stderr
     check_job(job, load_profile(profile))
     assert WARNING in capsys.readouterr().err
+
+
+def test_what_was_found_of_a_job_is_kept_until_its_code_its_data_or_its_profile_is_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path / "cache"))
+    path, profile_path = tmp_path / "code" / "jobs.py", tmp_path / "profile.json"
+    path.parent.mkdir()
+    path.write_text(SUMMED, encoding="utf-8")
+    job, looks = f"{path}:good", 0
+    assert (
+        CliRunner().invoke(app, ["calibrate", job, "-o", str(profile_path), "--samples", "5", "-m", "2"]).exit_code == 0
+    )
+    profile = load_profile(profile_path)
+    look_at = checks._look_at
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return look_at(*arguments)
+
+    monkeypatch.setattr(checks, "_look_at", counted)
+
+    def check(profile: Profile = profile) -> tuple[int, JobFacts]:
+        nonlocal looks
+        looks = 0
+        with collect(job).in_use():
+            facts = check_job(job, profile)
+        assert WARNING in capsys.readouterr().err
+        return looks, facts
+
+    first, again = check(), check()
+    assert (first[0], again[0]) == (1, 0)
+    assert first[1] == again[1]
+    (kept,) = (tmp_path / "cache" / "checks").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert check() == first
+    assert check()[0] == 0
+    assert check(profile.model_copy(update={"job": profile.job.model_copy(update={"name": "another"})}))[0] == 1
+    path.write_text(SUMMED + "\nMORE = 1\n", encoding="utf-8")
+    assert check()[0] == 1
+    with pytest.raises(ProfileError, match="another model"):
+        check(profile.model_copy(update={"job": profile.job.model_copy(update={"fingerprint": "0" * 64})}))

@@ -13,9 +13,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manager.providers.azure_spec import AzureSpec
-from manager.providers.static import Hosts
-from morph.cli.cluster_file import load_yaml
+from manager.providers.azure.spec import AzureSpec
+from manager.providers.hosts.static import Hosts
+from morph.cli.reading.cluster_file import load_yaml
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig
 from morph.contract.errors import ConfigError

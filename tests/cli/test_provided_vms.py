@@ -10,10 +10,12 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from morph.cli.cluster_file import load_job_file, load_yaml
-from morph.cli.job_run import resolve
+from manager.run.cloud import Cloud, check_storage
+from manager.run.prepared import PreparedRun
+from manager.run.request import RunRequest
 from morph.cli.main import app
-from morph.cli.provided import Cloud, check_storage
+from morph.cli.reading.cluster_file import load_job_file, load_yaml
+from morph.cli.runs.prepare import resolve
 from morph.contract.cluster import JOB_UID, AzureVms, Environment, StaticVms
 from morph.contract.errors import ConfigError
 from simulator import synthetic_profile
@@ -44,10 +46,10 @@ def described(tmp_path: Path) -> Described:
     return {"job": job, "vms": vms_of("static")}
 
 
-def resolved(directory: Path, described: Described) -> Any:
+def resolved(directory: Path, described: Described) -> PreparedRun:
     path = directory / "job.yaml"
     path.write_text(json.dumps(described), encoding="utf-8")  # JSON is YAML
-    return resolve(path, load_job_file(path))
+    return resolve(RunRequest(job=str(path), steps=1), path, load_job_file(path))
 
 
 def refused(directory: Path, described: Described) -> str:
@@ -75,15 +77,15 @@ def set_in(described: Described, dotted: str, value: object) -> None:
         ("vms.kind", "moon", "vms.kind: no such kind (got 'moon'); allowed: local or azure or static"),
         ("vms.keep", 0, "vms.keep"),
         ("vms.num_vms", 3, "vms.num_vms: unknown key"),
-        ("vms.address", "gpu1", "vms.address: is no IPv4 address (got 'gpu1')"),
-        ("vms.address", "0.0.0.0", "vms.address: is no address that a VM can reach"),
+        ("vms.address", "gpu1", "vms.address: is not an IPv4 address (got 'gpu1')"),
+        ("vms.address", "0.0.0.0", "vms.address: is not an address that a VM can reach"),
         ("vms.address", "10.250.250.250", "vms.address: cannot be listened on"),
         ("vms.notice_port", 65536, "vms.notice_port"),
         ("vms.first_port", 40000, "vms.first_port"),
         ("vms.lonely_s", 0, "vms.lonely_s"),
         ("vms.cloud", "nowhere.yaml", "nowhere.yaml: cannot be read"),
         ("vms.environment.python", "python3", "vms.environment.python"),
-        ("vms.environment.packages", ["-r x.txt"], "vms.environment.packages: an option of pip is no requirement"),
+        ("vms.environment.packages", ["-r x.txt"], "vms.environment.packages: is an option of pip, not a requirement"),
         ("vms.environment.setup", ["a\nb"], "vms.environment.setup"),
         ("vms.environment.files", ["../x.py"], "vms.environment.files: '../x.py' is not below"),
         ("vms.environment.files", ["/x.py"], "vms.environment.files: '/x.py' is not below"),
@@ -91,8 +93,8 @@ def set_in(described: Described, dotted: str, value: object) -> None:
         ("vms.environment.image", "a:b:c:d", "vms.environment: image: these hosts are not made from images"),
         ("vms.environment.pakages", [], "vms.environment.pakages: unknown key"),
         ("job.checkpoint_url", None, "job.checkpoint_url: is not given"),
-        ("job.checkpoint_url", "ckpt", "job.checkpoint_url: lies on this machine"),
-        ("job.checkpoint_url", "file:///tmp/ckpt", "job.checkpoint_url: lies on this machine"),
+        ("job.checkpoint_url", "ckpt", "job.checkpoint_url: is on this machine"),
+        ("job.checkpoint_url", "file:///tmp/ckpt", "job.checkpoint_url: is on this machine"),
         ("job.checkpoint_url", "nope://ckpt", "job.checkpoint_url: cannot be used"),
     ],
 )
@@ -116,7 +118,7 @@ def test_what_must_be_said_is_named_when_it_is_not(
 
 def test_the_loopback_is_refused_where_vms_are_elsewhere(tmp_path: Path, described: Described) -> None:
     described["vms"] = {**vms_of("azure"), "address": "127.0.0.1"}
-    assert "vms.address: is the loopback, which no VM on Azure reaches" in refused(tmp_path, described)
+    assert "vms.address: is a loopback address, which no VM on Azure can reach" in refused(tmp_path, described)
 
 
 def test_a_cloud_file_of_the_wrong_kind_is_named(tmp_path: Path, described: Described) -> None:
@@ -139,7 +141,7 @@ def test_shared_storage_allows_a_folder_and_the_run_directory(tmp_path: Path, de
     described["vms"]["shared_storage"] = True
     for given, url in [(None, None), ("ckpt", str(tmp_path / "ckpt")), ("memory://x", "memory://x")]:
         described["job"]["checkpoint_url"] = given
-        assert resolved(tmp_path, described).checkpoint_url == url
+        assert resolved(tmp_path, described).request.checkpoint_url == url
 
 
 def test_the_code_and_what_it_needs_is_gathered(tmp_path: Path, described: Described) -> None:
@@ -171,15 +173,15 @@ def test_the_example_for_azure_is_a_file_that_would_run(tmp_path: Path, monkeypa
     place.write_text(text, encoding="utf-8")
     profile = synthetic_profile(num_sections=6, batch_size=12, micro_batch_sizes=(1, 2))
     (tmp_path / "profile.json").write_text(profile.model_dump_json(), encoding="utf-8")
-    monkeypatch.setattr("morph.cli.provided.check_url", lambda *_: None)  # adlfs is no dependency of the tests
-    run = resolve(place, load_job_file(place))
+    monkeypatch.setattr("morph.cli.runs.prepare.check_url", lambda *_: None)  # adlfs is no dependency of the tests
+    run = resolve(RunRequest(job=str(place), steps=1), place, load_job_file(place))
     assert isinstance(run.cluster.vms, AzureVms)
     assert run.cloud is not None
     assert run.cloud.described.location == "westus2"
     assert run.cloud.described.image.split(":")[2] == "2404"  # whose Python is 3.12: with 2204 no VM would ever join
     assert run.cluster.vms.environment.setup[-1] == "/usr/bin/python3 -m venv /opt/morph"
     assert run.cluster.vms.environment.python == "/opt/morph/bin/python"
-    assert run.checkpoint_url == "abfs://checkpoints@ACCOUNT.dfs.core.windows.net/tiny-gpt"
+    assert run.request.checkpoint_url == "abfs://checkpoints@ACCOUNT.dfs.core.windows.net/tiny-gpt"
 
 
 def test_vms_that_have_nothing_to_show_to_the_storage_are_refused_before_any_is_asked_for() -> None:
@@ -200,7 +202,7 @@ def test_vms_that_have_nothing_to_show_to_the_storage_are_refused_before_any_is_
 
 
 def test_the_example_of_hosts_is_one() -> None:
-    from manager.providers.static import Hosts
+    from manager.providers.hosts.static import Hosts
 
     hosts = load_yaml(ROOT / "configs/clouds/hosts.yaml", Hosts)
     assert [host.shown for host in hosts.hosts] == [
@@ -216,8 +218,8 @@ def test_the_example_of_hosts_is_one() -> None:
 def test_a_price_is_the_cluster_files_or_else_the_providers(
     in_cluster: float | None, in_cloud: float | None, found: float | None
 ) -> None:
-    from manager.providers.ssh import SshHost
-    from manager.providers.static import Hosts
+    from manager.providers.hosts.ssh import SshHost
+    from manager.providers.hosts.static import Hosts
 
     vms = StaticVms.model_validate({**vms_of("static"), "usd_per_h": in_cluster})
     price = Cloud(vms, Path("hosts.yaml"), Hosts(hosts=(SshHost(address="h"),), usd_per_h=in_cloud)).price()

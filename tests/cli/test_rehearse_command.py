@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from manager.engine.namespaces import check_permitted
+from manager.engine.local_vms.namespaces import check_permitted
 from morph.cli.main import app
 from morph.contract.errors import ConfigError
 from simulator import synthetic_profile

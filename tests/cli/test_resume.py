@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from manager.run.request import FILE_NAME, RunRequest, keep_request, kept_request
 from manager.run_dir import RunDir, RunFacts
-from morph.cli.kept_command import FILE_NAME, RunCommand, keep_command, kept_command
 from morph.cli.main import app
 from morph.contract.errors import InputError, RunDirError
 
@@ -37,8 +37,8 @@ class Kept:
             "trace_speed": 2.0,
             "recompute": False,
         }
-        command = RunCommand.model_validate({**options, **fields})
-        keep_command(self.run_dir, command, tuple(Path(file.name) for file in self.files))
+        command = RunRequest.model_validate({**options, **fields})
+        keep_request(self.run_dir, command, tuple(Path(file.name) for file in self.files))
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def test_a_command_is_read_back_from_anywhere(kept: Kept, tmp_path_factory: pyte
     kept.keep()
     with pytest.MonkeyPatch.context() as elsewhere:
         elsewhere.chdir(tmp_path_factory.mktemp("elsewhere"))
-        command = kept_command(kept.run_dir)
-    assert command == RunCommand(
+        command = kept_request(kept.run_dir)
+    assert command == RunRequest(
         job=f"{folder}/job.py:job",
         profile=folder / "profile.json",
         cluster=folder / "cluster.yaml",
@@ -67,18 +67,18 @@ def test_a_command_is_read_back_from_anywhere(kept: Kept, tmp_path_factory: pyte
 
 def test_a_job_file_is_kept_as_one(kept: Kept) -> None:
     kept.keep(job="cluster.yaml", profile=None, cluster=None)
-    assert kept_command(kept.run_dir).job == str(kept.run_dir.parent / "cluster.yaml")
+    assert kept_request(kept.run_dir).job == str(kept.run_dir.parent / "cluster.yaml")
 
 
 def test_a_url_is_kept_as_it_is(kept: Kept) -> None:
     kept.keep(checkpoint_url="az://models/tiny")
-    assert kept_command(kept.run_dir).checkpoint_url == "az://models/tiny"
+    assert kept_request(kept.run_dir).checkpoint_url == "az://models/tiny"
 
 
 def test_the_last_command_counts(kept: Kept) -> None:
     kept.keep()
     kept.keep(steps=12)
-    assert kept_command(kept.run_dir).steps == 12
+    assert kept_request(kept.run_dir).steps == 12
     assert not list(kept.run_dir.glob("*.tmp"))
 
 
@@ -88,22 +88,22 @@ def test_a_file_that_was_changed_or_is_gone_is_named(kept: Kept, number: int) ->
     file = kept.files[number]
     file.write_text("another", encoding="utf-8")
     with pytest.raises(InputError, match=rf"{file.name}: was changed since the run was started; allowed: as it was"):
-        kept_command(kept.run_dir)
+        kept_request(kept.run_dir)
     file.unlink()
     with pytest.raises(InputError, match=rf"{file.name}: cannot be read any more: No such file"):
-        kept_command(kept.run_dir)
+        kept_request(kept.run_dir)
 
 
 def test_a_run_of_which_nothing_was_kept_is_gone_on_with_by_its_command(kept: Kept) -> None:
     with pytest.raises(RunDirError, match=r"command\.json.*allowed: the morph run command"):
-        kept_command(kept.run_dir)
+        kept_request(kept.run_dir)
 
 
 @pytest.mark.parametrize("text", ["{", '{"command": {"job": "a.py:b", "steps": 0}, "inputs": {}}'])
 def test_a_file_that_is_broken_is_refused(kept: Kept, text: str) -> None:
     (kept.run_dir / FILE_NAME).write_text(text, encoding="utf-8")
     with pytest.raises(RunDirError, match=r"command\.json"):
-        kept_command(kept.run_dir)
+        kept_request(kept.run_dir)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from manager.engine.session import RunSpec
+from manager.engine.run.job_code import collect
+from manager.engine.run.session import RunSpec
+from manager.run.code import RunCode
+from manager.run.managed import managed_run
+from manager.run.prepared import PreparedRun
+from manager.run.request import IfChanged, RunRequest, keep_request
 from manager.run_dir import RunDir, RunFacts, read_facts
-from morph.cli.kept_command import RunCommand, keep_command
-from morph.cli.managed_run import managed_run
-from morph.cli.run_code import IfChanged, RunCode
+from morph.cli.models.checks import check_job
+from morph.cli.views.run_view import run_view
 from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.errors import JobError, RunDirError
 from morph.contract.profile import load_profile
@@ -42,9 +46,7 @@ def facts(given: Given) -> RunFacts:
 
 
 def run_code(given: Given, if_changed: IfChanged = IfChanged.REFUSE) -> RunCode:
-    from manager.engine.job_code import collect
-
-    return RunCode(given.job, given.profile, collect(given.job), if_changed, unpack=False)
+    return RunCode(given.job, given.profile, collect(given.job), if_changed, check_job, unpack=False)
 
 
 @pytest.fixture
@@ -135,7 +137,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-import manager.engine.attachment as attachment
+import manager.engine.run.attachment as attachment
 from manager.run_dir import RunDir, read_facts
 from morph.cli.main import app
 from morph.contract.errors import RunDirError
@@ -164,7 +166,7 @@ print(json.dumps(told))
 
 def test_a_run_in_use_one_whose_vms_live_and_changed_code_are_told_before_torch_is_loaded(begun: Given) -> None:
     profile, cluster = begun.folder / "profile.json", begun.folder / "cluster.yaml"
-    keep_command(begun.run_dir, RunCommand(job=begun.job, profile=profile, cluster=cluster, steps=9), (profile,))
+    keep_request(begun.run_dir, RunRequest(job=begun.job, profile=profile, cluster=cluster, steps=9), (profile,))
     options = ["--profile", profile, "--cluster", cluster, "--run-dir", begun.run_dir]
     done = subprocess.run(
         [sys.executable, "-c", REFUSED, str(begun.folder), "run", begun.job, *map(str, options), "--steps", "9"],
@@ -178,7 +180,7 @@ def test_a_run_in_use_one_whose_vms_live_and_changed_code_are_told_before_torch_
     digest = read_facts(begun.run_dir).code_sha256
     parts = ["run: is in use by process ", f"lives, and was asked for {digest}", "jobs.py: was changed since the"]
     wanted = [part for part in parts for _ in ("run", "resume")]
-    for part, (code, has_torch, line) in zip([*wanted, "is not empty and is no run"], told, strict=True):
+    for part, (code, has_torch, line) in zip([*wanted, "is not empty and is not a run"], told, strict=True):
         assert (code, has_torch) == (2, False)
         assert part in line
         assert len(line.splitlines()) == 1
@@ -201,9 +203,10 @@ def test_a_run_that_goes_on_keeps_the_micro_batch_size_that_the_planner_chose(
         sessions.append(spec)
         raise Begun
 
-    monkeypatch.setattr("manager.engine.session.run_session", session)
+    monkeypatch.setattr("manager.engine.run.session.run_session", session)
     vms = ClusterConfig(vms=LocalVms(num_vms=2))
+    run = PreparedRun(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
     with pytest.raises(Begun):
-        managed_run(given.job, free, vms, None, steps=9, run_dir=given.run_dir, plain=True)
+        managed_run(run, check_job, lambda live: run_view(live, plain=True))
     (begun,) = sessions
     assert {begun.micro_batch_size, *(plan.micro_batch_size for plan in begun.config.plans.values())} == {m}

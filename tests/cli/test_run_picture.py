@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from manager.report.account import Account, Part
+from manager.report.picture import LABEL_WIDTH_PX, PLANNED, UNPLANNED, draw_run, label_rows, run_figure
 from manager.report.spent import NOTHING
 from manager.report.values import MorphRecord, RunReport, ShapeSpan, SourceSum, StepRecord, VmCount
-from morph.cli.run_picture import LABEL_WIDTH_PX, PLANNED, UNPLANNED, draw_run, label_rows, run_figure
 
 START_S = 1_700_000_000.0
 BATCH = 48

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from manager.controller.events import WorkerAnswered
+from manager.controller.state.events import WorkerAnswered
 from manager.journal.journal import FILE_NAME, Journal
 from manager.run_dir import RunFacts
 from morph.cli.main import app

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manager.controller.actions import RequestNodes
+from manager.controller.state.actions import RequestNodes
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import DecisionRecord, Fact
 from manager.report.reading import _Reader

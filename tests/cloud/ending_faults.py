@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from manager.providers.azure_ending import end_run
-from manager.providers.provider import ProviderError
+from manager.providers.azure.ending import end_run
+from manager.providers.interface.provider import ProviderError
 from tests.cloud.fault_world import World, world
 from tests.cloud.provider_faults import killed
 from tests.providers.azure_world import BOUNDS, SPEC, client_of

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from manager.engine.ports import Ports
+from manager.machine.ports import Ports
 from tests.cloud.hosts import Host
 from tests.cloud.life import Life
 from tests.cloud.virtual_azure import VirtualAzure
@@ -31,7 +31,7 @@ OF_MANAGER: set[Socket] = {
     ("python", "own", "store"),
     ("python", "all", "workers"),
     ("python", "own", "notices"),
-    ("python", "own", "lifelines"),
+    ("python", "own", "orders"),
     ("python", "loopback", "any"),
 }
 """Who listens on the manager's VM, on which addresses, at which of the ports of docs/azure.md. The last: the page."""
@@ -123,7 +123,7 @@ class Watch:
     def _kind(self, found: Listening) -> Socket:
         addresses = {"::": "all", "0.0.0.0": "all", "127.0.0.1": "loopback"}
         ports, node = self._ports, self._ports.of_node()
-        names = {ports.head: "head", ports.notices: "notices", ports.store: "store", ports.lifelines: "lifelines"}
+        names = {ports.head: "head", ports.notices: "notices", ports.store: "store", ports.workers: "orders"}
         names |= {port: name for name, port in node.items()}
         names |= dict.fromkeys(range(node["min_worker_port"], node["max_worker_port"] + 1), "workers")
         process = found.process.partition(".")[0]  # Ray's actors add what they do

@@ -1,4 +1,4 @@
-"""A manager without workers: the controller, the thread that asks a provider, Azure's SDK and the door for notices.
+"""A manager without workers: the controller, the thread that asks a provider, Azure's SDK and the notice server.
 
 Everything but the VMs is real: HTTP to the fake resource manager, sockets to the agents. A VM that is granted appears
 at once, and its worker is ready at once; the run waits for more VMs than there will be, so that nobody trains. Time
@@ -17,18 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from manager.controller.actions import ReleaseNodes, RequestNodes, StartWorker
-from manager.controller.config import ControllerConfig
 from manager.controller.decide import decide
-from manager.controller.events import Event, NodeAppeared, NodesGranted, Tick, WorkerAnswered, WorkerLost
-from manager.controller.nodes import NodeState
-from manager.controller.state import ControllerState, initial_state
-from manager.engine.inbox import Inbox
-from manager.engine.notice_door import NoticeDoor
-from manager.engine.provisioning import Provisioning
-from manager.engine.spending import Spending
+from manager.controller.state.actions import ReleaseNodes, RequestNodes, StartWorker
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import Event, NodeAppeared, NodesGranted, Tick, WorkerAnswered, WorkerLost
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import ControllerState, initial_state
+from manager.engine.joining.notice_server import NoticeServer
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.spending import Spending
 from manager.journal.records import Fact
-from manager.providers.reconcile import end_all
+from manager.providers.interface.provider import end_all
 from morph.contract.cluster import Limits, Policy
 from morph.contract.messages import WorkerReady
 from morph.contract.rules import RequestRules, Rules
@@ -107,17 +107,17 @@ class World:
         self.wake_at_s: float | None = None
         self.over = threading.Event()
         self.waited_s: list[float] = []  # at the end, where time passes by waiting alone
-        self.inbox = Inbox()
+        self.event_queue = EventQueue()
         self.azure = provider(self.arm, self.directory, **self.options)
         self.shell = Provisioning(
             self.azure,
-            self.inbox,
+            self.event_queue,
             Spending(self.limits, self.now_s),
             self.pause,
             look_every_s=self.look_every_s,
             end_all=partial(end_all, pause=self.waited_s.append, clock=lambda: sum(self.waited_s)),
         )
-        self.door = NoticeDoor(self.inbox, NODE_SECRET, port=self.port)
+        self.server = NoticeServer(self.event_queue, NODE_SECRET, port=self.port)
 
     def now_s(self) -> float:
         """The controller's clock."""
@@ -151,7 +151,7 @@ class World:
         until_s = time.monotonic() + BOUND_S
         while not holds():
             assert time.monotonic() < until_s, f"waited {BOUND_S:g} s for {what}: {self.told}"
-            stamped = self.inbox.get(0.01)
+            stamped = self.event_queue.get(0.01)
             if stamped is not None and isinstance(stamped.item, Fact):
                 self._hear(stamped.item)
             elif stamped is not None:
@@ -187,13 +187,13 @@ class World:
     def die(self) -> None:
         """The manager's process is gone: nothing is ended."""
         self.over.set()
-        self.door.close()
+        self.server.close()
 
     def end(self) -> None:
         """The run ends; what is told of it is heard."""
         self.die()
         self.shell.close()
-        while (stamped := self.inbox.get(0.0)) is not None:
+        while (stamped := self.event_queue.get(0.0)) is not None:
             if isinstance(stamped.item, Fact):
                 self._hear(stamped.item)
 

@@ -27,7 +27,7 @@ from typing import NoReturn
 
 import yaml
 
-from manager.engine.namespaces import enter
+from manager.engine.local_vms.namespaces import enter
 from tests.cloud.units import Unit, UnitError, read_unit
 
 NEW_MOUNTS, NEW_NAME, NEW_IPC, NEW_PROCESSES = 0x20000, 0x4000000, 0x8000000, 0x20000000

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from manager.engine.namespaces import HostNetwork, check_permitted
+from manager.engine.local_vms.namespaces import HostNetwork, check_permitted
 from morph.contract.errors import ConfigError
 from tests.cloud.guest import GuestSpec
 from tests.cloud.metadata import ADDRESS

@@ -185,7 +185,11 @@ class Life:
     def _kill(self, pid: int, death: Death) -> None:
         self.killed.append(self.azure.region.living())
         manager = psutil.Process(pid).children()[0]
-        heads = [process for process in self.azure.manager.processes() if "manager.engine.vm_host" in process.cmdline()]
+        heads = [
+            process
+            for process in self.azure.manager.processes()
+            if "manager.engine.on_ray.vm_host" in process.cmdline()
+        ]
         assert len(heads) == 1
         manager.kill()
         if death.with_head:

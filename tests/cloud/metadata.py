@@ -11,7 +11,7 @@ from socketserver import TCPServer
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
-from manager.engine.namespaces import enter
+from manager.engine.local_vms.namespaces import enter
 
 ADDRESS = "169.254.169.254"
 BOUND_S = 10.0
@@ -67,6 +67,8 @@ class MetadataService:
         service = self
 
         class Handler(BaseHTTPRequestHandler):
+            disable_nagle_algorithm = True  # a header and its body are two packets, and the second would wait 40 ms
+
             def do_GET(self) -> None:
                 service.serve(self)
 

@@ -1,4 +1,4 @@
-"""What can go wrong with notices: the real agent between a metadata service and the manager's door."""
+"""What can go wrong with notices: the real agent between a metadata service and the manager's notice server."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from email.utils import formatdate
 from pathlib import Path
 from time import time
 
-from manager.controller.nodes import NodeState
-from manager.controller.state import initial_state
-from manager.engine.notice_door import NoticeDoor
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import initial_state
+from manager.engine.joining.notice_server import NoticeServer
 from manager.notices.agent import Agent
 from manager.notices.azure import AzureNotices
 from tests.cloud.fault_world import BOUND_S, World, config, world
@@ -66,7 +66,7 @@ def watched(arm: FakeArm, directory: Path, **options: float) -> Iterator[tuple[W
 def agent(run: World, metadata: MetadataServer, node: str = VM, secret: str = NODE_SECRET) -> Iterator[None]:
     """The agent of a VM, as it runs there."""
     source = AzureNotices(metadata.url, first_timeout_s=0.5, timeout_s=0.5)
-    address = (run.door.host, run.door.port)
+    address = (run.server.host, run.server.port)
     it = Agent(address, node, secret, [source], lonely_s=600.0, end=lambda: None, every_s=0.05)
     thread = threading.Thread(target=it.run)
     thread.start()
@@ -181,11 +181,11 @@ def reconnected(arm: FakeArm, directory: Path) -> list[str]:
     with watched(arm, directory) as (run, metadata):
         metadata.script("GET", EVENTS, preempt())
         until_draining(run)
-        port = run.door.port
-        run.door.close()
-        run.door = NoticeDoor(run.inbox, NODE_SECRET, port=port)
+        port = run.server.port
+        run.server.close()
+        run.server = NoticeServer(run.event_queue, NODE_SECRET, port=port)
         run.until(lambda: run.has("is known already"), "the notice to be told again")
-        run.until(lambda: run.door.left(VM, "E-1"), "the agent")
+        run.until(lambda: run.server.left(VM, "E-1"), "the agent")
         run.until(lambda: any(asked.method == "POST" for asked in metadata.asked), "the acknowledgement")
         return [*run.told, "what is said to the agent then reaches it: acknowledged (StartRequests)"]
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from email.utils import formatdate
 from pathlib import Path
 
-from manager.controller.events import ManagerResumed
-from manager.controller.state import Phase, initial_state
-from manager.providers.azure_spec import AzureSize
+from manager.controller.state.events import ManagerResumed
+from manager.controller.state.state import Phase, initial_state
+from manager.providers.azure.spec import AzureSize
 from morph.contract.cluster import Limits
 from morph.contract.rules import RequestRules
 from tests.cloud.fault_world import KEEP, Dying, World, config, world

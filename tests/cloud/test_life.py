@@ -16,7 +16,7 @@ from tests.cloud.exposed import Watch
 from tests.cloud.hosts import Host, not_permitted
 from tests.cloud.life import JOB, Death, Life, Taking, digests
 from tests.cloud.virtual_azure import USD_PER_H, VirtualAzure
-from tests.system.commands import morph
+from tests.system.commands import calibrated_once, of_all_workers
 from tests.system.harness import uninterrupted
 
 pytestmark = [
@@ -29,9 +29,7 @@ KEEP, NOTICE_S, NUM_SECTIONS, FIRST_PORT, UID = 2, 30.0, 6, 20000, 50506
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("calibrated") / "profile.json"
-    morph("calibrate", f"{JOB}:job", "-o", path, "--samples", 5, "-m", 2)
-    return path
+    return calibrated_once(of_all_workers(tmp_path_factory) / "calibrated", f"{JOB}:job", "--samples", 5, "-m", 2)
 
 
 def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(profile: Path, tmp_path: Path) -> None:

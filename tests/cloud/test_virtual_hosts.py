@@ -25,16 +25,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from pydantic import SecretStr
 
-from manager.controller.events import WorkerLost
-from manager.engine.certificates import Tls, load_authority, make_certificates
-from manager.engine.enrolment_desk import EnrolmentDesk
-from manager.engine.inbox import Inbox
-from manager.engine.notice_door import NoticeDoor
-from manager.engine.own_wheel import make_wheel, requirements
+from manager.controller.state.events import WorkerLost
+from manager.engine.joining.certificates import Tls, load_authority, make_certificates
+from manager.engine.joining.enrolment_desk import EnrolmentDesk
+from manager.engine.joining.notice_server import NoticeServer
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.own_wheel import make_wheel, requirements
 from manager.enrolment.authority import check_certificate
 from manager.enrolment.files import Certificates
 from manager.journal.records import Fact
-from manager.providers.cloud_init import (
+from manager.providers.boot.cloud_init import (
     CODE_DIRECTORY,
     SECRET_PATH,
     TLS_DIRECTORY,
@@ -146,16 +146,16 @@ def test_nothing_outlives_the_process_that_made_it(tmp_path: Path) -> None:
 
 
 @contextmanager
-def managed(hosts: Hosts, start: NodeStart, *, tls: Path | None = None) -> Iterator[tuple[NodeStart, Inbox]]:
-    """A manager's door on the hub: how a VM starts that finds it there, and what it hears."""
-    inbox, secret = Inbox(), start.node_secret.get_secret_value()
-    desk = EnrolmentDesk(inbox, secret, load_authority(tls)) if tls else None
+def managed(hosts: Hosts, start: NodeStart, *, tls: Path | None = None) -> Iterator[tuple[NodeStart, EventQueue]]:
+    """A manager's notice server on the hub: how a VM starts that finds it there, and what it hears."""
+    event_queue, secret = EventQueue(), start.node_secret.get_secret_value()
+    desk = EnrolmentDesk(event_queue, secret, load_authority(tls)) if tls else None
     address = hosts.network.hub_address
-    door = in_namespace(hosts.network.hub, lambda: NoticeDoor(inbox, secret, address, desk=desk, wheel=WHEEL))
+    server = in_namespace(hosts.network.hub, lambda: NoticeServer(event_queue, secret, address, desk=desk, wheel=WHEEL))
     try:
-        yield start.model_copy(update={"manager_address": f"{address}:{door.port}"}), inbox
+        yield start.model_copy(update={"manager_address": f"{address}:{server.port}"}), event_queue
     finally:
-        door.close()
+        server.close()
 
 
 def agents_of(host: Host | None) -> list[psutil.Process]:
@@ -166,8 +166,8 @@ def agents_of(host: Host | None) -> list[psutil.Process]:
     return found
 
 
-def told_to(inbox: Inbox) -> list[object]:
-    return [stamped.item for _ in range(len(inbox)) if (stamped := inbox.get(0.0)) is not None]
+def told_to(event_queue: EventQueue) -> list[object]:
+    return [stamped.item for _ in range(len(event_queue)) if (stamped := event_queue.get(0.0)) is not None]
 
 
 def machine_of(name: str) -> dict[str, Any]:
@@ -219,10 +219,13 @@ def test_a_vm_runs_the_wheel_that_the_manager_gave_it_and_the_users_lines_came_f
 
 
 def test_a_vm_with_another_python_than_ray_takes_says_so_in_one_sentence(hosts: Hosts) -> None:
-    with managed(hosts, START.model_copy(update={"python_version": "3.12.99", "lonely_s": 60.0})) as (start, inbox):
+    with managed(hosts, START.model_copy(update={"python_version": "3.12.99", "lonely_s": 60.0})) as (
+        start,
+        event_queue,
+    ):
         host = booted(hosts, cloud_init(start, "vm-0", "azure", 2))
-        until(lambda: len(inbox) == 3, "the manager to hear of it")
-        fact, *lost = told_to(inbox)
+        until(lambda: len(event_queue) == 3, "the manager to hear of it")
+        fact, *lost = told_to(event_queue)
         assert isinstance(fact, Fact)
         assert (fact.name, fact.worker) == ("vm_unfit", "vm-0")
         assert f"is Python {platform.python_version()}, and Ray wants the manager's 3.12.99" in fact.detail
@@ -233,7 +236,10 @@ def test_a_vm_with_another_python_than_ray_takes_says_so_in_one_sentence(hosts: 
 def test_a_vm_has_its_key_certified_for_its_own_address_before_its_node_starts(hosts: Hosts, tmp_path: Path) -> None:
     made = make_certificates(tmp_path, Tls(enrols=True))
     pem = made.authority.read_text()
-    with managed(hosts, START.model_copy(update={"authority": pem, "lonely_s": 60.0}), tls=tmp_path) as (start, inbox):
+    with managed(hosts, START.model_copy(update={"authority": pem, "lonely_s": 60.0}), tls=tmp_path) as (
+        start,
+        event_queue,
+    ):
         host = booted(hosts, cloud_init(start, "vm-0", "azure").replace("ray.scripts.scripts", "json.tool"))
         found = Certificates.below(host.directory / TLS_DIRECTORY.lstrip("/"))
         until(lambda: "json.tool: error" in host.log("morph-node"), "what stands for the node")
@@ -243,7 +249,7 @@ def test_a_vm_has_its_key_certified_for_its_own_address_before_its_node_starts(h
     check_certificate(found.certificate.read_text(), pem.encode(), key, address)
     assert [found.key.stat().st_mode & 0o777, found.key.parent.stat().st_mode & 0o777] == [0o600, 0o700]
     assert found.key.read_text().splitlines()[1] not in "".join(map(host.log, ("host", "morph-node")))
-    assert Fact(name="node_enrolled", detail=f"vm-0 at {address}") in told_to(inbox)
+    assert Fact(name="node_enrolled", detail=f"vm-0 at {address}") in told_to(event_queue)
 
 
 PROBE = f"""
@@ -289,7 +295,7 @@ def test_the_job_is_not_root_and_has_neither_the_nodes_secret_nor_the_vm_s_ident
 ) -> None:
     azure, python = azure_and_image
     asked = START.model_copy(update={"python": python, "lonely_s": 60.0, "uid": JOB_UID, "metadata": metadata})
-    with managed(azure.hosts, asked) as (start, inbox):
+    with managed(azure.hosts, asked) as (start, event_queue):
         host = boot_as_user(azure, start, tmp_path)
         until(lambda: host.log("morph-node").endswith("}\n"), "what stands for the node")
         assert ast.literal_eval(host.log("morph-node")) == {
@@ -298,7 +304,7 @@ def test_the_job_is_not_root_and_has_neither_the_nodes_secret_nor_the_vm_s_ident
             "metadata": "yes" if metadata else "PermissionError",
         }
         until(lambda: azure.services["tiny-1-0"].num_asked, "the agent, which is root, to ask it")
-        assert told_to(inbox) == []
+        assert told_to(event_queue) == []
 
 
 def test_a_vm_whose_metadata_service_stays_open_to_the_job_is_unfit(
@@ -307,10 +313,10 @@ def test_a_vm_whose_metadata_service_stays_open_to_the_job_is_unfit(
     azure, python = azure_and_image
     first = ("ip rule add priority 1 lookup local",)  # so that the rule that forbids it comes too late
     asked = {"python": python, "lonely_s": 60.0, "uid": JOB_UID, "metadata": False, "setup": first}
-    with managed(azure.hosts, START.model_copy(update=asked)) as (start, inbox):
+    with managed(azure.hosts, START.model_copy(update=asked)) as (start, event_queue):
         host = boot_as_user(azure, start, tmp_path)
-        until(lambda: len(inbox), "the manager to hear of it")
-        fact = told_to(inbox)[0]
+        until(lambda: len(event_queue), "the manager to hear of it")
+        fact = told_to(event_queue)[0]
         assert isinstance(fact, Fact)
         assert (fact.name, fact.worker) == ("vm_unfit", "tiny-1-0")
         assert "cannot be closed to the job's code (vms.metadata: true leaves it open): it answers" in fact.detail

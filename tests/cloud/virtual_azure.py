@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from manager.engine.namespaces import enter
+from manager.engine.local_vms.namespaces import enter
 from tests.cloud.certificates import server_context
 from tests.cloud.hosts import Host, Hosts
 from tests.cloud.metadata import Facts, MetadataService

@@ -3,18 +3,19 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from morph.contract.messages import Lifeline, WorkerSetup
+from morph.contract.messages import WorkerSetup
 from morph.contract.proof import is_proven, new_secret, proof
+from morph.link.home import Home
 
 
 def test_a_proof_holds_for_its_parts_and_its_secret_alone() -> None:
     secret = new_secret()
-    given = proof(secret, "lifeline", "nonce", "vm0")
-    assert is_proven(given, secret, "lifeline", "nonce", "vm0")
-    assert not is_proven(given, new_secret(), "lifeline", "nonce", "vm0")
-    assert not is_proven(given, secret, "lifeline", "nonce", "vm1")
-    assert not is_proven(given, secret, "lifeline", "noncevm0")
-    assert not is_proven(given, secret, "lifeline", "nonc", "evm0")  # where one part ends is part of it
+    given = proof(secret, "worker", "nonce", "vm0")
+    assert is_proven(given, secret, "worker", "nonce", "vm0")
+    assert not is_proven(given, new_secret(), "worker", "nonce", "vm0")
+    assert not is_proven(given, secret, "worker", "nonce", "vm1")
+    assert not is_proven(given, secret, "worker", "noncevm0")
+    assert not is_proven(given, secret, "worker", "nonc", "evm0")  # where one part ends is part of it
 
 
 @pytest.mark.parametrize("given", ["", "é", "\ud800", "x" * 10_000])
@@ -23,7 +24,7 @@ def test_anything_else_is_no_proof_and_no_error(given: str) -> None:
 
 
 def test_what_workers_are_set_up_with_shows_no_secret_not_even_where_it_is_wrong() -> None:
-    lifeline = {"host": "127.0.0.1", "port": 7, "secret": "s3cret-of-the-lifelines"}
+    home = {"worker": "vm0", "host": "127.0.0.1", "port": 7, "secret": "s3cret-of-the-worker"}
     given = {
         "worker": "vm0",
         "job_path": "job.py:job",
@@ -35,13 +36,13 @@ def test_what_workers_are_set_up_with_shows_no_secret_not_even_where_it_is_wrong
         "store_port": 1,
         "listen_host": "127.0.0.1",
         "secret": "s3cret-of-the-run",
-        "lifeline": lifeline,
     }
+    assert "s3cret" not in repr(Home.model_validate(home))
     assert "s3cret" not in repr(WorkerSetup.model_validate(given))
-    for wrong in ({**given, "job_path": None}, {**given, "lifeline": {**lifeline, "port": 0}}, [given]):
+    for wrong in ({**given, "job_path": None}, {**given, "store_port": 0}, [given]):
         with pytest.raises(ValidationError) as caught:
             WorkerSetup.model_validate(wrong)
         assert "s3cret" not in str(caught.value)
     with pytest.raises(ValidationError) as caught:
-        Lifeline.model_validate({**lifeline, "extra": 1, "secret": ["s3cret"]})
+        Home.model_validate({**home, "extra": 1, "secret": ["s3cret"]})
     assert "s3cret" not in str(caught.value)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from morph.cutting import CutModel, Section
-from morph.cutting.construct import training_mode
+from morph.cutting.making.construct import training_mode
 from morph.job import Job
 
 Result = tuple[Tensor, dict[str, Tensor]]

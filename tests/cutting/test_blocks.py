@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from morph.cutting import Section, cut, export_job
-from morph.cutting.report import report_cuts
+from morph.cutting.cuts.report import report_cuts
 
 WIDTH = 16
 

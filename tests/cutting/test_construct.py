@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from morph.cutting.construct import BuiltModel, LazyTensors, build_model
+from morph.cutting.making.construct import BuiltModel, LazyTensors, build_model
 
 MIB = 1 << 20
 
@@ -133,18 +136,59 @@ def test_weights_depend_on_the_seed_and_differ_from_each_other() -> None:
     assert not torch.equal(layers["0.weight"], layers["1.weight"])
 
 
-def test_two_processes_make_equal_weights() -> None:
-    script = (
-        "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from test_construct import *\n"
-        "made = tensors(build_model(Assorted, 5)).all_at_once()\n"
-        "print(hashlib.sha256(b''.join(t.float().numpy().tobytes() for t in made.values())).hexdigest())"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", script, str(Path(__file__).parent)]
-    other = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.split()[-1]
-    import hashlib
+SCRIPT = """
+import hashlib, json, resource, sys
+from dataclasses import replace
+from functools import partial
+from math import prod
 
-    made = tensors(build_model(Assorted, 5)).all_at_once()
-    assert hashlib.sha256(b"".join(t.float().numpy().tobytes() for t in made.values())).hexdigest() == other
+from torch import nn
+
+from morph.cutting import cut, export_job
+from morph.cutting.making.construct import build_model
+from morph.job import load_job
+
+
+def peak_kib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+build_model(lambda: nn.Linear(8, 8), 0)
+before = peak_kib()
+build_model(lambda: nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(8))), 0)
+recording_kib = peak_kib() - before
+job = load_job(sys.argv[2])
+big = sys.modules[type(job.dataset()).__module__]
+model = cut(export_job(replace(job, model=partial(big.model, 6, 6144, 48))), num_sections=6, micro_batch_size=1)
+said = {
+    "recording_kib": recording_kib,
+    "num_parameters": sum(prod(shape) for shape, _ in model.parameter_specs.values()),
+    "peak_kib": peak_kib(),
+}
+sys.path.insert(0, sys.argv[1])
+from test_construct import Assorted, digest
+print(json.dumps({**said, "digest": digest(Assorted)}))
+"""
+
+
+def digest(model: type[nn.Module]) -> str:
+    made = tensors(build_model(model, 5)).all_at_once()
+    return hashlib.sha256(b"".join(tensor.float().numpy().tobytes() for tensor in made.values())).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def other_process() -> dict[str, Any]:
+    """What a process says that does nothing else: its memory, and the weights it makes."""
+    job = f"{Path(__file__).parents[2]}/configs/jobs/gpt2_big.py:gpt2_2_5b"
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(Path(__file__).parent), job]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_two_processes_make_equal_weights(other_process: dict[str, Any]) -> None:
+    assert digest(Assorted) == other_process["digest"]
 
 
 def test_one_weight_takes_the_memory_of_one_weight() -> None:
@@ -155,33 +199,15 @@ def test_one_weight_takes_the_memory_of_one_weight() -> None:
     assert counted.total() < 1.1 * 4 * MIB
 
 
-def test_recording_takes_no_memory_for_weights() -> None:
-    script = (
-        "import resource, torch; from torch import nn; from morph.cutting.construct import build_model\n"
-        "build_model(lambda: nn.Linear(8, 8), 0)\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "build_model(lambda: nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(8))), 0)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100)
-    assert int(run.stdout) < 50 * 1024  # KiB; the weights would take 8 GiB
+@pytest.mark.slow
+def test_recording_takes_no_memory_for_weights(other_process: dict[str, Any]) -> None:
+    assert other_process["recording_kib"] < 50 * 1024  # the weights would take 8 GiB
 
 
-def test_a_model_of_gigabytes_is_cut_without_memory_for_it() -> None:
-    script = (
-        "import resource, sys; from functools import partial; from dataclasses import replace\n"
-        "from morph.cutting import cut, export_job; from morph.job import load_job\n"
-        "job = load_job(sys.argv[1]); big = sys.modules[type(job.dataset()).__module__]\n"
-        "job = replace(job, model=partial(big.model, 6, 6144, 48))\n"
-        "model = cut(export_job(job), num_sections=6, micro_batch_size=1)\n"
-        "from math import prod; count = sum(prod(shape) for shape, _ in model.parameter_specs.values())\n"
-        "print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-    job = f"{Path(__file__).parents[2]}/configs/jobs/gpt2_big.py:gpt2_2_5b"
-    run = subprocess.run([sys.executable, "-c", script, job], capture_output=True, text=True, check=True, timeout=280)
-    num_parameters, peak_kib = map(int, run.stdout.split())
-    assert num_parameters > 3_000_000_000
-    assert peak_kib < 1 << 20  # the weights would take 12 GiB
+@pytest.mark.slow
+def test_a_model_of_gigabytes_is_cut_without_memory_for_it(other_process: dict[str, Any]) -> None:
+    assert other_process["num_parameters"] > 3_000_000_000
+    assert other_process["peak_kib"] < 1 << 20  # the weights would take 12 GiB
 
 
 @pytest.mark.parametrize("model", [UsesNumpy, PicksByValue])

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from morph.cli.cut_picture import size_text
-from morph.cli.cut_words import kind_name
 from morph.cli.main import app
 from morph.cutting import cut, export_job
-from morph.cutting.report import CutReport, report_cuts
+from morph.cutting.cuts.report import CutReport, report_cuts
 from morph.job import load_job
+from morph.words import kind_name, size_text
 from tests.cutting.zoo import ZOO
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +82,7 @@ def test_the_tables_say_where_and_what(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "3 sections, 39,712 parameters" in result.stdout
     assert "tied weights: s0+s2 (tokens.weight)" in result.stdout
-    assert "each worker makes those of its own sections alone" in result.stdout
+    assert "each worker creates only those of its own sections" in result.stdout
     assert (tmp_path / "cuts.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -18,6 +18,8 @@ from morph.job import Job, load_job
 from tests.cutting.zoo import gpt2
 from tests.models.language import DECODER, LENGTH, causal_loss, made
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TINY_GPT = f"{ROOT}/configs/jobs/tiny_gpt.py:job"
 llama = made("LlamaForCausalLM", **{**DECODER, "num_hidden_layers": 4})
@@ -63,7 +65,7 @@ Case = tuple[Job, ExportedJob, list[dict[str, Tensor]]]
 def cases(tools: Any) -> dict[str, Case]:
     jobs = {
         "gpt2": (tools.make_job(gpt2(4), causal_loss, token_items(50)), token_items(50)),
-        "gpt2 with dropout": (tools.make_job(gpt2(4, dropout=0.1), causal_loss, token_items(50)), token_items(50)),
+        "gpt2 with dropout": (tools.make_job(gpt2(2, dropout=0.1), causal_loss, token_items(50)), token_items(50)),
         "llama": (tools.make_job(llama, causal_loss, token_items(50)), token_items(50)),
         "mlp": (tools.make_job(ResidualMLP, mlp_loss, mlp_items()), mlp_items()),
     }
@@ -188,17 +190,22 @@ def test_exporting_leaves_the_random_state_alone(cases: dict[str, Case]) -> None
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_equal_blocks_have_equal_signatures() -> None:
-    exported = export_job(load_job(TINY_GPT))
-    signatures = [section.signature for section in cut(exported, num_sections=6, micro_batch_size=2).sections]
+@pytest.fixture(scope="module")
+def tiny_gpt() -> ExportedJob:
+    return export_job(load_job(TINY_GPT))
+
+
+def test_equal_blocks_have_equal_signatures(tiny_gpt: ExportedJob) -> None:
+    signatures = [section.signature for section in cut(tiny_gpt, num_sections=6, micro_batch_size=2).sections]
     assert signatures[1] == signatures[3]
     assert signatures[2] == signatures[4]
     assert len(set(signatures)) == 4
 
 
-def test_the_fingerprint_depends_on_model_and_cuts_but_not_on_m_or_process(cases: dict[str, Case]) -> None:
-    exported = export_job(load_job(TINY_GPT))
-    prints = {cut(exported, num_sections=4, micro_batch_size=m).fingerprint for m in (1, 2, 6)}
+def test_the_fingerprint_depends_on_model_and_cuts_but_not_on_m_or_process(
+    cases: dict[str, Case], tiny_gpt: ExportedJob
+) -> None:
+    prints = {cut(tiny_gpt, num_sections=4, micro_batch_size=m).fingerprint for m in (1, 2, 6)}
     script = (
         "import sys; from morph.job import load_job; from morph.cutting import cut, export_job\n"
         "print(cut(export_job(load_job(sys.argv[1])), num_sections=4, micro_batch_size=3).fingerprint)"
@@ -206,7 +213,7 @@ def test_the_fingerprint_depends_on_model_and_cuts_but_not_on_m_or_process(cases
     command = [sys.executable, "-c", script, TINY_GPT]
     prints.add(subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.strip())
     assert len(prints) == 1
-    prints.add(cut(exported, num_sections=5, micro_batch_size=2).fingerprint)
+    prints.add(cut(tiny_gpt, num_sections=5, micro_batch_size=2).fingerprint)
     prints.add(cut(cases["gpt2"][1], num_sections=4, micro_batch_size=2).fingerprint)
     prints.add(cut(cases["llama"][1], num_sections=4, micro_batch_size=2).fingerprint)
     assert len(prints) == 4

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import cut, export_job
-from morph.cutting.functional import _in_place_nodes
+from morph.cutting.exporting.functional import _in_place_nodes
 
 ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(index))} for index in range(8)]
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import cut, export_job
-from morph.cutting.cut_point import CutPoint
+from morph.cutting.sections.cut_point import CutPoint
 
 ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(index))} for index in range(8)]
 

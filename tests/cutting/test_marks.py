@@ -12,8 +12,8 @@ from torch.nn import functional
 import morph
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import CutModel, cut, export_job
-from morph.cutting.exported import GraphJob, MarkedJob
-from morph.cutting.report import report_cuts
+from morph.cutting.cuts.report import report_cuts
+from morph.cutting.exporting.exported import GraphJob, MarkedJob
 from tests.cutting.zoo import ZOO
 
 ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(i)), "keep": torch.ones(6)} for i in range(8)]
@@ -402,3 +402,22 @@ def test_a_branch_that_the_first_samples_do_not_take_is_refused_when_it_is_taken
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     assert found.startswith(f"{__file__}:")
     assert lines[int(found.rpartition(":")[2]) - 1].endswith(place)
+
+
+PLAIN_CALL = nn.Module.__call__
+STRANGER = nn.Linear(6, 6)
+
+
+class Watching(Marked):
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        assert nn.Module.__call__ is PLAIN_CALL
+        assert STRANGER._compiled_call_impl is None
+        return super().forward(x, keep)
+
+
+def test_a_marked_run_changes_no_module_but_its_own(tools: Any) -> None:
+    """Another thread may train another model in this process meanwhile."""
+    exported = export_job(tools.make_job(Watching, marked_loss, ITEMS))
+    assert isinstance(exported, MarkedJob)
+    model = cut(exported, num_sections=None, micro_batch_size=3)
+    check_against_whole(tools, tools.make_job(Watching, marked_loss, ITEMS), exported, model, ITEMS)

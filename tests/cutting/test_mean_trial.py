@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from morph.contract.errors import JobError
-from morph.cutting.mean_trial import loss_warnings
+from morph.cutting.trials.mean_trial import loss_warnings
 from tests.cutting.zoo import ZOO, padded_texts
 
 ITEMS = [

@@ -14,6 +14,8 @@ from morph.job import Job
 from morph.tracing.agreement import QUICK_FLOPS, Limits, compare_with_plain
 from tests.cutting.zoo import ZOO, causal_loss, phimoe, texts
 
+pytestmark = pytest.mark.slow
+
 OTHER_ATTENTION_WHEN_TRACED = {"llama", "qwen2 tied", "qwen3", "mixtral"}
 """Traced, transformers gives these repeated keys and a mask where a plain call says ``enable_gqa`` and ``is_causal``.
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from morph.cutting.positions import Position, choose_positions, default_num_sections
+from morph.cutting.sections.positions import Position, choose_positions, default_num_sections
 
 
 def places(*crossing_bytes: int) -> list[Position]:

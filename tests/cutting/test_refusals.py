@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import morph
 from morph.contract.errors import ExportError, InputError, JobError
 from morph.cutting import cut, export_job
-from morph.cutting.report import report_cuts
+from morph.cutting.cuts.report import report_cuts
 
 ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(index))} for index in range(8)]
 HERE = Path(__file__)
@@ -184,7 +184,7 @@ class Words(nn.Module):
 def test_gradients_of_a_sparse_embedding_come_out_dense(
     tools: Any, decides: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from morph.runtime.section_run import run_section, section_backward
+    from morph.runtime.step.section_run import run_section, section_backward
 
     items = [{"x": torch.tensor([index, (index + 1) % 8])} for index in range(8)]
     job = tools.make_job(lambda: Words(decides), mean_loss, items)
@@ -205,7 +205,7 @@ def test_gradients_of_a_sparse_embedding_come_out_dense(
 
 
 def test_what_only_real_numbers_show_is_told_with_its_line_before_training(tools: Any) -> None:
-    from morph.cutting.mean_trial import loss_warnings
+    from morph.cutting.trials.mean_trial import loss_warnings
     from morph.tracing import check_dependencies
 
     items = [{"x": item["x"].double()} for item in ITEMS]
@@ -240,7 +240,7 @@ def test_an_optimizer_or_a_schedule_that_fails_is_told_with_its_line(
 ) -> None:
     from dataclasses import replace
 
-    from morph.runtime.job_checks import check_training
+    from morph.runtime.workloads.job_checks import check_training
 
     job = replace(tools.make_job(lambda: nn.Linear(6, 6), mean_loss, ITEMS), **fields)
     with pytest.raises(JobError, match=problem) as caught:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import morph
 from morph.contract.errors import JobError
 from morph.cutting import cut, export_job
-from morph.cutting.repeatable import Forward as RepeatedForward
-from morph.cutting.repeatable import _Watch
+from morph.cutting.trials.repeatable import Forward as RepeatedForward
+from morph.cutting.trials.repeatable import _Watch
 
 ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(index))} for index in range(8)]
 HERE = Path(__file__)
@@ -141,7 +141,7 @@ def test_what_lives_beside_weights_and_batch_is_refused_with_its_line(
     lines = HERE.read_text(encoding="utf-8").splitlines()
     number = next(n for n, line in enumerate(lines, 1) if line.endswith(f"  # {between.__name__.replace('_', ' ')}"))
     assert caught.value.source == f"{HERE}:{number}"
-    assert f"the forward {what}: what is traced keeps one value for ever" in caught.value.message
+    assert f"the forward {what}: a trace keeps one value forever" in caught.value.message
     assert caught.value.allowed
 
 

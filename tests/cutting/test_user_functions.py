@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from morph.contract.errors import ExportError
 from morph.cutting import cut, export_job
-from morph.cutting.analysis import analyse
-from morph.cutting.exported import GraphJob
-from morph.cutting.user_functions import UserFunction
+from morph.cutting.cuts.analysis import analyse
+from morph.cutting.exporting.exported import GraphJob
+from morph.cutting.exporting.user_functions import UserFunction
 from morph.tracing import check_dependencies
 
 ITEMS = [

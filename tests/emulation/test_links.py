@@ -7,11 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from morph.runtime.emulation.alarm import Alarm
-from morph.runtime.emulation.clock import DeviceClock
+from morph.runtime.emulation.clock import Alarm, DeviceClock
 from morph.runtime.emulation.links import IncomingLink, IncomingState, OutgoingLink
 from morph.runtime.emulation.message import Head, border, due_s, read_head, stamp, write_head
-from morph.runtime.interrupt import Interrupt
+from morph.runtime.groups.interrupt import Interrupt
 from tests.emulation.fakes import FakeChannel, FakeTime
 
 

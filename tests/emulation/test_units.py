@@ -7,10 +7,10 @@ import torch
 
 from manager.rehearsal.device import EmulationOptions, emulated_device
 from morph.contract.emulation import EmulatedDevice, EmulatedUnit
-from morph.runtime.accumulators import Reduced
 from morph.runtime.emulation.clock import DeviceClock
 from morph.runtime.emulation.reduction import all_reduce_s
 from morph.runtime.emulation.unit import gradient_patterns, make_unit
+from morph.runtime.state.accumulators import Reduced
 from simulator import synthetic_profile
 from tests.emulation.fakes import FakeTime
 

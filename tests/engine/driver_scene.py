@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from manager.controller.config import ControllerConfig
-from manager.controller.events import (
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import (
     NodeAppeared,
     Tick,
     UnitsWritten,
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.state import initial_state
-from manager.engine.driver import Driver, Observed
-from manager.engine.inbox import Inbox
-from manager.engine.provisioning import Provisioning
-from manager.engine.spending import Spending
-from manager.engine.vm_fleet import VmFleet
+from manager.controller.state.state import initial_state
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Driver, Observed
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.spending import Spending
 from manager.journal.journal import Journal
 from manager.journal.records import DecisionRecord
 from manager.providers.local import LocalProvider
@@ -45,8 +45,8 @@ PROFILE = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
 class FakePool:
     """Workers that answer at once. ``lose`` maps (worker, step) to a death in that step."""
 
-    def __init__(self, inbox: Inbox, journal: Journal) -> None:
-        self.inbox = inbox
+    def __init__(self, event_queue: EventQueue, journal: Journal) -> None:
+        self.event_queue = event_queue
         self.journal = journal
         self.calls: list[str] = []
         self.lose: set[tuple[str, int]] = set()
@@ -80,7 +80,7 @@ class FakePool:
             self.held = None
             self.late.append(WorkerAnswered(worker=worker, answer=answer))
         elif worker not in self.gone:
-            self.inbox.put(WorkerAnswered(worker=worker, answer=answer))
+            self.event_queue.put(WorkerAnswered(worker=worker, answer=answer))
 
     def start(self, worker: str, vm: str) -> None:
         assert worker == vm
@@ -97,7 +97,7 @@ class FakePool:
         self.written_down("send_step", worker)
         if (worker, order.step) in self.lose:
             self.gone.add(worker)
-            self.inbox.put(WorkerLost(worker=worker, cause="killed"))
+            self.event_queue.put(WorkerLost(worker=worker, cause="killed"))
             return
         if (worker, order.step) in self.fail:
             error = f"step {order.step}: the gradient of w is NaN or infinite"
@@ -120,7 +120,7 @@ class FakePool:
             for unit in units
         )
         if written and worker not in self.gone:
-            self.inbox.put(UnitsWritten(worker=worker, written=written))
+            self.event_queue.put(UnitsWritten(worker=worker, written=written))
 
     def probe(self, worker: str, order: ProbeOrder) -> None:
         self.probes.append((worker, order))
@@ -161,7 +161,7 @@ class Run:
     def __init__(
         self, directory: Path, num_steps: int, num_nodes: int, limits: Limits | None = None, fewest: int = 1
     ) -> None:
-        self.inbox = Inbox()
+        self.event_queue = EventQueue()
         self.journal = Journal.open(directory / "journal.sqlite")
         self.url = str(directory / "checkpoints")
         self.config = ControllerConfig(
@@ -174,19 +174,19 @@ class Run:
             expected_nodes=num_nodes,
             target_nodes=num_nodes if limits is not None else 0,
         )
-        self.pool = FakePool(self.inbox, self.journal)
+        self.pool = FakePool(self.event_queue, self.journal)
         self.observed: list[Observed] = []
         self.react: Callable[[Observed], None] = lambda _observed: None
         self.host = FakeHost()
-        self.fleet = VmFleet(self.host, self.inbox)
+        self.fleet = VmFleet(self.host, self.event_queue)
         asked_for = limits is not None
         self.provisioning = Provisioning(
-            LocalProvider(self.fleet, max_vms=8, usd_per_h=0.5), self.inbox, Spending(limits or Limits())
+            LocalProvider(self.fleet, max_vms=8, usd_per_h=0.5), self.event_queue, Spending(limits or Limits())
         )
         self.let_go: list[tuple[str, str]] = []
         self.driver = Driver(
             initial_state(self.config),
-            self.inbox,
+            self.event_queue,
             self.pool,
             self.journal,
             self.url,
@@ -196,6 +196,6 @@ class Run:
         )
         self.journal.append_config(0.0, self.config)
         if asked_for:
-            self.inbox.put(Tick())
+            self.event_queue.put(Tick())
         for index in range(0 if asked_for else num_nodes):
-            self.inbox.put(NodeAppeared(node=f"vm{index}"))
+            self.event_queue.put(NodeAppeared(node=f"vm{index}"))

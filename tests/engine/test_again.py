@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from manager.controller.actions import Finish
-from manager.engine import again as module
-from manager.engine.again import Again, until_it_ends
-from manager.engine.driver import Observed
+from manager.controller.state.actions import Finish
+from manager.engine.loop.driver import Observed
+from manager.engine.run import again as module
+from manager.engine.run.again import Again, until_it_ends
 from morph.contract.errors import ClusterError, ClusterLost
 
 FINISHED = Finish(outcome="finished", sentence="done")
@@ -28,8 +28,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waited
 
 
-def at_version(version: int, stop_reason: str | None = None) -> Observed:
-    state = SimpleNamespace(version=version, stop_reason=stop_reason)
+def at_version(version: int, stop_reason: str | None = None, *, failed: bool = False) -> Observed:
+    failing = SimpleNamespace(final=True) if failed else None
+    state = SimpleNamespace(version=version, stop_reason=stop_reason, failing=failing)
     return cast(Observed, SimpleNamespace(decision=SimpleNamespace(state=state)))
 
 
@@ -95,6 +96,23 @@ def test_a_run_that_was_to_stop_is_not_begun_again(pauses: list[float]) -> None:
     with pytest.raises(ClusterLost, match="the head node is gone"):
         until_it_ends(sessions(GONE, begin=lambda _: again(at_version(5, "SIGINT"))), again, lambda _: None)
     assert pauses == []
+
+
+@pytest.mark.parametrize("asked", [None, "SIGINT"])
+def test_an_error_that_ends_a_session_is_no_stop_of_the_users(pauses: list[float], asked: str | None) -> None:
+    again = Again(3600)
+
+    def begin(_number: int) -> None:
+        again(at_version(5, asked))
+        again(at_version(5, "vm0 failed at step 5", failed=True))
+
+    played = sessions(ClusterLost("vm0 failed at step 5"), FINISHED, begin=begin)
+    if asked is None:
+        assert until_it_ends(played, again, lambda _: None) == FINISHED
+    else:
+        with pytest.raises(ClusterLost):
+            until_it_ends(played, again, lambda _: None)
+    assert pauses == ([0.0] if asked is None else [])
 
 
 def test_at_the_limit_the_run_ends_and_says_whose_limit_it_is(pauses: list[float]) -> None:

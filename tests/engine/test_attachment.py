@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.config import ControllerConfig
 from manager.controller.decide import decide
-from manager.controller.events import NodeAppeared
-from manager.controller.state import initial_state
-from manager.engine.attachment import FILE_NAME, Attachment, NothingLives, find_living, write_attachment
-from manager.engine.door import hear, tell
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import NodeAppeared
+from manager.controller.state.state import initial_state
+from manager.engine.local_vms.control_socket import hear, tell
+from manager.engine.run.attachment import FILE_NAME, Attachment, NothingLives, find_living, write_attachment
 from manager.journal.journal import Journal
 from manager.run_dir import RunDir, RunFacts
 from morph.contract.errors import RunDirError
@@ -31,10 +31,10 @@ class Host:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700)
-        self.door = directory / "door"
+        self.control_socket = directory / "control_socket"
         self.ended: list[bool] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(self.door))
+        self._listener.bind(str(self.control_socket))
         self._listener.listen(1)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -54,7 +54,7 @@ class Host:
     def close(self) -> None:
         if self._thread.is_alive():
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as last:
-                last.connect(str(self.door))
+                last.connect(str(self.control_socket))
             self._thread.join(30)
         self._listener.close()
 
@@ -68,7 +68,10 @@ def run_dir(tmp_path: Path) -> Iterator[RunDir]:
 @pytest.fixture
 def host(tmp_path: Path, run_dir: RunDir) -> Iterator[Host]:
     started = Host(tmp_path / "host")
-    write_attachment(run_dir, Attachment(kind="ray", door=started.door, store_host="h", store_port=1, command=COMMAND))
+    write_attachment(
+        run_dir,
+        Attachment(kind="ray", control_socket=started.control_socket, store_host="h", store_port=1, command=COMMAND),
+    )
     yield started
     started.close()
 
@@ -129,10 +132,10 @@ def test_a_journal_of_another_controller_ends_the_vms(run_dir: RunDir, host: Hos
 
 @pytest.mark.parametrize("left", ["no process", "no directory", "not a file of ours"])
 def test_what_is_left_of_a_run_that_is_gone_is_forgotten(run_dir: RunDir, tmp_path: Path, left: str) -> None:
-    door = tmp_path / "gone" / "door"
+    control_socket = tmp_path / "gone" / "control_socket"
     if left != "no directory":
-        door.parent.mkdir(mode=0o700)
-    write_attachment(run_dir, Attachment(kind="ray", door=door, store_host="h", store_port=1))
+        control_socket.parent.mkdir(mode=0o700)
+    write_attachment(run_dir, Attachment(kind="ray", control_socket=control_socket, store_host="h", store_port=1))
     if left == "not a file of ours":
         (run_dir.path / FILE_NAME).write_text("{")
     with pytest.raises(NothingLives):
@@ -140,8 +143,8 @@ def test_what_is_left_of_a_run_that_is_gone_is_forgotten(run_dir: RunDir, tmp_pa
     assert find_living(run_dir, COMMAND) is None
 
 
-def test_a_door_that_others_could_have_put_there_is_not_gone_through(run_dir: RunDir, host: Host) -> None:
-    for directory in (host.door.parent, host.door.parent.parent):
+def test_a_socket_that_others_could_have_put_there_is_not_connected_to(run_dir: RunDir, host: Host) -> None:
+    for directory in (host.control_socket.parent, host.control_socket.parent.parent):
         directory.chmod(0o755)
     with pytest.raises(NothingLives, match="can be entered by others"):
         find_living(run_dir, COMMAND)

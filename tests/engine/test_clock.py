@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from manager.engine.clock import RunClock
+from manager.machine.clock import RunClock
 
 
 class Machine:

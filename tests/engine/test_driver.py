@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from manager.controller.actions import ProbeWorker, RequestNodes
-from manager.controller.events import NoticeGiven
-from manager.engine.driver import Observed
+from manager.controller.state.actions import ProbeWorker, RequestNodes
+from manager.controller.state.events import NoticeGiven
+from manager.engine.loop.driver import Observed
 from manager.journal.records import Fact
 from manager.journal.replay import replay
 from manager.report.reading import report_of
@@ -104,7 +104,7 @@ def test_a_requested_stop_saves_the_decided_version_and_ends(make_run: Callable[
 
 def test_facts_are_written_down_and_decide_nothing(make_run: Callable[..., Run]) -> None:
     run = make_run()
-    run.inbox.put(Fact(name="vm_killed", worker="vm9"))
+    run.event_queue.put(Fact(name="vm_killed", worker="vm9"))
     run.driver.run()
     facts = [Fact.model_validate_json(entry.payload_json) for entry in run.journal.read() if entry.kind == "fact"]
     assert facts == [Fact(name="vm_killed", worker="vm9")]
@@ -140,7 +140,7 @@ def test_a_node_with_a_notice_hears_that_it_may_go_once_a_step_is_decided_withou
     def notice(observed: Observed) -> None:
         state = observed.decision.state
         if state.version == 2 and "vm1" in {slot.worker for slot in state.slots} and not state.leaving:
-            run.inbox.put(NoticeGiven(worker="vm1", lead_s=30.0, notice="preempt-7"))
+            run.event_queue.put(NoticeGiven(worker="vm1", lead_s=30.0, notice="preempt-7"))
 
     run.react = notice
     assert run.driver.run().outcome == "finished"
@@ -164,7 +164,7 @@ def test_a_clock_that_is_set_while_a_step_is_under_way_costs_nobody(
             monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
             run.pool.turns_held += 1
             if run.pool.turns_held > 3:
-                run.pool.inbox.put(late.pop())
+                run.pool.event_queue.put(late.pop())
 
     monkeypatch.setattr(run.pool, "watch", jump_then_answer)
     assert run.driver.run().outcome == "finished"

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from manager.controller.events import (
+from manager.controller.state.events import (
     MANIFEST_WRITER,
 )
-from manager.engine import manifest_writer
-from manager.engine.driver import Observed
+from manager.engine.loop import manifest_writer
+from manager.engine.loop.driver import Observed
 from manager.journal.records import Fact
 from morph.checkpoint.manifest import complete_versions
 from tests.engine.driver_scene import Run

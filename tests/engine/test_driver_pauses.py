@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from manager.engine import manifest_writer
-from manager.engine.driver import Observed
+from manager.engine.loop import manifest_writer
+from manager.engine.loop.driver import Observed
 from manager.journal import journal as journal_module
 from manager.journal import patience
 from manager.journal.journal import FILE_NAME
@@ -41,8 +41,8 @@ class Pauses:
 
     def __call__(self, _pause_s: float) -> None:
         self.num += 1
-        clock = self._run.inbox.now_s
-        self._run.inbox.now_s = lambda: clock() + 3600.0
+        clock = self._run.event_queue.now_s
+        self._run.event_queue.now_s = lambda: clock() + 3600.0
         if self.num == 3:
             self._trouble.close()
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from manager.controller.events import (
+from manager.controller.state.events import (
     ComputeTimesSeen,
     WorkerAnswered,
 )
-from manager.engine import driver as driver_module
-from manager.engine.driver import Observed
+from manager.engine.loop import driver as driver_module
+from manager.engine.loop.driver import Observed
 from manager.journal.replay import replay
 from morph.contract.messages import (
     MicroBatchTimes,
@@ -29,7 +29,7 @@ def note_times(run: Run) -> None:
     def react(observed: Observed) -> None:
         if isinstance(observed.event, WorkerAnswered):
             for worker in ("vm0", "vm1"):
-                run.inbox.paces.add(worker, seconds(observed.decision.state.generation))
+                run.event_queue.paces.add(worker, seconds(observed.decision.state.generation))
 
     run.react = react
 
@@ -54,10 +54,10 @@ def test_compute_times_wait_while_anything_else_does(
 ) -> None:
     monkeypatch.setattr(driver_module, "TIMES_EVERY_S", 0.0)
     run = make_run()
-    run.inbox.paces.add("vm0", seconds(1))
+    run.event_queue.paces.add("vm0", seconds(1))
     run.driver._hand_on_times()
     assert run.observed == []
-    while run.inbox.get(0.0):
+    while run.event_queue.get(0.0):
         pass
     run.driver._hand_on_times()
     assert [type(observed.event) for observed in run.observed] == [ComputeTimesSeen]
@@ -68,7 +68,7 @@ def test_compute_times_of_many_workers_come_rarer_where_taking_them_in_is_slow(
 ) -> None:
     clock = [100.0]
     run = make_run()
-    while run.inbox.get(0.0):
+    while run.event_queue.get(0.0):
         pass
     monkeypatch.setattr(driver_module.time, "monotonic", lambda: clock[0])
     run.driver._times_at_s = clock[0]
@@ -79,6 +79,6 @@ def test_compute_times_of_many_workers_come_rarer_where_taking_them_in_is_slow(
     run.react = be_slow
     for wait_s, num_told in ((0.0, 1), (9.0, 1), (1.0, 2)):
         clock[0] += wait_s
-        run.inbox.paces.add("vm0", seconds(1))
+        run.event_queue.paces.add("vm0", seconds(1))
         run.driver._hand_on_times()
         assert len(run.observed) == num_told

@@ -14,16 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manager.engine.folders import LOCK, sweep
-from manager.engine.gone import wait_gone
+from manager.machine.folders import LOCK, sweep
+from manager.machine.gone import wait_gone
 from tests.system.commands import COMMAND, ROOT
 
 MANAGER = """
 import subprocess, sys
-from manager.engine.folders import holding, make_folder
+from manager.machine.folders import holding, make_folder
 folder = make_folder()
 (folder / "token").write_text("secret")
-owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=0, pass_fds=holding(folder / "door"))
+owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=0, pass_fds=holding(folder / "control_socket"))
 print(folder, owner.pid, flush=True)
 input()
 """

@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from manager.engine.gone import wait_gone
+from manager.machine.gone import wait_gone
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from manager.controller.config import ControllerConfig
 from manager.controller.decide import decide
-from manager.controller.events import Event, NodeAppeared, NodesGranted, Tick, WorkerLost
-from manager.controller.state import ControllerState, initial_state
-from manager.engine.inherited import inherited
-from manager.providers.provider import Vm, vm_name
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import Event, NodeAppeared, NodesGranted, Tick, WorkerLost
+from manager.controller.state.state import ControllerState, initial_state
+from manager.engine.vms.inherited import inherited
+from manager.providers.interface.provider import Vm, vm_name
 from simulator import plan_table, synthetic_profile
 
 PROFILE = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from manager.engine import job_code
-from manager.engine.job_code import changed, collect, from_elsewhere, keep, kept, pack
+from manager.engine.run import job_code
+from manager.engine.run.job_code import changed, collect, from_elsewhere, keep, kept, pack
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.messages import Failed, JobCode, WorkerSetup
 from morph.job_files import JobFiles
-from morph.runtime.job_code import files_of, use
+from morph.runtime.process.job_code import files_of, use
 from tests.worker_setup import SETUP
 
 
@@ -123,7 +123,7 @@ def test_an_archive_that_is_not_what_its_digest_says_is_refused(folder: Path) ->
 
 @pytest.mark.usefixtures("importing")
 def test_a_worker_refuses_code_that_is_damaged_and_names_the_users_file_where_it_unpacked_it(folder: Path) -> None:
-    from morph.runtime.worker import Worker
+    from morph.runtime.process.worker import Worker
 
     good = packed(folder, unpack=True)
     damaged = good.model_copy(update={"archive": good.archive + b"x"})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from manager.controller.events import NodeAppeared, Paid, WorkerLost
-from manager.engine.inbox import Inbox
-from manager.engine.joiner import Joiner
+from manager.controller.state.events import NodeAppeared, Paid, WorkerLost
+from manager.engine.joining.joiner import Joiner
+from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import Fact
 from morph.contract.errors import ClusterError
 
@@ -17,8 +17,8 @@ class World:
     def __init__(self, appeared: tuple[str, ...] = ()) -> None:
         self.nodes: dict[str, str] | None = {}
         self.granted: dict[str, str] = {}
-        self.inbox = Inbox()
-        self.joiner = Joiner(self._nodes, self.granted.get, self.inbox, appeared)
+        self.event_queue = EventQueue()
+        self.joiner = Joiner(self._nodes, self.granted.get, self.event_queue, appeared)
 
     def _nodes(self) -> dict[str, str]:
         if self.nodes is None:
@@ -27,7 +27,7 @@ class World:
 
     def seen(self) -> list[object]:
         self.joiner.look()
-        return [self.inbox.get(0.0).item for _ in range(len(self.inbox))]  # type: ignore[union-attr]
+        return [self.event_queue.get(0.0).item for _ in range(len(self.event_queue))]  # type: ignore[union-attr]
 
 
 def test_a_vm_is_told_of_once_it_is_granted_and_in_the_cluster_and_only_once() -> None:
@@ -52,7 +52,7 @@ def test_what_a_vm_costs_that_joins_before_its_grant_is_asked_once_and_told_of_e
         asked.append(list(workers))
         return {worker: paid for worker in workers if worker != "b"}
 
-    world.joiner = Joiner(world._nodes, world.granted.get, world.inbox, (), paid_of)
+    world.joiner = Joiner(world._nodes, world.granted.get, world.event_queue, (), paid_of)
     world.nodes = {"a.d0": "10.0.0.5", "a.d1": "10.0.0.5", "b": "10.0.0.6", "stranger": "10.0.0.7"}
     world.granted |= dict.fromkeys(("a.d0", "a.d1", "b"), "job-1")
     told = [item for item in world.seen() if isinstance(item, NodeAppeared)]
@@ -116,7 +116,7 @@ def test_it_looks_by_itself_until_it_is_closed() -> None:
     world.granted["a"] = "job-1"
     world.nodes = {"a": "10.0.0.5"}
     world.joiner.start()
-    found = world.inbox.get(20.0)
+    found = world.event_queue.get(20.0)
     assert found is not None
     assert found.item == NodeAppeared(node="a", request="job-1")
     world.joiner.close()

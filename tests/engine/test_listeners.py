@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import resource
 import socket
 import subprocess
@@ -18,28 +17,27 @@ from typing import Any
 import psutil
 import pytest
 
-from calibrate.peer_node import PeerNode
-from calibrate.session import call
+from calibrate.helpers.session import call
+from calibrate.links.peer_node import PeerNode
 from manager.dashboard.server import serving
-from manager.engine.certificates import Tls, load_authority, make_certificates
-from manager.engine.enrolment_desk import EnrolmentDesk
-from manager.engine.inbox import Inbox
-from manager.engine.lifelines import Lifelines
-from manager.engine.notice_door import NoticeDoor
+from manager.engine.joining.certificates import Tls, load_authority, make_certificates
+from manager.engine.joining.enrolment_desk import EnrolmentDesk
+from manager.engine.joining.notice_server import NoticeServer
+from manager.engine.loop.event_queue import EventQueue
 from manager.enrolment.authority import new_key, signing_request
 from manager.enrolment.node import Place, ask
 from manager.journal.records import Fact
 from manager.notices.agent import Agent
 from manager.notices.source import NoticeUnavailable
 from manager.report.live import LiveRun
-from morph.contract.messages import Lifeline
-from morph.runtime import listener as listener_module
-from morph.runtime.ahead.incoming import Incoming
-from morph.runtime.ahead.meeting import Meeting
-from morph.runtime.ahead.wire import Frame, send_frame
-from morph.runtime.faults import FaultPlan
-from morph.runtime.lifeline import hold_lifeline
-from morph.runtime.listener import MOST_STRANGERS, Strangers
+from morph.runtime.groups import listener as listener_module
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.listener import MOST_STRANGERS, Strangers
+from morph.runtime.pre_copy.incoming import Incoming
+from morph.runtime.pre_copy.meeting import Meeting
+from morph.runtime.pre_copy.wire import Frame, send_frame
+from morph.runtime.process.link import TALK, Call
+from tests.engine.link_scene import LinkScene
 
 SECRET = "s3cret-of-this-run"
 BOUND_S = 60.0
@@ -83,50 +81,50 @@ class Silent:
 
 
 @contextmanager
-def lifelines(_: Path) -> Iterator[Scene]:
-    closed: queue.Queue[str] = queue.Queue()
-    listening = Lifelines("127.0.0.1", closed.put)
+def workers(_: Path) -> Iterator[Scene]:
+    opened = LinkScene()
 
     def come() -> None:
-        hold_lifeline(Lifeline(host=listening.host, port=listening.port, secret=listening.secret), "vm0").close()
-        assert closed.get(timeout=BOUND_S) == "vm0"
+        call = Call(opened.home("vm0"), TALK)
+        assert opened.told.next() == ("came", "vm0")
+        call.reset()
 
-    yield Scene((listening.host, listening.port), come)
-    listening.close()
+    yield Scene(opened.address, come)
+    opened.close()
 
 
 @contextmanager
 def notices(_: Path) -> Iterator[Scene]:
-    inbox = Inbox()
-    door = NoticeDoor(inbox, SECRET)
+    event_queue = EventQueue()
+    server = NoticeServer(event_queue, SECRET)
 
     def come() -> None:
-        address = (door.host, door.port)
+        address = (server.host, server.port)
         agent = Agent(address, "n1", SECRET, [Silent()], lonely_s=600, end=lambda: None, every_s=0.02)
         thread = threading.Thread(target=agent.run)
         thread.start()
-        told = inbox.get(BOUND_S)
+        told = event_queue.get(BOUND_S)
         agent.close()
         thread.join(BOUND_S)
         assert told is not None
         assert told.item == Fact(name="notice_trouble", worker="n1", detail="fake: silent")
 
-    yield Scene((door.host, door.port), come)
-    door.close()
+    yield Scene((server.host, server.port), come)
+    server.close()
 
 
 @contextmanager
 def enrolment(folder: Path) -> Iterator[Scene]:
     make_certificates(folder, Tls(enrols=True))
-    inbox, key = Inbox(), new_key()
-    door = NoticeDoor(inbox, SECRET, desk=EnrolmentDesk(inbox, SECRET, load_authority(folder)))
+    event_queue, key = EventQueue(), new_key()
+    server = NoticeServer(event_queue, SECRET, desk=EnrolmentDesk(event_queue, SECRET, load_authority(folder)))
 
     def come() -> None:
-        place = Place((door.host, door.port), "tiny-1-0", SECRET)
+        place = Place((server.host, server.port), "tiny-1-0", SECRET)
         assert ask(place, lambda address: signing_request(key, "tiny-1-0", address)).certificate
 
-    yield Scene((door.host, door.port), come)
-    door.close()
+    yield Scene((server.host, server.port), come)
+    server.close()
 
 
 class Keys(dict[str, bytes]):
@@ -173,7 +171,7 @@ def page(folder: Path) -> Iterator[Scene]:
         yield Scene((host, int(port)), come)
 
 
-SCENES = [lifelines, notices, enrolment, units_sent_ahead, calibrate_peer, page]
+SCENES = [workers, notices, enrolment, units_sent_ahead, calibrate_peer, page]
 
 
 @pytest.fixture(params=SCENES, ids=lambda scene: scene.__name__)

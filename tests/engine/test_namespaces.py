@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from manager.engine.namespaces import HostNetwork, check_permitted, connected
+from manager.engine.local_vms.namespaces import HostNetwork, check_permitted, opened_in
 from morph.contract.errors import ConfigError
 
 ARRIVE_S, NEVER_S = 10.0, 0.5
@@ -23,8 +25,11 @@ def test_a_connection_between_namespaces_carries_both_ways_until_its_link_is_cut
     network = HostNetwork(2, 1e9)
     network.open()
     try:
-        ours, theirs = connected(network.hub, network.hub_address, network.namespace(1))
-        with ours, theirs:
+        listening = opened_in(network.hub, lambda: socket.create_server((network.hub_address, 0)))
+        address = listening.getsockname()
+        theirs = opened_in(network.namespace(1), lambda: socket.create_connection(address, ARRIVE_S))
+        ours, _ = listening.accept()
+        with listening, ours, theirs:
             assert theirs.getsockname()[0] == network.address(1)
             ours.settimeout(ARRIVE_S)
             theirs.settimeout(ARRIVE_S)

@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from manager.controller.events import WorkerLost
-from manager.engine.inbox import Inbox
-from manager.engine.notice_door import NoticeDoor
-from manager.engine.own_wheel import kept_wheel, make_wheel, python_version, requirements
+from manager.controller.state.events import WorkerLost
+from manager.engine.joining.notice_server import NoticeServer
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.own_wheel import kept_wheel, make_wheel, python_version, requirements
 from manager.journal.records import Fact
-from manager.providers.first_boot import (
+from manager.providers.boot.first_boot import (
     MODULES,
     Caller,
     Unfit,
@@ -42,7 +42,7 @@ from tests.cloud.image import bare_python
 ROOT = Path(__file__).parents[2]
 SECRET, NODE = "n0de-secret-77aa", "tiny-1-0"
 BOUND_S = 120.0
-WHEEL = "from manager.engine.own_wheel import make_wheel; import sys; sys.stdout.buffer.write(make_wheel())"
+WHEEL = "from manager.engine.vms.own_wheel import make_wheel; import sys; sys.stdout.buffer.write(make_wheel())"
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +51,18 @@ def wheel() -> bytes:
 
 
 class World:
-    """A door that gives a wheel, and what the manager hears."""
+    """A notice server that gives a wheel, and what the manager hears."""
 
     def __init__(self, wheel: bytes) -> None:
-        self.inbox = Inbox()
-        self.door = NoticeDoor(self.inbox, SECRET, wheel=wheel)
-        self.address = f"127.0.0.1:{self.door.port}"
+        self.event_queue = EventQueue()
+        self.server = NoticeServer(self.event_queue, SECRET, wheel=wheel)
+        self.address = f"127.0.0.1:{self.server.port}"
 
     def caller(self, secret: str = SECRET, num_devices: int = 1) -> Caller:
         return Caller(self.address, NODE, num_devices, secret)
 
     def heard(self) -> list[object]:
-        found = [self.inbox.get(0.0) for _ in range(len(self.inbox))]
+        found = [self.event_queue.get(0.0) for _ in range(len(self.event_queue))]
         return [stamped.item for stamped in found if stamped is not None]
 
     def boot(
@@ -88,7 +88,7 @@ class World:
 def world(wheel: bytes) -> Iterator[World]:
     world = World(wheel)
     yield world
-    world.door.close()
+    world.server.close()
 
 
 def test_what_is_given_is_a_wheel_of_every_file_and_its_own_wheel_is_the_same(wheel: bytes, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def texts() -> Iterator[tuple[Path, str]]:
 
 def test_no_file_doc_or_message_has_an_index_asked_for_morph() -> None:
     named = {str(path) for path, text in texts() if re.search(r"morph[-_.]+train", text, re.IGNORECASE)}
-    assert named == {"manager/engine/own_wheel.py"}  # the name of what is installed here
+    assert named == {"manager/engine/vms/own_wheel.py"}  # the name of what is installed here
     pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     for path in (ROOT / "configs/runs").glob("*.yaml"):
         packages = yaml.safe_load(path.read_text()).get("vms", {}).get("environment", {}).get("packages", [])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from manager.controller.events import ComputeTimesSeen, WorkerTimes
-from manager.engine.paces import MOST_KEPT, Paces
+from manager.controller.state.events import ComputeTimesSeen, WorkerTimes
+from manager.engine.loop.event_queue import MOST_KEPT, Paces
 from morph.contract.messages import MicroBatchTimes
 
 

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from manager.engine.ports import RAY_PORTS, Ports
-from manager.engine.provided import check_free
+from manager.engine.run.provided import check_free
+from manager.machine.ports import RAY_PORTS, Ports
 from morph.contract.cluster import NUM_PORTS
 from morph.contract.errors import ClusterError
 
@@ -18,7 +18,7 @@ def test_every_port_has_one_use_and_lies_in_the_block() -> None:
     ports = Ports(FIRST)
     node = ports.of_node()
     workers = range(node.pop("min_worker_port"), node.pop("max_worker_port") + 1)
-    single = [ports.head, ports.notices, ports.store, ports.lifelines, *node.values()]
+    single = [ports.head, ports.notices, ports.store, ports.workers, *node.values()]
     assert node.keys() == RAY_PORTS.keys()
     assert len({*single, *workers}) == len(single) + len(workers)
     assert set(single) | set(workers) <= set(range(FIRST, FIRST + NUM_PORTS))
@@ -34,7 +34,7 @@ def test_the_options_of_a_node_name_the_same_ports() -> None:
 
 def test_without_a_first_port_nothing_is_fixed() -> None:
     ports = Ports()
-    assert (ports.head, ports.notices, ports.store, ports.lifelines) == (0, 0, 0, 0)
+    assert (ports.head, ports.notices, ports.store, ports.workers) == (0, 0, 0, 0)
     assert (ports.of_node(), ports.options()) == ({}, [])
 
 

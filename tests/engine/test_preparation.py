@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from manager.preparation import constant_trace, controller_config, device_memory_bytes, newest_checkpoint
-from morph.checkpoint.manifest import MANIFEST, write_manifest
+from manager.preparation import constant_trace, controller_config, device_memory_bytes
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import LocalVms, Policy
 from morph.contract.errors import CheckpointError, PlanError
@@ -66,7 +63,7 @@ def test_there_is_a_plan_for_every_number_of_vms_that_the_trace_can_bring() -> N
 
 
 def shapes(**asked: int) -> dict[int, str]:
-    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, None, **asked)  # type: ignore[arg-type]
+    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, None, **asked)
     return {count: plan.shape for count, plan in config.plans.items()}
 
 
@@ -128,24 +125,6 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
 def test_a_checkpoint_that_lacks_a_unit_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"version 6 has units.*s0\+s3"):
         controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, make_manifest(num_units=3))
-
-
-def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
-    url = str(tmp_path / "checkpoints")
-    assert newest_checkpoint(url) is None
-    for version in (2, 10, 9):
-        write_manifest(url, make_manifest(version))
-    (tmp_path / "checkpoints" / "v00000011").mkdir()
-    assert newest_checkpoint(url) == make_manifest(10)
-
-
-def test_a_damaged_newest_checkpoint_is_told_and_not_passed_over(tmp_path: Path) -> None:
-    """Going on silently from an older one would lose work that somebody believes to be saved."""
-    for version in (2, 4):
-        write_manifest(str(tmp_path), make_manifest(version))
-    (tmp_path / "v00000004" / MANIFEST).write_text("{")
-    with pytest.raises(CheckpointError, match="v00000004"):
-        newest_checkpoint(str(tmp_path))
 
 
 def test_memory_is_what_the_cluster_file_says_or_a_share_of_this_machine() -> None:

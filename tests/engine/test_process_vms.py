@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,41 +12,60 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manager.engine.host_line import HostLine
-from manager.engine.process_pool import Lanes
-from manager.engine.process_vms import ProcessVms
+from manager.engine.joining.link_server import Entrance, LinkServer, listen
+from manager.engine.local_vms.host_line import HostLine
+from manager.engine.on_processes.process_vms import ProcessVms
 from morph.contract.messages import Failed
-from morph.runtime.serving import pack
+from morph.contract.proof import new_secret
+from morph.runtime.process.messages import ANSWER, pack, parts
+from tests.engine.link_scene import Told
 from tests.worker_setup import SETUP
+
+pytestmark = pytest.mark.slow
 
 BOUND_S = 60.0
 
 
+class Manager:
+    """VMs, and the server at which their workers call."""
+
+    def __init__(self, log_path: Path, entrance: Entrance, job_path: str = "") -> None:
+        self.told = Told()
+        self.entrance = entrance
+        self.vms = ProcessVms(log_path, entrance.home, patience_s=1.0, job_path=job_path)
+
+    def open(self) -> None:
+        self.server = LinkServer(self.entrance, self.told)
+
+    def die(self) -> None:
+        """What the kernel does to a manager that is killed."""
+        assert self.vms._line is not None
+        self.vms._line.close()
+        self.server.close()
+
+    def ask(self, worker: str) -> None:
+        """Give an order that cannot be carried out, and get its answer."""
+        self.told.lines[worker].send(pack("setup", SETUP))
+        name, from_whom, body = self.told.next()
+        assert (name, from_whom) == ("heard", worker)
+        assert isinstance(body, bytes)
+        kind, answer = parts(body)
+        assert kind == ANSWER
+        assert "no such file" in Failed.model_validate_json(answer).error
+
+
 @pytest.fixture
-def first(tmp_path: Path) -> Iterator[ProcessVms]:
-    """VMs of a manager with little patience for its successor; one is up."""
-    vms = ProcessVms(tmp_path / "log", patience_s=1.0)
-    vms.start()
-    vms.add_vm("vm0")
-    vms.settle()
-    yield vms
-    vms.close()
-
-
-def die(vms: ProcessVms, lanes: Lanes) -> None:
-    """What the kernel does to a manager that is killed."""
-    assert vms._line is not None
-    vms._line.close()
-    lanes.orders.close()
-    lanes.control.close()
-
-
-def ask(lanes: Lanes) -> None:
-    """Give an order that cannot be carried out, and get its answer."""
-    lanes.orders.send_bytes(pack("setup", SETUP))
-    assert lanes.orders.poll(BOUND_S)
-    answer = Failed.model_validate_json(lanes.orders.recv_bytes())
-    assert "no such file" in answer.error
+def first(tmp_path: Path) -> Iterator[Manager]:
+    """One with little patience for its successor; a VM is up."""
+    manager = Manager(tmp_path / "log", Entrance(listen("127.0.0.1"), new_secret()))
+    manager.vms.start(manager.entrance.listening)
+    manager.open()
+    manager.vms.add_vm("vm0")
+    assert manager.told.next() == ("came", "vm0")
+    manager.vms.settle()
+    yield manager
+    manager.vms.close()
+    manager.server.close()
 
 
 def wait_until_gone(pid: int, directory: Path) -> None:
@@ -53,25 +75,65 @@ def wait_until_gone(pid: int, directory: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_worker_outlives_its_manager_and_serves_the_next_one(first: ProcessVms, tmp_path: Path) -> None:
-    lanes, door, (pid,) = first.lanes("vm0"), first.door, first.vm_pids("vm0")
-    ask(lanes)
-    die(first, lanes)
-    line, greeting = HostLine.attach(door, tmp_path)
+def test_a_worker_outlives_its_manager_and_serves_the_next_one_at_the_same_port(first: Manager, tmp_path: Path) -> None:
+    control_socket, (pid,) = first.vms.control_socket, first.vms.vm_pids("vm0")
+    address = first.entrance.listening.getsockname()
+    first.ask("vm0")
+    first.die()
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(address)
+    line, greeting = HostLine.attach(control_socket, tmp_path)
     assert greeting["vms"] == {"vm0": pid}
-    second = ProcessVms(tmp_path / "log")
-    second.take_over(line, door, greeting["vms"])
-    rejoined = second.rejoin_all()
-    ask(rejoined["vm0"])
-    second.add_vm("vm1")
-    ask(second.lanes("vm1"))
-    second.close()
-    wait_until_gone(pid, door.parent)
-    with rejoined["vm0"].orders as orders, pytest.raises((EOFError, ConnectionError)):
-        orders.recv_bytes()
+    assert line.workers.getsockname() == address
+    second = Manager(tmp_path / "log", Entrance(line.workers, first.entrance.secret))
+    second.vms.take_over(line, control_socket, greeting["vms"])
+    second.open()
+    assert second.told.next() == ("came", "vm0")
+    second.ask("vm0")
+    second.vms.add_vm("vm1")
+    assert second.told.next() == ("came", "vm1")
+    second.ask("vm1")
+    second.vms.kill("vm1")
+    assert second.told.next() == ("died", "vm1")
+    second.server.close()
+    second.vms.close()
+    wait_until_gone(pid, control_socket.parent)
+    socket.create_server(address).close()  # nobody holds it any more
 
 
-def test_when_no_other_manager_comes_everything_ends(first: ProcessVms) -> None:
-    lanes, door, (pid,) = first.lanes("vm0"), first.door, first.vm_pids("vm0")
-    die(first, lanes)
-    wait_until_gone(pid, door.parent)
+def test_when_no_other_manager_comes_everything_ends(first: Manager) -> None:
+    control_socket, (pid,) = first.vms.control_socket, first.vms.vm_pids("vm0")
+    first.die()
+    wait_until_gone(pid, control_socket.parent)
+
+
+@pytest.mark.parametrize("starts", ["pass", "threading.Thread(target=threading.Event().wait, daemon=True).start()"])
+def test_a_job_is_imported_before_the_first_fork_unless_it_starts_a_thread(tmp_path: Path, starts: str) -> None:
+    job, log_path = tmp_path / "job.py", tmp_path / "log"
+    job.write_text(f"import threading\n{starts}\njob = None\n")
+    manager = Manager(log_path, Entrance(listen("127.0.0.1"), new_secret()), f"{job}:job")
+    try:
+        manager.vms.start(manager.entrance.listening)
+        manager.open()
+        manager.vms.add_vm("vm0")
+        assert manager.told.next() == ("came", "vm0")
+        manager.ask("vm0")
+        assert psutil.Process(manager.vms.pid).num_threads() == 1
+        begun_anew = "" in psutil.Process(manager.vms.pid).cmdline()
+        assert begun_anew == (starts != "pass")
+    finally:
+        manager.vms.close()
+        manager.server.close()
+
+
+def test_that_a_process_ended_is_known_whether_it_called_or_not(first: Manager) -> None:
+    assert not first.vms.has_ended("vm0")
+    first.vms.add_vm("vm1")
+    (pid,) = first.vms.vm_pids("vm1")
+    os.kill(pid, signal.SIGKILL)
+    until_s = time.monotonic() + BOUND_S
+    while not first.vms.has_ended("vm1"):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    first.vms.kill("vm0")
+    assert first.vms.has_ended("vm0")

@@ -8,16 +8,28 @@ from functools import partial
 
 import pytest
 
-from manager.controller.actions import ReleaseNodes, RequestNodes
-from manager.controller.events import NodesGranted, Paid, RequestRefused, WorkerLost
-from manager.engine.inbox import Inbox
-from manager.engine.provisioning import Provisioning
-from manager.engine.spending import Before, Spending
-from manager.engine.vm_book import VmBook
+from manager.controller.state.actions import ReleaseNodes, RequestNodes
+from manager.controller.state.events import NodesGranted, Paid, RequestRefused, WorkerLost
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.spending import Before, Spending
+from manager.engine.vms.vm_registry import VmRegistry
 from manager.journal.records import Fact
-from manager.providers.provider import Capabilities, Misconfigured, Price, Throttled, Transient, Vm, not_ended, vm_name
-from manager.providers.reconcile import FIRST_PAUSE_S, PATIENCE_S, end_all
+from manager.providers.interface.provider import (
+    FIRST_PAUSE_S,
+    PATIENCE_S,
+    Capabilities,
+    Misconfigured,
+    Price,
+    Throttled,
+    Transient,
+    Vm,
+    end_all,
+    not_ended,
+    vm_name,
+)
 from morph.contract.cluster import Limits
+from tests.engine.controller_nodes import know
 
 BOUND_S = 20.0
 
@@ -75,11 +87,11 @@ class Cloud:
 
 class World:
     def __init__(self, look_every_s: float | None = None) -> None:
-        self.cloud, self.inbox = Cloud(), Inbox()
+        self.cloud, self.event_queue = Cloud(), EventQueue()
         self.now_s, self.pauses_s = 0.0, list[float]()
         ends = partial(end_all, pause=self.pause, clock=lambda: self.now_s)
         spending = Spending(Limits())
-        self.shell = Provisioning(self.cloud, self.inbox, spending, look_every_s=look_every_s, end_all=ends)
+        self.shell = Provisioning(self.cloud, self.event_queue, spending, look_every_s=look_every_s, end_all=ends)
 
     def pause(self, wait_s: float) -> None:
         self.pauses_s.append(wait_s)
@@ -87,7 +99,7 @@ class World:
 
     def next(self, kind: type) -> object:
         while True:
-            stamped = self.inbox.get(BOUND_S)
+            stamped = self.event_queue.get(BOUND_S)
             assert stamped is not None, f"no {kind.__name__} came"
             if isinstance(stamped.item, kind):
                 return stamped.item
@@ -100,7 +112,7 @@ class World:
         return set(self.cloud.there)
 
     def facts(self) -> dict[str, str]:
-        items = [self.inbox.get(0.0) for _ in range(len(self.inbox))]
+        items = [self.event_queue.get(0.0) for _ in range(len(self.event_queue))]
         return {item.item.name: item.item.detail for item in items if item and isinstance(item.item, Fact)}
 
 
@@ -158,7 +170,7 @@ def test_a_vm_that_is_gone_behind_our_back_is_told_of_as_lost() -> None:
     assert world.shell.request_of("job-1-1") is None
     assert world.shell.request_of("job-1-0") == "job-1"
     world.shell.close()
-    assert not any(isinstance(item.item, WorkerLost) for item in iter(lambda: world.inbox.get(0.0), None))
+    assert not any(isinstance(item.item, WorkerLost) for item in iter(lambda: world.event_queue.get(0.0), None))
 
 
 def test_a_vm_with_several_devices_is_ended_once_none_of_its_workers_is_known_or_awaited(world: World) -> None:
@@ -169,17 +181,17 @@ def test_a_vm_with_several_devices_is_ended_once_none_of_its_workers_is_known_or
         request="job-1", nodes=nodes, paid=dict.fromkeys(nodes, Paid(num_nodes=2))
     )
     assert world.shell.request_of("job-1-1.d1") == "job-1"
-    world.shell.know(["job-1-0.d0", "job-1-1.d0", "job-1-1.d1"])
-    world.shell.know(["job-1-1.d0", "job-1-1.d1"])  # the other worker of the first VM is still to appear
+    know(world.shell, ["job-1-0.d0", "job-1-1.d0", "job-1-1.d1"])
+    know(world.shell, ["job-1-1.d0", "job-1-1.d1"])  # the other worker of the first VM is still to appear
     world.shell.request(RequestNodes(request="job-2", count=2))
     world.next(NodesGranted)
     assert world.there() == {"job-1-0", "job-1-1", "job-2-0"}
     world.shell.release(ReleaseNodes(nodes=("job-1-0.d1",)))
-    world.shell.know(["job-1-1.d1"])
+    know(world.shell, ["job-1-1.d1"])
     world.shell.request(RequestNodes(request="job-3", count=2))
     world.next(NodesGranted)
     assert world.there() == {"job-1-1", "job-2-0", "job-3-0"}
-    world.shell.know([])
+    know(world.shell, [])
     world.shell.request(RequestNodes(request="job-4", count=2))
     world.next(NodesGranted)
     assert world.there() == {"job-2-0", "job-3-0", "job-4-0"}
@@ -203,8 +215,8 @@ def test_a_manager_that_takes_over_ends_a_vm_with_the_last_worker_that_lived() -
     world.cloud.num_devices = 2
     world.cloud.add("job-1", 2)
     world.shell.begin({"job-1-0.d1"}, ())  # the other had been lost
-    world.shell.know(["job-1-0.d1"])
-    world.shell.know([])
+    know(world.shell, ["job-1-0.d1"])
+    know(world.shell, [])
     world.shell.request(RequestNodes(request="job-2", count=1))
     granted = world.next(NodesGranted)
     assert isinstance(granted, NodesGranted)
@@ -227,7 +239,7 @@ def test_a_vm_that_could_not_be_ended_is_ended_later() -> None:
 
     world.cloud.delete = fails_first  # type: ignore[method-assign]
     world.shell.release(ReleaseNodes(nodes=("job-1-1",)))
-    while (fact := world.next(Fact)) != Fact(name="vm_reconciled", detail="job-1-1: nobody's, ended"):
+    while (fact := world.next(Fact)) != Fact(name="vm_reconciled", detail="job-1-1: of no run, ended"):
         assert isinstance(fact, Fact)
     assert set(world.cloud.there) == {"job-1-0"}
     world.shell.close()
@@ -274,7 +286,7 @@ def test_vms_that_train_go_on_though_another_managers_request_is_refused_in_the_
     world.shell.close()
     world.cloud.add("job-1", 3)
     spent = Spending(Limits(budget_usd=1.0), before=Before(usd=2.0))
-    world.shell = Provisioning(world.cloud, world.inbox, spent, nodes=["job-1-0"])
+    world.shell = Provisioning(world.cloud, world.event_queue, spent, nodes=["job-1-0"])
     world.shell.begin(["job-1-0"], ["job-1"])
     world.shell.request(RequestNodes(request="job-1", count=2))  # of three, for one has joined
     refused = world.next(RequestRefused)
@@ -282,13 +294,13 @@ def test_vms_that_train_go_on_though_another_managers_request_is_refused_in_the_
     assert refused.cause == "limit"
     assert world.there() == {"job-1-0"}
     assert world.shell.request_of("job-1-0") == "job-1"
-    world.shell.know([])
+    know(world.shell, [])
     assert world.there() == set()
     world.shell.close()
 
 
 def test_a_vm_that_was_given_up_before_a_late_adoption_is_nobodys() -> None:
-    book, action = VmBook(), RequestNodes(request="job-1", count=2)
+    book, action = VmRegistry(), RequestNodes(request="job-1", count=2)
     vms = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
     book.ask(action)
     assert book.give_up(["job-1-0"], []) is None  # its request might make it anew
@@ -306,7 +318,7 @@ def test_a_vm_that_was_given_up_before_a_late_adoption_is_nobodys() -> None:
 
 
 def test_a_vm_that_is_made_anew_for_workers_that_were_lost_is_ended() -> None:
-    book, action = VmBook(), RequestNodes(request="job-1", count=2)
+    book, action = VmRegistry(), RequestNodes(request="job-1", count=2)
     vms = [Vm(name=vm_name("job-1", index), request="job-1") for index in range(2)]
     assert book.adopt(vms[:1], frozenset(["job-1-0"]), ["job-1"]) == []
     lost = book.give_up(["job-1-0"], [])  # its request is not sent again yet

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from manager.controller.actions import ReleaseNodes, RequestNodes
-from manager.controller.events import NodesGranted, Paid, RequestRefused
-from manager.engine.inbox import Inbox
-from manager.engine.provisioning import RETRY_AFTER_MAX_S, TRIES, Provisioning
-from manager.engine.spending import Before, Spending
+from manager.controller.state.actions import ReleaseNodes, RequestNodes
+from manager.controller.state.events import NodesGranted, Paid, RequestRefused
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.provisioning import RETRY_AFTER_MAX_S, TRIES, Provisioning
+from manager.engine.vms.spending import Before, Spending
 from manager.journal.records import Fact
-from manager.providers.provider import (
+from manager.providers.interface.provider import (
     Capabilities,
     CapacityShort,
     Misconfigured,
@@ -27,6 +27,7 @@ from manager.providers.provider import (
     vm_name,
 )
 from morph.contract.cluster import Limits
+from tests.engine.controller_nodes import know
 
 BOUND_S = 20.0
 
@@ -90,8 +91,8 @@ class FakeProvider:
 
 class World:
     def __init__(self, **limits: float) -> None:
-        self.provider, self.inbox, self.pauses_s = FakeProvider(), Inbox(), list[float]()
-        self.shell = Provisioning(self.provider, self.inbox, Spending(Limits.model_validate(limits)), self.pause)
+        self.provider, self.event_queue, self.pauses_s = FakeProvider(), EventQueue(), list[float]()
+        self.shell = Provisioning(self.provider, self.event_queue, Spending(Limits.model_validate(limits)), self.pause)
         self.facts: list[Fact] = []
 
     def pause(self, wait_s: float) -> bool:
@@ -111,7 +112,7 @@ class World:
 
     def answer(self) -> NodesGranted | RequestRefused:
         while True:
-            stamped = self.inbox.get(BOUND_S)
+            stamped = self.event_queue.get(BOUND_S)
             assert stamped is not None
             if not isinstance(stamped.item, Fact):
                 assert isinstance(stamped.item, NodesGranted | RequestRefused)
@@ -157,7 +158,7 @@ def test_a_request_that_comes_again_makes_no_further_call(world: World) -> None:
     first = world.answer()
     assert world.ask() == first  # answered
     assert world.provider.requests == [("job-1", 2)]
-    assert world.inbox.get(0.05) is None
+    assert world.event_queue.get(0.05) is None
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_a_vm_whose_worker_joined_goes_on_though_its_request_is_refused(world: W
     pause = world.shell._pause
 
     def joins(wait_s: float) -> bool:
-        world.shell.know(["job-1-0"])
+        know(world.shell, ["job-1-0"])
         return pause(wait_s)
 
     world.shell._pause = joins
@@ -211,7 +212,7 @@ def test_a_vm_whose_worker_joined_goes_on_though_its_request_is_refused(world: W
     assert world.ended() == ["job-1-1"]
     assert world.shell.request_of("job-1-0") == "job-1"
     assert world.shell.request_of("job-1-1") is None
-    world.shell.know([])
+    know(world.shell, [])
     assert world.ended() == ["job-1-1", "job-1-0"]  # once it is lost, as any
 
 
@@ -221,32 +222,32 @@ def test_a_worker_that_joins_after_its_request_was_refused_brings_its_price(worl
     pause = world.shell._pause
 
     def joins(wait_s: float) -> bool:
-        world.shell.know(["job-1-0.d0"])
+        know(world.shell, ["job-1-0.d0"])
         return pause(wait_s)
 
     world.shell._pause = joins
     assert isinstance(world.ask(), RequestRefused)
     assert world.shell.request_of("job-1-0.d1") == "job-1"
     assert world.shell.paid_of(["job-1-0.d1"])["job-1-0.d1"] == Paid(usd_per_h=0.3, num_nodes=2)
-    world.shell.know(["job-1-0.d0", "job-1-0.d1"])
-    world.shell.know(["job-1-0.d1"])
+    know(world.shell, ["job-1-0.d0", "job-1-0.d1"])
+    know(world.shell, ["job-1-0.d1"])
     assert world.ended() == []
-    world.shell.know([])
+    know(world.shell, [])
     assert world.ended() == ["job-1-0"]
 
 
 def test_a_worker_that_was_lost_before_its_grant_is_not_granted(world: World) -> None:
     world.provider.num_devices, world.provider.held = 4, threading.Event()
     world.shell.request(RequestNodes(request="job-1", count=8))
-    world.shell.know(["job-1-0.d0"])
-    world.shell.know(["job-1-0.d0", "job-1-0.d1"])
-    world.shell.know(["job-1-0.d1"])  # its process died; its VM has another worker
+    know(world.shell, ["job-1-0.d0"])
+    know(world.shell, ["job-1-0.d0", "job-1-0.d1"])
+    know(world.shell, ["job-1-0.d1"])  # its process died; its VM has another worker
     world.provider.held.set()
     granted = world.answer()
     assert isinstance(granted, NodesGranted)
     assert granted.nodes == tuple(f"job-1-{vm}.d{device}" for vm in (0, 1) for device in range(4))[1:]
     assert set(granted.paid) == set(granted.nodes)
-    world.shell.know([])
+    know(world.shell, [])
     assert world.ended() == []  # two workers of the first VM are still to appear
     world.shell.release(ReleaseNodes(nodes=("job-1-0.d2", "job-1-0.d3")))
     assert world.ended() == ["job-1-0"]
@@ -300,8 +301,8 @@ def test_a_limit_that_leaves_workers_out_is_told() -> None:
 
 def test_the_vm_of_a_worker_that_is_lost_is_ended_and_room_is_made(world: World) -> None:
     world.ask()
-    world.shell.know({"job-1-0": 1, "job-1-1": 2, "of another kind": 3})
-    world.shell.know({"job-1-1": 2})
+    know(world.shell, {"job-1-0": 1, "job-1-1": 2, "of another kind": 3})
+    know(world.shell, {"job-1-1": 2})
     world.ask("job-2", 1)
     assert world.ended() == ["job-1-0"]
 
@@ -320,20 +321,20 @@ def test_vms_of_another_manager_count_and_cost_and_are_ended_when_they_are_lost(
     clock = Clock()
     spending = Spending(Limits(max_vms=2, budget_usd=2.0), clock, before=Before(unpriced_h=1.0))
     nodes = [vm.name for vm in there]
-    world.shell = Provisioning(world.provider, world.inbox, spending, world.pause, nodes=nodes)
+    world.shell = Provisioning(world.provider, world.event_queue, spending, world.pause, nodes=nodes)
     assert isinstance(refused := world.ask("job-2", 1), RequestRefused)
     assert "max_vms" in refused.detail
-    world.shell.know(nodes[1:])
+    know(world.shell, nodes[1:])
     assert world.ask("job-3", 1) == NodesGranted(request="job-3", nodes=("job-3-0",))
     assert world.ended() == ["job-1-0"]
     clock.now_s += 3600  # two VMs for an hour, and the one of before: 1.50 dollars
-    world.shell.know(["job-1-1", "job-3-0"])
-    world.shell.know(["job-3-0"])
+    know(world.shell, ["job-1-1", "job-3-0"])
+    know(world.shell, ["job-3-0"])
     assert isinstance(world.ask("job-4", 1), NodesGranted)
     assert world.ended() == ["job-1-0", "job-1-1"]
     clock.now_s += 1800
-    world.shell.know(["job-3-0", "job-4-0"])
-    world.shell.know(["job-4-0"])
+    know(world.shell, ["job-3-0", "job-4-0"])
+    know(world.shell, ["job-4-0"])
     refused = world.ask("job-5", 1)
     assert isinstance(refused, RequestRefused)
     assert "2.00 dollars are spent" in refused.detail

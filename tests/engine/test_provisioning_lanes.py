@@ -7,14 +7,23 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from manager.controller.actions import ReleaseNodes, RequestNodes
-from manager.controller.events import NodesGranted, Paid, RequestRefused
-from manager.engine.inbox import Inbox
-from manager.engine.provisioning import Provisioning
-from manager.engine.spending import Spending
+from manager.controller.state.actions import ReleaseNodes, RequestNodes
+from manager.controller.state.events import NodesGranted, Paid, RequestRefused
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.spending import Spending
 from manager.journal.records import Fact
-from manager.providers.provider import Capabilities, CapacityShort, Price, QuotaExceeded, Transient, Vm, vm_name
+from manager.providers.interface.provider import (
+    Capabilities,
+    CapacityShort,
+    Price,
+    QuotaExceeded,
+    Transient,
+    Vm,
+    vm_name,
+)
 from morph.contract.cluster import Limits
+from tests.engine.controller_nodes import know
 
 BOUND_S = 20.0
 
@@ -98,9 +107,9 @@ class Cloud:
 
 class World:
     def __init__(self, **limits: float) -> None:
-        self.cloud, self.inbox, self.now_s = Cloud(), Inbox(), 0.0
+        self.cloud, self.event_queue, self.now_s = Cloud(), EventQueue(), 0.0
         spending = Spending(Limits.model_validate(limits), lambda: self.now_s)
-        self.shell = Provisioning(self.cloud, self.inbox, spending)
+        self.shell = Provisioning(self.cloud, self.event_queue, spending)
         self.facts: list[str] = []
 
     def ask(self, request: str, count: int = 1) -> None:
@@ -108,7 +117,7 @@ class World:
 
     def answer(self) -> NodesGranted | RequestRefused:
         while True:
-            stamped = self.inbox.get(BOUND_S)
+            stamped = self.event_queue.get(BOUND_S)
             assert stamped is not None, "no answer"
             if isinstance(stamped.item, NodesGranted | RequestRefused):
                 return stamped.item
@@ -118,7 +127,7 @@ class World:
     def until_told(self, detail: str) -> None:
         """Wait for a fact, and see that there is no answer before it."""
         while detail not in self.facts:
-            stamped = self.inbox.get(BOUND_S)
+            stamped = self.event_queue.get(BOUND_S)
             assert stamped is not None, self.facts
             assert isinstance(stamped.item, Fact), stamped.item
             self.facts.append(stamped.item.detail)
@@ -128,7 +137,7 @@ class World:
         self.ask(request, count)
         granted = self.answer()
         assert isinstance(granted, NodesGranted)
-        self.shell.know(granted.nodes)
+        know(self.shell, granted.nodes)
         return list(granted.nodes)
 
     def settle(self) -> None:
@@ -156,7 +165,7 @@ def test_a_replacement_does_not_wait_until_the_lost_vm_is_gone_whatever_the_limi
     for world in opened(**limits):
         lost, other = world.have("job-1", 2)
         world.cloud.ends.shut()
-        world.shell.know([other])
+        know(world.shell, [other])
         world.ask("job-2")
         assert world.answer() == NodesGranted(request="job-2", nodes=("job-2-0",))
         assert world.cloud.ends.reached.wait(BOUND_S)
@@ -174,7 +183,7 @@ def test_a_vm_is_ended_while_a_request_is_under_way(world: World) -> None:
     world.cloud.requests.shut()
     world.ask("job-2")
     assert world.cloud.requests.reached.wait(BOUND_S)
-    world.shell.know([other])
+    know(world.shell, [other])
     world.settle()
     assert lost not in world.cloud.there
     world.cloud.requests.open.set()
@@ -186,7 +195,7 @@ def test_a_vm_that_is_being_ended_is_paid_until_it_is_gone() -> None:
     for world in opened(budget_usd=1000.0):
         _, other = world.have("job-1", 2)
         world.cloud.ends.shut()
-        world.shell.know([other])
+        know(world.shell, [other])
         assert world.cloud.ends.reached.wait(BOUND_S)
         world.now_s += 300  # two VMs, 600 dollars
         world.cloud.ends.open.set()
@@ -206,7 +215,7 @@ def test_where_there_is_no_room_beside_it_a_replacement_waits_for_the_end(world:
     world.cloud.room, world.cloud.full = 2, full
     lost, other = world.have("job-1", 2)
     world.cloud.ends.shut()
-    world.shell.know([other])
+    know(world.shell, [other])
     assert world.cloud.ends.reached.wait(BOUND_S)
     world.ask("job-2")
     world.until_told(f"job-2: {full}; again when {lost} are ended")
@@ -222,7 +231,7 @@ def test_a_refusal_with_nothing_being_ended_or_an_end_that_fails_is_an_answer(wo
     assert isinstance(world.answer(), RequestRefused)
     world.cloud.ends.shut()
     world.cloud.fail_ends = 1
-    world.shell.know(())
+    know(world.shell, ())
     world.ask("job-3")
     assert world.cloud.ends.reached.wait(BOUND_S)
     world.cloud.ends.open.set()
@@ -236,8 +245,8 @@ def test_a_vm_that_is_given_up_before_its_grant_is_ended_after_it_and_not_awaite
     world.cloud.requests.shut()
     world.ask("job-1", 3)
     assert world.cloud.requests.reached.wait(BOUND_S)
-    world.shell.know(["job-1-0", "job-1-1"])
-    world.shell.know(["job-1-1"])  # it was lost while others of its request were being made
+    know(world.shell, ["job-1-0", "job-1-1"])
+    know(world.shell, ["job-1-1"])  # it was lost while others of its request were being made
     world.settle()
     assert "job-1-0" in world.cloud.there, "a request that is tried again would make it anew"
     world.cloud.requests.open.set()
@@ -280,7 +289,7 @@ def test_the_end_of_the_run_ends_everything_though_one_end_hangs() -> None:
     _, other = world.have("job-1", 2)
     world.shell._close_timeout_s = 0.05
     world.cloud.ends.shut()
-    world.shell.know([other])
+    know(world.shell, [other])
     assert world.cloud.ends.reached.wait(BOUND_S)
     world.shell.close()
     assert world.cloud.calls[-1] == "dismantle"
@@ -293,7 +302,7 @@ def test_a_request_that_waits_for_room_does_not_hold_up_the_end_of_the_run() -> 
     world.cloud.room = 1
     world.have("job-1")
     world.cloud.ends.shut()
-    world.shell.know(())
+    know(world.shell, ())
     world.ask("job-2")
     assert world.cloud.ends.reached.wait(BOUND_S)
     world.until_told("job-2: no room; again when job-1-0 are ended")
@@ -305,7 +314,7 @@ def test_a_request_that_waits_for_room_does_not_hold_up_the_end_of_the_run() -> 
 
 
 def test_vms_that_came_meanwhile_are_not_ended_as_those_of_an_earlier_manager() -> None:
-    cloud, inbox = Cloud(), Inbox()
+    cloud, event_queue = Cloud(), EventQueue()
     cloud.there = {"job-1-0": Vm(name="job-1-0", request="job-1")}
     works, silent = cloud.list, [True]
 
@@ -316,12 +325,12 @@ def test_vms_that_came_meanwhile_are_not_ended_as_those_of_an_earlier_manager() 
         return works()
 
     cloud.list = silent_at_first  # type: ignore[method-assign]
-    shell = Provisioning(cloud, inbox, Spending(Limits()), look_every_s=0.02)
+    shell = Provisioning(cloud, event_queue, Spending(Limits()), look_every_s=0.02)
     shell.begin((), ())
     shell.request(RequestNodes(request="job-2", count=1))
     told: list[object] = []
     while Fact(name="vm_reconciled", detail="job-1-0 of job-1 was left by an earlier manager: ended") not in told:
-        stamped = inbox.get(BOUND_S)
+        stamped = event_queue.get(BOUND_S)
         assert stamped is not None, told
         told.append(stamped.item)
     shell.close()

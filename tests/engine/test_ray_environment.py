@@ -13,7 +13,7 @@ PREPARE = """
 import json, os, sys
 os.environ["RAY_AUTH_TOKEN"] = "of another cluster"
 from pathlib import Path
-from manager.engine.ray_environment import prepare
+from manager.engine.on_ray.ray_environment import prepare
 
 directory = prepare()
 assert prepare() == directory
@@ -34,8 +34,8 @@ print(json.dumps({
 WITH_TLS = """
 import json, os, stat, subprocess
 from pathlib import Path
-from manager.engine.certificates import Tls
-from manager.engine.ray_environment import prepare
+from manager.engine.joining.certificates import Tls
+from manager.engine.on_ray.ray_environment import prepare
 from morph.contract.errors import ClusterError
 
 directory = prepare(Tls())
@@ -68,8 +68,8 @@ print(folder)
 ADOPTED = """
 import os, sys, tempfile
 from pathlib import Path
-from manager.engine.certificates import Tls, certificates_of, make_certificates
-from manager.engine.ray_environment import adopt
+from manager.engine.joining.certificates import Tls, certificates_of, make_certificates
+from manager.engine.on_ray.ray_environment import adopt
 
 left = Path(tempfile.mkdtemp())
 (left / "token").write_text("of the killed manager")
@@ -86,7 +86,7 @@ print(os.environ.get("RAY_USE_TLS"), os.environ.get("RAY_TLS_SERVER_KEY") == key
 TOO_LATE = """
 import sys, types
 sys.modules["ray"] = types.ModuleType("ray")
-from manager.engine.ray_environment import prepare
+from manager.engine.on_ray.ray_environment import prepare
 from morph.contract.errors import ClusterError
 
 try:

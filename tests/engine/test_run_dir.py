@@ -120,7 +120,7 @@ def test_a_directory_of_another_job_is_refused_and_left_alone(tmp_path: Path, fi
 
 def test_a_directory_with_other_things_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("dear")
-    with pytest.raises(RunDirError, match="is not empty and is no run directory"), RunDir(tmp_path, FACTS):
+    with pytest.raises(RunDirError, match="is not empty and is not a run directory"), RunDir(tmp_path, FACTS):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from manager.engine.signals import STOPPING, deaf_to_signals, stopping_on_signals
+from manager.machine.signals import STOPPING, deaf_to_signals, stopping_on_signals
 
 
 @pytest.fixture(autouse=True)

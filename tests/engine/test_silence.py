@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manager.engine import silence
-from manager.engine.silence import Signs, Silence, heartbeat_wait_s, watch_every_s
+from manager.engine.loop import silence
+from manager.engine.loop.silence import Signs, Silence, heartbeat_wait_s, watch_every_s
 
 TIMEOUT_S = 4.0
 OUTAGE_TIMEOUT_S = 30.0

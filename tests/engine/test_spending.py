@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from manager.engine.spending import Before, Spending
-from manager.providers.provider import Price, Vm
+from manager.engine.vms.spending import Before, Spending
+from manager.providers.interface.provider import Price, Vm
 from morph.contract.cluster import Limits
 
 PRICE = Price(usd_per_h=0.5, source="test")

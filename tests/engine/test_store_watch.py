@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from manager.engine import store_watch
-from manager.engine.inbox import Inbox
-from manager.engine.store_watch import StoreWatch
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.run import store_watch
+from manager.engine.run.store_watch import StoreWatch
 from manager.journal.records import Fact
 from morph.contract.errors import ClusterError, ClusterLost
 
@@ -41,43 +41,43 @@ def dead() -> int:
 
 
 @pytest.fixture
-def inbox(monkeypatch: pytest.MonkeyPatch) -> Inbox:
+def event_queue(monkeypatch: pytest.MonkeyPatch) -> EventQueue:
     monkeypatch.setattr(store_watch, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(store_watch, "PAUSE_S", 0.001)
-    return Inbox()
+    return EventQueue()
 
 
-def told(inbox: Inbox) -> str:
-    stamped = inbox.get(BOUND_S)
+def told(event_queue: EventQueue) -> str:
+    stamped = event_queue.get(BOUND_S)
     assert stamped is not None
     assert isinstance(stamped.item, Fact)
     return stamped.item.name
 
 
-def test_a_store_that_lives_is_left_alone(inbox: Inbox) -> None:
+def test_a_store_that_lives_is_left_alone(event_queue: EventQueue) -> None:
     store = FakeStore(os.getpid())
-    watch = StoreWatch(store, inbox)
+    watch = StoreWatch(store, event_queue)
     watch.check()
     watch.close()
-    assert (store.num_starts, len(inbox)) == (0, 0)
+    assert (store.num_starts, len(event_queue)) == (0, 0)
 
 
-def test_a_dead_one_is_started_once_and_both_are_told(inbox: Inbox, dead: int) -> None:
+def test_a_dead_one_is_started_once_and_both_are_told(event_queue: EventQueue, dead: int) -> None:
     store = FakeStore(dead, num_failures=2)
-    watch = StoreWatch(store, inbox)
+    watch = StoreWatch(store, event_queue)
     watch.check()
     watch.check()  # while it is being started
-    assert [told(inbox), told(inbox)] == ["store_lost", "store_started_again"]
+    assert [told(event_queue), told(event_queue)] == ["store_lost", "store_started_again"]
     watch.close()
     watch.check()
-    assert (store.num_starts, len(inbox)) == (3, 0)
+    assert (store.num_starts, len(event_queue)) == (3, 0)
 
 
 def test_one_that_cannot_be_started_again_ends_the_session(
-    inbox: Inbox, dead: int, monkeypatch: pytest.MonkeyPatch
+    event_queue: EventQueue, dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_watch, "AGAIN_S", 0.0)
-    watch = StoreWatch(FakeStore(dead, num_failures=10**9), inbox)
+    watch = StoreWatch(FakeStore(dead, num_failures=10**9), event_queue)
     watch.check()
     watch.close()
     with pytest.raises(

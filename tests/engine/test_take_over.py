@@ -8,12 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from manager.controller.config import ControllerConfig
 from manager.controller.decide import decide
-from manager.controller.events import Event, ManagerResumed, NodeAppeared, WorkerAnswered, WorkerLost
-from manager.controller.state import ControllerState, initial_state
-from manager.engine.attachment import Attachment, Found
-from manager.engine.take_over import take_over
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import Event, ManagerResumed, NodeAppeared, WorkerAnswered, WorkerLost
+from manager.controller.state.state import ControllerState, initial_state
+from manager.engine.run.attachment import Attachment, Found
+from manager.engine.run.take_over import take_over
 from manager.journal.records import TOOK_OVER, Fact, TraceMoment
 from morph.contract.messages import WorkerReady
 from simulator import plan_table, synthetic_profile
@@ -40,10 +40,14 @@ def state_with(ready: Collection[str], warming: Collection[str]) -> ControllerSt
 
 @dataclass
 class Seen:
-    """Stands for machines, player and driver."""
+    """Stands for machines, their pool, player and driver."""
 
     lines: list[Any] = field(default_factory=list)
     provided: None = None
+
+    @property
+    def pool(self) -> Seen:
+        return self
 
     def attach(self, set_up: Collection[str]) -> tuple[str, ...]:
         self.lines.append(("attach", tuple(set_up)))
@@ -63,7 +67,7 @@ class Seen:
 def test_vms_are_known_before_the_controller_decides_of_them_and_it_hears_who_lives() -> None:
     seen = Seen()
     found = Found(
-        attachment=Attachment(kind="ray", door=Path("door"), store_host="h", store_port=1),
+        attachment=Attachment(kind="ray", control_socket=Path("control_socket"), store_host="h", store_port=1),
         line=SimpleNamespace(),  # type: ignore[arg-type]
         greeting={"vms": {"a": [1], "d": [2], "new": [3]}},
         state=state_with(ready=["a", "b"], warming=["c", "d"]),

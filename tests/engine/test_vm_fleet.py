@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from manager.controller.events import NodeAppeared, WorkerLost
-from manager.engine.inbox import Inbox
-from manager.engine.vm_fleet import VmFleet
+from manager.controller.state.events import NodeAppeared, WorkerLost
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.event_queue import EventQueue
 from morph.contract.errors import ClusterError
 from tests.engine.driver_scene import FakeHost
 
@@ -15,14 +15,14 @@ BOUND_S = 20.0
 
 def test_vms_of_requests_go_on_boot_or_end_as_somebody_waits_for_them() -> None:
     """job-1-0 trains, job-1-1 came up unheard of, job-1-2 was still to boot, job-0-0 was given up."""
-    host, inbox = FakeHost(), Inbox()
-    fleet = VmFleet(host, inbox)
+    host, event_queue = FakeHost(), EventQueue()
+    fleet = VmFleet(host, event_queue)
     try:
         asked = dict.fromkeys(("job-1-0", "job-1-1", "job-1-2"), "job-1")
         fleet.adopt((), up=["job-0-0", "job-1-0", "job-1-1"], appeared=["job-0-0", "job-1-0"], asked=asked)
         told: list[object] = []
         while len(told) < 2:
-            stamped = inbox.get(BOUND_S)
+            stamped = event_queue.get(BOUND_S)
             assert stamped is not None, told
             if isinstance(stamped.item, NodeAppeared):
                 told.append(stamped.item)
@@ -52,14 +52,14 @@ class DyingHost(FakeHost):
 
 
 def test_vms_boot_beside_one_another_and_one_that_dies_is_told_of_at_once() -> None:
-    host, inbox = DyingHost(), Inbox()
-    fleet = VmFleet(host, inbox)
+    host, event_queue = DyingHost(), EventQueue()
+    fleet = VmFleet(host, event_queue)
     try:
         for name in ("vm0", "vm1", "vm2"):
             fleet.request(name)
         told: list[object] = []
         while len(told) < 3:
-            stamped = inbox.get(BOUND_S)
+            stamped = event_queue.get(BOUND_S)
             assert stamped is not None, told
             if isinstance(stamped.item, NodeAppeared | WorkerLost):
                 told.append(stamped.item)

@@ -1,49 +1,355 @@
-"""Silence, told from the manager's own deafness. No Ray: the pool is given handles whose beats do not come."""
+"""The pool of workers, with their lines and whoever starts them in the test's hands."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import pytest
 
-SCRIPT = """
-import time
-import manager.engine.ray_environment as environment
-environment.prepare()
-from manager.controller.events import NobodyHeard, WorkerLost
-from manager.engine import worker_pool
-from manager.engine.inbox import Inbox
+from manager.controller.state.events import (
+    ComputeTimesSeen,
+    NobodyHeard,
+    UnitsWritten,
+    WorkerAnswered,
+    WorkerLost,
+    WorkerProbed,
+    WorkerTimes,
+)
+from manager.engine.loop import silence, worker_pool
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.loop.worker_pool import CALL_TIMEOUT_S, STUCK_TIMEOUT_S, WorkerPool
+from manager.journal.records import Fact
+from morph.contract.base import Value
+from morph.contract.messages import (
+    Aborted,
+    Heartbeat,
+    MicroBatchTimes,
+    Probed,
+    ProbeOrder,
+    StepOrder,
+    UnitWritten,
+    WorkerReady,
+)
+from morph.runtime.process import messages
+from morph.runtime.process.messages import ANSWER, BEAT, packed, unpack
+from tests.worker_setup import SETUP
 
-clock = [100.0]
-worker_pool.time.monotonic = lambda: clock[0]
-inbox = Inbox()
-killed = []
-worker_pool.ray.kill = lambda actor, no_restart: killed.append(actor)
-pool = worker_pool.WorkerPool(inbox, lambda worker: None, heartbeat_timeout_s=5.0)
-handle = pool._handles["vm0"] = worker_pool._Handle(actor="vm0's")
-handle.ready, handle.beat_sent_s = True, clock[0]
-
-def watch_for(seconds, step=0.5):
-    for _ in range(int(seconds / step)):
-        clock[0] += step
-        pool.watch()
-
-watch_for(5.0)
-assert len(inbox) == 0, "lost before its time"
-clock[0] += 60.0  # this process stood still
-assert not pool.watch(), "waits were judged although nobody could be heard"
-deaf = inbox.get(0.0)
-assert deaf is not None and deaf.item == NobodyHeard(lasted_s=60.0)
-assert len(inbox) == 0, "taken for silent while the manager was deaf"
-watch_for(0.5)
-assert len(inbox) == 0
-watch_for(1.0)
-lost = inbox.get(0.0)
-assert lost is not None and isinstance(lost.item, WorkerLost) and "silent" in lost.item.cause
-assert killed == ["vm0's"], "one that wakes would go on"
-print("ok")
-"""
+READY = WorkerReady(worker="vm0", pid=1, setup_s=0.0)
 
 
-def test_a_worker_is_lost_when_it_is_silent_but_not_for_the_time_in_which_the_manager_stood_still() -> None:
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False)
-    assert run.stdout.strip() == "ok", run.stderr
+class FakeLine:
+    """Takes down what is sent; ``stuck_s`` is the test's."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.stuck_s = 0.0
+        self.is_over = False
+
+    def send(self, body: bytes) -> None:
+        self.sent.append(body)
+
+    def hang_up(self) -> None:
+        self.is_over = True
+
+    def next(self) -> tuple[str, object]:
+        return unpack(self.sent.pop(0))
+
+
+class FakeLauncher:
+    """Starts nothing; ``left`` are a former manager's workers."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.killed: list[str] = []
+        self.left: tuple[str, ...] = ()
+        self.ended: set[str] = set()
+
+    def start_worker(self, worker: str, _vm: str) -> None:
+        self.started.append(worker)
+
+    def kill(self, worker: str) -> None:
+        self.killed.append(worker)
+
+    def has_ended(self, worker: str) -> bool:
+        return worker in self.ended
+
+    def adopt(self) -> tuple[str, ...]:
+        return self.left
+
+
+class Scene:
+    """A pool with one worker, whose line is the test's."""
+
+    def __init__(self) -> None:
+        self.event_queue, self.launcher, self.line = EventQueue(), FakeLauncher(), FakeLine()
+        self.pool = WorkerPool(self.event_queue, lambda _: SETUP, self.launcher, 5.0)
+
+    def be_ready(self) -> None:
+        self.pool.start("vm0", "vm0")
+        self.pool.came("vm0", self.line)
+        assert self.line.next() == ("setup", SETUP)
+        self.answer(READY)
+        assert self.next() == WorkerAnswered(worker="vm0", answer=READY)
+
+    def answer(self, answer: Value, name: str = ANSWER) -> None:
+        self.pool.heard("vm0", packed(name, answer))
+
+    def next(self) -> object:
+        stamped = self.event_queue.get(0.0)
+        assert stamped is not None, "nothing came"
+        return stamped.item
+
+    def lost(self) -> str:
+        lost = self.next()
+        assert isinstance(lost, WorkerLost)
+        assert len(self.event_queue) == 0, "told twice"
+        return lost.cause
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"answer\n\x80\x04.",
+        b'answer\n{"kind": "ready"}',
+        packed(ANSWER, READY).replace(b"vm0", b"vm9"),
+        b"beat\n[]",
+        b"setup\n{}",
+        b"\xff",
+    ],
+)
+def test_a_worker_that_says_what_is_none_of_a_workers_is_lost_and_killed(scene: Scene, message: bytes) -> None:
+    scene.be_ready()
+    scene.pool.heard("vm0", message)
+    assert "does not speak as a worker does" in scene.lost()
+    assert scene.launcher.killed == ["vm0"]
+    assert scene.line.is_over
+    scene.answer(READY)  # nobody listens any more
+    assert len(scene.event_queue) == 0
+
+
+def test_orders_go_as_they_were_given_and_answers_become_events(scene: Scene) -> None:
+    scene.be_ready()
+    order = StepOrder(generation=3, step=7, checkpoint_units=("s0",))
+    scene.pool.step("vm0", order)
+    scene.pool.abort("vm0", 9)
+    assert scene.line.next() == ("step", order)
+    assert scene.line.next() == ("abort", 9)
+
+
+def test_a_worker_may_call_before_it_is_wanted_or_after(scene: Scene) -> None:
+    scene.pool.came("vm0", scene.line)
+    scene.pool.start("vm0", "vm0")
+    assert scene.line.next() == ("setup", SETUP)
+    assert scene.launcher.started == ["vm0"]
+    later = FakeLine()
+    scene.pool.start("vm1", "vm1")
+    scene.pool.came("vm1", later)
+    assert later.next() == ("setup", SETUP)
+    assert len(scene.event_queue) == 0
+
+
+def test_what_a_heartbeat_brings_becomes_events_and_compute_times_wait_beside_them(scene: Scene) -> None:
+    scene.be_ready()
+    times = MicroBatchTimes(generation=2, forward_s=(1.0,), recompute_s=(1.0,), backward_s=(2.0,))
+    written = UnitWritten(worker="vm0", version=1, unit="s0", file="f", size_bytes=1, sha256="0")
+    scene.answer(Heartbeat(worker="vm0", times=times, written=(written,)), BEAT)
+    assert scene.next() == UnitsWritten(worker="vm0", written=(written,))
+    assert scene.event_queue.paces.take() == ComputeTimesSeen(
+        times=(WorkerTimes(worker="vm0", generation=2, compute_s=(3.0,)),)
+    )
+
+
+PROBE = ProbeOrder(probe=4, step=1, first_section=0, end_section=1, healthy_s=0.5)
+
+
+def test_a_probe_is_answered_with_an_event_of_its_own(scene: Scene) -> None:
+    scene.be_ready()
+    scene.pool.probe("vm0", PROBE)
+    assert scene.line.next() == ("probe", PROBE)
+    scene.answer(Probed(worker="vm0", probe=4, slowdown=1.25))
+    assert scene.next() == WorkerProbed(worker="vm0", probe=4, slowdown=1.25)
+    scene.pool.step("vm0", StepOrder(generation=1, step=0))  # nothing is left that could be in its way
+    assert [scene.line.next()[0]] == ["step"]
+    assert scene.line.sent == []
+
+
+def test_an_order_ends_a_probe_that_is_under_way(scene: Scene) -> None:
+    scene.be_ready()
+    scene.pool.probe("vm0", PROBE)
+    scene.pool.step("vm0", StepOrder(generation=1, step=0))
+    assert [scene.line.next()[0] for _ in range(3)] == ["probe", "leave_probe", "step"]
+
+
+def test_a_probe_that_failed_is_written_down_and_reported_as_not_done(scene: Scene) -> None:
+    scene.be_ready()
+    scene.pool.probe("vm0", PROBE)
+    scene.answer(Probed(worker="vm0", probe=4, error="no memory"))
+    assert scene.next() == Fact(name="probe_failed", worker="vm0", detail="no memory")
+    assert scene.next() == WorkerProbed(worker="vm0", probe=4, slowdown=None)
+
+
+def test_a_worker_whose_process_is_gone_is_lost_once(scene: Scene) -> None:
+    scene.be_ready()
+    scene.pool.died("vm0")
+    assert "connection closed" in scene.lost()
+    scene.pool.step("vm0", StepOrder(generation=1, step=0))
+    scene.pool.died("vm0")
+    assert len(scene.event_queue) == 0
+    assert scene.line.sent == []
+
+
+def test_a_worker_that_died_before_it_was_wanted_is_lost_when_it_is(scene: Scene) -> None:
+    scene.pool.came("vm0", scene.line)
+    scene.pool.died("vm0")
+    assert len(scene.event_queue) == 0  # the controller has not heard of it
+    scene.pool.start("vm0", "vm0")
+    assert "connection closed" in scene.lost()
+    assert scene.launcher.started == []
+
+
+def test_a_worker_that_is_ended_is_killed_and_not_reported(scene: Scene) -> None:
+    scene.be_ready()
+    scene.pool.end("vm0")
+    scene.pool.died("vm0")
+    assert scene.launcher.killed == ["vm0"]
+    assert len(scene.event_queue) == 0
+
+
+def test_a_worker_that_takes_no_orders_is_lost_instead_of_waited_for(scene: Scene) -> None:
+    scene.be_ready()
+    scene.line.stuck_s = STUCK_TIMEOUT_S
+    scene.pool.watch()
+    assert len(scene.event_queue) == 0
+    scene.line.stuck_s = STUCK_TIMEOUT_S + 0.1
+    scene.pool.watch()
+    assert "takes no orders" in scene.lost()
+    assert scene.launcher.killed == ["vm0"]
+    scene.pool.watch()
+    assert len(scene.event_queue) == 0
+
+
+def test_a_silent_worker_is_lost(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.be_ready()
+    clock = [silence.time.monotonic()]
+    monkeypatch.setattr(silence.time, "monotonic", lambda: clock[0])
+    for _ in range(11):
+        clock[0] += 0.5
+        scene.pool.watch()
+    assert len(scene.event_queue) == 0
+    clock[0] += 1.0
+    scene.pool.watch()
+    assert "silent for" in scene.lost()
+    assert scene.launcher.killed == ["vm0"]  # one that wakes must not go on
+    assert scene.line.is_over
+
+
+def test_a_worker_that_never_calls_is_lost(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.pool.start("vm0", "vm0")
+    clock = [silence.time.monotonic()]
+    monkeypatch.setattr(silence.time, "monotonic", lambda: clock[0])
+    while clock[0] + 1 < scene.pool._handles["vm0"].beat_sent_s + CALL_TIMEOUT_S:
+        clock[0] += 1
+        scene.pool.watch()
+    assert len(scene.event_queue) == 0
+    clock[0] += 1
+    scene.pool.watch()
+    assert "did not call" in scene.lost()
+    assert scene.launcher.killed == ["vm0"]
+
+
+def test_a_worker_whose_process_ends_before_it_called_is_lost(scene: Scene) -> None:
+    scene.pool.start("vm0", "vm0")
+    scene.pool.watch()
+    assert len(scene.event_queue) == 0
+    scene.launcher.ended.add("vm0")
+    scene.pool.watch()
+    assert "before it called" in scene.lost()
+    scene.pool.watch()
+    assert len(scene.event_queue) == 0
+
+
+def test_on_a_new_line_comes_again_what_is_not_answered_and_what_was_told_last(scene: Scene) -> None:
+    scene.be_ready()
+    order = StepOrder(generation=3, step=7)
+    scene.pool.step("vm0", order)
+    for generation in (2, 3):
+        scene.pool.abort("vm0", generation)
+    second, third = FakeLine(), FakeLine()
+    scene.pool.came("vm0", second)
+    assert scene.next() == Fact(name="connection_broken", worker="vm0", detail="it has a new one")
+    assert [second.next() for _ in range(2)] == [("abort", 3), ("step", order)]
+    scene.answer(Aborted(worker="vm0", generation=3, peer_lost=False))
+    assert isinstance(scene.next(), WorkerAnswered)
+    scene.pool.came("vm0", third)
+    assert third.next() == ("abort", 3)
+    assert third.sent == []  # it is answered
+    assert scene.next() == Fact(name="connection_broken", worker="vm0", detail="it has a new one")
+    assert len(scene.event_queue) == 0
+
+
+def test_of_the_workers_that_another_manager_left_those_who_call_are_kept(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "ATTACH_TIMEOUT_S", 0.05)
+    scene.launcher.left = ("vm0", "vm1", "vm2", "vm3")
+    scene.pool.came("vm0", scene.line)
+    scene.pool.came("vm2", FakeLine())
+    scene.pool.died("vm2")
+    assert scene.pool.attach(["vm0", "vm1", "vm2", "vm9"]) == ("vm0", "vm3")  # the last is still being set up
+    assert scene.launcher.killed == ["vm1"]
+    scene.pool.start("vm3", "vm3")
+    assert scene.launcher.started == []  # it was
+    late = FakeLine()
+    scene.pool.came("vm3", late)
+    assert late.next() == ("setup", SETUP)
+    scene.pool.died("vm0")
+    assert "connection closed" in scene.lost()
+
+
+def test_a_worker_is_not_silent_for_the_time_in_which_the_manager_stood_still(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.be_ready()
+    clock = [silence.time.monotonic()]
+    monkeypatch.setattr(silence.time, "monotonic", lambda: clock[0])
+    for _ in range(10):
+        clock[0] += 0.5
+        assert scene.pool.watch()
+    clock[0] += 60.0
+    assert not scene.pool.watch(), "waits were judged although nobody could be heard"
+    told = scene.next()
+    assert isinstance(told, NobodyHeard)
+    assert told.lasted_s == pytest.approx(60.0)
+    for _ in range(2):
+        assert len(scene.event_queue) == 0, "taken for silent while the manager was deaf"
+        clock[0] += 0.5
+        scene.pool.watch()
+    clock[0] += 1.0
+    scene.pool.watch()
+    assert "silent for" in scene.lost()
+    assert scene.launcher.killed == ["vm0"]
+
+
+def test_an_order_that_goes_to_all_is_written_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    def pack(name: str, order: object) -> bytes:
+        written.append(name)
+        return messages.pack(name, order)
+
+    monkeypatch.setattr(worker_pool, "pack", pack)
+    lines = {f"vm{number}": FakeLine() for number in range(3)}
+    for worker, line in lines.items():
+        scene.pool.start(worker, worker)
+        scene.pool.came(worker, line)
+    written.clear()
+    steps = [StepOrder(generation=1, step=step) for step in range(2)]
+    for step in steps:
+        for worker in lines:
+            scene.pool.step(worker, step)
+    assert written == ["step", "step"]
+    for line in lines.values():
+        assert [line.next() for _ in range(3)][1:] == [("step", step) for step in steps]

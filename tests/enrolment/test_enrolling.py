@@ -1,4 +1,4 @@
-"""A node, its manager's door, and whoever stands between them, over real connections."""
+"""A node, its manager's notice server, and whoever stands between them, over real connections."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-import manager.engine.notice_door as notice_door
-from manager.engine.certificates import Tls, certificates_of, load_authority, make_certificates
-from manager.engine.enrolment_desk import LIFE, EnrolmentDesk
-from manager.engine.inbox import Inbox
-from manager.engine.notice_door import NoticeDoor
+import manager.engine.joining.notice_server as notice_server
+from manager.engine.joining.certificates import Tls, certificates_of, load_authority, make_certificates
+from manager.engine.joining.enrolment_desk import LIFE, EnrolmentDesk
+from manager.engine.joining.notice_server import NoticeServer
+from manager.engine.loop.event_queue import EventQueue
 from manager.enrolment.authority import Authority, check_certificate, new_key, now, signing_request
 from manager.enrolment.exchange import MAX_REQUEST_CHARACTERS, Exchange
 from manager.enrolment.node import NotEnrolled, Place, ask, enrol
@@ -37,29 +37,29 @@ Line = dict[str, Any]
 
 
 class World:
-    """A manager's door, with what it signs with in files, as a run has it."""
+    """A manager's notice server, with what it signs with in files, as a run has it."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.inbox = directory, Inbox()
+        self.directory, self.event_queue = directory, EventQueue()
         self.run = directory / "run"
         self.run.mkdir()
         made = make_certificates(self.run, Tls(enrols=True))
         self.authority = made.authority
-        self.door = self.open()
+        self.server = self.open()
 
-    def open(self) -> NoticeDoor:
-        desk = EnrolmentDesk(self.inbox, SECRET, load_authority(self.run))
-        return NoticeDoor(self.inbox, SECRET, desk=desk)
+    def open(self) -> NoticeServer:
+        desk = EnrolmentDesk(self.event_queue, SECRET, load_authority(self.run))
+        return NoticeServer(self.event_queue, SECRET, desk=desk)
 
     def place(self, port: int = 0, secret: str = SECRET) -> Place:
-        return Place(("127.0.0.1", port or self.door.port), NODE, secret, ADDRESS)
+        return Place(("127.0.0.1", port or self.server.port), NODE, secret, ADDRESS)
 
     def enrol(self, port: int = 0, secret: str = SECRET, patience_s: float = 0.0) -> str:
         _, address = enrol(self.place(port, secret), self.authority, self.directory / "node" / "tls", patience_s)
         return address
 
     def facts(self) -> list[Fact]:
-        found = [self.inbox.get(0.0) for _ in range(len(self.inbox))]
+        found = [self.event_queue.get(0.0) for _ in range(len(self.event_queue))]
         return [stamped.item for stamped in found if stamped is not None and isinstance(stamped.item, Fact)]
 
 
@@ -67,7 +67,7 @@ class World:
 def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path)
     yield world
-    world.door.close()
+    world.server.close()
 
 
 @contextlib.contextmanager
@@ -115,8 +115,8 @@ def test_a_node_that_starts_again_makes_another_key(world: World) -> None:
 
 
 def test_a_manager_that_takes_over_signs_as_the_killed_one_did(world: World) -> None:
-    world.door.close()
-    world.door = world.open()
+    world.server.close()
+    world.server = world.open()
     assert world.enrol() == ADDRESS
     certificates_of(world.run).authority_key.unlink()
     with pytest.raises(ClusterError, match="what signs the VMs' certificates is gone"):
@@ -130,7 +130,7 @@ def test_without_the_secret_nobody_is_signed_for(world: World) -> None:
 
 
 def test_a_manager_without_the_secret_is_not_believed(world: World, tmp_path: Path) -> None:
-    other = NoticeDoor(Inbox(), "wrong", desk=EnrolmentDesk(Inbox(), "wrong", Authority.make()))
+    other = NoticeServer(EventQueue(), "wrong", desk=EnrolmentDesk(EventQueue(), "wrong", Authority.make()))
     try:
         with pytest.raises(NotEnrolled, match="no certificate came"):
             world.enrol(port=other.port)
@@ -140,7 +140,7 @@ def test_a_manager_without_the_secret_is_not_believed(world: World, tmp_path: Pa
 
 
 def test_who_only_listens_between_them_changes_nothing(world: World) -> None:
-    with man_in_the_middle(world.door.port) as port:
+    with man_in_the_middle(world.server.port) as port:
         assert world.enrol(port) == ADDRESS
 
 
@@ -148,7 +148,7 @@ def test_a_swapped_request_or_name_is_not_signed(world: World) -> None:
     theirs = signing_request(new_key(), NODE, ADDRESS)
     for change in ({"request": theirs}, {"node": "tiny-1-1"}, {"fresh": new_secret()}, {"proof": new_secret()}):
         with (
-            man_in_the_middle(world.door.port, of_node=lambda line, change=change: line | change) as port,
+            man_in_the_middle(world.server.port, of_node=lambda line, change=change: line | change) as port,
             pytest.raises(NotEnrolled, match="no certificate came"),
         ):
             world.enrol(port)
@@ -159,7 +159,7 @@ def test_a_swapped_answer_is_not_believed(world: World) -> None:
     other = Authority.make().certify(new_key().public_key(), NODE, ADDRESS, LIFE, now()).decode()
     for change in ({"certificate": other}, {"certificate": "", "refused": "go away"}, {"proof": new_secret()}):
         with (
-            man_in_the_middle(world.door.port, of_manager=lambda line, change=change: line | change) as port,
+            man_in_the_middle(world.server.port, of_manager=lambda line, change=change: line | change) as port,
             pytest.raises(NotEnrolled, match="does not have this run's secret"),
         ):
             world.enrol(port)
@@ -168,7 +168,7 @@ def test_a_swapped_answer_is_not_believed(world: World) -> None:
 
 def test_a_request_that_comes_from_another_address_is_refused_and_the_node_is_told(world: World) -> None:
     with (
-        man_in_the_middle(world.door.port, source="127.0.0.3") as port,
+        man_in_the_middle(world.server.port, source="127.0.0.3") as port,
         pytest.raises(NotEnrolled, match=r"something else than the address 127\.0\.0\.3 it comes from"),
     ):
         world.enrol(port, patience_s=BOUND_S)
@@ -177,7 +177,7 @@ def test_a_request_that_comes_from_another_address_is_refused_and_the_node_is_to
 
 
 def greeted(world: World) -> tuple[Lines, str]:
-    connection = socket.create_connection(("127.0.0.1", world.door.port), BOUND_S, (ADDRESS, 0))
+    connection = socket.create_connection(("127.0.0.1", world.server.port), BOUND_S, (ADDRESS, 0))
     lines = Lines(connection)
     return lines, str(lines.read(BOUND_S)["nonce"])
 
@@ -217,8 +217,8 @@ def test_a_line_that_is_too_large_is_not_read_even_of_one_with_the_secret(world:
 
 
 def test_whoever_is_slow_is_sent_away_however_steadily_he_sends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notice_door, "HELLO_TIMEOUT_S", 0.3)
-    connection = socket.create_connection(("127.0.0.1", world.door.port), BOUND_S)
+    monkeypatch.setattr(notice_server, "HELLO_TIMEOUT_S", 0.3)
+    connection = socket.create_connection(("127.0.0.1", world.server.port), BOUND_S)
     connection.settimeout(0.05)
     with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         sent, received = 0, b"-"
@@ -242,23 +242,23 @@ def test_a_vm_without_what_makes_certificates_says_so_to_its_manager(
 
 
 def test_where_nothing_is_encrypted_nobody_is_signed_for(world: World) -> None:
-    door = NoticeDoor(world.inbox, SECRET)
+    server = NoticeServer(world.event_queue, SECRET)
     try:
         with pytest.raises(OSError):
-            ask(world.place(door.port), lambda address: signing_request(new_key(), NODE, address))
+            ask(world.place(server.port), lambda address: signing_request(new_key(), NODE, address))
     finally:
-        door.close()
+        server.close()
     assert world.facts() == []
 
 
 def test_a_manager_that_comes_late_is_waited_for(world: World) -> None:
-    port = world.door.port
-    world.door.close()
+    port = world.server.port
+    world.server.close()
     enrolled: list[str] = []
     thread = threading.Thread(target=lambda: enrolled.append(world.enrol(port, patience_s=BOUND_S)))
     thread.start()
-    desk = EnrolmentDesk(world.inbox, SECRET, load_authority(world.run))
-    world.door = NoticeDoor(world.inbox, SECRET, port=port, desk=desk)
+    desk = EnrolmentDesk(world.event_queue, SECRET, load_authority(world.run))
+    world.server = NoticeServer(world.event_queue, SECRET, port=port, desk=desk)
     thread.join(BOUND_S)
     assert enrolled == [ADDRESS]
 
@@ -270,7 +270,7 @@ def test_the_command_becomes_the_node_with_its_certificate(world: World, tmp_pat
     secret = tmp_path / "node-secret"
     secret.write_text(f"{SECRET}\n", encoding="utf-8")
     options = [
-        f"--manager=127.0.0.1:{world.door.port}", f"--node={NODE}", f"--secret-file={secret}",
+        f"--manager=127.0.0.1:{world.server.port}", f"--node={NODE}", f"--secret-file={secret}",
         f"--authority={world.authority}", f"--directory={tmp_path / 'tls'}", "--patience-s=5", f"--address={ADDRESS}",
     ]  # fmt: skip
     command = [sys.executable, "-m", "manager.enrolment.node", *options, "--"]
@@ -285,7 +285,7 @@ def test_the_command_becomes_the_node_with_its_certificate(world: World, tmp_pat
     key = load_pem_private_key(Path(files["SERVER_KEY"]).read_bytes(), None)
     check_certificate(pem, Path(files["CA_CERT"]).read_bytes(), key, ADDRESS)  # type: ignore[arg-type]
     assert SECRET not in json.dumps([arguments, environment, os.environ.copy()])
-    world.door.close()
+    world.server.close()
     refused = subprocess.run(
         [*(part.replace("=5", "=0") if "patience" in part else part for part in command), "/bin/true"],
         capture_output=True, text=True, timeout=BOUND_S, check=False,

@@ -1,4 +1,4 @@
-"""What must hold after every event of a history; each is checked against what the simulated workers really have."""
+"""What must hold after every event of a history beside ``validate``: of changes, and of what workers really have."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import math
 from simulated_cluster import Observer, SimulatedCluster
 from simulated_worker import order_key
 
-from manager.controller.actions import (
+from manager.controller.requests.node_requests import MAX_SENT
+from manager.controller.state.actions import (
     Abort,
     AcknowledgeNotice,
     EndWorker,
     ProbeWorker,
+    ReleaseNodes,
     RequestNodes,
-    SendAhead,
     SendCommit,
+    SendPreCopy,
     SendReshape,
     SendStep,
     StartWorker,
 )
-from manager.controller.asking import MAX_SENT
-from manager.controller.events import (
+from manager.controller.state.events import (
     CheckpointFailed,
     Event,
     ManagerResumed,
@@ -29,67 +30,20 @@ from manager.controller.events import (
     Tick,
     WorkerLost,
 )
-from manager.controller.nodes import NodeState
-from manager.controller.reasons import ReasonCode
-from manager.controller.resting import LONGEST_PAUSE_S
-from manager.controller.state import ControllerState, Decision, Phase
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, Decision, Phase
+from manager.controller.state.validate import BrokenState, validate
+from manager.controller.steps.resting import LONGEST_PAUSE_S
 from morph.contract.vm_names import beside, vm_of
 
-IDLE_PHASES = {Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.SEALING, Phase.ENDED}
-ORDER_KIND = {Phase.RESHAPING: "reshape", Phase.TRAINING: "step", Phase.COMMITTING: "commit"}
-WORKER_STATES = {NodeState.WARMING, NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING}
 
-
-def phase_problem(state: ControllerState) -> str | None:
-    """Say what breaks the phase's invariant, or None."""
-    order, members = state.order, set(state.member_units)
-    if (order is None) != (not state.awaited) or not state.awaited <= set(state.workers):
-        return "an order without anybody who has it, or strangers have it"
-    if state.phase in IDLE_PHASES and order:
-        return f"{state.phase}, but {sorted(state.awaited)} have orders"
-    if order is not None and order.generation != state.generation:
-        return "an order of another generation is outstanding"
-    if state.phase in ORDER_KIND and order is not None and order.kind != ORDER_KIND[state.phase]:
-        return f"{state.phase}, but an order of another kind is outstanding"
-    if state.phase in (Phase.RESHAPING, Phase.TRAINING, Phase.ABORTING) and not order:
-        return f"{state.phase}, but nobody has an order"
-    if state.phase is Phase.RESTING and (state.rest_until_s is None or (order is not None and order.kind != "commit")):
-        return "resting without an end, or somebody does more than write what it holds"
-    if order is not None and (order.abort_sent_s is not None) != (state.phase is Phase.ABORTING):
-        return f"{state.phase}, but the order was told to abort at {order.abort_sent_s}"
-    if state.phase is Phase.TRAINING and not state.awaited <= members:
-        return "training, but a stranger has an order"
-    if state.phase in (Phase.RESHAPING, Phase.TRAINING) and not members <= set(state.workers):
-        return f"{state.phase}, but a member is lost"
-    if members != {slot.worker for slot in state.slots} or len(members) != len(state.slots):
-        return "the members are not those of the slots, each once"
-    return node_problem(state)
-
-
-def node_problem(state: ControllerState) -> str | None:
-    """Say what breaks the invariant of a node's state, or None."""
-    for worker, entry in state.workers.items():
-        if entry.node not in WORKER_STATES:
-            return f"{worker} is {entry.node}"
-        if entry.ready and entry.node is NodeState.WARMING:
-            return f"{worker} is set up, and warming"
-        if not entry.ready and (entry.node in (NodeState.READY, NodeState.SUSPECT) or entry.holds):
-            return f"{worker} is not set up, but {entry.node} or holds units"
-        if (entry.node is NodeState.DRAINING) != (entry.drain_until_s is not None):
-            return f"{worker} is {entry.node}, and drains until {entry.drain_until_s}"
-        if entry.probation is not None and (entry.node is not NodeState.SUSPECT or worker in state.member_units):
-            return f"{worker} is probed, but {entry.node} or a member"
-    for name, request in state.requests.items():
-        if not request.count and not request.granted:
-            return f"nothing of request {name} is awaited"
-    return None
-
-
-def check_phase(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
-    """The phase's invariant holds, and every decision says why."""
-    problem = phase_problem(decision.state)
-    if problem is not None:
-        raise cluster.broken(problem)
+def check_state(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
+    """What always holds of a state holds, and every decision says why."""
+    try:
+        validate(decision.state)
+    except BrokenState as error:
+        raise cluster.broken(str(error)) from error
     cluster.check(bool(decision.reason.sentence), "a decision without a sentence")
 
 
@@ -151,9 +105,6 @@ def check_holdings(cluster: SimulatedCluster, before: ControllerState, event: Ev
     state = decision.state
     saved = state.checkpoint is None or state.checkpoint.version in cluster.checkpoints
     cluster.check(saved, "the newest checkpoint is not on storage")
-    if state.phase is Phase.TRAINING and state.workers is not before.workers:
-        held = set().union(*(entry.holds for entry in state.workers.values()))
-        cluster.check(held == set(state.config.units), "training, and nobody holds some unit")
     if any(isinstance(action, SendReshape | SendStep | SendCommit) for action in decision.actions):
         return  # who is about to apply a version has not done so yet
     for name, entry in state.workers.items():
@@ -225,7 +176,7 @@ def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Eve
                 repeats, limit = (action.worker, *order_key(action)), 1
             case SendCommit():
                 repeats, limit = (action.worker, *order_key(action)), 1 + cluster.refused[action.worker]
-            case SendAhead():
+            case SendPreCopy():
                 repeats, limit = ("ahead", action.worker, action.order.number), 1
             case StartWorker():
                 repeats, limit = ("start", action.worker), 1
@@ -258,7 +209,7 @@ def check_ahead(cluster: SimulatedCluster, before: ControllerState, event: Event
     """Units are sent ahead by who holds them to who lacks them, for a bounded time; only what arrived is used."""
     state, known = decision.state, before.ahead
     for action in decision.actions:
-        if isinstance(action, SendAhead):
+        if isinstance(action, SendPreCopy):
             cluster.check(action.worker not in cluster.told_lost, f"units are sent ahead with dead {action.worker}")
         if isinstance(action, SendReshape) and not isinstance(event, ManagerResumed):
             for source in action.order.sources:
@@ -270,9 +221,6 @@ def check_ahead(cluster: SimulatedCluster, before: ControllerState, event: Event
     ahead = state.ahead
     if ahead is None:
         return
-    phases = {Phase.TRAINING, Phase.COMMITTING, Phase.SEALING, Phase.ENDED}
-    cluster.check(state.phase in phases, f"{state.phase}, and units are sent ahead")
-    cluster.check(set(ahead.parties) <= set(state.workers), "units are sent ahead with a stranger")
     late_s = sum(max(0.0, -by_s) for _, by_s in cluster.faults.clock_jumps)
     left_s = ahead.until_s - cluster.clock_s()
     patience_s = state.config.policy.rules.ahead.patience_s
@@ -280,11 +228,6 @@ def check_ahead(cluster: SimulatedCluster, before: ControllerState, event: Event
     if known is not None and known.number == ahead.number and state.version > before.version:
         going_on = any(isinstance(action, SendStep) for action in decision.actions)
         cluster.check(not going_on or left_s > 0, "a change is put off for longer than it was to be")
-    if state.phase is Phase.TRAINING:
-        for move in ahead.moves:
-            held = move.unit in state.workers[move.sender].holds
-            lacked = move.unit not in state.workers[move.receiver].holds
-            cluster.check(held and lacked, f"{move.unit} is sent ahead from {move.sender} to {move.receiver}")
 
 
 def check_acknowledged(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
@@ -310,6 +253,24 @@ def check_may_go(cluster: SimulatedCluster, state: ControllerState, name: str) -
         cluster.check(saved or not alone, f"{name} may go with the only {unit} at {state.version}")
 
 
+def check_given_back(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
+    """Every node that is not known any more is given back at once, before others are asked for, and no other is."""
+    if not before.config.target_nodes:
+        return
+    state = decision.state
+    releases = [action for action in decision.actions if isinstance(action, ReleaseNodes)]
+    given_back = {node for action in releases for node in action.nodes}
+    awaited, awaits = (
+        {node for request in each.requests.values() for node in request.granted} for each in (before, state)
+    )
+    kept = (before.workers.keys() | awaited) - state.workers.keys() - awaits - given_back
+    cluster.check(not kept, f"{sorted(kept)} are forgotten and not given back")
+    known = sorted(given_back & state.workers.keys())
+    cluster.check(not known, f"{known} are given back and known")
+    kinds = [type(action) for action in decision.actions if isinstance(action, RequestNodes | ReleaseNodes)]
+    cluster.check(kinds == sorted(kinds, key=lambda kind: kind is RequestNodes), "a request comes before room is made")
+
+
 def check_end(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
     """A finished run has all its steps, saved."""
     state = decision.state
@@ -321,7 +282,7 @@ def check_end(cluster: SimulatedCluster, before: ControllerState, event: Event, 
 
 
 INVARIANTS: tuple[Observer, ...] = (
-    check_phase,
+    check_state,
     check_versions,
     check_orders,
     check_holdings,
@@ -332,4 +293,5 @@ INVARIANTS: tuple[Observer, ...] = (
     check_ahead,
     check_acknowledged,
     check_end,
+    check_given_back,
 )

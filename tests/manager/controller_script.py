@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from simulated_cluster import TIMES
 from simulated_job import UNITS, file_of, make_config
 
-from manager.controller.actions import Action, SendCommit, SendReshape, SendStep
 from manager.controller.decide import decide
-from manager.controller.events import (
+from manager.controller.state.actions import Action, SendCommit, SendReshape, SendStep
+from manager.controller.state.events import (
     Event,
     ManifestWritten,
     NodeAppeared,
@@ -18,7 +18,8 @@ from manager.controller.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.state import ControllerState, Decision, Phase, initial_state
+from manager.controller.state.state import ControllerState, Decision, Phase, initial_state
+from manager.controller.state.validate import validate
 from morph.contract.decided import LossScale
 from morph.contract.messages import Aborted, Committed, Prepared, Reshaped, UnitWritten, WorkerReady
 
@@ -36,6 +37,7 @@ class Script:
         self.now_s = self.now_s + 0.1 if at_s is None else at_s
         self.last = decide(self.state, event, self.now_s)
         self.state = self.last.state
+        validate(self.state)
         return self.last.actions
 
     def wake(self) -> tuple[Action, ...]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from simulated_cluster import Faults, SimulatedCluster
 from simulated_job import make_config
 
-from manager.controller.events import Event
-from manager.controller.state import ControllerState, Decision
+from manager.controller.state.events import Event
+from manager.controller.state.state import ControllerState, Decision
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import VM_KILLED, Fact
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from cluster_invariants import INVARIANTS
 from simulated_cluster import Faults, SimulatedCluster
 from simulated_job import make_config
 
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import Phase
 from morph.contract.messages import FailureCause
-from morph.contract.rules import AheadRules
+from morph.contract.rules import PreCopyRules
 
 QUIET_AFTER_S = 16.0
 FATAL_ACTIONS = (
@@ -29,9 +32,9 @@ FATAL_ACTIONS = (
 )
 LONGEST_S = 400.0
 AHEAD = (
-    AheadRules(when="always", patience_s=6.0, bytes_per_s=20.0),
-    AheadRules(when="always", patience_s=2.0, bytes_per_s=100.0),
-    AheadRules(when="if_worth", min_saved_s=0.0, bytes_per_s=100.0),
+    PreCopyRules(when="always", patience_s=6.0, bytes_per_s=20.0),
+    PreCopyRules(when="always", patience_s=2.0, bytes_per_s=100.0),
+    PreCopyRules(when="if_worth", min_saved_s=0.0, bytes_per_s=100.0),
 )
 
 
@@ -106,3 +109,33 @@ def play(seed: int, num_steps: int = 8) -> SimulatedCluster:
 def play_all(seeds: Iterable[int]) -> int:
     """Play several histories; return how many."""
     return len([play(seed).seed for seed in seeds])
+
+
+@dataclass
+class Reached:
+    """How often histories came to what: phases, reasons, and the phases in which workers and managers were lost."""
+
+    num_histories: int = 0
+    phases: Counter[Phase] = field(default_factory=Counter)
+    codes: Counter[ReasonCode] = field(default_factory=Counter)
+    lost_in: Counter[Phase] = field(default_factory=Counter)
+    resumed_in: Counter[Phase] = field(default_factory=Counter)
+
+    def add(self, cluster: SimulatedCluster) -> None:
+        """Take in one that was played."""
+        self.num_histories += 1
+        for entry in cluster.log:
+            if isinstance(entry, tuple):
+                _, before, event, decision = entry
+                self.phases[decision.state.phase] += 1
+                self.codes[decision.reason.code] += 1
+                self.lost_in[before.phase] += event.kind == "worker_lost"
+                self.resumed_in[before.phase] += event.kind == "manager_resumed"
+
+
+def reached_by(seeds: Iterable[int]) -> Reached:
+    """Play several histories; return what they came to."""
+    reached = Reached()
+    for seed in seeds:
+        reached.add(play(seed))
+    return reached

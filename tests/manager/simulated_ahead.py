@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from simulated_worker import SimulatedWorker
 from simulated_world import World
 
-from manager.controller.actions import SendAhead
-from manager.controller.events import AheadReported, Event
-from morph.contract.messages import AheadOrder, AheadReport, ReshapeOrder
+from manager.controller.state.actions import SendPreCopy
+from manager.controller.state.events import Event, PreCopyReported
+from morph.contract.messages import PreCopyOrder, PreCopyReport, ReshapeOrder
 
 Key = tuple[int, str, str]
 
@@ -27,7 +27,7 @@ class Stream:
     """everything is with the receiver, and the sender is through with it"""
 
 
-class SimulatedAhead:
+class SimulatedPreCopy:
     """Every stream of a history."""
 
     def __init__(self, world: World, tell: Callable[[Event], None], workers: dict[str, SimulatedWorker]) -> None:
@@ -35,14 +35,14 @@ class SimulatedAhead:
         self.streams: dict[Key, Stream] = {}
         self.num_taken = self.num_given_up = 0
 
-    def order(self, action: SendAhead) -> None:
+    def order(self, action: SendPreCopy) -> None:
         """An order is on its way, on the control lane."""
         if not self.world.chance(self.world.faults.lost_message):
             self.world.at(self.world.lag_s(), lambda: self.receive(action.worker, action.order))
         if self.world.chance(self.world.faults.doubled):
             self.world.at(self.world.between(0.0, 3), lambda: self.receive(action.worker, action.order))
 
-    def receive(self, name: str, order: AheadOrder) -> None:
+    def receive(self, name: str, order: PreCopyOrder) -> None:
         """A worker gets an order: it drops what an older one said."""
         worker = self.workers[name]
         if not worker.alive or order.number < worker.ahead_number:
@@ -93,8 +93,8 @@ class SimulatedAhead:
         streams = [stream for key, stream in self.of(name, sending=False) if key[0] == number]
         whole = [stream for stream in streams if stream.follows and not stream.broken]
         error = "a stream broke off" if any(stream.broken for stream in streams) else None
-        report = AheadReport(number=number, following=tuple(u for s in whole for u in s.units), error=error)
-        event = AheadReported(worker=name, report=report)
+        report = PreCopyReport(number=number, following=tuple(u for s in whole for u in s.units), error=error)
+        event = PreCopyReported(worker=name, report=report)
         if not self.world.chance(self.world.faults.lost_message):
             self.world.at(self.world.lag_s(), lambda: self.tell(event))
         if self.world.chance(self.world.faults.doubled):

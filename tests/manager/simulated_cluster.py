@@ -15,7 +15,8 @@ from simulated_worker import Faults, SimulatedWorker
 from simulated_workers import TIMES, SimulatedWorkers
 from simulated_world import BrokenHistoryError, World
 
-from manager.controller.actions import (
+from manager.controller.decide import decide
+from manager.controller.state.actions import (
     Abort,
     AcknowledgeNotice,
     Action,
@@ -23,16 +24,15 @@ from manager.controller.actions import (
     Finish,
     ProbeWorker,
     RequestNodes,
-    SendAhead,
     SendCommit,
+    SendPreCopy,
     SendReshape,
     SendStep,
     StartWorker,
     WriteManifest,
 )
-from manager.controller.config import ControllerConfig
-from manager.controller.decide import decide
-from manager.controller.events import (
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import (
     EVENT,
     MANIFEST_WRITER,
     CheckpointFailed,
@@ -47,7 +47,7 @@ from manager.controller.events import (
     WorkerProbed,
     WorkerTimes,
 )
-from manager.controller.state import ControllerState, Decision, Phase, initial_state
+from manager.controller.state.state import ControllerState, Decision, Phase, initial_state
 from morph.contract.checkpoint import Manifest
 from morph.contract.messages import Failed
 from morph.contract.vm_names import beside
@@ -310,7 +310,7 @@ class SimulatedCluster(World):
                 self.crew.order(action)
             case Abort():
                 self.crew.abort(action.worker, action.generation)
-            case SendAhead():
+            case SendPreCopy():
                 self.crew.ahead.order(action)
             case ProbeWorker():
                 self.probe(action)

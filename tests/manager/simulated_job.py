@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 
-from manager.controller.config import ControllerConfig
+from manager.controller.state.config import ControllerConfig
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import Policy
 from morph.contract.decided import Decided, LossScale

@@ -8,8 +8,8 @@ from simulated_worker import SimulatedWorker
 from simulated_workers import SimulatedWorkers
 from simulated_world import World
 
-from manager.controller.actions import RequestNodes
-from manager.controller.events import (
+from manager.controller.state.actions import RequestNodes
+from manager.controller.state.events import (
     Event,
     NodeAppeared,
     NodesGranted,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from manager.controller.actions import SendCommit, SendReshape, SendStep
-from manager.controller.state import Phase
+from manager.controller.state.actions import SendCommit, SendReshape, SendStep
+from manager.controller.state.state import Phase
 from morph.contract.messages import Answer, FailureCause
 
 Order = SendReshape | SendStep | SendCommit

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from simulated_ahead import SimulatedAhead
+from simulated_ahead import SimulatedPreCopy
 from simulated_job import broken_unit, facts_of, file_of, norm_sq, scale_of
 from simulated_worker import Order, SimulatedWorker, order_key, sequence_of
 from simulated_world import World
 
-from manager.controller.actions import SendCommit, SendReshape, SendStep
-from manager.controller.events import CheckpointFailed, Event, UnitsWritten, WorkerAnswered, WorkerLost
+from manager.controller.state.actions import SendCommit, SendReshape, SendStep
+from manager.controller.state.events import CheckpointFailed, Event, UnitsWritten, WorkerAnswered, WorkerLost
 from morph.contract.messages import (
     Aborted,
     Answer,
@@ -42,7 +42,7 @@ class SimulatedWorkers:
         self.killer: Callable[[str], None] = self.die
         self.members: dict[int, frozenset[str]] = {}
         self.failed: set[int] = set()
-        self.ahead = SimulatedAhead(world, tell, self.all)
+        self.ahead = SimulatedPreCopy(world, tell, self.all)
 
     # --- life ------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from simulated_worker import Faults
 
-from manager.controller.events import Event
-from manager.controller.state import ControllerState, Decision
+from manager.controller.state.events import Event
+from manager.controller.state.state import ControllerState, Decision
 
 
 class BrokenHistoryError(AssertionError):

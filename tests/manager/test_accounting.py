@@ -10,9 +10,9 @@ from random_history import random_faults
 from simulated_cluster import TIMES, Faults
 from simulated_job import make_config
 
-from manager.controller.config import ControllerConfig
 from manager.controller.decide import decide
-from manager.controller.events import (
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import (
     EVENT,
     Event,
     ManagerResumed,
@@ -25,13 +25,12 @@ from manager.controller.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.state import initial_state
+from manager.controller.state.state import initial_state
 from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, EntryKind, Fact
 from manager.report.account import Account, Part
 from manager.report.accounting import Ledger
-from manager.report.prices import Prices
 from manager.report.reading import read_report, report_of
-from manager.report.spent import NOTHING, NS_PER_S, SHARES, nano_usd
+from manager.report.spent import NOTHING, NS_PER_S, SHARES, Prices, nano_usd
 from morph.contract.base import Value
 from morph.contract.messages import WorkerReady
 

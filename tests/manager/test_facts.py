@@ -8,10 +8,10 @@ import pytest
 from controller_script import Script, script_in
 from simulated_job import MANIFEST, UNITS
 
-from manager.controller.actions import Action, Finish, SendCommit, SendReshape, SendStep
-from manager.controller.events import WorkerLost
-from manager.controller.placement import units_by_stage
-from manager.controller.state import ControllerState, Phase
+from manager.controller.shape.placement import units_by_stage
+from manager.controller.state.actions import Action, Finish, SendCommit, SendReshape, SendStep
+from manager.controller.state.events import WorkerLost
+from manager.controller.state.state import ControllerState, Phase
 from morph.contract.decided import Decided, LossScale
 
 SCALE = LossScale(exponent=4, good_steps=1, growth_steps=3)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from controller_script import Script, receivers, script_in
 
-from manager.controller.actions import Action, EndWorker, Finish, RequestNodes, SendCommit, SendReshape, SendStep
-from manager.controller.events import ManifestWritten, NodeAppeared, Tick, WorkerAnswered
-from manager.controller.state import Phase
+from manager.controller.state.actions import Action, EndWorker, Finish, RequestNodes, SendCommit, SendReshape, SendStep
+from manager.controller.state.events import ManifestWritten, NodeAppeared, Tick, WorkerAnswered
+from manager.controller.state.state import Phase
 from morph.contract.messages import Failed, FailureCause
 
 TRACE = 'Traceback (most recent call last):\n  File "job.py", line 7, in __getitem__\nValueError: bad sample\n'

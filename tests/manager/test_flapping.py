@@ -6,31 +6,45 @@ import pytest
 from controller_script import Script
 from simulated_job import PLANS, RULES
 
-from manager.controller.changes import changed
-from manager.controller.events import NodeAppeared, Tick, WorkerAnswered, WorkerLost
-from manager.controller.flapping import flapped, hold_s
-from manager.controller.state import Flaps, Phase
+from manager.controller.shape.flapping import flapped, hold_s
+from manager.controller.state.draft import Draft
+from manager.controller.state.events import NodeAppeared, Tick, WorkerAnswered, WorkerLost
+from manager.controller.state.state import Flaps, Phase
 from morph.contract.messages import WorkerReady
 
 FLAPS = RULES.flaps
 
 
 def test_the_first_return_is_free_and_each_further_one_costs_twice_as_much_up_to_a_bound() -> None:
-    state = Script().state
+    draft = Draft(Script().state, 0.0)
     holds_s = []
     for number in range(6):
-        state = flapped(state, "m", float(number))
-        holds_s.append(hold_s(state, "m", float(number)))
+        draft.now_s = float(number)
+        flapped(draft, "m")
+        holds_s.append(hold_s(draft, "m"))
     assert holds_s == pytest.approx([0.0, 2.0, 4.0, 8.0, 8.0, 8.0])
-    assert hold_s(state, "other", 5.0) == 0.0
+    assert hold_s(draft, "other") == 0.0
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
-    state = flapped(flapped(Script().state, "m", 0.0), "m", 1.0)
-    assert hold_s(state, "m", 1.0 + FLAPS.memory_s) == 0.0
-    assert set(flapped(state, "other", 1.0 + FLAPS.memory_s).flaps) == {"other"}
-    huge = changed(state, flaps={"m": Flaps(num=10**6, last_s=0.0)})
-    assert hold_s(huge, "m", 1.0) == FLAPS.hold_max_s
+    draft = Draft(Script().state, 1.0)
+    for _ in range(2):
+        flapped(draft, "m")
+    assert hold_s(draft, "m") > 0.0
+    draft.now_s += FLAPS.memory_s
+    assert hold_s(draft, "m") == 0.0
+    flapped(draft, "other")
+    assert set(draft.state.flaps) == {"other"}
+    draft.change(flaps={"m": Flaps(num=10**6, last_s=draft.now_s)})
+    assert hold_s(draft, "m") == FLAPS.hold_max_s
+
+
+def flapped_twice(script: Script) -> None:
+    """A machine went away twice just now."""
+    draft = Draft(script.state, script.now_s)
+    flapped(draft, "m")
+    flapped(draft, "m")
+    script.state = draft.state
 
 
 def comes(script: Script, node: str, host: str) -> None:
@@ -74,7 +88,7 @@ def test_a_machine_that_stays_long_enough_is_taken_in_again() -> None:
     script = Script(plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2, num_steps=10**6)
     script.ready("n1", "n2")
     script.reshaped()
-    script.state = flapped(flapped(script.state, "m", script.now_s), "m", script.now_s)
+    flapped_twice(script)
     comes(script, "m3", "m")
     ready_s = script.now_s
     script.prepared()
@@ -86,7 +100,7 @@ def test_a_machine_that_stays_long_enough_is_taken_in_again() -> None:
 
 def test_below_the_minimum_a_flapping_machine_is_better_than_none() -> None:
     script = Script(expected_nodes=2)
-    script.state = flapped(flapped(script.state, "m", 0.0), "m", 0.0)
+    flapped_twice(script)
     script.ready("n1")
     comes(script, "m3", "m")
     assert {slot.worker for slot in script.state.slots} == {"n1", "m3"}

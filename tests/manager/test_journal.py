@@ -11,10 +11,10 @@ from simulated_cluster import Faults
 from simulated_job import make_config
 from simulated_workers import TIMES
 
-from manager.controller.actions import SendReshape
 from manager.controller.decide import decide
-from manager.controller.events import EVENT, NodeAppeared, WorkerAnswered
-from manager.controller.state import ControllerState, Phase, initial_state
+from manager.controller.state.actions import SendReshape
+from manager.controller.state.events import EVENT, NodeAppeared, WorkerAnswered
+from manager.controller.state.state import ControllerState, Phase, initial_state
 from manager.journal import journal as journal_module
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import TRACE_PLAYED, VM_UP, DecisionRecord, Fact, TraceMoment

@@ -12,12 +12,12 @@ from live_history import played
 from random_history import random_faults
 from simulated_cluster import SimulatedCluster
 
-from manager.controller.events import Event
-from manager.controller.state import ControllerState, Decision
+from manager.controller.state.events import Event
+from manager.controller.state.state import ControllerState, Decision
 from manager.dashboard.snapshot import snapshot
 from manager.report.live import LiveRun
+from manager.report.means import MOST_POINTS, Series
 from manager.report.reading import read_report
-from manager.report.series import MOST_POINTS, Series
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -8,11 +8,11 @@ import pytest
 from simulated_cluster import Faults, SimulatedCluster
 from simulated_job import make_config
 
-from manager.controller.events import Event
-from manager.controller.state import ControllerState, Decision
-from manager.engine.driver import Observed
+from manager.controller.state.events import Event
+from manager.controller.state.state import ControllerState, Decision
+from manager.engine.loop.driver import Observed
 from manager.report.live import LiveRun
-from morph.cli.run_view import run_view
+from morph.cli.views.run_view import run_view
 
 
 def test_every_decided_step_and_every_change_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:

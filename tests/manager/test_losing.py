@@ -5,21 +5,23 @@ from __future__ import annotations
 from controller_script import Script, receivers, script_in
 from simulated_job import MANIFEST, PLANS
 
-from manager.controller.actions import (
+from manager.controller.shape.torn_vms import GATHER_S
+from manager.controller.state.actions import (
     Abort,
     EndWorker,
     Finish,
+    RequestNodes,
     SendReshape,
     SendStep,
 )
-from manager.controller.changes import ended, followed, said
-from manager.controller.events import (
+from manager.controller.state.draft import Draft
+from manager.controller.state.events import (
     NodeAppeared,
     Tick,
     WorkerLost,
 )
-from manager.controller.reasons import ReasonCode
-from manager.controller.state import Phase
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import Phase
 from morph.contract.messages import (
     ReshapeOrder,
 )
@@ -188,12 +190,14 @@ def test_a_manifest_that_is_never_written_ends_the_run() -> None:
 
 
 def test_that_work_is_lost_is_told_whatever_else_a_tick_finds_due() -> None:
-    state = Script().state
-    lost = said(state, ReasonCode.SET_BACK, "back to version 0")
-    absent = said(state, ReasonCode.NODE_ABSENT, "n9 did not appear")
-    assert followed(lost, absent).reason.code is ReasonCode.SET_BACK
-    assert followed(absent, lost).reason.code is ReasonCode.SET_BACK
-    assert followed(lost, ended(state, "stopped", "asked to")).reason.code is ReasonCode.STOPPED
+    draft = Draft(Script().state, 0.0)
+    draft.say(ReasonCode.NODE_ABSENT, "n8 did not appear")
+    draft.say(ReasonCode.SET_BACK, "back to version 0")
+    draft.say(ReasonCode.NODE_ABSENT, "n9 did not appear")
+    assert draft.decision(None).reason.code is ReasonCode.SET_BACK
+    assert draft.decision(None).reason.sentence == "n8 did not appear; back to version 0; n9 did not appear"
+    draft.end("stopped", "asked to")
+    assert draft.decision(None).reason.code is ReasonCode.STOPPED
 
 
 def test_workers_that_are_lost_together_dissolve_one_generation_and_none_of_them_gets_a_place() -> None:
@@ -205,3 +209,38 @@ def test_workers_that_are_lost_together_dissolve_one_generation_and_none_of_them
     script.aborted()
     assert (script.state.generation, script.state.num_fruitless) == (generation + 1, 1)
     assert {slot.worker for slot in script.state.slots} <= {"n2", "n3", "n4"}
+
+
+def with_two_devices_a_vm() -> Script:
+    """A shape of four workers on two VMs that trains, with orders out; VMs are asked for."""
+    script = Script(target_nodes=4)
+    script.ready("a.d0", "a.d1", "b.d0", "b.d1")
+    script.state = script.state.model_copy(update={"requests": {}})
+    script.reshaped()
+    assert script.state.phase is Phase.TRAINING
+    return script
+
+
+def test_the_workers_of_a_vm_that_go_one_after_the_other_cost_one_shape_and_one_request() -> None:
+    script = with_two_devices_a_vm()
+    actions = script.tell(WorkerLost(worker="a.d0", cause="its process is gone"))
+    assert {action.worker for action in actions if isinstance(action, Abort)} == {"a.d1", "b.d0", "b.d1"}  # at once
+    actions = script.aborted("b.d0", "b.d1")
+    actions += script.tell(WorkerLost(worker="a.d1", cause="its process is gone"), script.now_s + 0.5)
+    assert [action.count for action in actions if isinstance(action, RequestNodes)] == [2]
+    assert receivers(actions, SendReshape) == ["b.d0", "b.d1"]
+    assert (script.state.generation, script.state.torn) == (2, {})
+
+
+def test_a_worker_that_dies_alone_is_left_out_when_its_vm_had_its_time_to_go() -> None:
+    script = with_two_devices_a_vm()
+    lost_s = script.now_s
+    actions = script.tell(WorkerLost(worker="a.d0", cause="its process is gone"))
+    actions += script.aborted("a.d1", "b.d0", "b.d1")
+    assert script.state.phase is Phase.HOLDING
+    assert "a may go as a whole" in script.sentence
+    assert not any(isinstance(action, SendReshape | RequestNodes) for action in actions)
+    actions = script.wake()
+    assert lost_s < script.now_s <= lost_s + 2 * GATHER_S
+    assert receivers(actions, SendReshape) == ["a.d1", "b.d0", "b.d1"]
+    assert [action.count for action in actions if isinstance(action, RequestNodes)] == [1]

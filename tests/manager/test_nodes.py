@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from manager.controller.nodes import NODE_TRANSITIONS, ImpossibleNodeChange, NodeEvent, NodeState, after
+from manager.controller.state.nodes import NODE_TRANSITIONS, ImpossibleNodeChange, NodeEvent, NodeState, after
 
 
 def test_every_state_can_be_reached_and_every_state_but_gone_can_be_lost() -> None:

@@ -8,7 +8,7 @@ import pytest
 from controller_script import Script, receivers, script_in
 from simulated_job import PLANS
 
-from manager.controller.actions import (
+from manager.controller.state.actions import (
     AcknowledgeNotice,
     Action,
     ReleaseNodes,
@@ -17,7 +17,7 @@ from manager.controller.actions import (
     SendStep,
     StartWorker,
 )
-from manager.controller.events import (
+from manager.controller.state.events import (
     Event,
     NodeAppeared,
     NodesGranted,
@@ -27,8 +27,8 @@ from manager.controller.events import (
     Tick,
     WorkerLost,
 )
-from manager.controller.nodes import NodeState
-from manager.controller.state import Phase
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import Phase
 
 
 def noticed(script: Script, worker: str, lead_s: float = 5.0, notice: str = "first") -> None:

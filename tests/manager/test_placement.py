@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 from simulated_job import SIZES, UNITS, make_plan
 
-from manager.controller.placement import choose_sources, place, share_units, units_by_stage
+from manager.controller.shape.placement import choose_sources, place, share_units, units_by_stage
+from tests.seeds import each_seed
 
 WHOLE = frozenset(UNITS)
 
@@ -35,7 +36,7 @@ def test_every_slot_is_filled_once_and_spare_workers_are_left_over() -> None:
     assert len({slot.worker for slot in slots}) == 4
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_seed(60)
 def test_placement_moves_the_fewest_bytes_there_are(seed: int) -> None:
     draw = random.Random(seed)
     plan = make_plan(*draw.choice([(2, 1), (3, 1), (2, 2)]))

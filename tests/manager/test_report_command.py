@@ -15,13 +15,12 @@ from typer.testing import CliRunner
 
 from manager.journal.journal import FILE_NAME
 from manager.report.account import Account, Part
-from manager.report.prices import Prices
+from manager.report.page import report_page
 from manager.report.reading import read_report
-from manager.report.spent import NOTHING
+from manager.report.spent import NOTHING, Prices
 from manager.report.summary import summarise
 from manager.run_dir import RunFacts
 from morph.cli.main import app
-from morph.cli.report_page import report_page
 
 FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
 
@@ -131,7 +130,7 @@ def test_what_is_wrong_is_said_in_one_line(run_dir: Path, options: list[str], to
 
 
 def test_events_are_told_with_their_reasons_oldest_first(run_dir: Path) -> None:
-    done = CliRunner().invoke(app, ["events", str(run_dir), "--json"])
+    done = CliRunner().invoke(app, ["events", str(run_dir), "--json", "--verbose"])
     assert done.exit_code == 0, done.output
     told = [json.loads(line) for line in done.output.splitlines()]
     assert [entry["sequence"] for entry in told] == sorted(entry["sequence"] for entry in told)
@@ -143,7 +142,7 @@ def test_events_are_told_with_their_reasons_oldest_first(run_dir: Path) -> None:
     assert codes.count("formed") >= 2
     every = CliRunner().invoke(app, ["events", str(run_dir), "--all", "--json"]).output.splitlines()
     assert len(every) > len(told)
-    few = CliRunner().invoke(app, ["events", str(run_dir), "--last", "3", "--json"]).output.splitlines()
+    few = CliRunner().invoke(app, ["events", str(run_dir), "--last", "3", "--json", "--verbose"]).output.splitlines()
     assert few == done.output.splitlines()[-3:]
 
 

@@ -8,10 +8,10 @@ import pytest
 from controller_script import Script
 from simulated_job import RULES, make_config
 
-from manager.controller.actions import Action, Finish, ReleaseNodes, RequestNodes
-from manager.controller.asking import MAX_SENT
-from manager.controller.events import NodeAppeared, NodesGranted, NoticeGiven, RequestRefused, Tick, WorkerLost
-from manager.controller.state import Phase
+from manager.controller.requests.node_requests import MAX_SENT
+from manager.controller.state.actions import Action, Finish, ReleaseNodes, RequestNodes
+from manager.controller.state.events import NodeAppeared, NodesGranted, NoticeGiven, RequestRefused, Tick, WorkerLost
+from manager.controller.state.state import Phase
 
 REQUESTS = RULES.requests
 

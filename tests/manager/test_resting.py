@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from controller_script import Script, receivers, script_in
 
-from manager.controller.actions import Finish, SendCommit, SendReshape, WriteManifest
-from manager.controller.events import ManifestWritten, StopRequested, WorkerLost
-from manager.controller.resting import FIRST_PAUSE_S, LONGEST_PAUSE_S, pause_after
-from manager.controller.state import Phase
+from manager.controller.state.actions import Finish, SendCommit, SendReshape, WriteManifest
+from manager.controller.state.events import ManifestWritten, StopRequested, WorkerLost
+from manager.controller.state.state import Phase
+from manager.controller.steps.resting import FIRST_PAUSE_S, LONGEST_PAUSE_S, pause_after
 
 
 def saved(script: Script) -> None:

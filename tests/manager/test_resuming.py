@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from controller_script import Script, script_in
 
-from manager.controller.actions import Abort, EndWorker, Finish, SendCommit, SendReshape, SendStep, StartWorker
-from manager.controller.events import ManagerResumed, NodeAppeared
-from manager.controller.state import Phase
+from manager.controller.state.actions import Abort, EndWorker, Finish, SendCommit, SendReshape, SendStep, StartWorker
+from manager.controller.state.events import ManagerResumed, NodeAppeared
+from manager.controller.state.state import Phase
 
 ALL = ("n1", "n2", "n3", "n4")
 

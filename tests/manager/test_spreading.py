@@ -10,10 +10,11 @@ from itertools import pairwise
 import pytest
 from simulated_job import SIZES, UNITS, make_plan
 
-from manager.controller.placement import place, units_by_stage
-from manager.controller.spreading import spread
+from manager.controller.shape.placement import place, units_by_stage
+from manager.controller.shape.spreading import spread
 from morph.contract.messages import Slot
 from morph.contract.vm_names import vm_of, workers_of
+from tests.seeds import each_seed
 
 
 def crew(num_vms: int, num_devices: int) -> list[str]:
@@ -103,7 +104,7 @@ def fewest_at_risk(vms: Sequence[str], kinds: list[list[int]], dealt: list[list[
     return rest(0, ((),) * len(dealt))
 
 
-@pytest.mark.parametrize("seed", range(300))
+@each_seed(300)
 def test_no_other_choice_among_workers_that_hold_the_same_leaves_fewer_stages_at_risk(seed: int) -> None:
     draw = random.Random(seed)
     workers = [worker for vm in range(draw.randint(2, 4)) for worker in workers_of(f"v{vm}", draw.randint(1, 4))]

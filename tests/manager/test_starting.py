@@ -6,18 +6,18 @@ import pytest
 from controller_script import Script, receivers, script_in
 from simulated_job import FILES, MANIFEST, PLANS, make_config
 
-from manager.controller.actions import (
+from manager.controller.state.actions import (
     EndWorker,
     Finish,
     SendReshape,
     StartWorker,
 )
-from manager.controller.events import (
+from manager.controller.state.events import (
     NodeAppeared,
     Tick,
     WorkerAnswered,
 )
-from manager.controller.state import Phase
+from manager.controller.state.state import Phase
 from morph.contract.messages import (
     Failed,
 )

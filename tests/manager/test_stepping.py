@@ -6,14 +6,14 @@ import pytest
 from controller_script import Script, receivers, script_in, unit_written
 from simulated_job import MANIFEST, PLANS, UNITS
 
-from manager.controller.actions import (
+from manager.controller.state.actions import (
     Finish,
     SendCommit,
     SendReshape,
     SendStep,
     WriteManifest,
 )
-from manager.controller.events import (
+from manager.controller.state.events import (
     MANIFEST_WRITER,
     CheckpointFailed,
     ManifestWritten,
@@ -22,9 +22,9 @@ from manager.controller.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.reasons import ReasonCode
-from manager.controller.state import Phase
-from manager.controller.stepping import MAX_ATTEMPTS
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import Phase
+from manager.controller.steps.stepping import MAX_ATTEMPTS
 
 
 def test_a_step_is_decided_when_the_last_member_prepared_it() -> None:

@@ -10,9 +10,11 @@ import pytest
 from controller_script import Script
 from simulated_job import RULES, make_config, make_plan
 
-from manager.controller.events import ComputeTimesSeen, WorkerTimes
-from manager.controller.nodes import NodeState
+from manager.controller.state.events import ComputeTimesSeen, WorkerTimes
+from manager.controller.state.nodes import NodeState
 from morph.contract.rules import StutterRules
+
+pytestmark = pytest.mark.slow
 
 STUTTER = StutterRules()
 SHAPES = [(3, 1), (6, 1), (1, 2), (3, 2), (2, 3), (3, 3)]

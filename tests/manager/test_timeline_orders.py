@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from controller_script import Script
 
-from manager.controller.actions import SendStep
+from manager.controller.state.actions import SendStep
 from manager.preparation import constant_trace, controller_config
 from morph.contract.cluster import LocalVms, Policy
 from morph.contract.plan import Schedule

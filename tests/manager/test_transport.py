@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 
-import pytest
-
-from manager.controller.transport import largest_overlap
+from manager.controller.shape.transport import largest_overlap
+from tests.seeds import each_seed
 
 
 def worth(gain: list[list[int]], dealt: list[list[int]]) -> int:
@@ -21,7 +20,7 @@ def best_by_trying(gain: list[list[int]], demand: list[int], supply: list[int]) 
     return max(sum(gain[row][column] for row, column in zip(rows, chosen, strict=True)) for chosen in tried)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@each_seed(100)
 def test_the_largest_overlap_is_found(seed: int) -> None:
     draw = random.Random(seed)
     demand = [draw.randint(1, 2) for _ in range(draw.randint(1, 3))]

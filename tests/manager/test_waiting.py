@@ -6,9 +6,9 @@ import pytest
 from controller_script import Script, receivers, script_in
 from simulated_job import PLANS
 
-from manager.controller.actions import EndWorker, Finish, SendReshape, SendStep
-from manager.controller.events import NobodyHeard, NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost
-from manager.controller.state import Phase
+from manager.controller.state.actions import EndWorker, Finish, SendReshape, SendStep
+from manager.controller.state.events import NobodyHeard, NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost
+from manager.controller.state.state import Phase
 from morph.contract.messages import WorkerReady
 
 
@@ -112,7 +112,7 @@ def test_a_pause_for_vms_ends_one_day() -> None:
     (finish,) = script.wake()
     assert isinstance(finish, Finish)
     assert finish.outcome == "stopped"
-    assert "2 ready workers were awaited for 500 s" in finish.sentence
+    assert "there were never 2 ready workers within 500 s" in finish.sentence
     early = script_in(Phase.WAITING)
     assert early.tell(Tick(), at_s=early.now_s + 400.0) == ()
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from morph.contract.errors import InputError
 from morph.cutting import ExportedJob, cut, export_job
-from morph.cutting.data_trial import check_data
-from morph.cutting.exported import GraphJob
-from morph.cutting.mean_trial import loss_warnings
+from morph.cutting.exporting.exported import GraphJob
+from morph.cutting.trials.data_trial import check_data
+from morph.cutting.trials.mean_trial import loss_warnings
 from morph.data import MicroBatchLoader
 from morph.job import Job
 from tests.cutting.conftest import Samples, build_whole, run_sections, sgd

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.models.case import Case, check, parameters
 from tests.models.rows import VISION
+
+pytestmark = pytest.mark.slow
 
 
 @parameters(VISION)

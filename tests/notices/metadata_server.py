@@ -56,6 +56,7 @@ class MetadataServer:
         service = self
 
         class Handler(BaseHTTPRequestHandler):
+            disable_nagle_algorithm = True  # a header and its body are two packets, and the second would wait 40 ms
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""The agent of a node and the manager's door, over real connections."""
+"""The agent of a node and the manager's notice server, over real connections."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from urllib.parse import quote
 import psutil
 import pytest
 
-from manager.controller.events import NoticeGiven, NoticeWithdrawn
-from manager.engine.inbox import Inbox
-from manager.engine.notice_door import NoticeDoor
+from manager.controller.state.events import NoticeGiven, NoticeWithdrawn
+from manager.engine.joining.notice_server import NoticeServer
+from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import Fact
 from manager.notices.agent import Agent
 from manager.notices.end import end_on_azure
@@ -57,13 +57,13 @@ class FakeSource:
 
 class World:
     def __init__(self) -> None:
-        self.inbox, self.source = Inbox(), FakeSource()
-        self.door = NoticeDoor(self.inbox, SECRET)
+        self.event_queue, self.source = EventQueue(), FakeSource()
+        self.server = NoticeServer(self.event_queue, SECRET)
         self.ended = threading.Event()
         self.agents: list[tuple[Agent, threading.Thread]] = []
 
     def agent(self, node: str = "n1", secret: str = SECRET, lonely_s: float = 600, num_devices: int = 1) -> None:
-        address = (self.door.host, self.door.port)
+        address = (self.server.host, self.server.port)
         end = self.ended.set
         agent = Agent(
             address, node, secret, [self.source], lonely_s=lonely_s, end=end, every_s=0.02, num_devices=num_devices
@@ -73,14 +73,14 @@ class World:
         self.agents.append((agent, thread))
 
     def next(self) -> object:
-        stamped = self.inbox.get(BOUND_S)
+        stamped = self.event_queue.get(BOUND_S)
         assert stamped is not None, "nothing came"
         return stamped.item
 
     def close(self) -> None:
         for agent, _ in self.agents:
             agent.close()
-        self.door.close()
+        self.server.close()
         for _, thread in self.agents:
             thread.join(BOUND_S)
             assert not thread.is_alive()
@@ -119,7 +119,7 @@ def test_a_notice_of_a_vm_with_several_devices_is_one_for_each_worker_and_any_of
         ("vm.d0", "E-1"),
         ("vm.d1", "E-1"),
     ]
-    assert world.door.left("vm.d1", "E-1")
+    assert world.server.left("vm.d1", "E-1")
     assert world.source.acknowledged.wait(BOUND_S)
     world.source.now = ()
     told = [world.next(), world.next(), world.next()]
@@ -134,10 +134,10 @@ def test_a_notice_is_acknowledged_once_the_manager_says_that_nothing_is_left(wor
     world.agent()
     world.next()
     assert world.source.left == []
-    assert world.door.left("n1", "E-1")
+    assert world.server.left("n1", "E-1")
     assert world.source.acknowledged.wait(BOUND_S)
     assert world.source.left == ["E-1"]
-    assert not world.door.left("another", "E-1")
+    assert not world.server.left("another", "E-1")
 
 
 def test_a_recommendation_drains_nobody(world: World) -> None:
@@ -160,10 +160,10 @@ def test_another_manager_is_told_what_stands_and_what_was_withdrawn_meanwhile(wo
     world.source.now = (notice("E-1"), notice("E-2"))
     world.agent()
     assert {world.next().notice, world.next().notice} == {"E-1", "E-2"}  # type: ignore[attr-defined]
-    port = world.door.port
-    world.door.close()
+    port = world.server.port
+    world.server.close()
     world.source.now = (notice("E-2"),)
-    world.door = NoticeDoor(world.inbox, SECRET, port=port)
+    world.server = NoticeServer(world.event_queue, SECRET, port=port)
     told = [world.next() for _ in range(3)]
     assert [item.notice for item in told if isinstance(item, NoticeGiven)] == ["E-2"]
     assert Fact(name="notice_withdrawn", worker="n1", detail="E-1") in told
@@ -173,7 +173,7 @@ def test_a_node_without_the_secret_is_not_heard(world: World) -> None:
     world.source.now = (notice(),)
     world.agent("stranger", "wrong", lonely_s=0.3)
     assert world.ended.wait(BOUND_S)  # to it, there is no manager
-    assert world.inbox.get(0.05) is None
+    assert world.event_queue.get(0.05) is None
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_node_without_the_secret_is_not_heard(world: World) -> None:
     ids=lambda hello: repr(hello[:30]),
 )
 def test_a_stranger_is_sent_away_and_others_are_served(world: World, hello: bytes) -> None:
-    with socket.create_connection((world.door.host, world.door.port), BOUND_S) as stranger:
+    with socket.create_connection((world.server.host, world.server.port), BOUND_S) as stranger:
         assert len(Lines(stranger).read(BOUND_S)["nonce"]) == 64
         stranger.sendall(hello)
         stranger.shutdown(socket.SHUT_WR)
@@ -301,7 +301,7 @@ def test_a_line_that_was_changed_added_or_repeated_on_the_way_is_not_believed() 
 def test_a_vm_ends_itself_once_it_was_lonely_for_long_and_not_before(world: World) -> None:
     world.agent(lonely_s=1.5)
     assert not world.ended.wait(2.0)  # the manager is there
-    world.door.close()
+    world.server.close()
     assert world.ended.wait(BOUND_S)
 
 

@@ -79,7 +79,7 @@ def test_an_unchanged_document_is_not_read_again(metadata: MetadataServer) -> No
 def test_a_document_of_another_shape_is_an_error(metadata: MetadataServer, events: object) -> None:
     azure = source(metadata)
     metadata.script("GET", EVENTS_PATH, json_reply({"DocumentIncarnation": 1, "Events": events}))
-    with pytest.raises(NoticeUnavailable, match="Events is no list"):
+    with pytest.raises(NoticeUnavailable, match="Events is not a list"):
         azure.standing()
 
 

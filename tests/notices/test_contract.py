@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from manager.machine.plain_http import HttpAnswer, fetch
 from manager.notices.aws import ACTION_PATH, REBALANCE_PATH, AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.notices.azure import EVENTS_PATH, NAME_PATH, AzureNotices
 from manager.notices.gcp import PREEMPTED_PATH, GcpNotices
 from manager.notices.source import NoticeSource, NoticeUnavailable
 from manager.notices.watch import Given, NoticeWatch, Told, Trouble, Withdrawn
-from manager.plain_http import HttpAnswer, fetch
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply
 
 LEAD_S = 120

@@ -95,6 +95,7 @@ class FakeArm:
         arm = self
 
         class Handler(BaseHTTPRequestHandler):
+            disable_nagle_algorithm = True  # a header and its body are two packets, and the second would wait 40 ms
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from manager.providers.azure_operations import Operations
-from manager.providers.provider import CapacityShort, Misconfigured, QuotaExceeded, Throttled, Transient
+from manager.providers.azure.operations import Operations
+from manager.providers.interface.provider import CapacityShort, Misconfigured, QuotaExceeded, Throttled, Transient
 from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, Killed, Line, provider
 from tests.providers.fake_arm import FakeArm, Fault
 

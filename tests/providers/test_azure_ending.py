@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manager.providers.provider import Misconfigured, ProviderError, Transient
+from manager.providers.interface.provider import Misconfigured, ProviderError, Transient
 from tests.providers.azure_world import Line, provider
 from tests.providers.fake_arm import FakeArm, Fault
 

@@ -11,8 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from pydantic import ValidationError
 
-from manager.providers.azure_client import azure_client
-from manager.providers.azure_spec import AzureSpec
+from manager.providers.azure.client import azure_client
+from manager.providers.azure.spec import AzureSpec
 from tests.providers.azure_world import SPEC
 from tests.providers.fake_arm import FakeArm
 
@@ -26,6 +26,7 @@ class Identity(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    disable_nagle_algorithm = True  # a header and its body are two packets, and the second would wait 40 ms
     server: Identity
 
     def do_GET(self) -> None:
@@ -50,7 +51,7 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> Iterator[Identity]:
     with Identity() as server:
         monkeypatch.setenv("IDENTITY_ENDPOINT", f"http://127.0.0.1:{server.server_port}/token")
         monkeypatch.setenv("IDENTITY_HEADER", "h3ader")
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server
         server.shutdown()

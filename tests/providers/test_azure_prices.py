@@ -5,9 +5,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from manager.providers.azure_prices import AGAIN_S, RetailPrices, retail_price
-from manager.providers.azure_spec import AzureSize
-from manager.providers.provider import Price
+from manager.providers.azure.prices import AGAIN_S, RetailPrices, retail_price
+from manager.providers.azure.spec import AzureSize
+from manager.providers.interface.provider import Price
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
 from tests.providers.azure_world import SPEC
 

@@ -5,7 +5,7 @@ from email.utils import formatdate
 
 import pytest
 
-from manager.providers.azure_times import paid_since_s
+from manager.providers.azure.group import paid_since_s
 
 NOW_S = 1_790_000_000.0
 

@@ -5,9 +5,9 @@ import shlex
 import pytest
 import yaml
 
-from manager.engine.own_wheel import requirements
-from manager.providers.azure_spec import planned
-from manager.providers.cloud_init import (
+from manager.engine.vms.own_wheel import requirements
+from manager.providers.azure.spec import planned
+from manager.providers.boot.cloud_init import (
     AUTHORITY_PATH,
     BOOT_PATH,
     MAX_CUSTOM_DATA_BYTES,
@@ -18,8 +18,8 @@ from manager.providers.cloud_init import (
     custom_data,
     ray_command,
 )
-from manager.providers.first_boot import packed
-from manager.providers.static_node import secret_of, static_node
+from manager.providers.boot.first_boot import packed
+from manager.providers.hosts.static_node import secret_of, static_node
 from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, START
 
 
@@ -118,7 +118,7 @@ def test_an_encrypted_node_on_a_host_comes_from_the_address_that_it_is_given() -
 
 @pytest.mark.parametrize("node", ["a b", "a\nExecStart=/bin/sh", "A", ""])
 def test_a_name_that_could_break_out_is_refused(node: str) -> None:
-    with pytest.raises(ValueError, match="no names"):
+    with pytest.raises(ValueError, match="are not names of"):
         cloud_init(START, node, "azure")
 
 

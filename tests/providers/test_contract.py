@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from manager.providers.hosts.ssh import SshHost
+from manager.providers.hosts.static import StaticProvider, StaticSpec
+from manager.providers.interface.provider import Provider, Refused, vm_name
 from manager.providers.local import LocalProvider
-from manager.providers.provider import Provider, Refused, vm_name
-from manager.providers.ssh import SshHost
-from manager.providers.static import StaticProvider, StaticSpec
 from tests.providers.azure_world import SPEC, provider
 from tests.providers.fake_arm import FakeArm
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from manager.providers import first_boot
+from manager.providers.boot import first_boot
 
 
 def test_an_interpreter_that_the_job_s_user_may_not_run_makes_a_vm_unfit(monkeypatch: pytest.MonkeyPatch) -> None:

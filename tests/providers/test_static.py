@@ -16,15 +16,15 @@ import psutil
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from manager.controller.events import WorkerLost
-from manager.engine.inbox import Inbox
-from manager.engine.notice_door import NoticeDoor
+from manager.controller.state.events import WorkerLost
+from manager.engine.joining.notice_server import NoticeServer
+from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import Fact
-from manager.providers.cloud_init import NodeStart
-from manager.providers.provider import CapacityShort, Misconfigured, Transient
-from manager.providers.ssh import SshHost, Unanswered, run_ssh, ssh_command
-from manager.providers.static import Hosts, StaticProvider, StaticSpec
-from manager.providers.static_node import secret_of, static_node
+from manager.providers.boot.cloud_init import NodeStart
+from manager.providers.hosts.ssh import SshHost, Unanswered, run_ssh, ssh_command
+from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
+from manager.providers.hosts.static_node import secret_of, static_node
+from manager.providers.interface.provider import CapacityShort, Misconfigured, Transient
 
 SECRET = "s3cr3t-8810"
 FAKE_SSH = """#!/bin/sh
@@ -243,11 +243,11 @@ def test_a_node_whose_ray_does_not_start_is_lost_at_once_with_what_it_said_last(
         "*ray.scripts*) echo Starting; echo; echo 'RuntimeError: no GCS is there'; exit 1;; esac\n"
     )
     python.chmod(0o755)
-    inbox = Inbox()
-    door = NoticeDoor(inbox, "secret")
+    event_queue = EventQueue()
+    server = NoticeServer(event_queue, "secret")
     start = NodeStart(
         ray_address="127.0.0.1:1",
-        manager_address=f"127.0.0.1:{door.port}",
+        manager_address=f"127.0.0.1:{server.port}",
         ray_token=SecretStr("token"),
         node_secret=SecretStr("secret"),
         python=str(python),
@@ -260,11 +260,11 @@ def test_a_node_whose_ray_does_not_start_is_lost_at_once_with_what_it_said_last(
     )
     try:
         (vm,) = static.request("a", 2)
-        heard = [stamped.item for _ in range(3) if (stamped := inbox.get(30.0)) is not None]
+        heard = [stamped.item for _ in range(3) if (stamped := event_queue.get(30.0)) is not None]
         pid = node_pid(world, "h1", vm.name)
         static.delete([vm.name])
     finally:
-        door.close()
+        server.close()
     why = "its node ended by itself: Starting | RuntimeError: no GCS is there"
     assert heard == [
         Fact(name="vm_unfit", worker=vm.name, detail=why),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from manager.controller.events import WorkerAnswered
-from manager.controller.reasons import Reason, ReasonCode
-from manager.controller.state import ControllerState, Decision, Phase
-from manager.engine.driver import Observed
+from manager.controller.state.events import WorkerAnswered
+from manager.controller.state.reasons import Reason, ReasonCode
+from manager.controller.state.state import ControllerState, Decision, Phase
+from manager.engine.loop.driver import Observed
 from manager.rehearsal.figures import Rehearsed
 from manager.rehearsal.measured import Measured
 from manager.rehearsal.planning import plan_rehearsal

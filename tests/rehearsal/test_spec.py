@@ -10,7 +10,6 @@ from manager.rehearsal.device import bandwidth_bytes_per_s
 from manager.rehearsal.planning import hosts_of, plan_rehearsal
 from manager.rehearsal.scales import STATE_BYTES, choose_scales
 from manager.rehearsal.spec import RehearsalSpec
-from morph.contract.emulation import Slowdown
 from morph.contract.errors import PlanError
 from simulator import simulate, synthetic_profile
 
@@ -39,14 +38,14 @@ def spec_of(**fields: Any) -> RehearsalSpec:
         ({"num_stages": 12, "num_replicas": 64, "num_hosts": 1000}, ["num_workers", "at most"]),
         ({"micro_batch_size": 3}, ["micro_batch_size", "got 3"]),
         ({"batch_size": 0}, ["batch_size", "got 0", "from 1 to"]),
-        ({"batch_size": 30}, ["batch_size", "no whole number of micro-batches", "got 30", "multiples of 4"]),
+        ({"batch_size": 30}, ["batch_size", "not a whole number of micro-batches", "got 30", "multiples of 4"]),
         ({"batch_size": 8, "num_replicas": 3, "num_hosts": 9}, ["num_replicas", "got 3", "1 to 2"]),
         ({"time_scale": 0.0}, ["time_scale", "got 0.0", "above 0"]),
         ({"time_scale": float("nan")}, ["time_scale", "nan"]),
         ({"message_scale": 1.5}, ["message_scale", "at most 1"]),
         ({"state_scale": -1.0}, ["state_scale", "above 0"]),
-        ({"slow": (Slowdown(stage=3, factor=1.5),)}, ["slow", "stage 3", "stages 0 to 2"]),
-        ({"slow": (Slowdown(stage=1, replica=2, factor=1.5),)}, ["slow", "replica 2", "replicas 0 to 1"]),
+        ({"slow": {3: 1.5}}, ["slow", "stage 3", "stages 0 to 2"]),
+        ({"slow": {(1, 2): 1.5}}, ["slow", "replica 2", "replicas 0 to 1"]),
     ],
 )
 def test_what_cannot_be_is_one_error_that_names_it(fields: dict[str, Any], parts: list[str]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from torch import Tensor
 
 from morph.cutting import cut, export_job
-from morph.cutting.cut_model import CutModel
+from morph.cutting.cuts.cut_model import CutModel
 from morph.data import MicroBatchLoader
 from morph.job import Job, load_job
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from morph.contract.errors import NonFiniteGradient
-from morph.runtime.accumulators import ExactAccumulator, FastAccumulator, Reduced
-from morph.runtime.fixed_point import first_exponent
+from morph.runtime.state.accumulators import ExactAccumulator, FastAccumulator, Reduced
+from morph.runtime.state.fixed_point import first_exponent
 
 SHAPES = {"weight": (3, 4), "bias": (5,)}
 NUM = 12

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from manager.controller.placement import choose_sources, place, units_by_stage
+from manager.controller.shape.placement import choose_sources, place, units_by_stage
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
 from morph.checkpoint.unit_files import to_payload
 from morph.contract.messages import (
     Aborted,
-    AheadMove,
-    AheadOrder,
+    PreCopyMove,
+    PreCopyOrder,
     Prepared,
     Reshaped,
     ReshapeOrder,
@@ -25,8 +25,8 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.contract.plan import Plan
-from morph.runtime.store import StoreHost
-from morph.runtime.worker import Worker
+from morph.runtime.groups.store import StoreHost
+from morph.runtime.process.worker import Worker
 from simulator import plan, synthetic_profile
 from tests.runtime.worker_crew import poll_until
 
@@ -94,7 +94,7 @@ class Threads:
         assert set(answers) == set(names), "somebody did not answer"
         return answers
 
-    def order(self, shape: str, names: tuple[str, ...], ahead: AheadOrder | None = None) -> ReshapeOrder:
+    def order(self, shape: str, names: tuple[str, ...], ahead: PreCopyOrder | None = None) -> ReshapeOrder:
         self.generation += 1
         needed = units_by_stage(plan_of(shape), UNITS)
         slots = place(plan_of(shape), names, self.held, needed, SIZES)
@@ -136,21 +136,21 @@ class Threads:
                 return
         raise AssertionError(f"step {self.version} overflowed 8 times")
 
-    def send_ahead(self, shape: str, names: tuple[str, ...], number: int = 1) -> AheadOrder:
+    def send_ahead(self, shape: str, names: tuple[str, ...], number: int = 1) -> PreCopyOrder:
         """Order what a change to ``shape`` would need from peers."""
         order = self.order(shape, names)
         self.generation -= 1  # it is not given
         moves = tuple(
-            AheadMove(unit=source.unit, sender=source.peer, receiver=source.worker)
+            PreCopyMove(unit=source.unit, sender=source.peer, receiver=source.worker)
             for source in order.sources
             if source.kind == "peer" and source.peer is not None
         )
-        ahead = AheadOrder(number=number, num_micro_batches=order.plan.num_micro_batches, moves=moves)
+        ahead = PreCopyOrder(number=number, num_micro_batches=order.plan.num_micro_batches, moves=moves)
         for name in {worker for move in moves for worker in (move.sender, move.receiver)}:
             self.workers[name].ahead(ahead)
         return ahead
 
-    def train_until_all_follow(self, ahead: AheadOrder) -> None:
+    def train_until_all_follow(self, ahead: PreCopyOrder) -> None:
         wanted = {(move.receiver, move.unit) for move in ahead.moves}
         following: set[tuple[str, str]] = set()
 

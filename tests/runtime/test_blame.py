@@ -8,8 +8,8 @@ from torch import nn
 
 from morph.contract.errors import CheckpointError, JobError, NonFiniteGradient
 from morph.contract.messages import FailureCause
-from morph.runtime.blame import cause_of, user_traceback
-from morph.runtime.interrupt import Interrupt
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.process.blame import cause_of, user_traceback
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from morph.runtime.interrupt import Interrupt
         (KeyError("label"), "job"),
         (OSError(5, "Input/output error"), "job"),
         (JobError("is not a sample"), "job"),
-        (CheckpointError("v1: the file is missing"), "run"),
+        (CheckpointError("v1: the file is missing"), "checkpoint"),
         (NonFiniteGradient("step 3: the gradient of w is NaN or infinite"), "run"),
     ],
 )

@@ -13,11 +13,11 @@ from torch.nn import Parameter
 from morph.checkpoint.unit_files import from_payload, to_payload
 from morph.contract.decided import Decided, LossScale
 from morph.contract.errors import JobError, NonFiniteGradient
-from morph.cutting.cut_model import ParameterUnit
-from morph.runtime.ahead.update import apply_update, copy_of_update
-from morph.runtime.buffer_changes import change_of
-from morph.runtime.unit_state import UnitState
-from morph.runtime.update_rules import UpdateRules
+from morph.cutting.cuts.cut_model import ParameterUnit
+from morph.runtime.pre_copy.wire import apply_update, copy_of_update
+from morph.runtime.state.accumulators import change_of
+from morph.runtime.state.unit_state import UnitState
+from morph.runtime.state.update_rules import UpdateRules
 
 UNIT = ParameterUnit("s0", (0,), ("weight",), ("mean", "count", "begun", "half"))
 BUFFERS = {

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from morph.contract.errors import GenerationAborted, PeerLost, WaitTimeout
-from morph.runtime import channels
-from morph.runtime.channels import Channel, GroupSet, GroupSpec, Pending, Ring, connect_store
-from morph.runtime.graveyard import Graveyard
-from morph.runtime.interrupt import Interrupt
-from morph.runtime.store import StoreHost
+from morph.runtime.groups import channels
+from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, Pending, Ring, connect_store
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.groups.reaper import Reaper
+from morph.runtime.groups.store import StoreHost
 from tests.runtime.worker_crew import poll_until
 
 LOOPBACK = "127.0.0.1"
@@ -220,17 +220,17 @@ class _Groups:
 
 
 def test_clean_groups_are_closed_at_once_and_broken_ones_kept() -> None:
-    graveyard = Graveyard()
+    reaper = Reaper()
     broken, clean = _Groups(broken=True), _Groups(broken=False)
-    graveyard.bury(broken)  # type: ignore[arg-type]
-    graveyard.bury(clean)  # type: ignore[arg-type]
+    reaper.reap(broken)  # type: ignore[arg-type]
+    reaper.reap(clean)  # type: ignore[arg-type]
     assert clean.closed.wait(BOUND_S)
     assert not broken.closed.is_set()
 
 
 def test_broken_groups_are_closed_once_their_operations_have_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("morph.runtime.graveyard.GROUP_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("morph.runtime.graveyard.MARGIN_S", 0.01)
-    graveyard, broken = Graveyard(), _Groups(broken=True)
-    graveyard.bury(broken)  # type: ignore[arg-type]
+    monkeypatch.setattr("morph.runtime.groups.reaper.GROUP_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("morph.runtime.groups.reaper.MARGIN_S", 0.01)
+    reaper, broken = Reaper(), _Groups(broken=True)
+    reaper.reap(broken)  # type: ignore[arg-type]
     assert broken.closed.wait(BOUND_S)

@@ -10,9 +10,9 @@ import torch
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.messages import Heartbeat, UnitWritten
-from morph.runtime import checkpoint_writer
-from morph.runtime.checkpoint_writer import CheckpointWriter
-from morph.runtime.faults import FaultPlan
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.state import checkpoint_writer
+from morph.runtime.state.checkpoint_writer import CheckpointWriter
 
 WAIT_S = 30.0
 

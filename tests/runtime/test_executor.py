@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from morph.contract.plan import Plan, Schedule
-from morph.cutting.cut_model import BoundaryTensor
-from morph.runtime.channels import Channel, Pending
-from morph.runtime.executor import Executor, Neighbours, StageWork
-from morph.runtime.faults import FaultPlan
-from morph.runtime.interrupt import Interrupt
-from morph.runtime.stage import Stage
+from morph.cutting.cuts.cut_model import BoundaryTensor
+from morph.runtime.groups.channels import Channel, Pending
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.step.executor import Executor, Neighbours, StageWork
+from morph.runtime.step.stage import Stage
 from simulator import plan, synthetic_profile
 
 DEPTH, COUNT = 4, 16
@@ -251,7 +251,7 @@ def test_the_next_activation_travels_while_this_one_is_computed() -> None:
 def test_each_micro_batch_is_told_once_with_forward_recompute_and_backward_apart(recompute: bool) -> None:
     out, back = Wire(instant=True), Wire(instant=True)
     stage = FakeStage(recompute=recompute)
-    told: list[tuple[float, float, float]] = []
+    told: list[tuple[float | None, ...]] = []
     clock = {"F": 1.0, "R": 2.0, "B": 4.0}
 
     def begin(executor: Executor) -> None:
@@ -259,4 +259,4 @@ def test_each_micro_batch_is_told_once_with_forward_recompute_and_backward_apart
         executor.stopwatch.device_took_s = lambda: clock[stage.ran[-1]]
 
     run("varuna", 0, stage, first_stage(out, back), lambda: None, begin)
-    assert told == [(1.0, 2.0 if recompute else 0.0, 4.0)] * COUNT
+    assert told == [(1.0, 2.0 if recompute else 0.0, 4.0, None)] * COUNT

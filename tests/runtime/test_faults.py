@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from morph.contract.messages import Fault, SlowSpell
-from morph.runtime.faults import FaultPlan
+from morph.runtime.groups.faults import FaultPlan
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from morph.runtime.fixed_point import (
+from morph.runtime.state.fixed_point import (
     BLOCK,
     MAX_EXPONENT,
     MIN_EXPONENT,

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from morph.contract.errors import GenerationAborted, PeerLost, WaitTimeout
-from morph.runtime.interrupt import Interrupt
+from morph.runtime.groups.interrupt import Interrupt
 
 LONG_S = 30.0
 

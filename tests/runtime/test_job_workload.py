@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from morph.contract.messages import WorkerSetup
-from morph.cutting.construct import LazyTensors
-from morph.runtime.job_workload import JobWorkload
+from morph.cutting.making.construct import LazyTensors
+from morph.runtime.workloads.job_workload import JobWorkload
 from tests.runtime.conftest import CutJob
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from morph.contract.messages import MicroBatchTimes
-from morph.runtime.pace import MOST_KEPT, Pace
+from morph.runtime.step.pace import MOST_KEPT, Pace
 
 
 def test_what_was_noted_is_told_once_with_forward_recompute_and_backward_apart() -> None:

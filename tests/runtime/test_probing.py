@@ -19,10 +19,10 @@ from morph.contract.messages import (
     WorkerReady,
     WorkerSetup,
 )
-from morph.runtime import probing
-from morph.runtime.probing import MICRO_BATCHES, Prober
-from morph.runtime.single import single_plan
-from morph.runtime.worker import Worker
+from morph.runtime.process.single import single_plan
+from morph.runtime.process.worker import Worker
+from morph.runtime.step import pace
+from morph.runtime.step.pace import MICRO_BATCHES, Prober
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job
 
 ORDER = ProbeOrder(probe=2, step=0, first_section=0, end_section=1, healthy_s=2.0)
@@ -66,10 +66,10 @@ def test_a_probe_that_was_left_before_it_began_measures_nothing_and_the_next_one
 
 def test_a_probe_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(probing.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(pace.time, "monotonic", lambda: clock[0])
 
     def pass_time(_: int) -> None:
-        clock[0] += probing.LIMIT_S
+        clock[0] += pace.LIMIT_S
 
     work = Work(pass_time)
     assert Prober("w").run(ORDER, work).slowdown == 1.5

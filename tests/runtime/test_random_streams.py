@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from morph.runtime.random_streams import seed_section, stream_seed
+from morph.runtime.step.stage import seed_section, stream_seed
 
 
 def test_every_place_has_a_seed_of_its_own_that_torch_takes() -> None:

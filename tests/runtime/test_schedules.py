@@ -11,8 +11,8 @@ import pytest
 from morph.contract.messages import Prepared, StepOrder
 from morph.contract.plan import Plan, Schedule
 from morph.contract.timeline import SpanKind, StepTimeline
-from morph.runtime.links import POSTED_AHEAD
-from morph.runtime.timeline import trace
+from morph.runtime.step.links import POSTED_AHEAD
+from morph.runtime.step.timeline import trace
 from simulator import plan, synthetic_profile
 from tests.runtime.trace_checks import check_trace, complete
 from tests.runtime.worker_crew import Crew

@@ -9,9 +9,10 @@ import pytest
 from morph.checkpoint.manifest import read_manifest
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.errors import InputError, TrainingStopped
-from morph.runtime import accumulators, single, unit_state
-from morph.runtime.single import run_single
-from morph.runtime.worker import Worker
+from morph.runtime.process import single
+from morph.runtime.process.single import run_single
+from morph.runtime.process.worker import Worker
+from morph.runtime.state import accumulators, unit_state
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
 
 
@@ -84,7 +85,7 @@ def test_a_wrong_job_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_it_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "morph.runtime.single", JOB, "--steps", "2"]
+    command = [sys.executable, "-m", "morph.runtime.process.single", JOB, "--steps", "2"]
     command += ["--sections", str(NUM_SECTIONS), "--micro-batch", str(MICRO_BATCH_SIZE)]
     done = subprocess.run(
         [*command, "--checkpoints", str(tmp_path / "a")], capture_output=True, text=True, timeout=110, check=True

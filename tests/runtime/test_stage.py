@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from morph.cutting.cut_model import BoundaryTensor, Section
+from morph.cutting.cuts.cut_model import BoundaryTensor, Section
 from morph.data import MicroBatchLoader
 from morph.job import MapDataset
-from morph.runtime.section_run import run_section, section_backward
-from morph.runtime.stage import LoadBatch, Stage
+from morph.runtime.step.section_run import run_section, section_backward
+from morph.runtime.step.stage import LoadBatch, Stage
 from tests.runtime.conftest import CutJob
 from tests.system.harness import MICRO_BATCH_SIZE, NUM_SECTIONS
 

@@ -17,10 +17,10 @@ from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import CheckpointError, GenerationAborted
 from morph.contract.messages import Source
-from morph.cutting.cut_model import ParameterUnit
-from morph.runtime.interrupt import Interrupt
-from morph.runtime.state_moves import MoveContext, send_in_background, start_sending, take_units
-from morph.runtime.unit_state import UnitState
+from morph.cutting.cuts.cut_model import ParameterUnit
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.pre_copy.state_moves import MoveContext, send_in_background, start_sending, take_units
+from morph.runtime.state.unit_state import UnitState
 
 UNITS = {f"s{index}": ParameterUnit(f"s{index}", (index,), (f"w{index}",)) for index in range(4)}
 

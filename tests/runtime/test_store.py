@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistStoreError
 
 from morph.contract.errors import GenerationAborted, PeerLost
-from morph.runtime.channels import GroupSet, GroupSpec, connect_store
-from morph.runtime.interrupt import Interrupt
-from morph.runtime.store import StoreHost
+from morph.runtime.groups.channels import GroupSet, GroupSpec, connect_store
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.groups.store import StoreHost
 
 
 def test_the_store_serves_on_its_own_address_and_on_no_other() -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.events import WorkerAnswered
+from manager.controller.state.events import WorkerAnswered
 from manager.journal.records import Entry
+from manager.report.timeline_picture import draw_measured
 from manager.report.timelines import timelines_of
-from morph.cli.timeline_picture import draw_measured
 from morph.contract.errors import RunDirError
 from morph.contract.messages import ComputeTimes, Prepared
 from morph.contract.timeline import Peaks, Span, SpanKind, StepTimeline
-from morph.runtime.timeline import lay_out, trace, write_trace
+from morph.runtime.step.timeline import lay_out, trace, write_trace
 from tests.runtime.trace_checks import check_trace, complete
 
 PNG = b"\x89PNG"

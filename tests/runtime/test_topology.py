@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from morph.contract.messages import ReshapeOrder, Slot, Source
 from morph.contract.plan import Expectation, Plan, StagePlan
-from morph.cutting.cut_model import ParameterUnit
-from morph.runtime.channels import GroupSpec
-from morph.runtime.topology import (
+from morph.cutting.cuts.cut_model import ParameterUnit
+from morph.runtime.groups.channels import GroupSpec
+from morph.runtime.groups.topology import (
     Topology,
     edge_name,
     move_name,

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from morph.checkpoint.unit_files import from_payload, to_payload
-from morph.cutting.cut_model import ParameterUnit
-from morph.runtime.fixed_point import first_exponent
-from morph.runtime.unit_state import MakeOptimizer, UnitState
+from morph.cutting.cuts.cut_model import ParameterUnit
+from morph.runtime.state.fixed_point import first_exponent
+from morph.runtime.state.unit_state import MakeOptimizer, UnitState
 
 UNIT = ParameterUnit("s1+s4", (1, 4), ("tok.weight", "bias"))
 NUM_MICRO_BATCHES = 6

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 from pathlib import Path
 
 import pytest
 
-from manager.engine.lifelines import Lifelines
 from morph.contract.errors import CheckpointError, GenerationAborted, PeerLost, WaitTimeout
-from morph.contract.messages import Aborted, CommitOrder, Failed, Lifeline, StepOrder, WorkerReady, WorkerSetup
-from morph.runtime.interrupt import Interrupt
-from morph.runtime.lifeline import hold_lifeline
-from morph.runtime.worker import Worker
+from morph.contract.messages import Aborted, CommitOrder, Failed, StepOrder, WorkerReady, WorkerSetup
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.process.worker import Worker
 from tests.runtime.conftest import CutJob
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
 
@@ -127,7 +124,7 @@ def test_setting_up_ends_in_a_ready_worker(tiny: CutJob, tmp_path: Path) -> None
 def test_a_setup_that_cannot_be_fails_and_names_the_mistake(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fields: dict[str, object], detail: str, parts: list[str]
 ) -> None:
-    with caplog.at_level(logging.CRITICAL, logger="morph.runtime.worker"):
+    with caplog.at_level(logging.CRITICAL, logger="morph.runtime.process.worker"):
         answer = Worker().setup(make_setup(tmp_path, **fields))
     assert isinstance(answer, Failed)
     assert answer.detail == detail
@@ -185,55 +182,14 @@ def test_an_order_that_was_given_up_is_given_up_when_it_comes_again(worker: Work
     assert isinstance(worker._once(order, (), lambda: "done"), Aborted)
 
 
-def test_a_worker_that_is_set_up_again_keeps_its_model_and_follows_the_new_manager(
-    tiny: CutJob, tmp_path: Path
-) -> None:
-    worker, lost = Worker(), queue.Queue[str]()
-    first, second = (Lifelines("127.0.0.1", lost.put) for _ in range(2))
-    answers, workloads = [], []
-    for lifelines in (first, second):
-        lifeline = Lifeline(host=lifelines.host, port=lifelines.port, secret=lifelines.secret)
-        answers.append(worker.setup(make_setup(tmp_path, fingerprint=tiny.model.fingerprint, lifeline=lifeline)))
+def test_a_worker_that_is_set_up_again_keeps_its_model(tiny: CutJob, tmp_path: Path) -> None:
+    worker, answers, workloads = Worker(), [], []
+    for _ in range(2):
+        answers.append(worker.setup(make_setup(tmp_path, fingerprint=tiny.model.fingerprint)))
         workloads.append(worker._workload)
-    try:
-        assert isinstance(answers[0], WorkerReady)
-        assert answers[0] == answers[1]
-        assert workloads[0] is workloads[1]
-        assert lost.get(timeout=30) == "w0"  # it let the first one go
-        first.close()
-        assert lost.empty()
-    finally:
-        first.close()
-        second.close()
-    worker.follow(None)
-    with pytest.raises(OSError, match="refused"):
-        worker.follow(lifeline)
-
-
-def test_a_worker_that_is_asked_twice_to_follow_one_manager_does_not_seem_to_die(tiny: CutJob, tmp_path: Path) -> None:
-    worker, lost = Worker(), queue.Queue[str]()
-    lifelines = Lifelines("127.0.0.1", lost.put)
-    lifeline = Lifeline(host=lifelines.host, port=lifelines.port, secret=lifelines.secret)
-    gone = Lifeline(host="127.0.0.1", port=1, secret="x")
-    fingerprint = tiny.model.fingerprint
-    try:
-        worker.follow(lifeline)  # the new manager's, while the order of the old one is under way
-        assert isinstance(worker.setup(make_setup(tmp_path, fingerprint=fingerprint, lifeline=gone)), WorkerReady)
-        worker.follow(lifeline)
-        assert isinstance(worker.setup(make_setup(tmp_path, fingerprint=fingerprint, lifeline=lifeline)), WorkerReady)
-        hold_lifeline(lifeline, "next").close()
-        assert lost.get(timeout=30) == "next"  # and nobody before it
-    finally:
-        worker.follow(None)
-        lifelines.close()
-
-
-def test_a_manager_that_died_in_a_setup_leaves_a_worker_that_can_be_set_up(tiny: CutJob, tmp_path: Path) -> None:
-    worker = Worker()
-    gone = Lifeline(host="127.0.0.1", port=1, secret="x")
-    fingerprint = tiny.model.fingerprint
-    assert isinstance(worker.setup(make_setup(tmp_path, fingerprint=fingerprint, lifeline=gone)), Failed)
-    assert isinstance(worker.setup(make_setup(tmp_path, fingerprint=fingerprint)), WorkerReady)
+    assert isinstance(answers[0], WorkerReady)
+    assert answers[0] == answers[1]
+    assert workloads[0] is workloads[1]
 
 
 def test_a_worker_has_the_variables_that_its_user_named_and_keeps_no_other_copy(

@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_fails_the_reshape_and_names_the_file(crew: Crew) -
     order = crew.order("1x1", NAMES[1:2], restore="checkpoint", version=1)
     (answer,) = crew.ask(NAMES[1:2], "reshape", order)
     assert isinstance(answer, Failed)
-    assert answer.detail == "CheckpointError"
+    assert (answer.detail, answer.cause) == ("CheckpointDamaged", "checkpoint")
     assert damaged.name in answer.error
     damaged.unlink()
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from manager.controller.placement import choose_sources, place, share_units, units_by_stage
+from manager.controller.shape.placement import choose_sources, place, share_units, units_by_stage
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.messages import (
     CommitOrder,
@@ -29,7 +29,7 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.contract.plan import Plan
-from morph.runtime.store import StoreHost
+from morph.runtime.groups.store import StoreHost
 from tests.system.harness import MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob
 
 LOOPBACK = "127.0.0.1"
@@ -52,8 +52,8 @@ def _fixed(exponent: int, _num_contributions: int) -> int:
 
 def _serve(orders: Connection, control: Connection) -> None:
     """Body of a worker's process: orders in this thread, control in another."""
-    from morph.runtime import unit_state
-    from morph.runtime.worker import Worker
+    from morph.runtime.process.worker import Worker
+    from morph.runtime.state import unit_state
 
     workers = [Worker()]
     first_exponent = unit_state.first_exponent

@@ -3,8 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.engine import StageTimes, run_pipeline
-from simulator.simpy_model import play_with_simpy
+from simulator.playing.engine import StageTimes, run_pipeline
+from tests.seeds import each_seed
+from tests.simulator.simpy_model import play_with_simpy
 
 
 def _random_times(rng: np.random.Generator, num_stages: int) -> StageTimes:
@@ -43,7 +44,7 @@ def _even_times(num_stages: int, *, latency: int = 0, slope: int = 1, recompute:
     )
 
 
-@pytest.mark.parametrize("seed", range(300))
+@each_seed(300)
 def test_every_task_starts_when_the_simpy_model_starts_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     times = _random_times(rng, int(rng.integers(1, 7)))
@@ -55,7 +56,7 @@ def test_every_task_starts_when_the_simpy_model_starts_it(seed: int) -> None:
             assert played.start_ns[replica][stage].tolist() == [start for _, start in tasks]
 
 
-@pytest.mark.parametrize("seed", range(300))
+@each_seed(300)
 def test_skipping_periods_changes_nothing(seed: int) -> None:
     rng = np.random.default_rng(1000 + seed)
     times = _random_times(rng, int(rng.integers(1, 9)))

@@ -51,5 +51,5 @@ def test_no_expected_time_is_below_its_bound_and_all_parts_are_the_whole(case: S
     assert 0 < expected.lower_bound_s <= expected.mini_batch_s
     rounded_s = 0 if case.jitter is None else 1e-9 * case.plan.num_micro_batches  # drawn means are in whole ns
     assert sum(expected.parts_s.values()) == pytest.approx(expected.mini_batch_s, rel=1e-12, abs=rounded_s)
-    assert sum(case.ladder_s.values()) == pytest.approx(expected.mini_batch_s, rel=1e-12)
-    assert min(*expected.parts_s.values(), *case.ladder_s.values()) >= 0
+    assert sum(case.breakdown_s.values()) == pytest.approx(expected.mini_batch_s, rel=1e-12)
+    assert min(*expected.parts_s.values(), *case.breakdown_s.values()) >= 0

@@ -1,4 +1,4 @@
-"""Following a plan's orders: event for event as the SimPy model in which the executor's own OrderFollower decides."""
+"""Following a plan's orders: event for event as the SimPy model with the executor's own ScheduleFollower."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from morph.contract.plan import Schedule
-from morph.runtime.order_follower import OrderFollower
-from simulator.engine import StageTimes, run_pipeline
-from simulator.following import LaneTimes, follow, lane_times
-from simulator.orders import fixed_order, stage_windows
-from simulator.simpy_following import follow_with_simpy
+from morph.runtime.step.schedule_follower import ScheduleFollower
+from simulator.playing.engine import StageTimes, run_pipeline
+from simulator.playing.following import ShapeTimes, follow, lane_times
+from simulator.playing.schedules import fixed_order, stage_windows
+from tests.seeds import each_seed
+from tests.simulator.simpy_following import follow_with_simpy
 
 SCHEDULES: list[Schedule] = ["varuna", "varuna", "varuna", "gpipe", "1f1b"]
 
@@ -45,7 +46,7 @@ def jittered(values: np.ndarray, rng: np.random.Generator, most: int, least: int
 
 def random_lanes(
     rng: np.random.Generator, times: StageTimes, counts: Sequence[int], *, drawn: bool = True
-) -> LaneTimes:
+) -> ShapeTimes:
     lanes = lane_times(times, len(counts))
     nodes = rng.integers(0, int(rng.integers(1, 7)), lanes.node.shape) if rng.random() < 0.7 else lanes.node
     lanes = replace(lanes, node=nodes, share_links=bool(rng.random() < 0.7))
@@ -71,15 +72,15 @@ def orders_of(times: StageTimes, counts: Sequence[int], schedule: Schedule) -> l
 
 def makers(
     orders: Sequence[Sequence[str]], times: StageTimes, schedule: Schedule
-) -> Callable[[int, int], OrderFollower]:
-    def make(stage: int, replica: int) -> OrderFollower:
+) -> Callable[[int, int], ScheduleFollower]:
+    def make(stage: int, replica: int) -> ScheduleFollower:
         window = int(times.window[stage])
-        return OrderFollower(orders[replica][stage], window, opportunistic=schedule == "varuna")
+        return ScheduleFollower(orders[replica][stage], window, opportunistic=schedule == "varuna")
 
     return make
 
 
-@pytest.mark.parametrize("seed", range(400))
+@each_seed(400)
 def test_every_task_starts_when_the_simpy_model_with_the_executors_follower_starts_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
@@ -98,7 +99,7 @@ def test_every_task_starts_when_the_simpy_model_with_the_executors_follower_star
             assert played.last_backward_ns[stage, replica] == end
 
 
-@pytest.mark.parametrize("seed", range(200))
+@each_seed(200)
 def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_planned_to(seed: int) -> None:
     rng = np.random.default_rng(5000 + seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
@@ -114,7 +115,7 @@ def test_an_order_followed_on_devices_and_links_of_its_own_ends_when_it_was_plan
         assert followed.last_backward_ns.tolist() == planned.last_backward_ns.tolist()
 
 
-@pytest.mark.parametrize("seed", range(300))
+@each_seed(300)
 def test_skipping_periods_of_those_who_follow_orders_changes_no_end(seed: int) -> None:
     rng = np.random.default_rng(9000 + seed)
     schedule = SCHEDULES[seed % len(SCHEDULES)]
@@ -128,7 +129,7 @@ def test_skipping_periods_of_those_who_follow_orders_changes_no_end(seed: int) -
     assert skipped.last_backward_ns.tolist() == played.last_backward_ns.tolist()
 
 
-def two_senders(share: bool, nodes: list[list[int]]) -> LaneTimes:
+def two_senders(share: bool, nodes: list[list[int]]) -> ShapeTimes:
     """Two replicas of two stages; an activation takes 100 ns on the wire and 10 behind it."""
     lanes = lane_times(
         StageTimes(
@@ -147,7 +148,7 @@ def two_senders(share: bool, nodes: list[list[int]]) -> LaneTimes:
     return replace(lanes, node=np.array(nodes), share_links=share)
 
 
-def second_stage_starts(lanes: LaneTimes) -> list[int]:
+def second_stage_starts(lanes: ShapeTimes) -> list[int]:
     played = follow(lanes, [("FB", "FB")] * 2, [1, 1], keep_times=True)
     return [int(played.start_ns[replica][1][0]) for replica in range(2)]
 

@@ -20,7 +20,7 @@ def test_parts_and_ladder_add_up_to_the_mini_batch_which_is_never_below_its_boun
     got = simulate(profile, num_stages=num_stages, num_replicas=num_replicas, schedule=schedule, compute_slots=slots)
     expected = got.expected
     assert sum(expected.parts_s.values()) == pytest.approx(expected.mini_batch_s)
-    assert sum(got.ladder_s.values()) == pytest.approx(expected.mini_batch_s)
+    assert sum(got.breakdown_s.values()) == pytest.approx(expected.mini_batch_s)
     assert expected.lower_bound_s <= expected.mini_batch_s * (1 + 1e-12)
     assert expected.examples_per_s == pytest.approx(40 / expected.mini_batch_s)
     assert got.explanation.endswith(".")
@@ -63,7 +63,7 @@ def test_no_random_shape_is_faster_than_its_lower_bound() -> None:
 def test_parts_and_ladder_add_up_under_all_conditions() -> None:
     for case in _lower_bound_cases():
         assert sum(case.expected.parts_s.values()) == pytest.approx(case.expected.mini_batch_s)
-        assert sum(case.ladder_s.values()) == pytest.approx(case.expected.mini_batch_s)
+        assert sum(case.breakdown_s.values()) == pytest.approx(case.expected.mini_batch_s)
         assert case.timeline["end_s"].max() <= case.expected.mini_batch_s * (1 + 1e-9)
 
 

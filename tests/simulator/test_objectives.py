@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from morph.contract.errors import PlanError
-from morph.contract.profile import Profile
+from morph.contract.profile import Profile, load_profile
 from simulator import plan, plan_frame, plan_table, simulate, synthetic_profile
-from simulator.objectives import MostProgress, Revocations, Shape, usd_per_h_of
+from simulator.search.objectives import MostProgress, Revocations, Shape, usd_per_h_of
+from simulator.search.windows import Trial
 
 
 def _profile(**changes: object) -> Profile:
@@ -165,6 +167,21 @@ def test_revocations_make_shapes_with_spares_and_short_mini_batches_worth_it() -
     assert busy.values[0] < 0.9 * quiet.values[0]
     assert busy.best.num_workers < quiet.best.num_workers
     assert busy.num_idle > 0
+
+
+@pytest.mark.parametrize(("name", "most_bounded", "most_planned"), [("bert-large", 150, 40), ("gpt2-2.5b", 700, 100)])
+def test_progress_bounds_and_plans_few_of_the_shapes(
+    name: str, most_bounded: int, most_planned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounded, planned = [], []  # 1068 and 14, 726 and 409 by bounds without all-reduces, and in memory without limit
+    least_ns, best_move = Trial.least_ns, Trial._best_move
+    monkeypatch.setattr(Trial, "least_ns", lambda trial: bounded.append(trial) or least_ns(trial))
+    monkeypatch.setattr(Trial, "_best_move", lambda trial, *given: planned.append(trial) or best_move(trial, *given))
+    profile = load_profile(Path(__file__).parents[2] / "configs" / "profiles" / f"{name}.json")
+    given = {"objective": "progress", "revocations_per_hour": 0.2, "micro_batch_size": 8, "num_runners_up": 0}
+    assert plan(profile, num_gpus=400, **given).num_shapes > 700  # type: ignore[arg-type]
+    assert 0 < len(bounded) < most_bounded
+    assert 0 < len(planned) < most_planned
 
 
 def test_the_frame_of_a_choice_holds_best_and_runners_up() -> None:

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from morph.contract.profile import Profile
-from simulator.costs import SectionCosts, stage_costs
-from simulator.orders import stage_windows
-from simulator.partition import least_bytes, partition_table
-from simulator.synthetic import synthetic_profile
+from simulator.answers.costs import SectionCosts, stage_costs
+from simulator.generators.synthetic import synthetic_profile
+from simulator.playing.schedules import stage_windows
+from simulator.search.partition import least_bytes, partition_table
+from tests.seeds import each_seed
 
 
 def _random_profile(seed: int) -> Profile:
@@ -33,7 +34,7 @@ def _brute_force(costs: SectionCosts, num_stages: int, slope: int, limit: int) -
     return best
 
 
-@pytest.mark.parametrize("seed", range(12))
+@each_seed(12)
 @pytest.mark.parametrize("limit_share", [None, 0.2, 0.35, 0.5])
 def test_the_partition_is_as_good_as_trying_every_cut(seed: int, limit_share: float | None) -> None:
     costs = SectionCosts(_random_profile(seed), 2)

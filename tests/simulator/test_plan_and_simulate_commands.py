@@ -6,10 +6,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from morph.cli.plan import count_text, plan_command, time_text
-from morph.cli.simulate import simulate_command
+from morph.cli.plans.plan import plan_command
+from morph.cli.plans.simulate import simulate_command
 from morph.contract.errors import PlanError, ProfileError
 from morph.contract.plan import Plan, load_plan
+from morph.words import count_text, time_text
 from simulator import plan, plan_table, simulate, synthetic_profile
 
 app = typer.Typer()
@@ -55,7 +56,7 @@ def test_simulate_prints_one_shape_and_draws_its_timeline(profile: Path, tmp_pat
 def test_simulate_prints_json_for_programs(profile: Path) -> None:
     answer = json.loads(_run("simulate", profile, "-P", 3, "-D", 2, "--schedule", "gpipe", "--json"))
     assert Plan.model_validate(answer["plan"]).schedule == "gpipe"
-    assert sum(answer["ladder_s"].values()) == pytest.approx(answer["plan"]["expected"]["mini_batch_s"])
+    assert sum(answer["breakdown_s"].values()) == pytest.approx(answer["plan"]["expected"]["mini_batch_s"])
 
 
 def test_a_range_is_answered_as_table_csv_and_picture(profile: Path, tmp_path: Path) -> None:
@@ -129,25 +130,28 @@ def test_jitter_is_drawn_from_the_spread_that_was_measured(tmp_path: Path) -> No
     ("arguments", "says"),
     [
         (("plan",), "--gpus: is missing"),
-        (("plan", "--gpus", "some"), "--gpus: is no number of GPUs (got 'some')"),
-        (("plan", "--gpus", "5..2"), "--gpus: is no range of GPUs (got '5..2')"),
-        (("plan", "--gpus", "0..2"), "--gpus: is no range of GPUs"),
-        (("plan", "--gpus", 4, "--nodes", "4x1"), "--nodes: does not go with --gpus"),
-        (("plan", "--nodes", "4x1", "--gpus-per-node", 2), "--nodes: does not go with --gpus-per-node"),
-        (("plan", "--nodes", "4"), "--nodes: is no list of nodes (got '4')"),
-        (("plan", "--nodes", "0x4"), "--nodes: is no list of nodes"),
+        (("plan", "--gpus", "some"), "--gpus: is not a number of GPUs (got 'some')"),
+        (("plan", "--gpus", "5..2"), "--gpus: is not a range of GPUs (got '5..2')"),
+        (("plan", "--gpus", "0..2"), "--gpus: is not a range of GPUs"),
+        (("plan", "--gpus", 4, "--nodes", "4x1"), "--nodes: cannot be combined with --gpus"),
+        (("plan", "--nodes", "4x1", "--gpus-per-node", 2), "--nodes: cannot be combined with --gpus-per-node"),
+        (("plan", "--nodes", "4"), "--nodes: is not a list of nodes (got '4')"),
+        (("plan", "--nodes", "0x4"), "--nodes: is not a list of nodes"),
         (("plan", "--gpus", 4, "--gpus-per-node", 0), "--gpus-per-node: is out of range (got 0)"),
-        (("plan", "--gpus", 4, "--gpus-per-node", 2, "--compute-slots", 2), "--compute-slots: does not go with"),
-        (("plan", "--gpus", "2..4", "-o", "plan.json"), "--gpus A..B: does not go with -o"),
-        (("plan", "--gpus", "2..4", "--objective", "dollars", "--price", 1), "does not go with --objective dollars"),
+        (("plan", "--gpus", 4, "--gpus-per-node", 2, "--compute-slots", 2), "--compute-slots: cannot be combined with"),
+        (("plan", "--gpus", "2..4", "-o", "plan.json"), "--gpus A..B: cannot be combined with -o"),
+        (
+            ("plan", "--gpus", "2..4", "--objective", "dollars", "--price", 1),
+            "cannot be combined with --objective dollars",
+        ),
         (("plan", "--gpus", 4, "--csv", "plans.csv"), "--csv: means nothing without --gpus A..B"),
         (("plan", "--gpus", 4, "--png", "plans.png"), "--png: means nothing without --gpus A..B"),
         (("plan", "--gpus", 4, "--draws", 3), "--draws: means nothing without --jitter-seed"),
         (("plan", "--gpus", 4, "--pause-s", 3), "--pause-s: means nothing without --objective progress"),
         (("plan", "--gpus", 4, "--objective", "dollars"), "--price: is missing"),
         (("plan", "--gpus", 4, "--objective", "progress"), "--revocations-per-hour: is missing"),
-        (("plan", "--gpus", 4, "--objective", "dollars", "--price", "cheap"), "--price: is no price (got 'cheap')"),
-        (("plan", "--gpus", 4, "--objective", "dollars", "--price", "4:1"), "--price: is no price"),
+        (("plan", "--gpus", 4, "--objective", "dollars", "--price", "cheap"), "--price: is not a price (got 'cheap')"),
+        (("plan", "--gpus", 4, "--objective", "dollars", "--price", "4:1"), "--price: is not a price"),
         (
             ("plan", "--gpus", 4, "--objective", "progress", "--revocations-per-hour", -1),
             "--revocations-per-hour: is out of range (got -1.0)",
@@ -159,8 +163,8 @@ def test_jitter_is_drawn_from_the_spread_that_was_measured(tmp_path: Path) -> No
         (("simulate", "-P", 2, "--slow", "0/3:2"), "--slow: the shape has no such worker (got (0, 3))"),
         (("simulate", "-P", 2, "--jitter-seed", 1), "--jitter-seed: the profile has no quantiles"),
         (("simulate", "-P", 2, "--draws", 3), "--draws: means nothing without --jitter-seed"),
-        (("simulate", "-P", 2, "--schedule", "1f1b", "--slope", 2), "--slope: does not go with --schedule"),
-        (("simulate", "-P", 2, "--compute-slots", 2, "--gpus-per-node", 2), "--compute-slots: does not go with"),
+        (("simulate", "-P", 2, "--schedule", "1f1b", "--slope", 2), "--slope: cannot be combined with --schedule"),
+        (("simulate", "-P", 2, "--compute-slots", 2, "--gpus-per-node", 2), "--compute-slots: cannot be combined with"),
         (
             ("simulate", "-P", 2, "--compute-slots", 0),
             "--compute-slots: is out of range (got 0); allowed: a whole number from 1 to 100000",

@@ -9,18 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from morph.contract.plan import Plan
 from morph.contract.profile import Contention, Profile, load_profile
 from simulator import plan, plan_table, simulate, synthetic_profile
-from simulator.bounds import lower_bound_ns, pipe_of
-from simulator.costs import SectionCosts, stage_costs, stage_memory_bytes
-from simulator.engine import run_pipeline
-from simulator.finish import finish
-from simulator.orders import fixed_order
-from simulator.partition import bounds_ns, least_bytes, partition_table
+from simulator.answers.answer import bound_ns, deal
+from simulator.answers.bounds import lower_bound_ns, pipe_of
+from simulator.answers.costs import SectionCosts, most_windows, stage_costs, stage_memory_bytes
+from simulator.answers.finish import finish
+from simulator.given.conditions import Conditions
+from simulator.playing.engine import run_pipeline
+from simulator.playing.schedules import fixed_order
+from simulator.search.moves import moved_bounds_ns
+from simulator.search.moves import neighbours as moved_cuts
+from simulator.search.partition import bounds_ns, least_bytes, partition_table
+from simulator.search.setting import SCHEDULES, Setting
+from tests.seeds import each_seed
 
 GPT2 = Path(__file__).parents[2] / "configs" / "profiles" / "gpt2-2.5b.json"
 
@@ -76,12 +82,37 @@ def neighbours(profile: Profile, best: Plan, num_gpus: int) -> Iterator[dict[str
 
 
 @given(st.integers(0, 100_000))
+@example(627)  # a cut that is faster under wider windows alone
+@example(4995)
+@example(5814)  # followed a lot faster than planned
 @settings(max_examples=15, deadline=None)
 def test_no_plan_is_more_than_1_percent_slower_than_any_neighbour(seed: int) -> None:
-    profile, num_gpus = random_profile(seed), 2 + seed % 5
+    check_neighbours(random_profile(seed), 2 + seed % 5)
+
+
+# Two cuts that are faster moved together, and not one by one; slopes of windows between those that are always tried.
+@pytest.mark.parametrize("seed", [176, 1356, 1922])
+def test_no_plan_of_a_larger_job_is_either(seed: int) -> None:
+    check_neighbours(*larger_job(seed))
+
+
+@given(st.integers(0, 100_000))
+@example(609)  # 1.3 %: the one of 3,200 that is not within 1 %
+@settings(max_examples=8, deadline=None)
+def test_no_plan_of_a_larger_job_is_more_than_2_percent_slower_than_any_neighbour(seed: int) -> None:
+    check_neighbours(*larger_job(seed), tolerated=1.02)
+
+
+def larger_job(seed: int) -> tuple[Profile, int]:
+    rng = np.random.default_rng(seed + 10**6)
+    profile = random_profile(seed, int(rng.integers(2, 9)), int(rng.choice([24, 48, 64])))
+    return profile, int(rng.integers(2, 17))
+
+
+def check_neighbours(profile: Profile, num_gpus: int, tolerated: float = 1.01) -> None:
     best = plan(profile, num_gpus=num_gpus, num_runners_up=0).best
     for other in neighbours(profile, best, num_gpus):
-        assert best.expected.mini_batch_s <= 1.01 * simulate(profile, **other).expected.mini_batch_s, other
+        assert best.expected.mini_batch_s <= tolerated * simulate(profile, **other).expected.mini_batch_s, other
 
 
 @pytest.mark.parametrize("forwards", [2, 4, 8])
@@ -116,7 +147,7 @@ def test_windows_are_judged_over_the_links_that_messages_share() -> None:
             assert best.expected.mini_batch_s <= 1.01 * other.expected.mini_batch_s
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each_seed(40)
 def test_hardly_any_windows_beat_those_of_the_best_slope(seed: int) -> None:
     rng = np.random.default_rng(seed)
     depth, count = int(rng.integers(2, 4)), int(rng.integers(3, 6))
@@ -214,6 +245,57 @@ def test_the_bound_for_any_cut_is_that_of_the_best_cut() -> None:
                     for one in stages
                 )
                 assert bounds[depth] == best
+
+
+@each_seed(20)
+def test_no_cut_is_faster_than_the_bound_with_what_its_first_stage_reduces(seed: int) -> None:
+    num_sections = 2 + seed % 4
+    profile = random_profile(seed, num_sections, 12)
+    for recompute, depth in product((True, False), range(1, num_sections + 1)):
+        setting = Setting(profile, 1, recompute, SCHEDULES, None)
+        for replicas, rest in product((1, 2, 3, 5), combinations(range(1, num_sections), depth - 1)):
+            counts = deal(12, replicas)
+            costs = stage_costs(setting.sections, (0, *rest), [counts[0]] * depth, "varuna")
+            bound = setting.bound_ns(depth, counts[0]) + setting.first_reduce_ns(depth, replicas)
+            assert bound <= bound_ns(costs, counts, Conditions())
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@each_seed(30)
+def test_the_bound_of_a_moved_cut_is_that_of_its_widest_windows(seed: int, recompute: bool) -> None:
+    rng = np.random.default_rng(seed)
+    depth, num_sections, counts = int(rng.integers(2, 5)), int(rng.integers(5, 8)), deal(12, int(rng.integers(1, 4)))
+    profile = random_profile(seed, num_sections, 12, tied=seed % 3 > 0)
+    if seed % 3 == 2:  # by the second section and the fifth, which a boundary may cross
+        units = [
+            unit.model_copy(update={"sections": (1, 4)}) if len(unit.sections) > 1 else unit for unit in profile.units
+        ]
+        profile = profile.model_copy(update={"units": tuple(units)})
+    sections = SectionCosts(profile, 1, recompute=recompute)
+    shared = {section for unit in sections.shared_units for section in unit.sections}
+    base = (0, *sorted(rng.choice(np.arange(1, num_sections), depth - 1, replace=False).tolist()))
+    costs, cuts = stage_costs(sections, base, [counts[0]] * depth, "varuna"), moved_cuts(base, num_sections, rows=True)
+    again, least = [recompute] * depth, int(costs.with_windows("varuna", [1] * depth).memory_bytes.max())
+    for memory_bytes in (2**40, int(least * rng.uniform(0.9, 1.6))):
+        bounds = moved_bounds_ns(costs, cuts, counts, memory_bytes).tolist()
+        for cut, bound in zip(cuts.tolist(), bounds, strict=True):
+            windows = np.minimum(counts[0], most_windows(sections, cut, again, memory_bytes))
+            if windows.min() < 1:
+                assert bound == 2**62
+                continue
+            exact = bound_ns(stage_costs(sections, cut, windows.tolist(), "varuna"), counts, Conditions())
+            crossed = {min(pair) for pair in zip(cut, base, strict=True) if len(set(pair)) > 1}
+            assert bound <= exact if crossed & shared else bound == exact, (cut, base, windows, bound, exact)
+
+
+def test_a_cut_that_no_windows_of_the_wanted_schedule_fit_is_not_moved_to() -> None:
+    shape: dict[str, Any] = {"micro_batch_sizes": (1,), "parameter_bytes": 1000, "activation_bytes_per_sample": 10**7}
+    profile = random_profile(972, 4, 4, overhead_s=0.0, **shape)
+    given: dict[str, Any] = {"schedule": "1f1b", "recompute": False}
+    least = simulate(profile, num_stages=3, **given).expected.peak_memory_bytes
+    for memory_bytes in range(least, least + 15_000_000, 1_000_000):
+        best = plan(profile, num_gpus=3, pipeline_depth=3, memory_bytes=memory_bytes, **given).best
+        assert best.expected.peak_memory_bytes <= memory_bytes
 
 
 def test_m_recompute_and_windows_are_chosen_together() -> None:

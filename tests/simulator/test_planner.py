@@ -10,6 +10,7 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Plan, load_plan
 from morph.contract.profile import Contention
 from simulator import plan, plan_table, simulate, synthetic_profile
+from tests.seeds import each_seed
 
 
 def _profile(**changes: object):  # type: ignore[no-untyped-def]
@@ -101,7 +102,7 @@ def test_the_table_has_the_one_micro_batch_size_that_is_best_over_its_range() ->
         assert {one.micro_batch_size for one in table.values()} == {max(totals, key=lambda m: totals[m])}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@each_seed(12)
 def test_the_table_answers_what_plan_answers_where_busy_cores_hinder_each_other(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_sections = int(rng.integers(2, 5))

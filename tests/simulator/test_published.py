@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from benchmarks.published_profiles import FOLDER, profile_text
+from benchmarks.published import GPU_MEMORY_BYTES, MODELS, SHIPPED, published_profile
+from benchmarks.published.hardware import half_normal_quantiles_s
+from benchmarks.published.profiles import FOLDER, profile_text
+from benchmarks.published.speeds import ANCHORS, speed_of
 from morph.contract.errors import PlanError
 from morph.contract.profile import Profile, load_profile
 from simulator import plan, simulate
-from simulator.published import GPU_MEMORY_BYTES, MODELS, SHIPPED, published_profile
-from simulator.published.hardware import half_normal_quantiles_s
-from simulator.published.speeds import ANCHORS, speed_of
-from simulator.transfer import AllReduce
+from simulator.given.transfer import AllReduce
 
 KINDS = ("Varuna", "Bamboo", "derived: ", "assumed: ", "not published", "docs/", "this table")
 
@@ -33,7 +33,7 @@ def leaves(value: object, name: str = "") -> Iterator[str]:
 @pytest.mark.parametrize("model", SHIPPED)
 def test_the_shipped_file_is_what_the_published_figures_give_bit_for_bit(model: str) -> None:
     path = FOLDER / f"{model}.json"
-    assert path.read_text(encoding="utf-8") == profile_text(model), "run python benchmarks/published_profiles.py"
+    assert path.read_text(encoding="utf-8") == profile_text(model), "run python -m benchmarks.published.profiles"
     assert load_profile(path) == published_profile(model)
 
 

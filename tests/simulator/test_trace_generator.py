@@ -5,7 +5,7 @@ import pytest
 
 from morph.contract.errors import ConfigError
 from morph.contract.trace import Trace, load_trace, parse_trace, write_trace
-from simulator.trace_generator import generate_trace
+from simulator.generators.trace_generator import generate_trace
 
 
 def _alive_after_each(trace: Trace) -> list[int]:

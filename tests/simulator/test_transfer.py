@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from morph.contract.profile import AllReduceTime, Timing
-from simulator.synthetic import synthetic_profile
-from simulator.transfer import AllReduce, Curve
+from simulator.generators.synthetic import synthetic_profile
+from simulator.given.transfer import AllReduce, Curve
 
 LATENCY_S, BYTES_PER_S = 0.0002, 1e9
 
@@ -59,3 +59,18 @@ def test_the_nearest_measured_number_of_rings_in_flight_is_used() -> None:
 def test_one_measured_size_is_continued_in_proportion_and_flat_below() -> None:
     curve = Curve([100], [50])
     assert curve(np.array([10.0, 100.0, 200.0])).tolist() == [50, 50, 100]
+
+
+@pytest.mark.parametrize("ring", [2, 3, 8])
+def test_no_larger_size_takes_less_than_the_least_time_even_where_a_larger_one_was_measured_faster(ring: int) -> None:
+    entries = tuple(
+        AllReduceTime(ring_size=of, size_bytes=size, time=Timing(median_s=t, mad_s=0, num_samples=1))
+        for of in (2, 4)
+        for size, t in ((1000, 0.003), (5000, 0.002 * of), (9000, 0.009))
+    )
+    for measured in (entries, ()):
+        all_reduce = AllReduce(synthetic_profile().model_copy(update={"all_reduce": measured}))
+        for size in (500.0, 3000.0, 20_000.0):
+            larger = all_reduce.times_ns(ring, np.linspace(size, 10 * size, 501))
+            assert all_reduce.least_ns(ring, size) <= larger.min() <= all_reduce.least_ns(ring, size) * 1.01
+    assert all_reduce.least_ns(ring, 0.0) == 0

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from manager.controller.actions import SendAhead
-from manager.controller.config import ControllerConfig
-from manager.engine.driver import Observed, Observer
-from manager.engine.machines import Processes
-from manager.engine.session import RunSpec, run_session
-from manager.engine.vm_fleet import VmFleet
+from manager.controller.state.actions import SendPreCopy
+from manager.controller.state.config import ControllerConfig
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Observed, Observer
+from manager.engine.run.machines import Processes
+from manager.engine.run.session import RunSpec, run_session
 from manager.rehearsal.device import EmulationOptions
 from manager.report.reading import read_report
 from manager.report.values import RunReport
@@ -21,7 +21,7 @@ from morph.contract.cluster import ClusterConfig, Policy
 from morph.contract.messages import Fault, SlowSpell
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
-from morph.contract.rules import AheadRules, Rules, StutterRules
+from morph.contract.rules import PreCopyRules, Rules, StutterRules
 from simulator import plan, synthetic_profile
 from tests.system.emulated import emulated_run
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, constant_vms, load_tiny_job
@@ -30,7 +30,7 @@ M = 4
 PROFILE = synthetic_profile(
     num_sections=4, forward_s=0.001, batch_size=32, micro_batch_size=M, parameter_bytes=400_000, tied=True
 )
-ALWAYS = AheadRules(when="always", patience_s=20.0)
+ALWAYS = PreCopyRules(when="always", patience_s=20.0)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Ran:
     def sent_ahead(self) -> int:
         """How many orders to send ahead were given."""
         actions = [action for turn in self.turns for action in turn.decision.actions]
-        return sum(isinstance(action, SendAhead) and bool(action.order.moves) for action in actions)
+        return sum(isinstance(action, SendPreCopy) and bool(action.order.moves) for action in actions)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Case:
     attend: Callable[[VmFleet], Observer] | None = None
     faults: tuple[Fault, ...] = ()
     spells: tuple[SlowSpell, ...] = ()
-    ahead: AheadRules = ALWAYS
+    ahead: PreCopyRules = ALWAYS
     stutter: StutterRules = field(default_factory=StutterRules)
 
     @property

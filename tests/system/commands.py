@@ -15,8 +15,11 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
+import pytest
+from filelock import FileLock
 
-from manager.engine.gone import wait_gone
+from manager.machine.folders import PREFIX
+from manager.machine.gone import wait_gone
 from tests.system.exposure import RECORDED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +27,7 @@ COMMAND = (sys.executable, "-m", "morph.cli.main")
 KEPT = ("RAY_USAGE_STATS_ENABLED",)
 COMMAND_TIMEOUT_S = 300.0
 LINE_TIMEOUT_S = 300.0
+PROCESS_HOST = "manager.engine.on_processes.process_host"
 END_TIMEOUT_S = 40.0
 
 
@@ -39,6 +43,23 @@ def morph(*arguments: object, code: int = 0) -> str:
     )
     assert done.returncode == code, (done.stdout, done.stderr)
     return done.stdout
+
+
+def of_all_workers(factory: pytest.TempPathFactory) -> Path:
+    """The folder for temporary files that every process shares which runs these tests."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def calibrated_once(folder: Path, *job_and_options: object) -> Path:
+    """The profile of a job in this folder, measured by the first process that asks, of all that share the folder."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "profile.json"
+    with FileLock(folder.with_suffix(".lock"), timeout=COMMAND_TIMEOUT_S):
+        if not path.exists():
+            output = morph("calibrate", *job_and_options, "-o", path)
+            assert f"written: {path}" in output.replace("\n", "")
+    return path
 
 
 def environment_of_commands() -> dict[str, str]:
@@ -168,14 +189,14 @@ class RunningMorph:
         self._lines.put(None)
 
     def _record(self) -> None:
-        """Remember every process below the command, and the directory of its Ray."""
+        """Remember every process below the command, and the directory that they share."""
         try:
             processes = psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return
         for process in processes:
             self._family.setdefault(process.pid, process)
-            if self._directory is None and (directory := _ray_directory(process)):
+            if self._directory is None and (directory := _directory_of(process)):
                 self._directory = Path(directory)
 
 
@@ -186,12 +207,16 @@ def _kill_with_children(process: psutil.Process) -> None:
                 one.kill()
 
 
-def _ray_directory(process: psutil.Process) -> str | None:
+def _directory_of(process: psutil.Process) -> str | None:
+    """The folder of the manager that a process works for; all of them inherit it from its first child."""
     try:
+        words = process.cmdline()
+        if PROCESS_HOST in words:
+            return next((word for word in words if Path(word).name.startswith(PREFIX)), None)
         return process.environ().get("RAY_TMPDIR")
     except psutil.Error:
         return None
 
 
 def _processes_of(directory: Path) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter() if _ray_directory(process) == str(directory)]
+    return [process for process in psutil.process_iter() if _directory_of(process) == str(directory)]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.commands import morph
+from tests.system.commands import calibrated_once, of_all_workers
 from tests.system.harness import JOB, TinyJob, load_tiny_job, uninterrupted
 
 REFERENCE_STEPS = 14
@@ -24,7 +24,4 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny job's profile, as the command line writes it."""
-    path = tmp_path_factory.mktemp("calibrated") / "profile.json"
-    output = morph("calibrate", JOB, "-o", path, "--samples", 5, "-m", 2)
-    assert f"written: {path}" in output.replace("\n", "")
-    return path
+    return calibrated_once(of_all_workers(tmp_path_factory) / "calibrated", JOB, "--samples", 5, "-m", 2)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from manager.controller.config import ControllerConfig
-from manager.engine.driver import Observed, Observer
-from manager.engine.machines import OpenMachines, Processes
-from manager.engine.session import RunSpec, run_session
-from manager.engine.vm_fleet import VmFleet
+from manager.controller.state.config import ControllerConfig
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Observed, Observer
+from manager.engine.run.machines import OpenMachines, Processes
+from manager.engine.run.session import RunSpec, run_session
 from manager.preparation import section_compute_s
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
 from manager.run_dir import RunDir, RunFacts

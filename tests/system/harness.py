@@ -1,4 +1,4 @@
-"""Managed runs of the tiny job on real Ray workers, and the uninterrupted run that each must equal."""
+"""Managed runs of the tiny job with real worker processes, and the uninterrupted run that each must equal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manager.controller.config import ControllerConfig
-from manager.engine.driver import Observed, Observer
-from manager.engine.job_code import collect, pack
-from manager.engine.machines import OpenMachines
-from manager.engine.session import RunSpec, run_session
-from manager.engine.vm_fleet import VmFleet
+from manager.controller.state.config import ControllerConfig
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Observed, Observer
+from manager.engine.run.job_code import collect, pack
+from manager.engine.run.machines import OpenMachines
+from manager.engine.run.session import RunSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
@@ -22,7 +22,7 @@ from morph.contract.rules import Rules, StutterRules
 from morph.contract.trace import Trace, TraceEvent
 from morph.cutting import cut, export_job
 from morph.job import load_job
-from morph.runtime.single import run_single
+from morph.runtime.process.single import run_single
 from simulator import plan, synthetic_profile
 
 JOB = f"{Path(__file__).resolve().parents[2] / 'configs/jobs/tiny_gpt.py'}:job"

@@ -14,17 +14,16 @@ from typing import Literal
 
 import psutil
 
-from manager.controller.actions import Finish
-from manager.controller.config import ControllerConfig
-from manager.controller.events import Event, ManagerResumed, WorkerAnswered
-from manager.engine import session
-from manager.engine.again import Again, until_it_ends
-from manager.engine.attachment import find_living
-from manager.engine.driver import Observed
-from manager.engine.inbox import Inbox
-from manager.engine.job_code import collect, pack
-from manager.engine.machines import Processes
-from manager.engine.session import RunSpec
+from manager.controller.state.actions import Finish
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import Event, ManagerResumed, WorkerAnswered
+from manager.engine.loop.driver import Observed
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.run import session
+from manager.engine.run.again import Again, until_it_ends
+from manager.engine.run.attachment import find_living
+from manager.engine.run.job_code import collect, pack
+from manager.engine.run.session import RunSpec
 from manager.journal.records import Fact
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
@@ -57,7 +56,6 @@ class Orders(Value):
     """What a manager is to do."""
 
     run_dir: Path
-    kind: str
     job: str
     num_sections: int
     micro_batch_size: int
@@ -97,18 +95,20 @@ class Undertaker:
 
 def kill(process: str, workers: dict[str, int]) -> None:
     """End the store, or the host of this manager's plain processes; under Ray its head node."""
-    of_ray = {"store": "morph.runtime.store", "host": "gcs_server"}[process]
+    of_ray = {"store": "morph.runtime.groups.store", "host": "gcs_server"}[process]
     below = psutil.Process().children(recursive=True)
     found = [child for child in below if child.name() == of_ray or of_ray in child.cmdline()]
     if found:
         found[0].kill()
         return
-    (host,) = [child for child in psutil.Process().children() if "manager.engine.process_host" in child.cmdline()]
+    (host,) = [
+        child for child in psutil.Process().children() if "manager.engine.on_processes.process_host" in child.cmdline()
+    ]
     (store,) = [child for child in host.children() if child.pid not in workers.values() and child.status() != "zombie"]
     (store if process == "store" else host).kill()
 
 
-class DeafInbox(Inbox):
+class DeafEventQueue(EventQueue):
     """Kills this process when a worker says that it is set up."""
 
     def put(self, item: Event | Fact) -> None:
@@ -136,17 +136,16 @@ def main() -> None:
         trace=orders.trace,
         num_sections=orders.num_sections,
         micro_batch_size=orders.micro_batch_size,
-        machines=Processes(orders.run_dir / "workers.log") if orders.kind == "processes" else None,
         code=pack(orders.job, collect(orders.job)),
     )
     if any(death.unwritten for death in orders.deaths):
-        session.Inbox = DeafInbox  # type: ignore[misc]
+        session.EventQueue = DeafEventQueue  # type: ignore[misc]
     again = Again(config.policy.give_up_after_s)
     undertakers = [Undertaker(death) for death in orders.deaths if not death.unwritten]
 
     def one_session(number: int) -> Finish:
         found, begun = find_living(opened, {}), spec
-        if found and orders.kind == "processes":
+        if found and not orders.vms.under_ray:
             for undertaker in undertakers:
                 undertaker.pids.update(found.greeting["vms"])
         if number:

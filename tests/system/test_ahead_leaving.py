@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.events import NoticeGiven
-from manager.controller.state import Phase
-from manager.engine import driver
-from manager.engine.driver import Observed, Observer
-from manager.engine.vm_fleet import VmFleet
+from manager.controller.state.events import NoticeGiven
+from manager.controller.state.state import Phase
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop import driver
+from manager.engine.loop.driver import Observed, Observer
 from morph.contract.messages import SlowSpell
-from morph.contract.rules import AheadRules, StutterRules
+from morph.contract.rules import PreCopyRules, StutterRules
 from tests.system.ahead_runs import PROFILE, Case, Ran, best, emulated, real, run
 from tests.system.harness import uninterrupted
 
@@ -44,7 +44,7 @@ class Leaving:
         ready = sum(entry.ready for entry in state.workers.values())
         if not self.noticed and state.version >= NOTICE_AT and ready == self.num_vms:
             self.noticed = True
-            self.fleet._inbox.put(NoticeGiven(worker=self.victim, lead_s=LEAD_S))
+            self.fleet._event_queue.put(NoticeGiven(worker=self.victim, lead_s=LEAD_S))
         if self.out_at is None and self.noticed and self.victim not in members:
             self.out_at = state.version
             self.fleet.revoke(self.victim)  # as the provider does in the end
@@ -132,7 +132,7 @@ def test_if_worth_a_drain_sends_ahead_what_would_make_a_long_pause_and_nothing_e
     step_s = best(PROFILE, "2x1").expected.mini_batch_s
     stage_bytes = sum(unit.parameter_bytes for unit in PROFILE.units) / 2
     speed = stage_bytes / step_s if worth else stage_bytes * 1e3
-    rules = AheadRules(when="if_worth", bytes_per_s=speed, min_saved_s=0.02)
+    rules = PreCopyRules(when="if_worth", bytes_per_s=speed, min_saved_s=0.02)
     ran = run(tmp_path, emulated, Case({2: "2x1"}, 3, OPEN_ENDED, leaving("vm1", 3), ahead=rules))
     assert ran.kinds()[-1] == {"keep", "ahead" if worth else "peer"}
     assert (ran.sent_ahead() > 0) == worth

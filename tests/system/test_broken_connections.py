@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.events import WorkerAnswered, WorkerLost
-from manager.controller.state import Phase
-from manager.engine.driver import Observed
+from manager.controller.state.events import WorkerAnswered, WorkerLost
+from manager.controller.state.state import Phase
+from manager.engine.loop.driver import Observed
+from morph.contract.cluster import LocalVms
 from morph.contract.messages import WorkerReady
 from tests.system.broken_connections import break_connections, permitted
 from tests.system.conftest import REFERENCE_STEPS
@@ -55,6 +56,7 @@ def test_a_ray_worker_whose_connections_break_keeps_its_state_and_goes_on(
         num_steps=REFERENCE_STEPS,
         checkpoint_every=1000,
         observe=breaking,
+        vms=LocalVms(launcher="ray"),
     )
     assert len(breaking.num_broken) == 2
     assert min(breaking.num_broken) > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.events import NodeAppeared
+from manager.controller.state.events import NodeAppeared
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import VM_KILLED, Fact
 from manager.journal.replay import replay
@@ -52,7 +52,7 @@ def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(calibra
     assert report.losses[STEPS - 1] < report.losses[0]
     plain = morph("status", run_dir, "--png", tmp_path / "status.png")
     assert plain == summarise(report) + "\n"
-    assert f"steps: {STEPS} of {STEPS} decided" in plain
+    assert f"steps: {STEPS} of {STEPS} done" in plain
     assert (tmp_path / "status.png").read_bytes().startswith(PNG)
 
     with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
@@ -72,7 +72,7 @@ def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
     trace.write_text(TRACE, encoding="utf-8")
     with RunningMorph(
         *("run", JOB, "--profile", profile, "--cluster", cluster, "--trace", trace),
-        *("--steps", STEPS, "--run-dir", run_dir),
+        *("--steps", STEPS, "--run-dir", run_dir, "--verbose"),
     ) as command:
         command.wait_for_line("vm2 appeared")
         command.wait_for_line(": finished")

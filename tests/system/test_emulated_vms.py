@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.config import ControllerConfig
-from manager.controller.state import Phase
-from manager.engine.driver import Observed, Observer
-from manager.engine.machines import OpenMachines, Processes
-from manager.engine.session import RunSpec, run_session
-from manager.engine.vm_fleet import VmFleet
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.state import Phase
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Observed, Observer
+from manager.engine.run.machines import OpenMachines, Processes
+from manager.engine.run.session import RunSpec, run_session
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
-from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.trace import Trace, TraceEvent
 from simulator import plan_table, synthetic_profile
 
@@ -61,7 +61,7 @@ def run(directory: Path, machines: OpenMachines | None, *, revoked: bool) -> tup
     spec = RunSpec(
         job_path="emulated",
         config=config,
-        cluster=ClusterConfig(policy=policy),
+        cluster=ClusterConfig(vms=LocalVms(launcher="ray"), policy=policy),
         trace=trace,
         num_sections=PROFILE.num_sections,
         micro_batch_size=M,

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from manager.engine.names import VM_RESOURCE
-from manager.engine.ray_environment import prepare, stay_on_loopback
+from manager.engine.joining.link_server import listen
+from manager.engine.on_ray.ray_environment import prepare, stay_on_loopback
+from manager.machine.ports import VM_RESOURCE
 
 if TYPE_CHECKING:
-    from manager.engine.ray_cluster import RayCluster
+    from manager.engine.on_ray.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -86,11 +87,12 @@ def cluster() -> Iterator[RayCluster]:
     os.environ[SECRET_NAME] = SECRET
     directory = prepare()
     stay_on_loopback()
-    from manager.engine.ray_cluster import RayCluster  # Ray is imported with it, in the environment made for it
+    from manager.engine.on_ray.ray_cluster import RayCluster  # Ray is imported with it, in the environment made for it
 
     cluster = RayCluster(directory)
     try:
-        cluster.start()
+        with listen("127.0.0.1") as workers:  # the host keeps it
+            cluster.start(workers)
         cluster.add_vm("vm0")
         yield cluster
     finally:
@@ -169,4 +171,4 @@ def test_what_a_worker_returns_or_raises_is_not_unpickled_here(cluster: RayClust
     ray.actor._ActorClassMethodMetadata.reset_cache()  # as in a manager that takes over
     found: Any = ray.get_actor("hostile")  # whose class a stranger may have put there
     assert not hasattr(found, "answer")
-    assert hasattr(found, "order")
+    assert hasattr(found, "serve_home")

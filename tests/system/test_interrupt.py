@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from manager.report.reading import read_report
-from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.checkpoint.manifest import complete_versions, read_manifest, version_url
+from morph.checkpoint.newest import SET_ASIDE
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.profile import load_profile
 from tests.system.commands import RunningMorph
@@ -18,11 +19,15 @@ from tests.system.harness import JOB, uninterrupted
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-STEPS = 80
-CLUSTER = "vms: {{num_vms: 2}}\npolicy: {{checkpoint_every_steps: 5, takeover_patience_s: {patience_s}}}\n"
+STEPS, LONG_STEPS = 80, 400
+"""Of a run; of one that is not to be over before the death of Ray's processes is known."""
+CLUSTER = """
+vms: {{num_vms: 2, launcher: {launcher}}}
+policy: {{checkpoint_every_steps: 5, takeover_patience_s: {patience_s}}}
+"""
 
 
-HEAD_NODE = ("ray::RuntimeEnvAgent", "manager.engine.vm_host")
+HEAD_NODE = ("ray::RuntimeEnvAgent", "manager.engine.on_ray.vm_host")
 """Processes with which it dies, each the first of its kind; ``test_takeover`` kills the GCS."""
 
 
@@ -36,16 +41,18 @@ def reference(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 class Run:
     """One run directory, and the command that works on it."""
 
-    def __init__(self, folder: Path, profile: Path, steps: int, patience_s: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, profile: Path, steps: int, patience_s: float = 0.0, launcher: str = "processes"
+    ) -> None:
         self.directory = folder / "run"
         self._cluster = folder / "cluster.yaml"
-        self._cluster.write_text(CLUSTER.format(patience_s=patience_s), encoding="utf-8")
+        self._cluster.write_text(CLUSTER.format(patience_s=patience_s, launcher=launcher), encoding="utf-8")
         self._profile, self._steps = profile, steps
 
     def start(self) -> RunningMorph:
         return RunningMorph(
             *("run", JOB, "--profile", self._profile, "--cluster", self._cluster),
-            *("--steps", self._steps, "--run-dir", self.directory),
+            *("--steps", self._steps, "--run-dir", self.directory, "--verbose"),
         )
 
     def resume(self) -> RunningMorph:
@@ -138,8 +145,38 @@ def test_another_command_takes_over_from_a_killed_one_and_loses_nothing(
     assert run.digests() == reference
 
 
+def test_a_flipped_bit_in_the_newest_checkpoint_costs_the_steps_since_the_one_before_and_changes_no_weight(
+    run: Run, reference: dict[str, str]
+) -> None:
+    with run.start() as command:
+        for _ in range(2):
+            command.wait_for_line("the checkpoint of version")
+        command.press_ctrl_c()
+        assert command.wait_for_end() == 130, command.output
+    url = str(run.directory / "checkpoints")
+    before, newest = complete_versions(url)[-2:]
+    folder = Path(version_url(url, newest))
+    damaged = folder / read_manifest(url, newest).units[-1].file
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # only who reads all of it sees it
+    with run.resume() as command:
+        assert "differs from its manifest" in command.wait_for_line("the run goes on from its newest checkpoint")
+        told = command.wait_for_line("is passed over")
+        assert damaged.name in told
+        assert f"version {newest} is passed over, and version {before} is the newest that is whole" in told
+        command.wait_for_line("finished")
+        assert command.wait_for_end() == 0, command.output
+        assert "Traceback" not in command.output
+    report = read_report(run.directory)
+    assert (report.outcome, report.version) == ("finished", STEPS)
+    assert [record.step for record in report.steps][-(STEPS - before) :] == list(range(before, STEPS))
+    assert (folder / SET_ASIDE).exists() or not folder.exists()  # until its turn comes to be deleted
+    assert run.digests() == reference
+
+
 @pytest.mark.timeout(600)  # three sessions
-def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(run: Run, reference: dict[str, str]) -> None:
+def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(calibrated: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path, calibrated, LONG_STEPS, launcher="ray")
     with run.start() as command:
         command.wait_for_line("the checkpoint of version")
         for pid in command.running("dashboard.py"):
@@ -153,8 +190,9 @@ def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(run: Run, 
         assert command.wait_for_end() == 0, command.output
         assert "Traceback" not in command.output
     report = read_report(run.directory)
-    assert (report.outcome, report.version, report.num_sessions) == ("finished", STEPS, 1 + len(HEAD_NODE))
-    assert run.digests() == reference
+    assert (report.outcome, report.version, report.num_sessions) == ("finished", LONG_STEPS, 1 + len(HEAD_NODE))
+    num_sections = load_profile(calibrated).num_sections
+    assert run.digests() == uninterrupted(LONG_STEPS, tmp_path / "uninterrupted", num_sections)
 
 
 def test_a_second_ctrl_c_ends_everything_too(run: Run) -> None:

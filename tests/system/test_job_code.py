@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.state import Phase
-from manager.engine.driver import Observed
-from manager.engine.machines import Processes
+from manager.controller.state.state import Phase
+from manager.engine.loop.driver import Observed
+from manager.engine.run.machines import Processes
 from morph.contract.messages import Fault
 from morph.contract.trace import Trace, TraceEvent
 from tests.system.harness import JOB, TinyJob, managed, uninterrupted

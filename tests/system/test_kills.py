@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.state import Phase
-from manager.engine.driver import Observed
+from manager.controller.state.state import Phase
+from manager.engine.loop.driver import Observed
 from morph.contract.messages import Fault
 from morph.contract.trace import Trace, TraceEvent, parse_trace
 from tests.system.conftest import REFERENCE_STEPS

@@ -11,7 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from manager.engine.manifest_writer import KEEP_CHECKPOINTS
+from manager.engine.loop.manifest_writer import KEEP_CHECKPOINTS
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.profile import load_profile
@@ -70,7 +70,7 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     named = ", ".join(place.environment)
-    vms = f"{{num_vms: 2, pass_variables: [{named}]}}"
+    vms = f"{{num_vms: 2, launcher: ray, pass_variables: [{named}]}}"
     cluster.write_text(f"vms: {vms}\npolicy: {{checkpoint_every_steps: 10}}\n", encoding="utf-8")
     arguments = (
         *("run", JOB, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS),

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.actions import RequestNodes
-from manager.controller.events import NodesGranted
-from manager.engine.driver import Observed, Observer
-from manager.engine.vm_fleet import VmFleet
+from manager.controller.state.actions import RequestNodes
+from manager.controller.state.events import NodesGranted
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Observed, Observer
 from morph.contract.cluster import Limits, LocalVms
 from morph.contract.trace import Trace
 from tests.system.conftest import REFERENCE_STEPS

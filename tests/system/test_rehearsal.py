@@ -13,11 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from manager.engine.namespaces import DIRECTORY, check_permitted, remove_stale
+from manager.engine.local_vms.namespaces import DIRECTORY, check_permitted, remove_stale
 from manager.rehearsal import RehearsalSpec, Rehearsed, plan_rehearsal, rehearse, run_facts
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
-from morph.contract.emulation import Slowdown
 from morph.contract.errors import ConfigError, TrainingStopped
 from morph.contract.profile import Timing
 from simulator import synthetic_profile
@@ -74,7 +73,7 @@ def descendants() -> list[psutil.Process]:
 def test_two_shapes_end_with_the_same_weights_and_leave_nothing(tmp_path: Path) -> None:
     before = {process.pid for process in descendants()}
     square, weights = rehearsed(spec_of(2, 2, profile=JITTERY, jitter_seed=1), tmp_path / "square")
-    line, others = rehearsed(spec_of(3, 1, slow=(Slowdown(stage=1, factor=1.5),)), tmp_path / "line")
+    line, others = rehearsed(spec_of(3, 1, slow={1: 1.5}), tmp_path / "line")
     assert weights == others
     assert len(weights) == 7
     for result in (square, line):
@@ -117,7 +116,7 @@ class Command:
         seen = []
         for line in self.process.stdout:
             seen.append(line)
-            if "is formed" in line:
+            if "workers, from step 0" in line:
                 self.family = psutil.Process(self.process.pid).children(recursive=True)
                 assert len(self.family) >= 4
                 return

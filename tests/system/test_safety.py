@@ -62,10 +62,10 @@ class Seen:
 def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("safety")
     run_dir, cluster = folder / "run", folder / "cluster.yaml"
-    cluster.write_text("vms: {num_vms: 3}\npolicy: {checkpoint_every_steps: 5}\n", encoding="utf-8")
+    cluster.write_text("vms: {num_vms: 3, launcher: ray}\npolicy: {checkpoint_every_steps: 5}\n", encoding="utf-8")
     arguments = (
         *("run", JOB, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir),
-        *("--steps", MANY_STEPS, "--plain"),
+        *("--steps", MANY_STEPS, "--plain", "--verbose"),
     )
     with WatchedMorph(folder / "made", *arguments) as command:
         command.wait_for("the checkpoint of version")
@@ -145,7 +145,7 @@ def test_everything_listens_on_loopback_alone(seen: Seen) -> None:
 
 def test_the_secrets_of_the_run_are_known_to_this_test(seen: Seen) -> None:
     assert set(seen.secrets.values()) <= set(seen.all_secrets)
-    assert len(set(seen.all_secrets)) >= 4  # also the lifelines' and the workers' own
+    assert len(set(seen.all_secrets)) >= 4  # also the run's and that of which the workers' own are made
     assert all(len(secret) >= 32 for secret in seen.all_secrets)
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manager.controller.events import WorkerAnswered, WorkerLost
-from manager.controller.state import Phase
-from manager.engine.driver import Observed
-from manager.engine.machines import Processes
-from manager.engine.namespaces import HostNetwork
-from morph.contract.cluster import Policy
+from manager.controller.state.events import WorkerAnswered, WorkerLost
+from manager.controller.state.state import Phase
+from manager.engine.local_vms.namespaces import HostNetwork
+from manager.engine.loop.driver import Observed
+from manager.engine.run.machines import Processes
+from morph.contract.cluster import LocalVms, Policy
 from morph.contract.messages import Aborted, Prepared, WorkerReady
 from simulator import synthetic_profile
 from tests.system.emulated import Emulated, M, shape
@@ -183,7 +183,7 @@ def test_workers_that_are_all_stopped_for_a_while_are_not_lost(expected: dict[st
     weights, _ = emulated.run(tmp_path / "run")
     assert stopping.waking is not None
     stopping.waking.join()
-    assert any("nobody was heard for" in line for line in emulated.lines)
+    assert any("no worker was heard for" in line for line in emulated.lines)
     assert stopping.versions == sorted(stopping.versions)
     assert weights == expected
 
@@ -219,6 +219,7 @@ def test_a_stopped_ray_worker_is_given_up_and_cannot_go_on_when_it_wakes(
         num_steps=STEPS,
         observe=waking,
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+        vms=LocalVms(launcher="ray"),
     )
     assert "silent for" in fault.cause
     assert bool(stopped_too) == whole_vm
@@ -235,7 +236,6 @@ def test_a_host_whose_link_is_cut_is_found_by_its_silence(expected: dict[str, st
     machines = Processes(
         tmp_path / "workers.log",
         network=network,
-        lanes_in_network=True,
         host_of=lambda vm: int(vm.removeprefix("vm")),
     )
     plans = [shape(PROFILE, 2, 2), shape(PROFILE, 3, 1)]

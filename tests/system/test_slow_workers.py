@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.events import ComputeTimesSeen, NoticeGiven
-from manager.controller.nodes import NodeState
-from manager.controller.reasons import ReasonCode
-from manager.controller.state import Phase
-from manager.engine import driver
-from manager.engine.driver import Observed, Observer
-from manager.engine.vm_fleet import VmFleet
+from manager.controller.state.events import ComputeTimesSeen, NoticeGiven
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import Phase
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop import driver
+from manager.engine.loop.driver import Observed, Observer
 from morph.contract.cluster import Policy
 from morph.contract.messages import SlowSpell
 from morph.contract.profile import Profile, Timing
@@ -77,8 +77,8 @@ class Told:
 class Slowness:
     """Watches the slow worker being found, left out and well again; then announces that its successor will be taken."""
 
-    def __init__(self, fleet: VmFleet, victim: str, spare: str) -> None:
-        self._fleet, self._victim, self._spare = fleet, victim, spare
+    def __init__(self, fleet: VmFleet, victim: str, spare: str, spell: SlowSpell) -> None:
+        self._fleet, self._victim, self._spare, self._spell = fleet, victim, spare, spell
         self.slow_since_s: float | None = None
         self.found_after_s: float | None = None
         self.num_micro_batches = 0
@@ -90,7 +90,7 @@ class Slowness:
         state = observed.decision.state
         members = {slot.worker for slot in state.slots}
         entry = state.workers.get(self._victim)
-        if state.version >= SLOW_FROM and self.slow_since_s is None:
+        if state.version >= self._spell.first_step and self.slow_since_s is None:
             self.slow_since_s = observed.time_s
         if isinstance(observed.event, ComputeTimesSeen) and self.slow_since_s and self.found_after_s is None:
             mine = [times for times in observed.event.times if times.worker == self._victim]
@@ -103,11 +103,14 @@ class Slowness:
         well = self.left_out_at is not None and entry is not None and entry.node is NodeState.READY
         if well and not self.noticed and state.phase is Phase.TRAINING:
             self.noticed = True
-            self._fleet._inbox.put(NoticeGiven(worker=self._spare, lead_s=60.0))
+            self._fleet._event_queue.put(NoticeGiven(worker=self._spare, lead_s=60.0))
         if self.noticed and self._victim in members and state.phase is Phase.TRAINING:
             self.end_at = self.end_at or state.version + 3
         if self.end_at is not None and state.version >= self.end_at and state.stop_reason is None:
             observed.request_stop("it trains again")
+        patience = 0 if self.found_after_s is None else 1_000
+        if self.end_at is None and state.version >= self._spell.end_step + patience and state.stop_reason is None:
+            observed.request_stop("it was not found, or is not taken back")
 
 
 POLICY = Policy(
@@ -125,10 +128,10 @@ def test_a_worker_that_is_30_percent_slower_is_left_out_probed_and_taken_back(
     told, watched = Told(), []
 
     def attend(fleet: VmFleet) -> Observer:
-        watched.append(Slowness(fleet, victim, spare))
+        watched.append(Slowness(fleet, victim, spare, spell))
         return watched[0]
 
-    spells = (SlowSpell(worker=victim, factor=SLOW, first_step=SLOW_FROM, end_step=WELL_FROM),)
+    spell = SlowSpell(worker=victim, factor=SLOW, first_step=SLOW_FROM, end_step=WELL_FROM)
     weights, version = Emulated(
         PROFILE,
         [best],
@@ -137,7 +140,7 @@ def test_a_worker_that_is_30_percent_slower_is_left_out_probed_and_taken_back(
         policy=POLICY,
         observers=[told],
         attend=attend,
-        spells=spells,
+        spells=(spell,),
         jitter_seed=5,
     ).run(tmp_path / "run")
     (slowness,) = watched
@@ -167,12 +170,13 @@ def test_nobody_is_found_slow_where_devices_only_jitter(tmp_path: Path, monkeypa
 def test_a_slow_worker_with_real_compute_is_left_out_and_taken_back_and_changes_no_bit(
     tiny_job: TinyJob, tmp_path: Path
 ) -> None:
-    """Cores are shared here, so that it is made much slower, the rules are wider, and it is slow for longer: where a
-    stage has two replicas, their first windows must have shown what is chance."""
+    """Cores are shared here, so that it is much slower and the rules are wider. It grows slow late: a stage has two
+    replicas only, whose first windows must have shown what is chance. It stays slow for long, and is probed often."""
     told, watched = Told(), []
+    spell = SlowSpell(worker="vm1", factor=5.0, first_step=100, end_step=300)
 
     def attend(fleet: VmFleet) -> Observer:
-        watched.append(Slowness(fleet, "vm1", "vm4"))
+        watched.append(Slowness(fleet, "vm1", "vm4", spell))
         return watched[0]
 
     result = managed(
@@ -184,10 +188,11 @@ def test_a_slow_worker_with_real_compute_is_left_out_and_taken_back_and_changes_
         checkpoint_every=50_000,
         observe=told,
         attend=attend,
-        slow_spells=(SlowSpell(worker="vm1", factor=5.0, first_step=SLOW_FROM, end_step=3 * WELL_FROM),),
-        stutter=StutterRules(ratio=2.0, probe_every_s=0.5),
+        slow_spells=(spell,),
+        stutter=StutterRules(ratio=2.0, probe_every_s=0.5, probe_every_max_s=1.0, max_probes=1000),
     )
     (slowness,) = watched
+    assert slowness.found_after_s is not None, f"at version {result.manifest.version}: {told}"
     print(f"found after {slowness.num_micro_batches} micro-batches, {slowness.found_after_s:.1f} s; {told.slow}")
     assert result.outcome == "stopped"
     assert len(told.slow) == 1

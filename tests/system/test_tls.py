@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manager.engine.certificates import Tls, make_certificates
+from manager.engine.joining.certificates import Tls, make_certificates
 from manager.enrolment.files import Certificates
 from morph.checkpoint.manifest import read_manifest
 from morph.contract.profile import load_profile

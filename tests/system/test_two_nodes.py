@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from manager.engine.namespaces import HostNetwork, check_permitted
+from manager.engine.local_vms.namespaces import HostNetwork, check_permitted
 from morph.contract.errors import ClusterError, ConfigError
 from morph.contract.profile import load_profile
 
@@ -32,8 +32,8 @@ SMALL_BYTES, LARGE_BYTES = 500_000, 1_500_000
 """Far above the 64 KiB that a bucket lets through at once."""
 MEASURE = f"""
 import dataclasses, json, sys
-from calibrate.network import NetworkSpec
-from calibrate.two_nodes import OtherNode, PeerAddress, parse_address
+from calibrate.links.network import NetworkSpec
+from calibrate.links.two_nodes import OtherNode, PeerAddress, parse_address
 
 spec = NetworkSpec(
     message_sizes=(1000, {SMALL_BYTES}, {LARGE_BYTES}), reduced_sizes=({LARGE_BYTES},),

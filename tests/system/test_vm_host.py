@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from manager.engine.names import VM_RESOURCE
-from manager.engine.ray_environment import prepare, stay_on_loopback
+from manager.engine.joining.link_server import listen
+from manager.engine.on_ray.ray_environment import prepare, stay_on_loopback
+from manager.machine.ports import VM_RESOURCE
 from morph.contract.errors import ClusterError
 
 if TYPE_CHECKING:
-    from manager.engine.ray_cluster import RayCluster
+    from manager.engine.on_ray.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -26,11 +27,12 @@ GONE_S = 20.0
 def test_killed_nodes_leave_no_zombie_and_no_thread_behind() -> None:
     directory = prepare()
     stay_on_loopback()
-    from manager.engine.ray_cluster import RayCluster  # Ray is imported with it, in the environment made for it
+    from manager.engine.on_ray.ray_cluster import RayCluster  # Ray is imported with it, in the environment made for it
 
     cluster = RayCluster(directory)
     try:
-        cluster.start()
+        with listen("127.0.0.1") as workers:  # the host keeps it
+            cluster.start(workers)
         assert cluster._line is not None
         host = psutil.Process(cluster._line.pid)
         threads, zombies = [], []
@@ -50,7 +52,7 @@ def test_killed_nodes_leave_no_zombie_and_no_thread_behind() -> None:
 def test_vms_boot_together_and_the_death_of_one_is_told_at_once_while_it_boots_and_when_it_is_up() -> None:
     directory = prepare()
     stay_on_loopback()
-    from manager.engine.ray_cluster import RayCluster
+    from manager.engine.on_ray.ray_cluster import RayCluster
 
     gone: list[str] = []
     cluster = RayCluster(directory, gone=gone.append)
@@ -64,7 +66,8 @@ def test_vms_boot_together_and_the_death_of_one_is_told_at_once_while_it_boots_a
             outcomes[name] = str(error)
 
     try:
-        cluster.start()
+        with listen("127.0.0.1") as workers:  # the host keeps it
+            cluster.start(workers)
         names = ("vm0", "vm1", "vm2")
         boots = [threading.Thread(target=boot, args=(name,)) for name in names]
         for thread in boots:

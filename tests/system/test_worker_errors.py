@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.actions import Finish
-from manager.controller.events import WorkerAnswered
-from manager.controller.state import Phase
-from manager.engine.driver import Observed
-from manager.engine.session import run_session
+from manager.controller.state.actions import Finish
+from manager.controller.state.events import WorkerAnswered
+from manager.controller.state.state import Phase
+from manager.engine.loop.driver import Observed
+from manager.engine.run.session import run_session
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.messages import Failed, Fault

@@ -13,14 +13,15 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 from morph.cli.main import app
-from morph.cli.plain_check import agreement_note, cache_folder
+from morph.cli.models.plain_check import agreement_note
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import ExportedJob, cut, export_job
-from morph.cutting.analysis import REFERENCE_SAMPLES, analyse
-from morph.cutting.exported import GraphJob
+from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
+from morph.cutting.exporting.exported import GraphJob
 from morph.job import Job, load_job
 from morph.tracing.agreement import QUICK_FLOPS, Agreement, Limits, compare_with_plain
 from morph.tracing.kept_agreements import agreement_key, keep_agreement, kept_agreement
+from morph.user_cache import cache_folder
 
 CPU = torch.device("cpu")
 ROOMY = Limits(available_bytes=1 << 30, flops=QUICK_FLOPS, device=CPU)

@@ -449,7 +449,7 @@ def test_a_violation_refuses_the_job_in_one_sentence(tools: Any) -> None:
 
 def test_a_large_model_is_run_without_numbers(tools: Any) -> None:
     report = tools.trace(tools.make_job(optimizer=tools.optimizer_of(Clipped)), max_real_elements=40)
-    assert (the_violation(report).operator, report.notes[0][:11]) == ("stack", "large model")
+    assert (the_violation(report).operator, report.notes[0][:11]) == ("stack", "too large t")
     assert tools.trace(tools.make_job(), max_real_elements=40).violations == ()
 
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manager.controller.placement import choose_sources, place, share_units, units_by_stage
+from manager.controller.shape.placement import choose_sources, place, share_units, units_by_stage
 from manager.report.means import EvaluationReader
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import from_payload
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.decided import Decided, LossScale, decided_step
 from morph.contract.messages import (
-    AheadMove,
-    AheadOrder,
     CommitOrder,
     Committed,
+    PreCopyMove,
+    PreCopyOrder,
     Prepared,
     Reshaped,
     ReshapeOrder,
@@ -32,7 +32,7 @@ from morph.contract.messages import (
 from morph.contract.plan import Plan
 from morph.cutting import cut, export_job
 from morph.job import load_job
-from morph.runtime.store import StoreHost
+from morph.runtime.groups.store import StoreHost
 from simulator import plan, synthetic_profile
 from tests.runtime.worker_crew import ANSWER_S, LOOPBACK, Member
 from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS
@@ -254,11 +254,11 @@ class _Run:
         self.num_orders_ahead += 1
         nexts = dict(zip(self.present, [*self.present[1:], *self.present[:1]], strict=True))
         moves = [
-            AheadMove(unit=unit, sender=name, receiver=nexts[name])
+            PreCopyMove(unit=unit, sender=name, receiver=nexts[name])
             for name in self.present
             for unit in sorted(self.held[name] - self.held[nexts[name]])
         ]
-        order = AheadOrder(
+        order = PreCopyOrder(
             number=self.num_orders_ahead, num_micro_batches=self.plan.num_micro_batches, moves=tuple(moves)
         )
         for name in self.present:

@@ -11,8 +11,8 @@ from morph.contract.errors import JobError
 from morph.cutting import CutModel, cut, export_job
 from morph.data.evaluation import EvaluationLoader
 from morph.job import Job
-from morph.runtime.evaluation import EvaluationStage, evaluation_sections, shares
-from morph.runtime.job_checks import check_training
+from morph.runtime.workloads.evaluation import EvaluationStage, evaluation_sections, shares
+from morph.runtime.workloads.job_checks import check_training
 from tests.training.training_jobs import MICRO_BATCH_SIZE, WIDTH, Net, Points, plain, warm_up
 
 

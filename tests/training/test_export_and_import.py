@@ -18,7 +18,7 @@ from morph.checkpoint.unit_files import read_unit
 from morph.cli.main import app
 from morph.cutting import cut, export_job
 from morph.job import load_job
-from morph.runtime.single import run_single
+from morph.runtime.process.single import run_single
 from tests.training.shapes_crew import spec_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net
 
@@ -221,9 +221,9 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(
     ("content", "message"),
     [
         (None, "no such file; allowed: a .safetensors file"),
-        (b"", "is no safetensors file"),
-        (b"PK\x03\x04 a pickle in a zip, as torch.save writes", "is no safetensors file"),
-        (b"\xff" * 64, "is no safetensors file"),
+        (b"", "is not a safetensors file"),
+        (b"PK\x03\x04 a pickle in a zip, as torch.save writes", "is not a safetensors file"),
+        (b"\xff" * 64, "is not a safetensors file"),
     ],
 )
 def test_a_file_that_is_no_safetensors_file_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:

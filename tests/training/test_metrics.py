@@ -14,8 +14,8 @@ from morph.contract.errors import JobError
 from morph.contract.messages import Evaluation, MicroBatchLoss
 from morph.cutting import cut, export_job
 from morph.data import MicroBatchLoader
-from morph.runtime.executor import told_loss
-from morph.runtime.stage import Stage
+from morph.runtime.step.executor import told_loss
+from morph.runtime.step.stage import Stage
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net, loss_with_metrics, measured, plain
 
 NAMES = ("close", "early", "inputs", "loss_again", "shift")
@@ -78,9 +78,9 @@ def returning(result: Any) -> Any:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda error: (error, {"a": error.item}), "metric 'a' is no scalar"),
-        (lambda error: (error, {"a": error.expand(2)}), "metric 'a' is no scalar (got (2,)); allowed: (loss, {name:"),
-        (lambda error: (error, {3: error}), "metric 3 is no scalar"),
+        (lambda error: (error, {"a": error.item}), "metric 'a'is not a scalar"),
+        (lambda error: (error, {"a": error.expand(2)}), "metric 'a'is not a scalar (got (2,)); allowed: (loss, {name:"),
+        (lambda error: (error, {3: error}), "metric 3is not a scalar"),
         (lambda error: (error, [error]), "returns no dict of metrics (got 'list')"),
         (lambda error: (error, {}, {}), "does not return a scalar (got 'tuple')"),
         (lambda error: ({}, error), "does not return a scalar"),

@@ -7,11 +7,10 @@ import torch
 
 from morph.contract.decided import Decided, decided_step
 from morph.contract.errors import TrainingStopped
-from morph.cutting.cut_model import ParameterUnit
-from morph.runtime.accumulators import Reduced
-from morph.runtime.norms import squared_norm
-from morph.runtime.unit_state import UnitState
-from morph.runtime.update_rules import UpdateRules
+from morph.cutting.cuts.cut_model import ParameterUnit
+from morph.runtime.state.accumulators import Reduced
+from morph.runtime.state.unit_state import UnitState, squared_norm
+from morph.runtime.state.update_rules import UpdateRules
 from tests.training.training_jobs import sgd
 
 
@@ -23,7 +22,7 @@ def gradients(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("shapes", [((1,),), ((3, 5), (7,)), ((1 << 20,), (1025,)), ((0,), (2,)), ((3, 700_001),)])
 def test_the_norm_is_that_of_all_elements(shapes: tuple[tuple[int, ...], ...]) -> None:
     tensors = gradients(1, *shapes)
-    exact = math.fsum(float(value) ** 2 for tensor in tensors for value in tensor.double().flatten())
+    exact = math.fsum(value**2 for tensor in tensors for value in tensor.double().flatten().tolist())
     assert squared_norm(tensors) == pytest.approx(exact, rel=1e-14)
 
 
@@ -92,7 +91,7 @@ def test_two_holders_of_one_unit_with_different_gradients_stop_the_run() -> None
 
 
 def test_a_unit_of_which_nobody_reports_stops_the_run() -> None:
-    with pytest.raises(TrainingStopped, match=r"nobody reported the gradient norm of s0, s2"):
+    with pytest.raises(TrainingStopped, match=r"no worker reported the gradient norm of s0, s2"):
         decided_step(7, [{"s1": 1.0}], [False], ["s0", "s1", "s2"])
 
 

@@ -17,12 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from morph.checkpoint.unit_files import from_payload, to_payload
 from morph.contract.errors import JobError
-from morph.cutting.cut_model import ParameterUnit
-from morph.runtime.accumulators import Reduced
-from morph.runtime.optimizer_state import MakeOptimizer
-from morph.runtime.plain_values import from_plain, to_plain
-from morph.runtime.unit_state import UnitState
-from morph.runtime.update_rules import UpdateRules, update_rules
+from morph.cutting.cuts.cut_model import ParameterUnit
+from morph.runtime.state.accumulators import Reduced
+from morph.runtime.state.optimizer_state import MakeOptimizer, from_plain, to_plain
+from morph.runtime.state.unit_state import UnitState
+from morph.runtime.state.update_rules import UpdateRules, update_rules
 from tests.training.training_jobs import plain
 
 UNIT = ParameterUnit("s1", (1,), ("weight", "bias"))

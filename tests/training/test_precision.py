@@ -15,13 +15,13 @@ from morph.contract.decided import MIN_LOSS_SCALE_EXPONENT, LossScale, decided_s
 from morph.contract.errors import JobError, NonFiniteGradient, TrainingStopped
 from morph.contract.messages import ComputeTimes, MicroBatchLoss, Prepared
 from morph.cutting import CutModel, cut, export_job
-from morph.cutting.cut_model import ParameterUnit
+from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.data import MicroBatchLoader
 from morph.job import LossScaling, Precision
-from morph.runtime.section_run import run_section
-from morph.runtime.stage import Stage
-from morph.runtime.unit_state import UnitState
-from morph.runtime.update_rules import UpdateRules, update_rules
+from morph.runtime.state.unit_state import UnitState
+from morph.runtime.state.update_rules import UpdateRules, update_rules
+from morph.runtime.step.section_run import run_section
+from morph.runtime.step.stage import Stage
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, plain, sgd
 
 TIMES = ComputeTimes(forward_s=0, recompute_s=0, backward_s=0, reduce_s=0, wait_s=0, step_s=0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from morph.runtime.model_state import export_state
+from morph.runtime.state.model_state import export_state
 from tests.training.shapes_crew import ShapesCrew, Trained
 from tests.training.training_jobs import MICRO_BATCH_SIZE, Net, Points, evaluated, loss_with_metrics
 

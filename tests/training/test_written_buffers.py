@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from morph.checkpoint.plain_file import PlainFile
 from morph.contract.errors import InputError
 from morph.cutting import cut, export_job
-from morph.cutting.construct import training_mode
+from morph.cutting.making.construct import training_mode
 from morph.data import MicroBatchLoader
 from morph.job import Job, load_job
-from morph.runtime.evaluation import evaluation_sections
-from morph.runtime.initial_checkpoint import write_initial_checkpoint
-from morph.runtime.model_state import ImportedParameters, export_state, model_state
-from morph.runtime.single import run_single
+from morph.runtime.process.single import run_single
+from morph.runtime.state.initial_checkpoint import write_initial_checkpoint
+from morph.runtime.state.model_state import ImportedParameters, export_state, model_state
+from morph.runtime.workloads.evaluation import evaluation_sections
 from tests.training.shapes_crew import ShapesCrew, make_plan, spec_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, Averaged, Normed
 

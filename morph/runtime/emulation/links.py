@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from morph.runtime.channels import GROUP_TIMEOUT_S, Carrier, Transfer
-from morph.runtime.emulation.alarm import Alarm
-from morph.runtime.emulation.clock import NEVER_S, DeviceClock
+from morph.runtime.emulation.clock import NEVER_S, Alarm, DeviceClock
 from morph.runtime.emulation.message import due_s, stamp
-from morph.runtime.interrupt import Interrupt
+from morph.runtime.groups.channels import GROUP_TIMEOUT_S, Carrier, Transfer
+from morph.runtime.groups.interrupt import Interrupt
 
 
 class OutgoingLink:

@@ -1,14 +1,19 @@
-"""What an emulated message carries at its head: when it is due, whose it is, and a number that depends on its past."""
+"""What an emulated message carries at its head: when it is due, whose it is, and a number that depends on its past.
+
+A micro-batch's value goes through every section forwards, each section's parameters and random numbers changing it, and
+its gradient backwards: what goes wrong in order, message or state comes out in the weights.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from morph.contract.emulation import HEADER_NUMBERS
-from morph.cutting.section import BoundaryTensor
+from morph.cutting.sections.section import BoundaryTensor
 
 
 @dataclass(frozen=True)
@@ -47,3 +52,36 @@ def stamp(message: Tensor, due_s: float) -> None:
 def due_s(message: Tensor) -> float:
     """When a message is due."""
     return float(message[0])
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+LOSS_GRADIENT = 0.5
+_KEEP = 0.75
+_GRADIENT_SIZE = 1e-2
+
+
+def noise(*key: int) -> float:
+    """A number in [0, 1) that depends on the key alone (splitmix64, Steele et al. 2014)."""
+    state = 0
+    for part in key:
+        state = (state + part + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return (state >> 11) / (1 << 53)
+
+
+def forward(value: float, weights: float, noise_value: float) -> float:
+    """A section's output value: in [0, 1)."""
+    return math.fmod(_KEEP * value + 0.25 * noise_value + abs(weights), 1.0)
+
+
+def backward(gradient: float, value: float) -> float:
+    """A section's input gradient: in [0, 1)."""
+    return _KEEP * gradient + 0.25 * value
+
+
+def weight_gradient(gradient: float, value: float) -> float:
+    """By what a unit's pattern is multiplied to give a section's contribution to its gradient: small, of both signs."""
+    return _GRADIENT_SIZE * (gradient - value)

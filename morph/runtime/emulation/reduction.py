@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from morph.contract.emulation import EmulatedDevice
-from morph.runtime.channels import Ring
-from morph.runtime.generation import Generation
+from morph.runtime.groups.channels import Ring
+from morph.runtime.step.generation import Generation
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,17 @@ from torch import Tensor
 from morph.runtime.emulation.clock import DeviceClock
 from morph.runtime.emulation.draws import Seconds
 from morph.runtime.emulation.memory import DeviceMemory
-from morph.runtime.emulation.message import Head, read_head, write_head
-from morph.runtime.emulation.numbers import LOSS_GRADIENT, backward, forward, noise, weight_gradient
-from morph.runtime.section_run import AddGradient
+from morph.runtime.emulation.message import (
+    LOSS_GRADIENT,
+    Head,
+    backward,
+    forward,
+    noise,
+    read_head,
+    weight_gradient,
+    write_head,
+)
+from morph.runtime.step.section_run import AddGradient
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class TaskTimes:
 
 
 class EmulatedStage:
-    """Runs tasks of one stage in one step, as ``morph.runtime.stage.Stage`` does.
+    """Runs tasks of one stage in one step, as ``morph.runtime.step.stage.Stage`` does.
 
     Args:
         sections: The stage's.

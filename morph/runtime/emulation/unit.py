@@ -12,9 +12,9 @@ from torch.optim import Adam, Optimizer
 
 from morph.contract.decided import Decided
 from morph.contract.emulation import EmulatedDevice, EmulatedUnit
-from morph.cutting.section import ParameterUnit
+from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.emulation.clock import DeviceClock
-from morph.runtime.unit_state import UnitState
+from morph.runtime.state.unit_state import UnitState
 
 LEARNING_RATE = 1e-3
 

@@ -13,11 +13,8 @@ import torch
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.messages import Evaluation, Slot, StepOrder, WorkerSetup
 from morph.contract.plan import Plan
-from morph.cutting.section import BoundaryTensor, ParameterUnit
-from morph.runtime.accumulators import Accumulator
-from morph.runtime.channels import Carrier, Channel
-from morph.runtime.emulation.alarm import Alarm
-from morph.runtime.emulation.clock import NEVER_S, DeviceClock
+from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
+from morph.runtime.emulation.clock import NEVER_S, Alarm, DeviceClock
 from morph.runtime.emulation.draws import Luck
 from morph.runtime.emulation.links import IncomingLink, IncomingState, OutgoingLink
 from morph.runtime.emulation.memory import DeviceMemory
@@ -25,11 +22,13 @@ from morph.runtime.emulation.message import border
 from morph.runtime.emulation.reduction import rings_of
 from morph.runtime.emulation.stage import EmulatedStage, SectionUnits, TaskTimes
 from morph.runtime.emulation.unit import EmulatedUnitState, gradient_patterns, make_unit, parameter_unit, warm_up
-from morph.runtime.executor import Executor, Neighbours, reduce_all
-from morph.runtime.faults import FaultPlan
-from morph.runtime.generation import Generation
-from morph.runtime.interrupt import Interrupt
-from morph.runtime.unit_state import UnitState
+from morph.runtime.groups.channels import Carrier, Channel
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.state.accumulators import Accumulator
+from morph.runtime.state.unit_state import UnitState
+from morph.runtime.step.executor import Executor, Neighbours, reduce_all
+from morph.runtime.step.generation import Generation
 
 _LOSS = BoundaryTensor("loss", (), torch.float32, True)
 _CPU = torch.device("cpu")

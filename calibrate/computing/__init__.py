@@ -1,0 +1,1 @@
+"""What a job computes: sections, optimizer, memory, contention."""

@@ -1,0 +1,147 @@
+"""Measure what a job computes: F_i(m), B_i(m) for growing m, what sections hold, and what ends a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from calibrate.computing.contention import measure_contention
+from calibrate.computing.meter import Meter, meter_of
+from calibrate.computing.micro_batches import still_improves
+from calibrate.computing.optimizer import UnitMeasurement, measure_units
+from calibrate.computing.sections import SectionMeasurement
+from calibrate.computing.subject import Subject
+from calibrate.timing.clocks import devices_of
+from calibrate.timing.environment import num_cores
+from calibrate.timing.samples import Sampling
+from morph.contract.errors import ClusterError, JobError
+from morph.contract.profile import Contention
+from morph.cutting import CutModel
+
+Progress = Callable[[str, float], None]
+"""Told what begins now, and the share of the work that is behind (0 to 1)."""
+
+_SECONDS_PER_SIZE = 6.0
+_SECONDS_PER_UNIT = 1.0
+_SIZES_TO, _UNITS_TO = 0.45, 0.5
+_OUT_OF_MEMORY = ("OutOfMemoryError", "DefaultCPUAllocator")
+
+
+@dataclass(frozen=True)
+class MeasuredSize:
+    """One micro-batch size."""
+
+    model: CutModel
+    sections: dict[str, SectionMeasurement]
+
+    def of(self, index: int) -> SectionMeasurement:
+        """The measurement of section ``index``."""
+        return self.sections[self.model.sections[index].signature]
+
+    def forward_s_per_sample(self) -> float:
+        """F(m)/m of the whole model."""
+        total = sum(self.of(section.index).forward.median_s for section in self.model.sections)
+        return total / self.model.micro_batch_size
+
+    def heaviest(self) -> str:
+        """Signature of the kind that takes longest."""
+        return max(self.sections, key=lambda kind: _task_s(self.sections[kind]))
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Everything that depends on what a node computes with."""
+
+    sizes: tuple[MeasuredSize, ...]
+    units: dict[str, UnitMeasurement]
+    contention: tuple[Contention, ...]
+
+    @property
+    def model(self) -> CutModel:
+        """Cut for the largest m."""
+        return self.sizes[-1].model
+
+
+def measure_compute(
+    subject: Subject, sizes: Sequence[int], *, stop_early: bool, num_samples: int, progress: Progress
+) -> Compute:
+    """Measure sections, optimizer steps, and what busy neighbours do to them.
+
+    Args:
+        subject: The job.
+        sizes: m, ascending.
+        stop_early: End the sizes where nothing is gained, or where memory ends.
+        num_samples: Samples of each time, at most.
+        progress: Told at the start of each part; shares from 0.2 to 0.5.
+
+    Raises:
+        JobError: the first size does not fit into memory.
+        ClusterError, WaitTimeout: helper processes failed.
+    """
+    with meter_of(subject, devices_of(subject.device.type)) as meter:
+        measured = _measure_sizes(subject, meter, sizes, stop_early, num_samples, progress)
+    progress("stepping the optimizer", _SIZES_TO)
+    newest = measured[-1]
+    units = measure_units(subject, newest.model, Sampling(budget_s=_SECONDS_PER_UNIT, most=num_samples))
+    progress("computing with busy neighbours", _UNITS_TO)
+    contention: tuple[Contention, ...] = ()
+    if subject.device.type == "cpu":
+        contention = measure_contention(subject, newest.heaviest(), newest.model.micro_batch_size, num_cores())
+    return Compute(tuple(measured), units, contention)
+
+
+def _measure_sizes(
+    subject: Subject,
+    meter: Meter,
+    sizes: Sequence[int],
+    stop_early: bool,
+    num_samples: int,
+    progress: Progress,
+) -> list[MeasuredSize]:
+    measured: list[MeasuredSize] = []
+    for position, m in enumerate(sizes):
+        if stop_early and measured and fills_memory(measured[-1], m, subject.device):
+            break
+        share = 0.2 + (_SIZES_TO - 0.2) * position / len(sizes)
+        progress(f"running every kind of section on micro-batches of {m}", share)
+        model = subject.cut(m)
+        try:
+            sections = meter.measure(model, Sampling(budget_s=_SECONDS_PER_SIZE, most=num_samples))
+        except (MemoryError, RuntimeError, ClusterError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            if stop_early and measured:
+                break
+            raise JobError(
+                "micro-batches of this size do not fit into the device's memory",
+                source="calibration",
+                field="micro_batch_size",
+                value=m,
+                allowed="smaller micro-batches, or more sections",
+            ) from error
+        measured.append(MeasuredSize(model, sections))
+        if stop_early and not still_improves([entry.forward_s_per_sample() for entry in measured]):
+            break
+    return measured
+
+
+def fills_memory(measured: MeasuredSize, next_size: int, device: torch.device) -> bool:
+    """Whether one section of the next size would take half of the device's free memory, in proportion to this one."""
+    per_sample = max(section.peak_bytes for section in measured.sections.values()) / measured.model.micro_batch_size
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+    else:
+        free_bytes = psutil.virtual_memory().available
+    return bool(per_sample * next_size > free_bytes / 2)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    named = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return named or any(word in str(error) for word in _OUT_OF_MEMORY)
+
+
+def _task_s(measured: SectionMeasurement) -> float:
+    return measured.forward.median_s + measured.backward.median_s

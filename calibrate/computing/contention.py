@@ -1,0 +1,111 @@
+"""Measure how much slower computing gets when several workers of a machine compute at once.
+
+Cores share caches, memory and clock; two of them may be threads of one core. So a stage beside busy neighbours takes
+longer than one alone, although it has a core of its own. Measured is the time of the heaviest kind of section in this
+process, alone and while 1, 2, ... helpers run the same, in turns: processor time, as of F and B, which the factor
+multiplies. On a machine that does nothing else it is the wall time; on a busy one, wall time would also count what
+others take, and a factor of 1.3 comes out as anything from 1.0 to 2.4.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import psutil
+
+from calibrate.computing.subject import Subject
+from calibrate.helpers.crew import Crew
+from calibrate.timing.bench import Bench
+from calibrate.timing.clocks import clock_of
+from morph.contract.profile import Contention
+
+NUM_ROUNDS = 5
+_WINDOW_S = 0.3
+_MIN_RUNS = 3
+_MAX_BUSY = 16
+_START_TIMEOUT_S = 300.0
+_BUSY_TIMEOUT_S = 120.0
+
+
+def busy_counts(num_cores: int, most: int = _MAX_BUSY) -> tuple[int, ...]:
+    """Return how many processes compute at once in each measurement: 2, 3, 4, then growing steps, up to all cores."""
+    last = min(num_cores, most)
+    counts = [count for count in (2, 3, 4, 6, 8, 12, 16) if count < last]
+    return (*counts, last) if last >= 2 else ()
+
+
+def measure_contention(
+    subject: Subject, heaviest: str, micro_batch_size: int, num_cores: int
+) -> tuple[Contention, ...]:
+    """Start helpers, let them compute, and end them.
+
+    Args:
+        subject: On a CPU.
+        heaviest: Signature of the kind of section to run.
+        micro_batch_size: m.
+        num_cores: Cores that this process may use; with one there is nothing to measure.
+
+    Raises:
+        ClusterError: a helper failed; gives the end of what it said.
+        WaitTimeout: a helper did not come.
+    """
+    counts = busy_counts(num_cores, min(_MAX_BUSY, _processes_that_fit()))
+    if not counts:
+        return ()
+    (bench,) = subject.benches(subject.cut(micro_batch_size), [heaviest])
+    bench.both()
+    with Crew("calibrate.computing.helper", counts[-1] - 1, "measuring contention") as crew:
+        for number in range(crew.size):
+            spec = {"job_path": subject.job_path, "num_sections": subject.num_sections, "device": "cpu"}
+            crew.send(number, spec)
+        crew.gather(range(crew.size), "the processes that measure contention", _START_TIMEOUT_S)
+        order = {"do": "busy", "micro_batch_size": micro_batch_size, "signature": heaviest}
+
+        def together(count: int) -> float:
+            others = range(count - 1)
+            for number in others:
+                crew.send(number, order)
+            crew.gather(others, "the processes that measure contention to compute", _BUSY_TIMEOUT_S)
+            taken_s = _task_s(bench)
+            for number in others:
+                crew.send(number, {"do": "rest"})
+            crew.gather(others, "the processes that measure contention to rest", _BUSY_TIMEOUT_S)
+            return taken_s
+
+        return factors(counts, lambda: _task_s(bench), together)
+
+
+def factors(
+    counts: Sequence[int], alone: Callable[[], float], together: Callable[[int], float]
+) -> tuple[Contention, ...]:
+    """Take the median ratio of time together to time alone over some rounds, in which all take turns.
+
+    Args:
+        counts: How many compute at once.
+        alone: Measures the time of a task alone, in any unit.
+        together: The same for this many at once.
+    """
+    ratios: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(NUM_ROUNDS):
+        base = alone()
+        for count in counts:
+            ratios[count].append(together(count) / base)
+    return tuple(Contention(num_busy=count, factor=round(max(1.0, median(ratios[count])), 4)) for count in counts)
+
+
+def _task_s(bench: Bench) -> float:
+    """Processor time of one forward and backward: the mean over a window of wall time."""
+    clock = clock_of(bench.device)
+    begun_s, spent_s, runs, start = time.perf_counter(), 0.0, 0, clock.mark()
+    while runs < _MIN_RUNS or spent_s < _WINDOW_S:
+        bench.both()
+        runs += 1
+        spent_s = time.perf_counter() - begun_s
+    return clock.between_s(start, clock.mark()) / runs
+
+
+def _processes_that_fit() -> int:
+    """How many processes like this one half of the free memory holds, this one included."""
+    return 1 + int(psutil.virtual_memory().available / 2 // psutil.Process().memory_info().rss)

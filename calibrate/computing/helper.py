@@ -1,0 +1,65 @@
+"""A helper that runs sections of the job: ``python -m calibrate.computing.helper``.
+
+It is told the job first, then what to do:
+
+- ``measure``: times and sizes of some kinds of sections at one m, on a device that no other helper measures on;
+- ``busy``: run a kind of section over and over until the next message, so that others see what that does to them;
+- ``rest``: say that nothing is under way any more.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from calibrate.computing.sections import measure_benches
+from calibrate.computing.subject import Subject, load_subject
+from calibrate.helpers.helper_end import Line, serve
+from calibrate.timing.bench import Bench
+from calibrate.timing.clocks import clock_of, give_back_memory
+from calibrate.timing.samples import Sampling
+
+BUSY_AT_MOST_S = 120.0
+
+
+def _work(line: Line) -> None:
+    torch.set_num_threads(1)
+    spec = line.next()
+    subject = load_subject(spec["job_path"], torch.device(spec["device"]), spec["num_sections"])
+    benches: dict[tuple[str, int], Bench] = {}
+    line.answer({"ready": True})
+    while True:
+        message = line.next()
+        if message["do"] == "measure":
+            line.answer(_measure(subject, message))
+        elif message["do"] == "busy":
+            key = (message["signature"], message["micro_batch_size"])
+            if key not in benches:
+                (benches[key],) = subject.benches(subject.cut(key[1]), [key[0]])
+            _keep_busy(benches[key], line)
+        else:
+            line.answer({"resting": True})
+
+
+def _measure(subject: Subject, message: dict[str, Any]) -> dict[str, Any]:
+    model = subject.cut(message["micro_batch_size"])
+    sampling = Sampling(budget_s=message["budget_s"], most=message["most"])
+    benches = subject.benches(model, message["signatures"])
+    found = measure_benches(benches, model.micro_batch_size, clock_of(subject.device), sampling)
+    del benches
+    give_back_memory(subject.device)
+    return {signature: measured.model_dump(mode="json") for signature, measured in found.items()}
+
+
+def _keep_busy(bench: Bench, line: Line) -> None:
+    bench.both()
+    line.answer({"busy": True})
+    end_s = time.monotonic() + BUSY_AT_MOST_S
+    while not line.waiting and time.monotonic() < end_s:
+        bench.both()
+
+
+if __name__ == "__main__":
+    serve(_work)

@@ -1,0 +1,88 @@
+"""Measure what ends a step for a parameter unit: sums to gradients, the optimizer's step, the next empty sums."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calibrate.computing.subject import Subject
+from calibrate.timing.clocks import Clock, clock_of
+from calibrate.timing.samples import Sampling, no_garbage_collection, timing
+from morph.contract.decided import Decided
+from morph.contract.profile import Timing
+from morph.cutting import CutModel
+from morph.runtime.state.accumulators import Accumulator
+from morph.runtime.state.unit_state import UnitState
+from morph.runtime.state.update_rules import update_rules
+
+_WARM_UP = 2
+_MOCK_GRADIENT = 1e-3
+
+
+@dataclass(frozen=True)
+class UnitMeasurement:
+    """Of one parameter unit."""
+
+    step: Timing
+    optimizer_bytes: int
+
+
+def measure_units(subject: Subject, model: CutModel, sampling: Sampling) -> dict[str, UnitMeasurement]:
+    """Step each unit's optimizer, as a worker does; units of the same shapes in the same order are measured once."""
+    by_shapes: dict[tuple[tuple[tuple[int, ...], torch.dtype], ...], UnitMeasurement] = {}
+    result: dict[str, UnitMeasurement] = {}
+    job, device, initial = subject.job, subject.device, subject.exported.initial_state
+    for unit in model.units:
+        shapes = tuple(model.specs[name] for name in unit.names)
+        if shapes not in by_shapes:
+            state = UnitState(
+                unit,
+                {name: initial[name].to(device) for name in unit.names},
+                job.optimizer,
+                num_micro_batches=job.batch_size,
+                exact=job.accumulation == "exact",
+                rules=update_rules(job, device),
+            )
+            clips = job.clip_grad_norm is not None
+            by_shapes[shapes] = _measure(state, clock_of(device), sampling, job.batch_size, clips=clips)
+        result[unit.id] = by_shapes[shapes]
+    return result
+
+
+def _measure(
+    state: UnitState, clock: Clock, sampling: Sampling, num_micro_batches: int, *, clips: bool
+) -> UnitMeasurement:
+    generator = torch.Generator().manual_seed(0)
+    gradients = {
+        name: torch.randn(parameter.shape, generator=generator) * _MOCK_GRADIENT
+        for name, parameter in state.parameters.items()
+    }
+    gradients |= {name: torch.zeros(buffer.shape) for name, buffer in state.buffers.items()}
+    samples_s: list[float] = []
+    with no_garbage_collection():
+        sums = state.new_accumulator()
+        begun_s, number = time.perf_counter(), 0
+        while sampling.wants_more([samples_s], time.perf_counter() - begun_s):
+            _fill(sums, gradients)
+            clock.settle()
+            start = clock.mark()
+            state.reduced = sums.finish(num_micro_batches, number)
+            state.norm_sq()
+            number += 1
+            state.apply(Decided(version=number, gradient_norm=1.0 if clips else None))
+            sums = state.new_accumulator()
+            end = clock.mark()
+            clock.settle()
+            if number > _WARM_UP:
+                samples_s.append(clock.between_s(start, end))
+    held = [value for entry in state.optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    return UnitMeasurement(timing(samples_s), sum(value.numel() * value.element_size() for value in held))
+
+
+def _fill(sums: Accumulator, gradients: Mapping[str, Tensor]) -> None:
+    for name, gradient in gradients.items():
+        sums.add(name, gradient)

@@ -1,0 +1,78 @@
+"""Measure F_i(m) and B_i(m), and what a section holds: one section of each kind.
+
+The kinds take turns, so that caches are as cold as in a stage that runs several sections.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from math import ceil
+
+from calibrate.computing.peak import peak_bytes
+from calibrate.timing.bench import Bench
+from calibrate.timing.clocks import Clock
+from calibrate.timing.samples import Sampling, no_garbage_collection, timing
+from morph.contract.base import Value
+from morph.contract.profile import Timing
+
+_WARM_UP = 2
+
+
+class SectionMeasurement(Value):
+    """What was measured of one kind of section at one m; bytes per sample are rounded up."""
+
+    forward: Timing
+    backward: Timing
+    input_bytes_per_sample: int
+    activation_bytes_per_sample: int
+    peak_bytes: int
+
+
+def measure_benches(
+    benches: Sequence[Bench], micro_batch_size: int, clock: Clock, sampling: Sampling
+) -> dict[str, SectionMeasurement]:
+    """Measure each of the benches in turns; returns by signature.
+
+    Args:
+        benches: One of each kind, on one device, set up for micro-batches of ``micro_batch_size``.
+        micro_batch_size: m.
+        clock: The device's.
+        sampling: How many rounds.
+    """
+    held = [bench.activation_bytes() for bench in benches]
+    peaks = [peak_bytes(bench.both, bench.device) for bench in benches]
+    forward_s, backward_s = _sample(benches, clock, sampling)
+    return {
+        bench.section.signature: SectionMeasurement(
+            forward=timing(forward_s[place]),
+            backward=timing(backward_s[place]),
+            input_bytes_per_sample=ceil(bench.given_bytes() / micro_batch_size),
+            activation_bytes_per_sample=ceil(held[place] / micro_batch_size),
+            peak_bytes=peaks[place],
+        )
+        for place, bench in enumerate(benches)
+    }
+
+
+def _sample(benches: Sequence[Bench], clock: Clock, sampling: Sampling) -> tuple[list[list[float]], list[list[float]]]:
+    """Seconds of each forward and each backward, by bench."""
+    forward_s: list[list[float]] = [[] for _ in benches]
+    backward_s: list[list[float]] = [[] for _ in benches]
+    for _ in range(_WARM_UP):
+        for bench in benches:
+            bench.both()
+    with no_garbage_collection():
+        begun_s = time.perf_counter()
+        while sampling.wants_more([*forward_s, *backward_s], time.perf_counter() - begun_s):
+            for place, bench in enumerate(benches):
+                clock.settle()
+                start = clock.mark()
+                run = bench.forward(len(forward_s[place]))
+                middle = clock.mark()
+                bench.backward(run)
+                end = clock.mark()
+                clock.settle()
+                forward_s[place].append(clock.between_s(start, middle))
+                backward_s[place].append(clock.between_s(middle, end))
+    return forward_s, backward_s

@@ -1,0 +1,65 @@
+"""What is measured: a job, exported, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+import torch
+
+from calibrate.timing.bench import Bench, make_bench, one_of_each
+from calibrate.timing.clocks import use_device
+from morph.cutting import CutModel, ExportedJob, cut, export_job
+from morph.cutting.trials.data_trial import check_data
+from morph.data import MicroBatchLoader, data_of
+from morph.job import Job, MapDataset, load_job
+
+
+@dataclass(frozen=True)
+class Subject:
+    """See ``load_subject``."""
+
+    job_path: str
+    job: Job
+    exported: ExportedJob
+    dataset: MapDataset
+    num_sections: int | None
+    device: torch.device
+
+    def cut(self, micro_batch_size: int) -> CutModel:
+        """Cut the job for one m."""
+        return cut(self.exported, num_sections=self.num_sections, micro_batch_size=micro_batch_size)
+
+    def benches(self, model: CutModel, signatures: Container[str] | None = None) -> list[Bench]:
+        """Set up one section of each kind, or of these kinds."""
+        loader = MicroBatchLoader(self.dataset, self.job.seed, self.job.batch_size, model.micro_batch_size)
+        return [
+            make_bench(self.job, section, self.exported.initial_state, loader, self.device)
+            for section in one_of_each(model)
+            if signatures is None or section.signature in signatures
+        ]
+
+
+def load_subject(job_path: str, device: torch.device, num_sections: int | None = None) -> Subject:
+    """Load and export a job.
+
+    Args:
+        job_path: ``path/to/file.py:name``.
+        device: On which its sections run.
+        num_sections: K; None: the job's.
+
+    Raises:
+        JobError, ExportError: the job cannot be measured.
+    """
+    use_device(device)
+    job = load_job(job_path)
+    exported = export_job(job)
+    check_data(job)
+    return Subject(
+        job_path=job_path,
+        job=job,
+        exported=exported,
+        dataset=data_of(job),
+        num_sections=job.num_sections if num_sections is None else num_sections,
+        device=device,
+    )

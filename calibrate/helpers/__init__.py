@@ -1,0 +1,1 @@
+"""Processes that help to measure, on this machine and on another one."""

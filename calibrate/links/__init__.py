@@ -1,0 +1,1 @@
+"""Links: messages, all-reduces and barriers, inside a machine and between two."""

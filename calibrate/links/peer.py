@@ -1,0 +1,205 @@
+"""One of the processes between which messages and all-reduces are measured: ``python -m calibrate.links.peer``.
+
+Is told what to measure (``links.network``), answers with time stamps. These are ``time.monotonic_ns``: one clock
+for all processes of a machine. Between two machines, clocks are compared again and again meanwhile
+(``calibrate.timing.two_clocks``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from calibrate.helpers.helper_end import Line, serve
+from calibrate.links.network import NetworkSpec, PeerSpec, Place
+from calibrate.timing.clocks import finish_work, use_device
+from calibrate.timing.samples import Sampling
+from morph.cutting.sections.section import BoundaryTensor
+from morph.runtime.groups.channels import Channel, GroupSpec, Ring, connect_store, form_group, open_device
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.step.links import Receiver, Sender
+
+_WARM_UP = 2
+_TIMEOUT_S = 60.0
+_MEET_TIMEOUT_S = 280.0
+"""Until the last process is there: importing torch from a cold or distant disk takes minutes."""
+_BATCH = 10
+_ELEMENTS = {"int64": torch.int64, "float32": torch.float32}
+_CLOCK_BYTES = 8
+_CLOCK_SAMPLING = Sampling(budget_s=0.25, most=20)
+
+Stamps = list[int]
+Spans = list[tuple[int, int]]
+
+
+class Peer:
+    """The measurements of one process, in the same order in all of them."""
+
+    def __init__(self, spec: PeerSpec) -> None:
+        self._rank, self._place, self._spec = spec.rank, spec.place, spec.network
+        self._interrupt = Interrupt(0)
+        self._element = _ELEMENTS[self._spec.element]
+        self._device = torch.device(spec.device)
+        use_device(self._device)
+        self._store = connect_store(spec.place.store_host, spec.place.store_port)
+        self._store.set_timeout(timedelta(seconds=_MEET_TIMEOUT_S))
+        self._sampling = Sampling(budget_s=self._spec.budget_s, most=self._spec.most)
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything; returns time stamps by what was done."""
+        result: dict[str, Any] = {"activation": {}, "gradient": {}, "all_reduce": {}, "clock": []}
+        down, up = self._channel("activation", 0), self._channel("gradient", 1)
+        pair = self._rings("barrier", 2, 1)
+        rings = {size: self._rings(f"ring{size}", size, max(self._spec.in_flight)) for size in self._ring_sizes}
+
+        def compare_clocks() -> None:
+            if self._place.two_nodes and down is not None and up is not None:
+                ping = _Messages(down, up, _CLOCK_BYTES, self._rank, self._interrupt, torch.device("cpu"))
+                result["clock"].append(ping.measure(_CLOCK_SAMPLING))
+
+        compare_clocks()
+        if down is not None and up is not None:
+            for size in self._spec.message_sizes:
+                messages = _Messages(down, up, size, self._rank, self._interrupt, self._device)
+                result["activation"][str(size)], result["gradient"][str(size)] = messages.measure(self._sampling)
+                compare_clocks()
+        if pair:
+            result["barrier"] = self._reductions(pair, torch.zeros(1, dtype=torch.int64))
+            compare_clocks()
+        for ring_size in self._ring_sizes:
+            if not (ring := rings[ring_size]):
+                continue
+            for size in self._spec.reduced_sizes:
+                tensor = torch.zeros(max(1, size // self._element.itemsize), dtype=self._element)
+                for count in self._spec.in_flight:
+                    result["all_reduce"][f"{ring_size}/{size}/{count}"] = self._reductions(ring[:count], tensor)
+                    compare_clocks()
+        return result
+
+    @property
+    def _ring_sizes(self) -> Sequence[int]:
+        return self._spec.ring_sizes if self._spec.reduced_sizes else ()
+
+    def _group(self, name: str, size: int) -> Any:
+        """Even ranks first: they are on one node, odd ones on the other, so a ring crosses once in each direction."""
+        members = tuple(str(rank) for rank in (*range(0, size, 2), *range(1, size, 2)))
+        if self._rank >= size:
+            return None
+        return form_group(self._store, GroupSpec(name, members), str(self._rank), open_device(self._place.listen))
+
+    def _rings(self, name: str, size: int, count: int) -> list[Ring]:
+        """Several rings of the same processes, as stages that share a machine have; none for one not in them."""
+        groups = [self._group(f"{name}.{number}", size) for number in range(count)]
+        return [Ring(group, self._interrupt) for group in groups if group is not None]
+
+    def _channel(self, name: str, sender: int) -> Channel | None:
+        group = self._group(name, 2)
+        return None if group is None else Channel(group, sender, self._interrupt)
+
+    def _reductions(self, rings: Sequence[Ring], tensor: torch.Tensor) -> Spans:
+        """Run one all-reduce over each ring at once, after a barrier; returns (start, end) of each sample.
+
+        The barrier counts the members that want another sample, so that all stop together.
+        """
+        tensors = [tensor.clone() for _ in rings]
+        votes = torch.zeros(1, dtype=torch.int64)
+        spans: Spans = []
+        durations_s: list[float] = []
+        begun_s = time.perf_counter()
+        while True:
+            votes.fill_(self._sampling.wants_more([durations_s[_WARM_UP:]], time.perf_counter() - begun_s))
+            rings[0].reduce(votes, dist.ReduceOp.SUM).wait("the barrier", _TIMEOUT_S)
+            if not votes.item():
+                return spans[_WARM_UP:]
+            start_ns = time.monotonic_ns()
+            started = [ring.reduce(part, dist.ReduceOp.SUM) for ring, part in zip(rings, tensors, strict=True)]
+            for pending in started:
+                pending.wait("the all-reduce", _TIMEOUT_S)
+            spans.append((start_ns, time.monotonic_ns()))
+            durations_s.append((spans[-1][1] - start_ns) / 1e9)
+
+
+class _Messages:
+    """Sends one size forth and back, through a worker's sender and receiver."""
+
+    def __init__(
+        self, down: Channel, up: Channel, size: int, rank: int, interrupt: Interrupt, device: torch.device
+    ) -> None:
+        self._begins = rank == 0
+        self._out, self._in = (down, up) if self._begins else (up, down)
+        self._spec = BoundaryTensor("message", (size,), torch.uint8, False)
+        self._interrupt = interrupt
+        self._device = device
+        self._sent: Stamps = []
+        self._received: Stamps = []
+
+    def measure(self, sampling: Sampling) -> tuple[Stamps, Stamps]:
+        """Return stamps of the messages down and up: of sending on the sender, of receipt on the receiver.
+
+        Runs in batches, in which receives are posted ahead, as a stage does; the sender says with the last message of
+        a batch how many the next one has, none to end.
+        """
+        begun_s = time.perf_counter()
+
+        def next_batch() -> int:
+            return self._next_batch(sampling, time.perf_counter() - begun_s)
+
+        self._run(_WARM_UP, lambda: 1)
+        self._sent.clear()
+        self._received.clear()
+        count = 1
+        while count:
+            count = self._run(count, next_batch)
+        return (self._sent, self._received) if self._begins else (self._received, self._sent)
+
+    def _next_batch(self, sampling: Sampling, spent_s: float) -> int:
+        """How many messages are still wanted and fit into the budget, going by those so far, and at most a batch."""
+        known_s = [(end - start) / 1e9 for start, end in zip(self._sent, self._received, strict=False)]
+        count = len(self._sent) + 1  # the one that is about to be sent
+        known_s = [*known_s, *([known_s[-1] if known_s else 0.0] * (count - len(known_s)))]
+        if not sampling.wants_more([known_s], spent_s):
+            return 0
+        fitting = int((sampling.budget_s - spent_s) / max(known_s[-1], 1e-6))
+        return min(_BATCH, sampling.most - count, max(1, sampling.least - count, fitting))
+
+    def _run(self, count: int, next_count: Callable[[], int]) -> int:
+        sender, receiver = Sender(self._out), Receiver(self._in, (self._spec,), count, self._device)
+        payload = torch.zeros(self._spec.shape, dtype=torch.uint8, device=self._device)
+        for number in range(1, count + 1):
+            if self._begins:
+                payload[0] = next_count() if number == count else 0
+                self._send(sender, payload)
+                self._receive(receiver, number)
+            else:
+                payload = self._receive(receiver, number)
+                self._send(sender, payload)
+        sender.flush()
+        return int(payload[0])
+
+    def _send(self, sender: Sender, payload: torch.Tensor) -> None:
+        finish_work(self._device)
+        self._sent.append(time.monotonic_ns())
+        sender.send((payload,))
+
+    def _receive(self, receiver: Receiver, number: int) -> torch.Tensor:
+        self._interrupt.wait_for(lambda: receiver.arrived() >= number, "a message to arrive", _TIMEOUT_S)
+        (arrived,) = receiver.take()
+        finish_work(self._device)
+        self._received.append(time.monotonic_ns())
+        return arrived
+
+
+def _work(line: Line) -> None:
+    torch.set_num_threads(1)
+    told = line.next()
+    spec = PeerSpec(told["rank"], told["device"], Place(**told["place"]), NetworkSpec(**told["network"]))
+    line.answer(Peer(spec).run())
+
+
+if __name__ == "__main__":
+    serve(_work)

@@ -1,0 +1,1 @@
+"""A profile as tables and a picture."""

@@ -1,0 +1,1 @@
+"""Clocks, and what repeated measurements say."""

@@ -1,0 +1,161 @@
+"""Put a profile together from what was measured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from calibrate.computing.compute import Compute, MeasuredSize
+from calibrate.computing.optimizer import UnitMeasurement
+from calibrate.links.network import NetworkMeasurement
+from calibrate.timing.samples import sum_of
+from calibrate.writing.storage import StorageSpeeds
+from morph.contract.profile import (
+    Environment,
+    JobFacts,
+    NodeTypeProfile,
+    Profile,
+    SectionProfile,
+    Timing,
+    UnitProfile,
+)
+from morph.cutting import CutModel, Section
+from morph.job import Job
+
+_ONE_MACHINE = "repeats intra_node: measured on one machine, over loopback"
+_STAND_IN = "stand-in: a barrier between {}, not the manager's round with its workers"
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """Within this node, and between two: names the ``nodes`` then."""
+
+    inside: NetworkMeasurement
+    between: NetworkMeasurement | None = None
+    nodes: str | None = None
+
+
+def accumulator_bytes(job: Job) -> int:
+    """Bytes of a parameter's sum of gradients."""
+    return 8 if job.accumulation == "exact" else 4
+
+
+def parameter_bytes(model: CutModel, names: Sequence[str]) -> int:
+    """Bytes of some parameters and buffers."""
+    specs = model.specs
+    return sum(prod(specs[name][0]) * specs[name][1].itemsize for name in names)
+
+
+def state_bytes(compute: Compute) -> int:
+    """Bytes of a whole checkpoint: parameters and optimizer state."""
+    model, units = compute.model, compute.units
+    parameters = sum(parameter_bytes(model, unit.names) for unit in model.units)
+    return parameters + sum(unit.optimizer_bytes for unit in units.values())
+
+
+def assemble_profile(
+    job: Job,
+    environment: Environment,
+    compute: Compute,
+    network: MeasuredLinks,
+    storage: StorageSpeeds,
+) -> Profile:
+    """Put a whole profile together.
+
+    Args:
+        job: The user's.
+        environment: Where it was measured.
+        compute: Of sections and units.
+        network: Within this node, and to another one where there was one.
+        storage: Of checkpoints.
+    """
+    model = compute.model
+    links = network.between or network.inside
+    return Profile(
+        job=JobFacts(
+            name=job.name,
+            fingerprint=model.fingerprint,
+            batch_size=job.batch_size,
+            micro_batch_size=job.micro_batch_size,
+            num_parameters=sum(prod(shape) for shape, _ in model.parameter_specs.values()),
+        ),
+        environment=environment,
+        sections=tuple(_section_profile(job, compute, section) for section in model.sections),
+        units=tuple(
+            UnitProfile(id=unit.id, sections=unit.sections, parameter_bytes=parameter_bytes(model, unit.names))
+            for unit in model.units
+        ),
+        intra_node=network.inside.link,
+        inter_node=links.link,
+        all_reduce=links.all_reduce,
+        accumulator_bytes_per_parameter=8 if accumulator_bytes(job) == 8 else 4,
+        commit=links.barrier,
+        checkpoint_write_bytes_per_s=storage.write_bytes_per_s,
+        checkpoint_upload_bytes_per_s=storage.upload_bytes_per_s,
+        host_copy_bytes_per_s=storage.host_copy_bytes_per_s,
+        contention=compute.contention,
+        sources=_sources(network),
+    )
+
+
+def _sources(network: MeasuredLinks) -> dict[str, str]:
+    if network.nodes is None:
+        return {"inter_node": _ONE_MACHINE, "commit": _STAND_IN.format("two processes over loopback")}
+    measured = f"measured between {network.nodes}"
+    return {
+        "inter_node": measured,
+        "all_reduce": f"{measured}: half of each ring on either node, one crossing each way",
+        "commit": _STAND_IN.format(f"processes on {network.nodes}"),
+    }
+
+
+def assemble_node_type(name: str, environment: Environment, compute: Compute) -> NodeTypeProfile:
+    """Put together what differs on another type of node, without links."""
+    sections = compute.model.sections
+    return NodeTypeProfile(
+        name=name,
+        environment=environment,
+        forward=tuple(_forward(compute.sizes, section) for section in sections),
+        backward=tuple(_backward(compute.sizes, section) for section in sections),
+        optimizer_step=tuple(_optimizer_step(compute, section) for section in sections),
+        contention=compute.contention,
+    )
+
+
+def _forward(sizes: Sequence[MeasuredSize], section: Section) -> dict[int, Timing]:
+    return {entry.model.micro_batch_size: entry.of(section.index).forward for entry in sizes}
+
+
+def _backward(sizes: Sequence[MeasuredSize], section: Section) -> dict[int, Timing]:
+    return {entry.model.micro_batch_size: entry.of(section.index).backward for entry in sizes}
+
+
+def _own_units(compute: Compute, section: Section) -> list[UnitMeasurement]:
+    return [compute.units[unit.id] for unit in compute.model.units if section.index in unit.sections]
+
+
+def _optimizer_step(compute: Compute, section: Section) -> Timing:
+    return sum_of([unit.step for unit in _own_units(compute, section)])
+
+
+def _section_profile(job: Job, compute: Compute, section: Section) -> SectionProfile:
+    model, newest = compute.model, compute.sizes[-1].of(section.index)
+    names = (*section.parameters, *section.buffers)
+    summed = sum(prod(model.specs[name][0]) for name in names)
+    is_last = section.index == len(model.sections) - 1
+    out_bytes = 0 if is_last else sum(spec.num_bytes for spec in section.outputs)
+    return SectionProfile(
+        index=section.index,
+        label=section.label,
+        forward=_forward(compute.sizes, section),
+        backward=_backward(compute.sizes, section),
+        parameter_bytes=parameter_bytes(model, names),
+        optimizer_bytes=sum(unit.optimizer_bytes for unit in _own_units(compute, section)),
+        gradient_bytes=summed * accumulator_bytes(job),
+        input_bytes_per_sample=newest.input_bytes_per_sample,
+        activation_bytes_per_sample=newest.activation_bytes_per_sample,
+        output_bytes_per_sample=-(-out_bytes // model.micro_batch_size),
+        optimizer_step=_optimizer_step(compute, section),
+        peak_bytes={entry.model.micro_batch_size: entry.of(section.index).peak_bytes for entry in compute.sizes},
+    )

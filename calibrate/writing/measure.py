@@ -1,0 +1,145 @@
+"""Measure one job and write down its profile (Varuna 4.3; docs/calibration.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from calibrate.computing.compute import Compute, Progress, measure_compute
+from calibrate.computing.micro_batches import checked_sizes, growing_sizes
+from calibrate.computing.subject import Subject, load_subject
+from calibrate.links.network import NetworkSpec, growing_in_flight, growing_rings, measure_network
+from calibrate.links.two_nodes import OtherNode, PeerAddress
+from calibrate.timing.clocks import devices_of
+from calibrate.timing.environment import describe_environment, num_cores
+from calibrate.writing.assemble import MeasuredLinks, accumulator_bytes, assemble_profile, parameter_bytes, state_bytes
+from calibrate.writing.storage import (
+    StorageSpeeds,
+    check_upload_url,
+    measure_checkpoint_speed,
+    measure_host_copy,
+    measure_upload_speed,
+)
+from morph.contract.profile import Profile
+from morph.job import Job
+
+MAX_SAMPLES = 100
+_MAX_MESSAGE_BYTES = 64 << 20
+_MAX_REDUCED_BYTES = 64 << 20
+
+
+def calibrate(
+    job_path: str,
+    *,
+    micro_batch_sizes: Sequence[int] | None = None,
+    num_samples: int = MAX_SAMPLES,
+    device: str = "cpu",
+    checkpoint_url: str | None = None,
+    peer: PeerAddress | None = None,
+    progress: Progress | None = None,
+    check: Callable[[Subject], object] | None = None,
+) -> Profile:
+    """Measure a job on this machine; nothing depends on the number of GPUs it will get.
+
+    Args:
+        job_path: ``path/to/file.py:name``.
+        micro_batch_sizes: Sizes m to measure. None: the job's own m if it is fixed, else 1, 2, 4, ... until
+            F(m)/m improves by less than 3 % or one section of the next size would fill half of the free memory.
+        num_samples: Samples of each time, at most; at least 5, and fewer than this once the median is stable.
+        device: ``cpu`` (one thread) or ``cuda``.
+        checkpoint_url: Any fsspec URL to measure uploads to; what is written there is removed.
+        peer: Another node, where ``morph calibrate-peer`` listens, to measure the links to. None: links between
+            nodes repeat those within this one.
+        progress: Called at the start of each part.
+        check: Called with the exported job before anything is measured; may refuse it.
+
+    Raises:
+        JobError, ExportError: the job cannot be measured, or this machine has no such device.
+        ConfigError: the checkpoint URL cannot be written, or the peer has another secret.
+        ClusterError, WaitTimeout: helper processes failed, or the peer.
+    """
+    progress = progress or silent
+    progress("exporting the model", 0.0)
+    devices = devices_of(device)
+    if checkpoint_url is not None:
+        check_upload_url(checkpoint_url)
+    with one_thread(), nullcontext() if peer is None else OtherNode(peer) as other:
+        subject = load_subject(job_path, devices[0])
+        if check is not None:
+            check(subject)
+        job = subject.job
+        sizes, stop_early = _sizes(job, micro_batch_sizes)
+        compute = measure_compute(subject, sizes, stop_early=stop_early, num_samples=num_samples, progress=progress)
+        progress("sending messages and reducing gradients between processes", 0.65)
+        spec = network_spec(job, compute, [str(place) for place in devices], num_samples)
+        network = _measure_links(spec, other, progress)
+        progress("writing a checkpoint", 0.95)
+        size_bytes = state_bytes(compute)
+        storage = StorageSpeeds(
+            write_bytes_per_s=measure_checkpoint_speed(size_bytes),
+            upload_bytes_per_s=measure_upload_speed(checkpoint_url, size_bytes) if checkpoint_url else None,
+            host_copy_bytes_per_s=measure_host_copy(subject.device, size_bytes),
+        )
+        profile = assemble_profile(job, describe_environment(subject.device), compute, network, storage)
+    progress("done", 1.0)
+    return profile
+
+
+def _measure_links(spec: NetworkSpec, other: OtherNode | None, progress: Progress) -> MeasuredLinks:
+    if other is None:
+        return MeasuredLinks(measure_network(spec))
+    inside = measure_network(replace(spec, reduced_sizes=()))
+    progress(f"sending and reducing between {other.between}", 0.75)
+    return MeasuredLinks(inside, other.measure(spec), other.between)
+
+
+def silent(what: str, share: float) -> None:
+    """Report nothing."""
+    del what, share
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _sizes(job: Job, wanted: Sequence[int] | None) -> tuple[tuple[int, ...], bool]:
+    if wanted is not None:
+        return checked_sizes(wanted, job.batch_size), False
+    if job.micro_batch_size is not None:
+        return (job.micro_batch_size,), False
+    return growing_sizes(job.batch_size), True
+
+
+def network_spec(job: Job, compute: Compute, devices: Sequence[str], num_samples: int) -> NetworkSpec:
+    """Say what the network is to be measured for: what the job sends and reduces, and sizes around it."""
+    sent = {
+        sum(spec.num_bytes for spec in section.outputs)
+        for entry in compute.sizes
+        for section in entry.model.sections[:-1]
+    }
+    largest = max(sent, default=1 << 16)
+    messages = sorted({1024, *sent, min(4 * largest, max(largest, _MAX_MESSAGE_BYTES))})
+    model = compute.model
+    wide = accumulator_bytes(job) // 4
+    reduced = [wide * parameter_bytes(model, unit.names) for unit in model.units]
+    sizes = {min(size, _MAX_REDUCED_BYTES) // 8 * 8 for size in (4096, max(reduced), sum(reduced))}
+    num_slots = num_cores() if devices[0] == "cpu" else len(devices)
+    return NetworkSpec(
+        message_sizes=tuple(messages),
+        reduced_sizes=tuple(sorted(sizes)),
+        ring_sizes=growing_rings(num_slots),
+        in_flight=growing_in_flight(num_slots),
+        element="int64" if job.accumulation == "exact" else "float32",
+        devices=tuple(devices),
+        most=num_samples,
+    )

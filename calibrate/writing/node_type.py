@@ -1,0 +1,113 @@
+"""Add another type of node to a profile: only what depends on the node is measured, all else stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from calibrate.computing.compute import Progress, measure_compute
+from calibrate.computing.subject import Subject, load_subject
+from calibrate.links.network import NetworkSpec, measure_network
+from calibrate.timing.clocks import devices_of
+from calibrate.timing.environment import describe_environment
+from calibrate.writing.assemble import assemble_node_type
+from calibrate.writing.measure import MAX_SAMPLES, one_thread, silent
+from morph.contract.errors import ProfileError
+from morph.contract.profile import LinkProfile, NodeTypeProfile, Profile, SendTime
+
+LINK_DIFFERS = 0.2
+"""Links of another node are kept when a median differs by more than this share, and by more than the spreads."""
+
+
+def add_node_type(
+    profile: Profile,
+    job_path: str,
+    name: str,
+    *,
+    num_samples: int = MAX_SAMPLES,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure the job on this machine as a type of node of its own; one of that name is replaced.
+
+    Args:
+        profile: What ``calibrate`` made of the same job, on any machine.
+        job_path: ``path/to/file.py:name``.
+        name: Of the type.
+        num_samples: Samples of each time, at most.
+        device: ``cpu`` or ``cuda``.
+        progress: Called at the start of each part.
+
+    Raises:
+        ProfileError: the profile belongs to another job.
+        JobError, ExportError: the job cannot be measured, or this machine has no such device.
+        ClusterError, WaitTimeout: helper processes failed.
+    """
+    progress = progress or silent
+    progress("exporting the model", 0.0)
+    devices = devices_of(device)
+    with one_thread():
+        subject = load_subject(job_path, devices[0], profile.num_sections)
+        _check_same_job(subject, profile)
+        sizes = profile.micro_batch_sizes
+        compute = measure_compute(subject, sizes, stop_early=False, num_samples=num_samples, progress=progress)
+        progress("sending messages between processes", 0.7)
+        spec = NetworkSpec(
+            message_sizes=tuple(entry.size_bytes for entry in profile.intra_node.activation if entry.size_bytes),
+            reduced_sizes=(),
+            ring_sizes=(),
+            in_flight=(1,),
+            element="float32",
+            devices=tuple(str(place) for place in devices),
+            most=num_samples,
+        )
+        link = measure_network(spec).link
+    added = assemble_node_type(name, describe_environment(subject.device), compute)
+    progress("done", 1.0)
+    return with_node_type(profile, added, link)
+
+
+def with_node_type(profile: Profile, added: NodeTypeProfile, link: LinkProfile) -> Profile:
+    """Return the profile with a type of node more, or replaced; its links are kept where they differ.
+
+    ``inter_node`` follows only in a profile whose own ``inter_node`` repeats ``intra_node``.
+    """
+    if links_differ(profile.intra_node, link):
+        repeats = profile.inter_node == profile.intra_node
+        added = added.model_copy(update={"intra_node": link, "inter_node": link if repeats else None})
+    others = tuple(node_type for node_type in profile.node_types if node_type.name != added.name)
+    return profile.model_copy(update={"node_types": (*others, added)})
+
+
+def links_differ(known: LinkProfile, measured: LinkProfile) -> bool:
+    """Whether any message takes clearly another time, in either direction."""
+    return _differ(known.activation, measured.activation) or _differ(known.gradient, measured.gradient)
+
+
+def _differ(known: Sequence[SendTime], measured: Sequence[SendTime]) -> bool:
+    by_size = {entry.size_bytes: entry.time for entry in measured}
+    for entry in known:
+        found = by_size.get(entry.size_bytes)
+        if found is None:
+            continue
+        away_s = abs(found.median_s - entry.time.median_s)
+        if away_s > LINK_DIFFERS * entry.time.median_s and away_s > found.mad_s + entry.time.mad_s:
+            return True
+    return False
+
+
+def _check_same_job(subject: Subject, profile: Profile) -> None:
+    """Refuse a profile of another job before anything is measured."""
+    model = subject.cut(profile.micro_batch_sizes[0])
+    facts = {
+        "fingerprint": (model.fingerprint[:12], profile.job.fingerprint[:12]),
+        "batch_size": (subject.job.batch_size, profile.job.batch_size),
+    }
+    for field, (found, allowed) in facts.items():
+        if found != allowed:
+            raise ProfileError(
+                "the profile belongs to another job; calibrate again without --add-node-type",
+                source=subject.job_path,
+                field=field,
+                value=found,
+                allowed=str(allowed),
+            )

@@ -1,0 +1,190 @@
+"""Bounds on every wait: when the next one runs out, and what is done then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manager.controller.failures.lost_workers import FORMED_PHASES, dissolve, lose
+from manager.controller.requests.node_requests import look_after_requests, nothing_comes, resend_at_s, why_no_more
+from manager.controller.requests.notices import spare
+from manager.controller.shape.forming import form, form_or_hold
+from manager.controller.shape.starting import start_if_due
+from manager.controller.state.actions import EndWorker
+from manager.controller.state.draft import Draft
+from manager.controller.state.events import NobodyHeard, Tick
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState
+from manager.controller.steps.resting import rest_over
+from manager.controller.steps.saving import SAVING, save_if_due
+from manager.controller.stragglers.probing import probe_at_s, probe_if_due
+from morph.contract.cluster import Policy
+from morph.contract.messages import WorkerId
+
+
+def wake_at_s(state: ControllerState) -> float | None:
+    """Return when the first wait runs out, or earlier; None only when the run is over.
+
+    Waits for nodes are found by looking at all of them, so a bound is kept that a ``Tick`` brings up to date.
+    """
+    if state.phase is Phase.ENDED:
+        return None
+    policy = state.config.policy
+    times = [time_s for time_s in (state.nodes_wake_s, state.hold_until_s) if time_s is not None]
+    if state.order is not None:
+        times.append(_order_until(state.order, policy)[0])
+    elif state.phase is Phase.RESTING and state.rest_until_s is not None:
+        times.append(state.rest_until_s)
+    elif state.phase is Phase.COMMITTING and state.pending is not None:
+        times.append(state.pending.started_s + policy.order_timeout_s)
+    if state.waiting_since_s is not None:
+        times.append(state.waiting_since_s + policy.rules.wait.vms_patience_s)
+    if state.phase is Phase.STARTING and state.first_feasible_s is not None:
+        times.append(state.first_feasible_s + policy.start_patience_s)
+    if state.phase is Phase.SEALING and state.sealing_since_s is not None:
+        times.append(state.sealing_since_s + policy.order_timeout_s)
+    if state.phase in SAVING and state.save_again_s is not None:
+        times.append(state.save_again_s)
+    return min(times, default=None)
+
+
+def tick(draft: Draft, event: Tick) -> None:
+    """Do what is due: give up workers that were awaited too long, look after nodes and requests, end long waits."""
+    del event
+    if draft.state.nodes_wake_s is not None and draft.now_s >= draft.state.nodes_wake_s:
+        draft.change(nodes_wake_s=None)
+        _look_after_nodes(draft)
+    late = _late_workers(draft.state, draft.now_s)
+    if _cannot_tell(draft.state, late):
+        draft.say(ReasonCode.ABORTING, f"{len(late)} workers did not answer: it is not known which of them hang")
+        dissolve(draft)
+    elif late:
+        draft.say(ReasonCode.WORKER_REMOVED, "given up", *(EndWorker(worker=worker) for worker in late))
+        lose(draft, late)
+        if draft.state.phase is Phase.STARTING:
+            start_if_due(draft)
+    else:
+        _end_long_waits(draft)
+    if draft.code is None:
+        draft.say(ReasonCode.NOTHING_DUE, "nothing is due")
+
+
+def nobody_heard(draft: Draft, event: NobodyHeard) -> None:
+    """Wait for workers longer by the time in which none could answer."""
+
+    def later(since_s: float | None) -> float | None:
+        return None if since_s is None else min(since_s + event.lasted_s, draft.now_s)
+
+    state = draft.state
+    order, pending = state.order, state.pending
+    if order is not None:
+        update = {"sent_s": later(order.sent_s), "abort_sent_s": later(order.abort_sent_s)}
+        order = order.model_copy(update=update)
+    if pending is not None:
+        pending = pending.model_copy(update={"started_s": later(pending.started_s)})
+    workers = {
+        worker: entry.model_copy(update={"appeared_s": later(entry.appeared_s)})
+        if entry.node is NodeState.WARMING
+        else entry
+        for worker, entry in state.workers.items()
+    }
+    draft.change(order=order, pending=pending, workers=workers)
+    draft.say(ReasonCode.OUTAGE_OVER, f"no worker was heard for {event.lasted_s:.1f} s: that time does not count")
+
+
+def _end_long_waits(draft: Draft) -> None:
+    """End a phase that only waits, when its time is over."""
+    state, now_s = draft.state, draft.now_s
+    limit_s = state.config.policy.order_timeout_s
+    match state.phase:
+        case Phase.STARTING | Phase.WAITING:
+            _end_if_waited_too_long(draft)
+            if draft.state.phase is Phase.STARTING:
+                start_if_due(draft)
+        case Phase.SEALING if state.sealing_since_s is not None and now_s >= state.sealing_since_s + limit_s:
+            draft.end("failed", f"the manifest of version {state.version} was not written within {limit_s:g} s")
+        case Phase.COMMITTING | Phase.SEALING:
+            save_if_due(draft)
+        case Phase.HOLDING if state.hold_until_s is not None and now_s >= state.hold_until_s:
+            form_or_hold(draft) if state.torn else form(draft)
+        case Phase.HOLDING:
+            form_or_hold(draft)
+        case Phase.RESTING:
+            rest_over(draft)
+
+
+def _end_if_waited_too_long(draft: Draft) -> None:
+    state = draft.state
+    limit_s, fewest = state.config.policy.rules.wait.vms_patience_s, state.config.fewest_workers
+    if nothing_comes(state) and len(state.ready_workers) < fewest:
+        draft.end("failed", why_no_more(state))
+    elif state.waiting_since_s is not None and draft.now_s >= state.waiting_since_s + limit_s:
+        sentence = f"there were never {fewest} ready workers within {limit_s:g} s"
+        draft.end("stopped", sentence)
+
+
+def _order_until(order: OutstandingOrder, policy: Policy) -> tuple[float, str]:
+    """Return until when (seconds) an order may be answered, and what for."""
+    if order.abort_sent_s is not None:
+        limit_s = policy.heartbeat_timeout_s
+        return order.abort_sent_s + limit_s, f"it did not give up its {order.kind} within {limit_s:g} s"
+    limit_s = policy.order_timeout_s
+    return order.sent_s + limit_s, f"its {order.kind} was not answered within {limit_s:g} s"
+
+
+def _cannot_tell(state: ControllerState, late: Mapping[WorkerId, str]) -> bool:
+    """Whether so many are late that most of them only wait for one another: who hangs will not give up its order."""
+    waiting = state.awaited & set(late)
+    return state.phase in FORMED_PHASES and len(waiting) > 1 and 2 * len(waiting) > len(state.slots)
+
+
+def _late_workers(state: ControllerState, now_s: float) -> dict[WorkerId, str]:
+    """Return the workers that were awaited too long, with what they were awaited for."""
+    policy, late = state.config.policy, {}
+    limit_s = policy.order_timeout_s
+    for worker, entry in state.workers.items():
+        if entry.node is NodeState.WARMING and now_s >= entry.appeared_s + limit_s:
+            late[worker] = f"it was not set up within {limit_s:g} s"
+    if state.order is not None:
+        until_s, why = _order_until(state.order, policy)
+        late |= dict.fromkeys(state.busy_workers, why) if now_s >= until_s else {}
+    elif state.phase is Phase.COMMITTING and state.pending and now_s >= state.pending.started_s + limit_s:
+        why = f"its last units were not written within {limit_s:g} s"
+        late |= dict.fromkeys(sorted(state.pending.debtors & set(state.workers)), why)
+    return late
+
+
+def _look_after_nodes(draft: Draft) -> None:
+    """Take back who outlived a notice, probe the slow, send requests again; then say when to look again."""
+    for worker, entry in draft.state.workers.items():
+        if worker not in draft.state.workers:
+            continue
+        if entry.node is NodeState.DRAINING and entry.drain_until_s is not None and draft.now_s >= entry.drain_until_s:
+            spare(draft, worker, "it was not taken")
+        elif entry.node is NodeState.SUSPECT:
+            probe_if_due(draft, worker)
+    look_after_requests(draft)
+    state = draft.state
+    times = [time_s for entry in state.workers.values() for time_s in _node_times(state, entry)]
+    times += _request_times(state)
+    draft.change(nodes_wake_s=min(times, default=None))
+
+
+def _node_times(state: ControllerState, entry: WorkerState) -> list[float]:
+    match entry.node:
+        case NodeState.WARMING:
+            return [entry.appeared_s + state.config.policy.order_timeout_s]
+        case NodeState.DRAINING if entry.drain_until_s is not None:
+            return [entry.drain_until_s]
+        case NodeState.SUSPECT if entry.probation is not None:
+            return [probe_at_s(state, entry.probation)]
+        case _:
+            return []
+
+
+def _request_times(state: ControllerState) -> list[float]:
+    times: list[float] = []
+    for request in state.requests.values():
+        times += [resend_at_s(state, request)] if request.count else []
+        times += [since_s + state.config.policy.rules.requests.boot_s for since_s in request.granted.values()]
+    return times

@@ -1,0 +1,87 @@
+"""Losing workers: dissolving a generation and re-forming from whoever is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manager.controller.shape.flapping import flapped
+from manager.controller.shape.forming import form_or_hold
+from manager.controller.shape.pre_copy import without_pre_copy
+from manager.controller.state.actions import Abort
+from manager.controller.state.draft import Draft
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, Phase
+from manager.controller.steps.resting import rest
+from morph.contract.messages import WorkerId
+
+FORMED_PHASES = frozenset({Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING})
+
+
+def lose(draft: Draft, lost: Mapping[WorkerId, str]) -> None:
+    """Forget workers (id -> cause); when the generation needed one of them, dissolve it."""
+    state = draft.state
+    needed = any(_is_needed(state, worker) for worker in lost)
+    for worker in lost:
+        entry = state.workers[worker]
+        if entry.ready and entry.host not in ("", worker):
+            flapped(draft, entry.host)
+    draft.forget(lost)
+    is_party = state.ahead is not None and not lost.keys().isdisjoint(state.ahead.parties)
+    dropped = without_pre_copy(draft) if is_party else ()
+    by_cause: dict[str, list[WorkerId]] = {}
+    for worker, cause in lost.items():
+        by_cause.setdefault(cause, []).append(worker)
+    sentence = "; ".join(
+        f"{', '.join(workers)} {'was' if len(workers) == 1 else 'were'} lost: {cause}"
+        for cause, workers in by_cause.items()
+    )
+    draft.say(ReasonCode.WORKER_REMOVED, sentence, *dropped)
+    if state.phase is Phase.ABORTING:
+        settle(draft)
+    elif state.phase is Phase.HOLDING:
+        form_or_hold(draft)
+    elif needed:
+        dissolve(draft)
+
+
+def dissolve(draft: Draft) -> None:
+    """Abort every outstanding order of the generation; re-form at once when there is none."""
+    state = draft.state
+    busy = state.busy_workers
+    order = state.order.model_copy(update={"abort_sent_s": draft.now_s}) if state.order is not None else None
+    pending = state.pending.model_copy(update={"stale": True}) if state.pending is not None else None
+    draft.change(
+        phase=Phase.ABORTING,
+        order=order,
+        pending=pending,
+        num_fruitless=state.num_fruitless + 1,
+        morph_began_s=None,
+    )
+    dropped = without_pre_copy(draft)
+    aborts = [Abort(worker=worker, generation=state.generation) for worker in busy]
+    sentence = f"generation {state.generation} is dissolved, {len(busy)} orders aborted"
+    draft.say(ReasonCode.ABORTING, sentence, *aborts, *dropped)
+    if not busy:
+        settle(draft)
+
+
+def settle(draft: Draft) -> None:
+    """While aborting: re-form once nobody has an order; after a rest, if too many generations in a row did nothing."""
+    state = draft.state
+    if state.awaited:
+        draft.say(ReasonCode.ABORTING, f"{len(state.awaited)} workers have still to give up their orders")
+    elif state.num_fruitless >= state.config.policy.max_fruitless_generations:
+        rest(draft)
+    else:
+        form_or_hold(draft)
+
+
+def _is_needed(state: ControllerState, worker: WorkerId) -> bool:
+    """Whether the present generation cannot go on without this worker."""
+    if state.phase not in FORMED_PHASES:
+        return False
+    if worker in state.awaited:
+        return True
+    if state.phase is Phase.COMMITTING:
+        return state.pending is not None and worker in state.pending.debtors
+    return worker in state.member_units

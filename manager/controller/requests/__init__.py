@@ -1,0 +1,1 @@
+"""Asking for VMs, and notices that some will be taken."""

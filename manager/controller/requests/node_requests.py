@@ -1,0 +1,216 @@
+"""Asking a provider for VMs: what is missing, under a name that is new for each attempt, ever less often in vain."""
+
+from __future__ import annotations
+
+from manager.controller.requests.early import forget_kept, notice_of
+from manager.controller.shape.torn_vms import torn_until_s
+from manager.controller.state.actions import ReleaseNodes, RequestId, RequestNodes
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.draft import Draft
+from manager.controller.state.events import NodeAppeared, NodesGranted, NoticeGiven, RequestRefused, WorkerLost
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, NodeRequest, Phase
+from morph.contract.messages import WorkerId
+
+MAX_SENT = 8
+COUNTED = (NodeState.WARMING, NodeState.READY, NodeState.SUSPECT)
+ENDING = (Phase.COMMITTING, Phase.SEALING, Phase.ENDED)
+
+
+def request_name(config: ControllerConfig, number: int) -> RequestId:
+    """Return the name of a run's request, numbered from 1."""
+    return f"{config.requests or config.job}-{number}"
+
+
+def ask_missing(draft: Draft) -> None:
+    """Ask for the nodes that are missing after a decision, those that will be taken included, if it is time to."""
+    state, now_s = draft.state, draft.now_s
+    if not state.config.target_nodes or state.phase in ENDING or state.stop_reason is not None:
+        return
+    living = sum(entry.node in COUNTED for entry in state.workers.values())
+    coming = sum(request.count + len(request.granted) for request in state.requests.values())
+    missing = state.config.target_nodes - living - coming
+    if missing <= 0 or asks_no_more(state):
+        return
+    until_s = torn_until_s(state, now_s)
+    if until_s is not None:  # else two workers of one VM would be replaced by a VM each
+        draft.wake_by(until_s)
+        return
+    if state.ask_at_s is not None and now_s < state.ask_at_s:
+        draft.wake_by(state.ask_at_s)
+        return
+    name = request_name(state.config, state.num_requests + 1)
+    keep_request(draft, name, NodeRequest(count=missing, asked_s=now_s))
+    draft.change(num_requests=state.num_requests + 1)
+    draft.wake_by(now_s + state.config.policy.rules.requests.answer_s)
+    sentence = f"{missing} of {state.config.target_nodes} workers are missing: asked for as {name}"
+    draft.add(sentence, RequestNodes(request=name, count=missing))
+
+
+def nodes_granted(draft: Draft, event: NodesGranted) -> None:
+    """Note VMs that boot; fewer than asked for count as a refusal of the rest."""
+    state, now_s = draft.state, draft.now_s
+    request = state.requests.get(event.request)
+    if request is None or not request.count:
+        return draft.say(ReasonCode.IGNORED, f"{event.request} is not open")
+    new = {node: now_s for node in event.nodes if node not in state.workers and node not in request.granted}
+    short = len(new) < request.count
+    notices = [notice for node in new if (notice := notice_of(state, node, now_s)) is not None]
+    keep_request(draft, event.request, request.model_copy(update={"count": 0, "granted": request.granted | new}))
+    draft.wake_by(now_s + state.config.policy.rules.requests.boot_s)
+    draft.say(ReasonCode.NODES_GRANTED, f"{', '.join(event.nodes)} boot")
+    if short:
+        _refuse(draft, f"{event.request} is granted in part")
+    else:
+        draft.change(num_refused=0, ask_at_s=None)
+    for notice in notices:
+        gives_back(draft, notice)
+    draft.code = ReasonCode.NODES_GRANTED
+    return forget_kept(draft, *event.nodes)
+
+
+def request_refused(draft: Draft, event: RequestRefused) -> None:
+    """Forget what was asked for, and ask again after a while: longer with each refusal in a row."""
+    request = draft.state.requests.get(event.request)
+    if request is None or not request.count:
+        return draft.say(ReasonCode.IGNORED, f"{event.request} is not open")
+    keep_request(draft, event.request, request.model_copy(update={"count": 0}))
+    forget_kept(draft)
+    why = f"{event.request} is refused: {event.cause}" + (f", {event.detail}" if event.detail else "")
+    return _refuse(draft, why)
+
+
+def note_appeared(draft: Draft, event: NodeAppeared) -> None:
+    """Take a node that is up out of what is awaited, whether its grant was heard of or not."""
+    draft.change(num_absent=0)
+    requests = draft.state.requests
+    for name, request in requests.items():
+        if event.node in request.granted:
+            return keep_request(draft, name, without_granted(request, event.node))
+    named = requests.get(event.request) if event.request is not None else None
+    if event.request is not None and named is not None and named.count:
+        keep_request(draft, event.request, named.model_copy(update={"count": named.count - 1}))
+    return None
+
+
+def lost_booting(draft: Draft, event: WorkerLost) -> None:
+    """Await a VM no longer that went before it appeared, and ask for another; anybody else is not known.
+
+    At once, unless a VM that was granted since the last such loss went as well: then after a pause that grows. One that
+    is not fit for a worker counts as one that never appeared.
+    """
+    forget_kept(draft, *event.workers)
+    for name, request in draft.state.requests.items():
+        if event.worker in request.granted:
+            keep_request(draft, name, without_granted(request, event.worker))
+            sentence = f"{event.worker} never appeared: {event.cause}"
+            draft.say(ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=(event.worker,)))
+            return pause_asking(draft, request.granted[event.worker], num_absent=int(event.unfit))
+    return draft.say(ReasonCode.IGNORED, f"{event.worker} is not known, or was lost before")
+
+
+def asks_no_more(state: ControllerState) -> bool:
+    """Whether VMs were granted and never appeared so often that further ones would only cost money."""
+    return state.num_absent >= state.config.policy.rules.requests.max_absent
+
+
+def why_no_more(state: ControllerState) -> str:
+    """Say so, and what to look at."""
+    return (
+        f"{state.num_absent} times in a row VMs were granted and none of them joined: no further one is asked for; "
+        "look at the log of such a VM's first boot, at what vms.environment installs, and at whether it reaches the "
+        "manager's ports (docs/azure.md)"
+    )
+
+
+def nothing_comes(state: ControllerState) -> bool:
+    """Whether there will be no more workers than are ready: none is asked for, awaited or being set up."""
+    coming = state.requests or any(entry.node is NodeState.WARMING for entry in state.workers.values())
+    return asks_no_more(state) and not coming
+
+
+def pause_asking(draft: Draft, since_s: float, num_absent: int = 0) -> None:
+    """Put off the next request when attempt after attempt is lost before a worker is ready; each counts once.
+
+    ``since_s``: when the one that was lost now was granted, or appeared; ``num_absent``: 1 where none appeared that
+    is of use.
+    """
+    state, now_s = draft.state, draft.now_s
+    rules = state.config.policy.rules.requests
+    if state.setup_lost_s is not None and since_s < state.setup_lost_s:
+        return
+    num_lost = state.num_setups_lost + 1
+    draft.change(num_setups_lost=num_lost, setup_lost_s=now_s, num_absent=state.num_absent + num_absent)
+    if num_lost > 1:
+        wait_s = min(rules.backoff_s * float(2 ** min(num_lost - 2, 64)), rules.backoff_max_s)
+        draft.change(ask_at_s=max(state.ask_at_s or 0.0, now_s + wait_s))
+        draft.wake_by(now_s + wait_s)
+    if num_absent and asks_no_more(draft.state):
+        draft.say(ReasonCode.NODE_ABSENT, why_no_more(draft.state))
+
+
+def gives_back(draft: Draft, event: NoticeGiven) -> bool:
+    """Give a VM back that will be taken before it is of use, if it is one that boots."""
+    for name, request in draft.state.requests.items():
+        if event.worker in request.granted:
+            keep_request(draft, name, without_granted(request, event.worker))
+            sentence = f"{event.worker} will be taken in {event.lead_s:g} s and is not up yet: it is given back"
+            draft.say(ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=(event.worker,)))
+            return True
+    return False
+
+
+def look_after_requests(draft: Draft) -> None:
+    """Send requests without an answer again, and give up VMs that do not appear."""
+    state, now_s = draft.state, draft.now_s
+    rules = state.config.policy.rules.requests
+    for name, request in state.requests.items():
+        late = tuple(node for node, since_s in request.granted.items() if now_s >= since_s + rules.boot_s)
+        if late:
+            keep_request(draft, name, without_granted(request, *late))
+            sentence = f"{', '.join(late)} did not appear within {rules.boot_s:g} s"
+            draft.say(ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=late))
+            pause_asking(draft, min(request.granted[node] for node in late), num_absent=1)
+        if request.count and now_s >= resend_at_s(state, request):
+            _ask_again(draft, name)
+
+
+def resend_at_s(state: ControllerState, request: NodeRequest) -> float:
+    """Return when a request without an answer is sent again."""
+    rules = state.config.policy.rules.requests
+    return request.asked_s + min(rules.answer_s * float(2 ** (request.num_sent - 1)), rules.backoff_max_s)
+
+
+def keep_request(draft: Draft, name: RequestId, request: NodeRequest) -> None:
+    """Replace a request, or forget it once nothing of it is awaited."""
+    others = {other: entry for other, entry in draft.state.requests.items() if other != name}
+    draft.change(requests={**others, name: request} if request.count or request.granted else others)
+
+
+def without_granted(request: NodeRequest, *nodes: WorkerId) -> NodeRequest:
+    """Return a request that waits for these nodes no longer."""
+    granted = {node: since_s for node, since_s in request.granted.items() if node not in nodes}
+    return request.model_copy(update={"granted": granted})
+
+
+def _ask_again(draft: Draft, name: RequestId) -> None:
+    request = draft.state.requests[name]
+    if request.num_sent >= MAX_SENT:
+        keep_request(draft, name, request.model_copy(update={"count": 0}))
+        forget_kept(draft)
+        return _refuse(draft, f"{name} was not answered, {MAX_SENT} times")
+    again = request.model_copy(update={"num_sent": request.num_sent + 1, "asked_s": draft.now_s})
+    keep_request(draft, name, again)
+    draft.wake_by(resend_at_s(draft.state, again))
+    sentence = f"{name} was not answered: asked again under its name"
+    return draft.say(ReasonCode.NODES_REQUESTED, sentence, RequestNodes(request=name, count=request.count))
+
+
+def _refuse(draft: Draft, why: str) -> None:
+    state, now_s = draft.state, draft.now_s
+    rules = state.config.policy.rules.requests
+    wait_s = min(rules.backoff_s * float(2 ** min(state.num_refused, 64)), rules.backoff_max_s)
+    draft.change(num_refused=state.num_refused + 1, ask_at_s=now_s + wait_s)
+    draft.wake_by(now_s + wait_s)
+    draft.say(ReasonCode.REQUEST_REFUSED, f"{why}; the next request in {wait_s:g} s")

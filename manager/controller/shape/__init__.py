@@ -1,0 +1,1 @@
+"""Choosing, placing and forming the shape in which workers train."""

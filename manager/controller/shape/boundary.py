@@ -1,0 +1,58 @@
+"""Planned changes: what is worth a morph between two steps, where no work is lost."""
+
+from __future__ import annotations
+
+from manager.controller.shape.choosing import Choice, chosen, cost_of_morph_s, gain_of, nodes_to_come
+from manager.controller.state.draft import Draft
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import ControllerState
+from morph.contract.messages import WorkerId
+
+
+def draining_members(state: ControllerState) -> tuple[WorkerId, ...]:
+    """Return the members whose VMs are said to be taken."""
+    return tuple(worker for worker in state.member_units if state.workers[worker].node is NodeState.DRAINING)
+
+
+def drain_due(draft: Draft) -> str | None:
+    """Say which members are to be left out now because their VMs will be taken; None: nobody, or no plan fits then."""
+    leaving = draining_members(draft.state)
+    if not leaving or chosen(draft) is None:
+        return None
+    return f"{', '.join(leaving)} will be taken and is left out"
+
+
+def change_due(draft: Draft) -> str | None:
+    """Say why the shape is to be changed at this boundary; None when it is not, or not yet.
+
+    A drain and a slow member that costs more than it gives are dealt with at once. A better shape with newcomers
+    waits for a further node that is about to be ready while that costs less than a second change: going without
+    the gain for w seconds costs ``w * gain``, a change its own time.
+    """
+    leaving = drain_due(draft)
+    if leaving is not None:
+        return leaving
+    choice, state = chosen(draft), draft.state
+    gain = gain_of(state, choice) if choice else 0.0
+    if choice is None or gain <= 0 or gain < state.config.policy.min_join_gain:
+        if state.join_since_s is not None:
+            draft.change(join_since_s=None)
+        return None
+    slow = [worker for worker in state.member_units if state.workers[worker].node is NodeState.SUSPECT]
+    slow = [worker for worker in slow if worker not in choice.workers]
+    if slow:
+        return f"{', '.join(slow)} is slow and left out, {gain:.1%} faster"
+    if state.join_since_s is None:
+        draft.change(join_since_s=draft.now_s)
+    if _next_is_near(draft.state, choice, gain, draft.now_s):
+        return None
+    return f"more workers are ready, {gain:.1%} faster"
+
+
+def _next_is_near(state: ControllerState, choice: Choice, gain: float, now_s: float) -> bool:
+    assert state.join_since_s is not None, "nobody waits"
+    patience_s = min(cost_of_morph_s(state) / gain, state.config.policy.rules.wait.join_patience_s)
+    until_s = state.join_since_s + patience_s
+    coming = sum(time_s <= until_s for time_s in nodes_to_come(state, now_s))
+    better = state.config.best_plan(len(choice.workers) + coming)
+    return now_s < until_s and better is not None and better.expected.examples_per_s > choice.examples_per_s

@@ -1,0 +1,201 @@
+"""Forming a generation: which plan, who drives what, where the state comes from; and waiting a little before."""
+
+from __future__ import annotations
+
+from manager.controller.shape.choosing import Choice, chosen, cost_of_morph_s, nodes_to_come
+from manager.controller.shape.placement import choose_sources, place, units_by_stage
+from manager.controller.shape.pre_copy import with_pre_copy, without_pre_copy
+from manager.controller.shape.torn_vms import torn_until_s
+from manager.controller.state.actions import SendReshape
+from manager.controller.state.draft import Draft
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, Probation, WorkerState
+from morph.contract.messages import ReshapeOrder, UnitId
+
+
+def form_or_hold(draft: Draft) -> None:
+    """Nobody has an order and training stands: form the next generation, or wait for a node that is about to be ready.
+
+    Waiting pays as long as it costs less than the change that would take the node in later: training at ``now``
+    examples/s for w seconds is worth ``w * now``, and a change that takes c seconds costs ``c * then``. The bound is
+    set when the wait begins, so that nodes that come one after the other cannot prolong it. Before that it is awaited
+    whether a VM that lost a worker goes as a whole.
+    """
+    if draft.state.torn and _await_torn_vms(draft):
+        return None
+    state, now_s, choice = draft.state, draft.now_s, chosen(draft)
+    if choice is None or state.stop_reason is not None or state.version >= state.config.num_steps:
+        return form(draft)
+    held_until_s = state.hold_until_s if state.phase is Phase.HOLDING else None
+    until_s = _hold_until_s(state, choice, now_s) if held_until_s is None else held_until_s
+    if until_s is None or now_s >= until_s or not _worth_holding(state, choice, now_s, until_s):
+        return form(draft)
+    draft.change(phase=Phase.HOLDING, hold_until_s=until_s, reshape=None, member_units={})
+    sentence = f"{len(choice.workers)} workers could go on; one more is about to be ready"
+    return draft.say(ReasonCode.HOLDING, f"{sentence}: waiting {until_s - now_s:.1f} s at most")
+
+
+def _await_torn_vms(draft: Draft) -> bool:
+    """Hold while workers may follow one that their VM has lost; returns whether that is so."""
+    until_s = torn_until_s(draft.state, draft.now_s)
+    if until_s is None:
+        draft.change(torn={}, hold_until_s=None)
+    if until_s is None or chosen(draft) is None:
+        return False
+    draft.change(phase=Phase.HOLDING, hold_until_s=until_s, reshape=None, member_units={})
+    vms = ", ".join(draft.state.torn)
+    draft.say(ReasonCode.HOLDING, f"{vms} may go as a whole: waiting {until_s - draft.now_s:.1f} s at most")
+    return True
+
+
+def form(draft: Draft, *, planned: bool = False) -> None:
+    """Form the next generation from the workers that are ready; nobody has an order.
+
+    Waits when no plan fits them. When a unit has no living holder and the decided version cannot be read
+    anywhere, the decided version goes back to the newest checkpoint's, or to 0.
+    """
+    if not planned:
+        _go_by_what_was_learned(draft)
+    choice, now_s = chosen(draft), draft.now_s
+    if choice is None:
+        return _wait(draft)
+    set_back = _set_back(draft)
+    state = draft.state
+    order = next_order(state, choice)
+    if planned and state.ahead is not None:
+        order = with_pre_copy(order, state.ahead)
+    taking_part = {slot.worker for slot in order.slots} | {source.peer for source in order.sources}
+    receivers = [worker for worker in state.ready_workers if worker in taking_part]
+    needed = [frozenset(units) for units in units_by_stage(order.plan, state.config.units)]
+    outstanding = OutstandingOrder(kind="reshape", generation=order.generation, version=order.version, sent_s=now_s)
+    draft.order(
+        outstanding,
+        receivers,
+        phase=Phase.RESHAPING,
+        generation=order.generation,
+        attempt=0,
+        loss_scale=None,
+        reshape=order,
+        member_units={slot.worker: needed[slot.stage] for slot in order.slots},
+        waiting_since_s=None,
+        hold_until_s=None,
+        join_since_s=None,
+        morph_began_s=now_s if planned else None,
+    )
+    dropped = without_pre_copy(draft, spared=receivers)
+    _measure_anew(draft)
+    sentence = (
+        f"{set_back}generation {order.generation} is formed at version {order.version}: {order.plan.shape} on "
+        f"{len(order.slots)} of {len(state.ready_workers)} ready workers"
+    )
+    code = ReasonCode.SET_BACK if set_back else ReasonCode.FORMED
+    reshapes = (SendReshape(worker=worker, order=order) for worker in receivers)
+    return draft.say(code, sentence, *reshapes, *dropped)
+
+
+def next_order(state: ControllerState, choice: Choice) -> ReshapeOrder:
+    """Build the order that forms a choice now, every unit that is lacking from a holder or a checkpoint."""
+    version, kind = _restorable(state)
+    restore = kind if version == state.version else None
+    held = {worker: state.workers[worker].holds for worker in state.ready_workers}
+    needed = units_by_stage(choice.plan, state.config.units)
+    slots = place(choice.plan, choice.workers, held, needed, state.config.unit_bytes)
+    return ReshapeOrder(
+        generation=state.generation + 1,
+        version=state.version,
+        decided=state.decided,
+        plan=choice.plan,
+        slots=slots,
+        sources=choose_sources(slots, needed, held, state.config.unit_bytes, restore),
+    )
+
+
+def _wait(draft: Draft) -> None:
+    """No plan fits: wait for more workers, or end if a stop was asked for."""
+    state = draft.state
+    since_s = draft.now_s if state.waiting_since_s is None else state.waiting_since_s
+    draft.change(
+        phase=Phase.WAITING,
+        reshape=None,
+        member_units={},
+        waiting_since_s=since_s,
+        hold_until_s=None,
+        join_since_s=None,
+    )
+    if state.stop_reason is not None:
+        sentence = "too few workers are left to save what came after version"
+        return draft.end("stopped", f"{state.stop_reason}; {sentence} {_restorable(state)[0]}")
+    num_usable = sum(entry.node in (NodeState.READY, NodeState.SUSPECT) for entry in state.workers.values())
+    sentence = f"{num_usable} workers are ready, {state.config.fewest_workers} are needed"
+    return draft.say(ReasonCode.TOO_FEW_WORKERS, sentence)
+
+
+def _hold_until_s(state: ControllerState, choice: Choice, now_s: float) -> float | None:
+    """Return until when waiting for the next node costs less than taking it in later; None when it never does."""
+    better = state.config.best_plan(len(choice.workers) + 1)
+    if better is None or better.expected.examples_per_s <= choice.examples_per_s or not choice.examples_per_s:
+        return None
+    patience_s = cost_of_morph_s(state) * better.expected.examples_per_s / choice.examples_per_s
+    return now_s + min(patience_s, state.config.policy.rules.wait.hold_patience_s)
+
+
+def _worth_holding(state: ControllerState, choice: Choice, now_s: float, until_s: float) -> bool:
+    coming = sum(time_s <= until_s for time_s in nodes_to_come(state, now_s))
+    better = state.config.best_plan(len(choice.workers) + coming)
+    return better is not None and better.expected.examples_per_s > choice.examples_per_s
+
+
+def _go_by_what_was_learned(draft: Draft) -> None:
+    """From now on choose shapes by corrected times.
+
+    Only while a shape has to be chosen anyway: what is learned is never the reason to leave one.
+    """
+    correction = draft.state.correction
+    if correction is not None and correction.factors != draft.state.planned_with:
+        config = draft.state.config.corrected(correction.factors)
+        draft.change(config=config, planned_with=correction.factors)
+
+
+def _measure_anew(draft: Draft) -> None:
+    """Measure members anew, for their stages changed; begin to probe slow workers that are left out."""
+    state = draft.state
+    due_s = draft.now_s + state.config.policy.rules.stutter.probe_every_s
+    workers = dict(state.workers)
+    for worker, entry in state.workers.items():
+        fresh: WorkerState = entry
+        if entry.pace.samples_s or entry.pace.median_s is not None:
+            update = {"samples_s": (), "median_s": None, "past_s": ()}
+            fresh = fresh.model_copy(update={"pace": entry.pace.model_copy(update=update)})
+        if worker in state.member_units:
+            fresh = fresh.model_copy(update={"probation": None}) if entry.probation else fresh
+        elif entry.node is NodeState.SUSPECT and entry.probation is None:
+            fresh = fresh.model_copy(update={"probation": Probation(due_s=due_s)})
+            draft.wake_by(due_s)
+        workers[worker] = fresh
+    draft.change(workers=workers)
+
+
+def _restorable(state: ControllerState) -> tuple[int, str]:
+    """Return the version that needs no living holder, and its kind of source."""
+    if state.checkpoint is None:
+        return 0, "initial"
+    return state.checkpoint.version, "checkpoint"
+
+
+def _set_back(draft: Draft) -> str:
+    """Go back to the restorable version if a unit has no holder at another one; say so, or return ""."""
+    state = draft.state
+    held: set[UnitId] = set().union(*(state.workers[worker].holds for worker in state.ready_workers))
+    missing = sorted(set(state.config.units) - held)
+    version, kind = _restorable(state)
+    if not missing or version == state.version:
+        return ""
+    workers = {worker: entry.model_copy(update={"holds": frozenset()}) for worker, entry in state.workers.items()}
+    where = "the newest checkpoint" if kind == "checkpoint" else "the start, there being no checkpoint"
+    sentence = (
+        f"no living worker holds {', '.join(missing)} at version {state.version}: back to version {version}, "
+        f"{where}, {max(0, state.version - version)} steps are to be redone; "
+    )
+    draft.change(version=version, decided=None, workers=workers, pending=None, checkpoint_base=version)
+    return sentence

@@ -1,0 +1,37 @@
+"""Before the first generation."""
+
+from __future__ import annotations
+
+from manager.controller.shape.choosing import chosen
+from manager.controller.shape.forming import form
+from manager.controller.shape.torn_vms import torn_until_s
+from manager.controller.state.draft import Draft
+from manager.controller.state.reasons import ReasonCode
+
+
+def start_if_due(draft: Draft) -> None:
+    """While starting: form the first generation once everybody expected is ready, or patience has run out."""
+    state, now_s = draft.state, draft.now_s
+    if state.version >= state.config.num_steps:
+        return draft.end("finished", f"all {state.config.num_steps} steps are committed and saved already")
+    choice, num_known = chosen(draft), len(state.workers)
+    num_ready = len(choice.workers) if choice else len(state.ready_workers)
+    waiting_since_s = now_s if state.waiting_since_s is None else state.waiting_since_s
+    if choice is None:
+        draft.change(waiting_since_s=waiting_since_s, first_feasible_s=None)
+        sentence = f"{num_ready} workers are ready, {state.config.fewest_workers} are needed to start"
+        return draft.say(ReasonCode.START_WAIT, sentence)
+    until_s = torn_until_s(state, now_s)
+    if until_s is not None:
+        draft.wake_by(until_s)
+        return draft.say(ReasonCode.START_WAIT, f"{', '.join(state.torn)} may go as a whole")
+    since_s = now_s if state.first_feasible_s is None else state.first_feasible_s
+    draft.change(waiting_since_s=waiting_since_s, first_feasible_s=since_s)
+    if num_ready == num_known and state.num_appeared >= state.config.expected_nodes:
+        draft.say(ReasonCode.FORMED, f"all {num_ready} workers are ready")
+        return form(draft)
+    if now_s >= since_s + state.config.policy.start_patience_s:
+        draft.say(ReasonCode.FORMED, f"{num_ready} of {num_known} workers are ready, the others are late")
+        return form(draft)
+    missing = max(num_known, state.config.expected_nodes) - num_ready
+    return draft.say(ReasonCode.START_WAIT, f"{num_ready} workers could start; {missing} more are awaited a while")

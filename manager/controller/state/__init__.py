@@ -1,0 +1,1 @@
+"""What the controller knows, what happens to it, and what it can order."""

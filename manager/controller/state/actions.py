@@ -1,0 +1,180 @@
+"""What the controller asks its shell to do.
+
+Orders are idempotent: they are named by (worker, generation, step or version, attempt), so a shell that
+carries one out twice, or resends it, changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from manager.controller.state.learned import Correction
+from morph.contract.base import Value
+from morph.contract.checkpoint import Manifest
+from morph.contract.messages import (
+    CommitOrder,
+    FailureCause,
+    PreCopyOrder,
+    ProbeOrder,
+    ReshapeOrder,
+    StepOrder,
+    Version,
+    WorkerId,
+)
+
+RequestId = str
+
+
+class StartWorker(Value):
+    """Start the worker of a VM and set it up; it answers ``WorkerReady``."""
+
+    kind: Literal["start_worker"] = "start_worker"
+    worker: WorkerId
+
+
+class SendReshape(Value):
+    """Give a worker a reshape order; it answers ``Reshaped``.
+
+    A worker that has no slot in the order but is named as a peer gets it too: it serves its units.
+    """
+
+    kind: Literal["send_reshape"] = "send_reshape"
+    worker: WorkerId
+    order: ReshapeOrder
+
+
+class SendStep(Value):
+    """Give a worker a step order; it answers ``Prepared``."""
+
+    kind: Literal["send_step"] = "send_step"
+    worker: WorkerId
+    order: StepOrder
+
+
+class SendCommit(Value):
+    """Give a worker a commit order; it answers ``Committed``."""
+
+    kind: Literal["send_commit"] = "send_commit"
+    worker: WorkerId
+    order: CommitOrder
+
+
+class SendPreCopy(Value):
+    """Tell a worker, on its control lane, which units to send ahead and to expect; ``PreCopyReported`` may follow."""
+
+    kind: Literal["send_ahead"] = "send_ahead"
+    worker: WorkerId
+    order: PreCopyOrder
+
+
+class Abort(Value):
+    """Tell a worker, on its control lane, to give up its order of this generation; the order then answers."""
+
+    kind: Literal["abort"] = "abort"
+    worker: WorkerId
+    generation: int
+
+
+class ProbeWorker(Value):
+    """Have a slow worker that was left out time some work; ``WorkerProbed`` with the same number follows.
+
+    The work is that of the stage on which it was found slow, ``healthy_s`` what it was held against there.
+    """
+
+    kind: Literal["probe_worker"] = "probe_worker"
+    worker: WorkerId
+    probe: int
+    step: Version
+    first_section: int
+    end_section: int
+    healthy_s: float = Field(gt=0)
+
+    def order(self) -> ProbeOrder:
+        """What the worker is told."""
+        return ProbeOrder.model_validate(self.model_dump(exclude={"kind", "worker"}))
+
+
+class RequestNodes(Value):
+    """Ask the provider for VMs; ``NodesGranted`` or ``RequestRefused`` follows, and ``NodeAppeared`` for each VM.
+
+    The name is new for each attempt; a request that comes again under its name must get no further VMs.
+    """
+
+    kind: Literal["request_nodes"] = "request_nodes"
+    request: RequestId
+    count: int = Field(ge=1)
+
+
+class ReleaseNodes(Value):
+    """Give nodes back: their workers are lost or given up, or they did not appear in time; nothing follows.
+
+    A VM is ended once all of its nodes are given back.
+    """
+
+    kind: Literal["release_nodes"] = "release_nodes"
+    nodes: tuple[WorkerId, ...]
+
+
+class AcknowledgeNotice(Value):
+    """Tell a VM that nothing of value is left on it, so that it lets its provider take it; nothing follows."""
+
+    kind: Literal["acknowledge_notice"] = "acknowledge_notice"
+    worker: WorkerId
+    notice: str = Field(description="the provider's name for it")
+
+
+class WriteManifest(Value):
+    """Write the manifest; ``ManifestWritten`` (or ``CheckpointFailed``) follows."""
+
+    kind: Literal["write_manifest"] = "write_manifest"
+    manifest: Manifest
+
+
+class EndWorker(Value):
+    """End a worker that the controller has given up; no event about it is expected any more."""
+
+    kind: Literal["end_worker"] = "end_worker"
+    worker: WorkerId
+
+
+class NoteCorrection(Value):
+    """Nothing is to be done: what was learned of the profile is to be in the journal."""
+
+    kind: Literal["note_correction"] = "note_correction"
+    correction: Correction
+
+
+class Finish(Value):
+    """The run is over: end every worker.
+
+    ``finished``: all steps are committed and checkpointed; ``stopped``: ended on request, resumable from the
+    newest checkpoint; ``failed``: the sentence says why, ``cause`` what an error inside a worker was due to, and
+    ``traceback`` where in the user's code, if it was there.
+    """
+
+    kind: Literal["finish"] = "finish"
+    outcome: Literal["finished", "stopped", "failed"]
+    sentence: str
+    traceback: str = ""
+    cause: FailureCause | None = None
+
+
+Action = (
+    StartWorker
+    | SendReshape
+    | SendStep
+    | SendCommit
+    | SendPreCopy
+    | Abort
+    | ProbeWorker
+    | RequestNodes
+    | ReleaseNodes
+    | AcknowledgeNotice
+    | WriteManifest
+    | EndWorker
+    | NoteCorrection
+    | Finish
+)
+ACTION: TypeAdapter[Action] = TypeAdapter(Annotated[Action, Field(discriminator="kind")])

@@ -1,0 +1,120 @@
+"""What the controller is told once, before the first event."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import cached_property
+
+from pydantic import Field, model_validator
+
+from morph.contract.base import Value
+from morph.contract.checkpoint import Manifest
+from morph.contract.cluster import Policy
+from morph.contract.messages import UnitId
+from morph.contract.plan import Plan, StagePlan
+
+
+class ControllerConfig(Value):
+    """The job as the controller sees it.
+
+    ``plans[G]`` is the best plan that G ready workers can run (it may leave some of them idle); a G for
+    which no plan fits is absent. ``units`` maps each parameter unit to the sections that use it.
+    """
+
+    job: str = "job"
+    fingerprint: str = Field(description="of the cut model")
+    plans: dict[int, Plan] = Field(min_length=1)
+    units: dict[UnitId, tuple[int, ...]] = Field(min_length=1)
+    unit_bytes: dict[UnitId, int] = Field(description="parameters and optimizer state, bytes")
+    num_steps: int = Field(ge=1, description="the run ends when this version is committed")
+    policy: Policy = Policy()
+    initial_version: int = Field(default=0, ge=0)
+    initial_checkpoint: Manifest | None = Field(
+        default=None, description="newest complete checkpoint; absent: from the seed"
+    )
+    expected_nodes: int = Field(ge=1, description="VMs asked for at the start")
+    timeline_step: int | None = Field(default=None, ge=0, description="the workers record a timeline of this step")
+    target_nodes: int = Field(default=0, ge=0, description="VMs to keep asking for; 0: they come by themselves")
+    requests: str = Field(default="", description="what the names of requests begin with; empty: the job's name")
+    section_compute_s: tuple[float, ...] = Field(
+        default=(), description="forward and backward of one micro-batch, by section; absent: not known"
+    )
+
+    factors: tuple[float, ...] = Field(
+        default=(), description="by section, of the profile's times, as learned; shapes are chosen by them; absent: 1"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ControllerConfig:
+        if set(self.unit_bytes) != set(self.units):
+            raise ValueError("unit_bytes and units do not name the same units")
+        for count, plan in self.plans.items():
+            if plan.num_workers > count:
+                raise ValueError(f"plans[{count}] needs {plan.num_workers} workers")
+            if plan.fingerprint != self.fingerprint:
+                raise ValueError(f"plans[{count}] was made for another model ({plan.fingerprint})")
+            if self.section_compute_s and plan.stages[-1].end_section != len(self.section_compute_s):
+                raise ValueError(f"section_compute_s has {len(self.section_compute_s)} sections, plans[{count}] others")
+        checkpoint = self.initial_checkpoint
+        if checkpoint is None:
+            if self.initial_version:
+                raise ValueError(f"initial_version is {self.initial_version} but there is no checkpoint to start from")
+        elif checkpoint.version != self.initial_version:
+            raise ValueError(f"initial_version is {self.initial_version}, the checkpoint's is {checkpoint.version}")
+        elif {file.unit for file in checkpoint.units} != set(self.units):
+            raise ValueError("initial_checkpoint and units do not name the same units")
+        return self
+
+    @cached_property
+    def _ladder(self) -> tuple[list[int], list[Plan]]:
+        """The counts from which a faster plan fits, and that plan."""
+        counts: list[int] = []
+        best: list[Plan] = []
+        for count, planned in sorted(self.plans.items()):
+            plan = self._corrected(planned)
+            if not best or _rank(plan) > _rank(best[-1]):
+                counts.append(count)
+                best.append(plan)
+        return counts, best
+
+    def best_plan(self, num_workers: int) -> Plan | None:
+        """Return the fastest plan that this many workers can run, the smaller of equals; None when none fits.
+
+        Every answer was worked out before the run: no planning stands in a pause, whoever is lost or gained.
+        """
+        counts, best = self._ladder
+        index = bisect_right(counts, num_workers)
+        return best[index - 1] if index else None
+
+    def corrected(self, factors: tuple[float, ...]) -> ControllerConfig:
+        """Return the same with shapes chosen by these factors."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return ControllerConfig.model_construct(**fields | {"factors": factors})
+
+    def _corrected(self, plan: Plan) -> Plan:
+        """The plan, slower by as much as its slowest stage is."""
+        if not self.factors:
+            return plan
+        as_profiled_s = max(self.expected_compute_s(stage) or 1.0 for stage in plan.stages)
+        now_s = max(
+            sum(self.section_compute_s[section] * self.factors[section] for section in stage.sections)
+            for stage in plan.stages
+        )
+        ratio, expected = now_s / as_profiled_s, plan.expected
+        update = {"mini_batch_s": expected.mini_batch_s * ratio, "examples_per_s": expected.examples_per_s / ratio}
+        return plan.model_copy(update={"expected": expected.model_copy(update=update)})
+
+    @property
+    def fewest_workers(self) -> int:
+        """The smallest number of workers that any plan fits."""
+        return self._ladder[0][0]
+
+    def expected_compute_s(self, stage: StagePlan) -> float | None:
+        """Seconds of compute that the profile expects of one micro-batch on a stage; None when it is not known."""
+        if not self.section_compute_s:
+            return None
+        return sum(self.section_compute_s[section] for section in stage.sections) or None
+
+
+def _rank(plan: Plan) -> tuple[float, int]:
+    return plan.expected.examples_per_s, -plan.num_workers

@@ -1,0 +1,139 @@
+"""What compute times during a run teach about the profile: a factor for each section's time, with its uncertainty.
+
+A stage's time over what the profile has for its sections, as a logarithm, is about the mean of those of its sections,
+weighted by their times; different cuts tell sections apart. So it is Bayesian linear regression: a part that all
+sections have in common and one of each section, both 0 with some spread before anything was seen, which shrinks what
+few observations say. Pure arithmetic on few numbers, the same to the bit when a journal is replayed. All nodes of a run
+are of the node type that its profile is of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+
+from pydantic import Field
+
+from morph.contract.base import Value
+
+COMMON_SPREAD, OWN_SPREAD = 0.5, 0.15
+"""Standard deviations of the common part and of an average section's own, before anything was seen.
+
+The variance of the latter goes with one over the section's time, as if it were made of many like parts: so sections
+that were only seen together have the same factor.
+"""
+NOISE, NOISE_COUNTS = 0.1, 4
+"""That of one observation, and how many observations it counts as against those that were made."""
+MISFIT = 0.005
+"""What more observations of the same stage do not tell."""
+MOST_STAGES = 16
+MATERIAL, ERRORS = 0.03, 3.0
+"""A stage's time changes materially by more than this share, and by so many standard errors."""
+
+
+class StageRatios(Value):
+    """Logarithms of time over profiled time of a stage with these sections: how many, their mean, squares about it."""
+
+    first_section: int
+    end_section: int
+    num: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def with_one(self, log_ratio: float) -> StageRatios:
+        """The same, with one observation more (Welford)."""
+        num = self.num + 1
+        mean = self.mean + (log_ratio - self.mean) / num
+        squares = self.squares + (log_ratio - self.mean) * (log_ratio - mean)
+        return self.model_copy(update={"num": num, "mean": mean, "squares": squares})
+
+    @property
+    def variance(self) -> float:
+        """Of the mean."""
+        each = (self.squares + NOISE_COUNTS * NOISE**2) / (self.num - 1 + NOISE_COUNTS)
+        return each / self.num + MISFIT**2
+
+
+class Correction(Value):
+    """By section: how many times as long as profiled it takes, and the standard error of that as a share of it."""
+
+    factors: tuple[float, ...] = Field(min_length=1)
+    errors: tuple[float, ...] = Field(min_length=1)
+
+    @property
+    def sentence(self) -> str:
+        """In words, neighbours with the same factor taken together."""
+        parts, first = [], 0
+        for factor, alike in groupby(f"{factor:.2f}" for factor in self.factors):
+            last = first + len(list(alike)) - 1
+            error = max(self.errors[first : last + 1])
+            sections = f"{first}-{last}" if first < last else f"{first}"
+            parts.append(f"{sections} x{factor} (each +-{error:.0%})")
+            first = last + 1
+        return f"times of sections against the profile: {', '.join(parts)}"
+
+
+def with_observation(seen: tuple[StageRatios, ...], sections: range, log_ratio: float) -> tuple[StageRatios, ...]:
+    """Take in one observation of a stage; the stages seen least lately are forgotten beyond ``MOST_STAGES``."""
+    key = (sections.start, sections.stop)
+    known = next((entry for entry in seen if (entry.first_section, entry.end_section) == key), None)
+    entry = known or StageRatios(first_section=sections.start, end_section=sections.stop)
+    others = tuple(other for other in seen if other is not known)
+    return (*others, entry.with_one(log_ratio))[-MOST_STAGES:]
+
+
+def correction_of(seen: Sequence[StageRatios], section_compute_s: Sequence[float]) -> Correction:
+    """Return what the observations say of each section, given its profiled times (seconds)."""
+    weights = [_weights(entry, section_compute_s) for entry in seen]
+    common, mean_s = COMMON_SPREAD**2, sum(section_compute_s) / len(section_compute_s)
+    owns = [OWN_SPREAD**2 * mean_s / time_s for time_s in section_compute_s]
+    covariance = [
+        [common + sum(own * x * y for own, x, y in zip(owns, one, other, strict=True)) for other in weights]
+        for one in weights
+    ]
+    for index, entry in enumerate(seen):
+        covariance[index][index] += entry.variance
+    inverse = _inverse(covariance)
+    gains = [sum(value * entry.mean for value, entry in zip(row, seen, strict=True)) for row in inverse]
+    factors, errors = [], []
+    for section, own in enumerate(owns):
+        to_stages = [common + own * weight[section] for weight in weights]
+        told = sum(x * inverse[i][j] * y for i, x in enumerate(to_stages) for j, y in enumerate(to_stages))
+        factors.append(round(math.exp(sum(x * gain for x, gain in zip(to_stages, gains, strict=True))), 4))
+        errors.append(round(math.sqrt(max(0.0, common + own - told)), 4))
+    return Correction(factors=tuple(factors), errors=tuple(errors))
+
+
+def is_material(
+    before: Correction | None, now: Correction, seen: Sequence[StageRatios], section_compute_s: Sequence[float]
+) -> bool:
+    """Whether a stage surely takes another time than was told before; before anything was told it is the profile's."""
+    for entry in seen:
+        weights = _weights(entry, section_compute_s)
+        told = 1.0 if before is None else sum(x * factor for x, factor in zip(weights, before.factors, strict=True))
+        ratio = sum(x * factor for x, factor in zip(weights, now.factors, strict=True)) / told
+        if abs(math.log(ratio)) > max(MATERIAL, ERRORS * math.sqrt(entry.variance)):
+            return True
+    return False
+
+
+def _weights(entry: StageRatios, section_compute_s: Sequence[float]) -> list[float]:
+    total_s = sum(section_compute_s[entry.first_section : entry.end_section])
+    return [
+        time_s / total_s if entry.first_section <= index < entry.end_section else 0.0
+        for index, time_s in enumerate(section_compute_s)
+    ]
+
+
+def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Of a symmetric positive definite matrix (Gauss and Jordan; no pivot is needed)."""
+    size = len(matrix)
+    rows = [[*row, *(float(i == j) for j in range(size))] for i, row in enumerate(matrix)]
+    for pivot in range(size):
+        rows[pivot] = [value / rows[pivot][pivot] for value in rows[pivot]]
+        for other in range(size):
+            if other != pivot:
+                factor = rows[other][pivot]
+                rows[other] = [x - factor * y for x, y in zip(rows[other], rows[pivot], strict=True)]
+    return [row[size:] for row in rows]

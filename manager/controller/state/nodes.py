@@ -1,0 +1,85 @@
+"""A node's life: its states, and one table of what leads from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+from morph.contract.errors import MorphError
+
+
+class NodeState(StrEnum):
+    """States of one VM and its worker, each with what always holds in it.
+
+    ``REQUESTED``: asked for, not granted yet; it has no name. Kept in ``ControllerState.requests``.
+    ``BOOTING``: granted by name, not up yet. Kept in ``ControllerState.requests``.
+    ``WARMING``: up; its worker was started and has not answered its setup. It has no order and holds nothing.
+    ``READY``: set up; may be a member, or a spare that stands by.
+    ``SUSPECT``: set up, and slower than it should be; a member only while leaving it out would be slower still,
+    and probed when it is none.
+    ``DRAINING``: a notice says that it will be taken; never given a new place, left out at the next boundary.
+    ``GONE``: forgotten; a machine that comes back has a new name.
+    """
+
+    REQUESTED = "requested"
+    BOOTING = "booting"
+    WARMING = "warming"
+    READY = "ready"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+class NodeEvent(StrEnum):
+    """What changes a node's state."""
+
+    GRANTED = "granted"
+    REFUSED = "refused"
+    APPEARED = "appeared"
+    SET_UP = "set_up"
+    SLOW = "slow"
+    WELL = "well"
+    NOTICED = "noticed"
+    SPARED = "spared"
+    SPARED_UNREADY = "spared_unready"
+    LOST = "lost"
+
+
+class ImpossibleNodeChange(MorphError):
+    """A node's state cannot change like this: a defect of the controller."""
+
+
+_S, _E = NodeState, NodeEvent
+NODE_TRANSITIONS: Mapping[tuple[NodeState, NodeEvent], NodeState] = MappingProxyType(
+    {
+        (_S.REQUESTED, _E.GRANTED): _S.BOOTING,
+        (_S.REQUESTED, _E.REFUSED): _S.GONE,
+        (_S.REQUESTED, _E.APPEARED): _S.WARMING,  # the news that it was granted is late or lost
+        (_S.BOOTING, _E.APPEARED): _S.WARMING,
+        (_S.WARMING, _E.SET_UP): _S.READY,
+        (_S.WARMING, _E.NOTICED): _S.DRAINING,
+        (_S.READY, _E.SLOW): _S.SUSPECT,
+        (_S.READY, _E.NOTICED): _S.DRAINING,
+        (_S.SUSPECT, _E.WELL): _S.READY,
+        (_S.SUSPECT, _E.NOTICED): _S.DRAINING,
+        (_S.DRAINING, _E.SET_UP): _S.DRAINING,
+        (_S.DRAINING, _E.NOTICED): _S.DRAINING,
+        (_S.DRAINING, _E.SPARED): _S.READY,  # the notice was withdrawn, or it was not taken
+        (_S.DRAINING, _E.SPARED_UNREADY): _S.WARMING,
+        **{(state, _E.LOST): _S.GONE for state in _S if state is not _S.GONE},
+    }
+)
+"""The state of a node after an event. A pair that is missing cannot happen."""
+
+
+def after(state: NodeState, event: NodeEvent) -> NodeState:
+    """Return the state of a node after an event.
+
+    Raises:
+        ImpossibleNodeChange: the pair is not in the table.
+    """
+    following = NODE_TRANSITIONS.get((state, event))
+    if following is None:
+        raise ImpossibleNodeChange(f"a node that is {state} cannot be {event}")
+    return following

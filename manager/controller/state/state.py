@@ -1,0 +1,355 @@
+"""The controller's state: frozen, and JSON in and out."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from manager.controller.state.actions import Action, Finish, RequestId
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.learned import Correction, StageRatios
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.reasons import Reason
+from morph.contract.base import Value
+from morph.contract.checkpoint import Manifest
+from morph.contract.decided import Decided, LossScale
+from morph.contract.messages import (
+    FailureCause,
+    PreCopyMove,
+    ReshapeOrder,
+    Slot,
+    UnitId,
+    UnitWritten,
+    Version,
+    WorkerId,
+)
+from morph.contract.plan import Plan
+
+
+class Phase(StrEnum):
+    """Phases of a job, each with what always holds in it.
+
+    ``STARTING``: no generation was formed yet; no worker has an order.
+    ``WAITING``: no plan fits the ready workers; no worker has an order; survivors keep what they hold.
+    ``HOLDING``: a plan fits, and a node with which a faster one fits is about to be ready, or workers may follow one
+    that their VM has lost; no worker has an order; ends at ``hold_until_s`` at the latest.
+    ``RESTING``: generation after generation came to nothing; no worker has an order but to write what it holds; ends at
+    ``rest_until_s`` once these are answered.
+    ``RESHAPING``: every member (and every worker that only serves its units) has answered ``Reshaped`` or has
+    the reshape order of this generation outstanding, at least one of them the latter.
+    ``TRAINING``: every member has answered ``Prepared`` or has the step order of (generation, version, attempt)
+    outstanding, at least one of them the latter; nobody else has an order.
+    ``COMMITTING``: members have answered ``Committed`` or have the commit order outstanding; a commit or a unit
+    of the last checkpoint is missing.
+    ``SEALING``: everything is committed and written but the last manifest; no worker has an order.
+    ``ABORTING``: the generation is being dissolved; every outstanding order was told to abort, and at least one
+    is left.
+    ``ENDED``: a ``Finish`` was issued; events change nothing.
+
+    The decided version changes only when every member prepared it, or when state is lost and it returns to a
+    checkpoint's. What holds of a state by itself, in each phase, is the table in ``validate``.
+    """
+
+    STARTING = "starting"
+    WAITING = "waiting"
+    HOLDING = "holding"
+    RESTING = "resting"
+    RESHAPING = "reshaping"
+    TRAINING = "training"
+    COMMITTING = "committing"
+    SEALING = "sealing"
+    ABORTING = "aborting"
+    ENDED = "ended"
+
+
+class OutstandingOrder(Value):
+    """The order that ``ControllerState.awaited`` have not answered yet. ``version`` is the step of a step order."""
+
+    kind: Literal["reshape", "step", "commit"]
+    generation: int
+    version: Version
+    attempt: int = 0
+    sent_s: float
+    abort_sent_s: float | None = None
+
+
+class StepReport(Value):
+    """What one member reported of the present attempt of the present step."""
+
+    overflowed: bool
+    unit_norms_sq: dict[UnitId, float]
+    non_finite: bool
+
+
+class Yardstick(Value):
+    """What a healthy worker took (seconds) for a micro-batch's forward and backward on these sections.
+
+    ``usual``: how all workers compared with the profile then, where that was known.
+    """
+
+    first_section: int
+    end_section: int
+    healthy_s: float
+    usual: float | None = None
+
+
+class Pace(Value):
+    """How fast a worker computes.
+
+    ``samples_s``: micro-batches of the window that is being filled; ``median_s``: of the last full one, and
+    ``error_s`` its standard error; ``past_s``: medians of the last windows in this generation. ``streak``: windows in a
+    row in which it was slow, or, negative, well. ``slowdown``: 1 is as fast as expected. ``yardstick``: what it was
+    held against when it was last judged.
+    """
+
+    samples_s: tuple[float, ...] = ()
+    median_s: float | None = None
+    error_s: float = 0.0
+    past_s: tuple[float, ...] = ()
+    yardstick: Yardstick | None = None
+    streak: int = 0
+    slowdown: float = 1.0
+
+
+class Probation(Value):
+    """Of a slow worker that was left out. ``asked_s``: when the probe was sent that is not answered yet."""
+
+    num_asked: int = 0
+    num_passed: int = 0
+    num_failed: int = 0
+    due_s: float
+    asked_s: float | None = None
+
+
+class WorkerState(Value):
+    """One VM and its worker. ``holds``: units whose state at the decided version it certainly has.
+
+    ``ready_s``: when it was set up, None before that. ``eligible_s``: it is not taken in earlier, for its machine
+    came and went too often. ``drain_until_s``: while draining, when its notice counts as void.
+    """
+
+    appeared_s: float
+    node: NodeState = NodeState.WARMING
+    host: str = ""
+    ready_s: float | None = None
+    eligible_s: float | None = None
+    notice: str | None = None
+    drain_until_s: float | None = None
+    pace: Pace = Pace()
+    probation: Probation | None = None
+    holds: frozenset[UnitId] = frozenset()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is set up, and so can be given an order."""
+        return self.ready_s is not None
+
+
+class Failing(Value):
+    """An error inside a worker, until the step at which it came is decided.
+
+    ``final``: it came again, or nothing would mend it: what is held is saved, and the run ends.
+    """
+
+    version: Version
+    generation: int
+    worker: WorkerId
+    sentence: str
+    traceback: str = ""
+    cause: FailureCause = "run"
+    final: bool = False
+
+
+class NodeRequest(Value):
+    """VMs that were asked for and are not up: ``count`` not granted yet, ``granted`` booting (name -> since when)."""
+
+    count: int
+    asked_s: float
+    num_sent: int = 1
+    granted: dict[WorkerId, float] = Field(default_factory=dict)
+
+
+class KeptNotice(Value):
+    """A notice of a VM that may be one of those that are asked for: its agent can be faster than the grant."""
+
+    notice: str
+    taken_s: float
+
+
+class Flaps(Value):
+    """How often a machine came back lately."""
+
+    num: int
+    last_s: float
+
+
+class PendingCheckpoint(Value):
+    """A checkpoint on its way to storage: who writes which unit, and what is there already.
+
+    ``stale``: a writer was lost or its generation dissolved, so it may never be completed and another may begin.
+    ``refused``: writers whose storage took nothing; they are told to write again.
+    """
+
+    version: Version
+    writers: dict[UnitId, WorkerId]
+    written: dict[UnitId, UnitWritten] = Field(default_factory=dict)
+    started_s: float
+    stale: bool = False
+    refused: frozenset[WorkerId] = frozenset()
+
+    @property
+    def complete(self) -> bool:
+        """Every unit is on storage."""
+        return len(self.written) == len(self.writers)
+
+    @property
+    def debtors(self) -> set[WorkerId]:
+        """The workers that still have units to write."""
+        return {worker for unit, worker in self.writers.items() if unit not in self.written}
+
+
+class PreCopy(Value):
+    """A planned change whose units are sent ahead, while the present generation goes on training.
+
+    The change is ``slots`` of ``plan``. ``moves`` are the units that a receiver lacks there, each with a member that
+    holds it and sends it; ``following``, by receiver, those that it has and keeps at the decided version.
+    ``failed``: receivers that some units will not reach. Nobody ever waits for any of it but a boundary that puts the
+    change off: ``until_s`` at the latest.
+    """
+
+    number: int
+    plan: Plan
+    slots: tuple[Slot, ...]
+    moves: tuple[PreCopyMove, ...]
+    following: dict[WorkerId, frozenset[UnitId]] = Field(default_factory=dict)
+    failed: frozenset[WorkerId] = frozenset()
+    until_s: float
+
+    @property
+    def parties(self) -> tuple[WorkerId, ...]:
+        """Who sends or receives, each once."""
+        return tuple(dict.fromkeys(worker for move in self.moves for worker in (move.sender, move.receiver)))
+
+    @property
+    def num_following(self) -> int:
+        """Units that have arrived, of all receivers."""
+        return sum(len(units) for units in self.following.values())
+
+    @property
+    def settled(self) -> bool:
+        """Whether every unit has arrived, or will not."""
+        return all(
+            move.receiver in self.failed or move.unit in self.following.get(move.receiver, ()) for move in self.moves
+        )
+
+
+class ControllerState(Value):
+    """Everything that ``decide`` knows. ``version`` is the decided version; ``workers`` are in order of appearance."""
+
+    config: ControllerConfig
+    phase: Phase = Phase.STARTING
+    version: Version
+    generation: int = 0
+    attempt: int = 0
+    decided: Decided | None = Field(default=None, description="of the last step; None: ``version`` was restored")
+    loss_scale: LossScale | None = Field(default=None, description="of the present step, if the job has one")
+    reshape: ReshapeOrder | None = Field(default=None, description="that formed the present generation")
+    member_units: dict[WorkerId, frozenset[UnitId]] = Field(default_factory=dict, description="by present member")
+    workers: dict[WorkerId, WorkerState] = Field(default_factory=dict)
+    order: OutstandingOrder | None = None
+    awaited: frozenset[WorkerId] = Field(default=frozenset(), description="who has ``order`` and has not answered")
+    reports: dict[WorkerId, StepReport] = Field(default_factory=dict)
+    num_appeared: int = 0
+    first_feasible_s: float | None = None
+    num_fruitless: int = Field(default=0, description="generations dissolved since the last decided step")
+    resting_since_s: float | None = Field(default=None, description="of the first rest since the last decided step")
+    rest_until_s: float | None = None
+    checkpoint: Manifest | None = Field(default=None, description="newest complete checkpoint")
+    pending: PendingCheckpoint | None = None
+    sealing: tuple[Manifest, ...] = Field(default=(), description="manifests being written")
+    sealing_since_s: float | None = None
+    unsaved_since_s: float | None = Field(default=None, description="since when storage refuses what the end waits for")
+    save_again_s: float | None = Field(default=None, description="when that is tried again")
+    checkpoint_base: Version = Field(default=0, description="the next checkpoint is counted from this version")
+    stop_reason: str | None = None
+    failing: Failing | None = Field(default=None, description="the last error inside a worker")
+    finish: Finish | None = None
+    waiting_since_s: float | None = Field(default=None, description="for VMs, before the start or with too few")
+    hold_until_s: float | None = None
+    torn: dict[str, float] = Field(
+        default_factory=dict, description="VMs that lost a worker: until when its other workers may follow"
+    )
+    join_since_s: float | None = Field(default=None, description="since when a better shape could be formed")
+    morph_began_s: float | None = None
+    morph_s: float | None = Field(default=None, description="mean of planned changes")
+    ahead: PreCopy | None = Field(default=None, description="sent ahead now; gone with the generation, or a party")
+    num_ahead: int = 0
+    state_bytes_per_s: float | None = Field(default=None, description="mean, of units from peers to one worker")
+    setup_s: float | None = Field(default=None, description="mean of setups")
+    leaving: frozenset[WorkerId] = Field(
+        default=frozenset(), description="who drains by a notice that is to be acknowledged"
+    )
+    requests: dict[RequestId, NodeRequest] = Field(default_factory=dict)
+    kept_notices: dict[WorkerId, KeptNotice] = Field(
+        default_factory=dict, description="of nodes that are not known: of open requests, or of VMs that came"
+    )
+    num_requests: int = 0
+    num_refused: int = Field(default=0, description="refusals since the last grant")
+    num_setups_lost: int = Field(default=0, description="VMs in a row that came to nothing before one got ready")
+    setup_lost_s: float | None = Field(default=None, description="when the last of these was")
+    num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
+    ask_at_s: float | None = Field(default=None, description="no further request before that")
+    stage_ratios: tuple[StageRatios, ...] = Field(default=(), description="of compute times to the profile's")
+    correction: Correction | None = Field(default=None, description="of the profile, as it was told last")
+    planned_with: tuple[float, ...] = Field(default=(), description="``config.factors`` now")
+    flaps: dict[str, Flaps] = Field(default_factory=dict, description="by machine")
+    nodes_wake_s: float | None = Field(default=None, description="no wait for a node runs out before that")
+    recent: tuple[str, ...] = Field(default=(), description="the last events, for the error of an impossible one")
+
+    @property
+    def ready_workers(self) -> tuple[WorkerId, ...]:
+        """The workers that are set up, whether they may be given a slot or not, in order of appearance."""
+        return tuple(worker for worker, entry in self.workers.items() if entry.ready)
+
+    @property
+    def busy_workers(self) -> tuple[WorkerId, ...]:
+        """The workers with an outstanding order, in order of appearance."""
+        return tuple(worker for worker in self.workers if worker in self.awaited) if self.awaited else ()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The present shape; None while none is formed."""
+        return self.reshape.plan if self.reshape else None
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Who drives what in it."""
+        return self.reshape.slots if self.reshape else ()
+
+
+def initial_state(config: ControllerConfig) -> ControllerState:
+    """Return the state before the first event."""
+    return ControllerState(
+        config=config,
+        version=config.initial_version,
+        checkpoint=config.initial_checkpoint,
+        checkpoint_base=config.initial_version,
+    )
+
+
+def mean_of(before: float | None, sample_s: float) -> float | None:
+    """Take a measured duration into a mean that forgets; a clock that stepped back measured nothing."""
+    if sample_s < 0:
+        return before
+    return sample_s if before is None else 0.7 * before + 0.3 * sample_s
+
+
+class Decision(Value):
+    """What ``decide`` returns. ``wake_at_s``: send a ``Tick`` then, at the latest; None: none is needed."""
+
+    state: ControllerState
+    actions: tuple[Action, ...] = ()
+    reason: Reason
+    wake_at_s: float | None = None

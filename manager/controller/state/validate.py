@@ -1,0 +1,205 @@
+"""What always holds of a state, whatever led to it: one table of sentences, each with its test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import ControllerState, Phase, WorkerState
+from morph.contract.errors import MorphError
+
+ORDER_KIND = {
+    Phase.RESHAPING: "reshape",
+    Phase.TRAINING: "step",
+    Phase.COMMITTING: "commit",
+    Phase.RESTING: "commit",
+}
+WITHOUT_ORDERS = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.SEALING, Phase.ENDED)
+WITH_ORDERS = (Phase.RESHAPING, Phase.TRAINING, Phase.ABORTING)
+SHAPED = (Phase.RESHAPING, Phase.TRAINING)
+UNSHAPED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
+AHEAD = (Phase.TRAINING, Phase.COMMITTING, Phase.SEALING, Phase.ENDED)
+LIVING = (NodeState.WARMING, NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING)
+
+
+class BrokenState(MorphError):
+    """A state that cannot be: a defect of the controller."""
+
+
+def validate(state: ControllerState) -> None:
+    """Check every invariant.
+
+    The live loop does not: a run goes on as long as its decisions make sense to its workers. Tests and the simulated
+    clusters call it after every decision.
+
+    Raises:
+        BrokenState: with job, phase, what should hold, and the last events.
+    """
+    for sentence, holds in INVARIANTS.items():
+        if not holds(state):
+            history = "; ".join(state.recent) or "none"
+            raise BrokenState(f"job {state.config.job}, {state.phase}: not so: {sentence} (last events: {history})")
+
+
+def _of_each(holds: Callable[[WorkerState], bool]) -> Callable[[ControllerState], bool]:
+    return lambda state: all(map(holds, state.workers.values()))
+
+
+def _answers(state: ControllerState) -> bool:
+    return state.phase is not Phase.TRAINING or (
+        set(state.reports) | state.awaited == set(state.member_units) and state.awaited.isdisjoint(state.reports)
+    )
+
+
+def _kind(state: ControllerState) -> bool:
+    return state.order is None or state.order.kind == ORDER_KIND.get(state.phase, state.order.kind)
+
+
+def _commits(state: ControllerState) -> bool:
+    missing = bool(state.awaited) or (state.pending is not None and not state.pending.complete)
+    return missing or state.phase is not Phase.COMMITTING
+
+
+def _members(state: ControllerState) -> bool:
+    members = [slot.worker for slot in state.slots]
+    return len(members) == len(state.member_units) and set(members) == set(state.member_units)
+
+
+def _held(state: ControllerState) -> bool:
+    if state.phase is not Phase.TRAINING:
+        return True
+    held: set[str] = set().union(*(entry.holds for entry in state.workers.values()))
+    return held == set(state.config.units)
+
+
+def _members_hold(state: ControllerState) -> bool:
+    return state.phase is not Phase.TRAINING or all(
+        units <= state.workers[worker].holds for worker, units in state.member_units.items()
+    )
+
+
+def _pending(state: ControllerState) -> bool:
+    pending = state.pending
+    return pending is None or (
+        pending.version <= state.version
+        and set(pending.writers) == set(state.config.units)
+        and pending.written.keys() <= pending.writers.keys()
+        and pending.refused <= set(pending.writers.values())
+    )
+
+
+def _probed(state: ControllerState) -> bool:
+    return all(
+        entry.probation is None or (entry.node is NodeState.SUSPECT and worker not in state.member_units)
+        for worker, entry in state.workers.items()
+    )
+
+
+def _leaving(state: ControllerState) -> bool:
+    return all(worker in state.workers and state.workers[worker].node is NodeState.DRAINING for worker in state.leaving)
+
+
+def _granted(state: ControllerState) -> bool:
+    granted = [node for request in state.requests.values() for node in request.granted]
+    return len(granted) == len(set(granted)) and _strangers(state, granted)
+
+
+def _strangers(state: ControllerState, nodes: Iterable[str]) -> bool:
+    return state.workers.keys().isdisjoint(nodes)
+
+
+def _ahead(state: ControllerState) -> bool:
+    ahead = state.ahead
+    return ahead is None or (
+        state.phase in AHEAD and ahead.number <= state.num_ahead and set(ahead.parties) <= state.workers.keys()
+    )
+
+
+def _moves(state: ControllerState) -> bool:
+    if state.ahead is None or state.phase is not Phase.TRAINING:
+        return True
+    workers = state.workers
+    return all(
+        move.unit in workers[move.sender].holds and move.unit not in workers[move.receiver].holds
+        for move in state.ahead.moves
+    )
+
+
+INVARIANTS: dict[str, Callable[[ControllerState], bool]] = {
+    # orders
+    "there is an order while somebody has it": lambda state: (state.order is not None) == bool(state.awaited),
+    "only known workers have orders": lambda state: state.awaited <= state.workers.keys(),
+    "no worker has an order before a shape, in a pause or at the end": lambda state: (
+        state.order is None or state.phase not in WITHOUT_ORDERS
+    ),
+    "somebody has an order while a shape is formed, trains or is dissolved": lambda state: (
+        state.order is not None or state.phase not in WITH_ORDERS
+    ),
+    "an order is of the present generation": lambda state: (
+        state.order is None or state.order.generation == state.generation
+    ),
+    "an order is of its phase's kind": _kind,
+    "orders are told to abort while a generation is dissolved, and never else": lambda state: (
+        state.order is None or (state.order.abort_sent_s is not None) == (state.phase is Phase.ABORTING)
+    ),
+    "in training a member has the step's order or has prepared it, and nobody else": _answers,
+    "while committing, a commit or a unit of the last checkpoint is missing": _commits,
+    # membership
+    "the members are those of the slots, each once": _members,
+    "there is no shape before the first generation and in pauses": lambda state: (
+        state.reshape is None or state.phase not in UNSHAPED
+    ),
+    "no generation is formed at the start": lambda state: state.generation == 0 or state.phase is not Phase.STARTING,
+    "the shape is the present generation's while it is formed and trains": lambda state: (
+        state.phase not in SHAPED or (state.reshape is not None and state.reshape.generation == state.generation)
+    ),
+    "no member of a shape that is formed or trains is lost": lambda state: (
+        state.phase not in SHAPED or state.member_units.keys() <= state.workers.keys()
+    ),
+    "in training somebody holds each unit": _held,
+    "in training a member holds its stage's units": _members_hold,
+    # waits
+    "a wait for a node that is about to be ready has an end": lambda state: (
+        state.phase is not Phase.HOLDING or state.hold_until_s is not None
+    ),
+    "a wait for VMs has a beginning": lambda state: (
+        state.phase is not Phase.WAITING or state.waiting_since_s is not None
+    ),
+    "a rest has an end": lambda state: state.phase is not Phase.RESTING or state.rest_until_s is not None,
+    "a run that is over has an outcome, and no other has": lambda state: (
+        (state.finish is not None) == (state.phase is Phase.ENDED)
+    ),
+    # steps and checkpoints
+    "what is decided is of the present version": lambda state: (
+        state.decided is None or state.decided.version == state.version
+    ),
+    "an error that is final stops the run": lambda state: (
+        state.failing is None or not state.failing.final or state.stop_reason is not None
+    ),
+    "a checkpoint under way is of all units, of a version that is decided, written by its writers": _pending,
+    "while sealing, a manifest is being written": lambda state: bool(state.sealing) or state.phase is not Phase.SEALING,
+    "manifests are being written since a time": lambda state: (
+        bool(state.sealing) == (state.sealing_since_s is not None)
+    ),
+    # nodes and requests
+    "a worker is warming, ready, suspect or draining": _of_each(lambda entry: entry.node in LIVING),
+    "who is warming is not set up": _of_each(lambda entry: not entry.ready or entry.node is not NodeState.WARMING),
+    "who is ready or suspect is set up": _of_each(
+        lambda entry: entry.ready or entry.node not in (NodeState.READY, NodeState.SUSPECT)
+    ),
+    "who is not set up holds nothing": _of_each(lambda entry: entry.ready or not entry.holds),
+    "who drains does so until a time, and nobody else": _of_each(
+        lambda entry: (entry.node is NodeState.DRAINING) == (entry.drain_until_s is not None)
+    ),
+    "who is probed is suspect and no member": _probed,
+    "whose notice is to be acknowledged drains": _leaving,
+    "something of each request is awaited": lambda state: all(
+        request.count or request.granted for request in state.requests.values()
+    ),
+    "a node boots for one request, and is not up": _granted,
+    "a notice is kept of nodes that are not up": lambda state: _strangers(state, state.kept_notices),
+    # units sent ahead
+    "units are sent ahead while training, under their number, by known workers": _ahead,
+    "units are sent ahead by who holds them to who lacks them": _moves,
+}
+"""What should hold, and whether it does."""

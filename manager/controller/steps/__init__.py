@@ -1,0 +1,1 @@
+"""Ordinary steps, rests between them, and checkpoints."""

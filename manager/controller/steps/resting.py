@@ -1,0 +1,103 @@
+"""Generations come to nothing, one after the other: what is held is saved, and after a pause it is tried again."""
+
+from __future__ import annotations
+
+from manager.controller.shape.forming import form, form_or_hold
+from manager.controller.state.draft import Draft
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, OutstandingOrder, PendingCheckpoint, Phase
+from manager.controller.steps.stepping import commit_orders
+from morph.contract.messages import UnitId, WorkerId
+
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 300.0
+
+
+def rest(draft: Draft) -> None:
+    """Nobody has an order, and too many generations in a row were dissolved: save what is held, and wait a while.
+
+    Each further generation that comes to nothing is followed by a pause twice as long. The run ends when no step was
+    decided for ``policy.give_up_after_s`` since the first of these pauses, or at a stop once everything is saved.
+    """
+    state, now_s = draft.state, draft.now_s
+    policy = state.config.policy
+    since_s = now_s if state.resting_since_s is None else state.resting_since_s
+    sentence = (
+        f"{state.num_fruitless} generations in a row were dissolved without a new step "
+        f"(version {state.version} is decided)"
+    )
+    if now_s >= since_s + policy.give_up_after_s:
+        saved = 0 if state.checkpoint is None else state.checkpoint.version
+        limit = f"for {policy.give_up_after_s:g} s, policy.give_up_after_s of the cluster file"
+        return draft.end("failed", f"{sentence}, {limit}; version {saved} is saved")
+    if state.stop_reason is not None and is_saved(state):
+        return draft.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
+    pause_s = pause_after(state.num_fruitless - policy.max_fruitless_generations)
+    draft.change(
+        phase=Phase.RESTING,
+        resting_since_s=since_s,
+        rest_until_s=now_s + pause_s,
+        reshape=None,
+        member_units={},
+        join_since_s=None,
+    )
+    draft.say(ReasonCode.RESTING, f"{sentence}: the next one is formed in {pause_s:g} s")
+    return _save_held(draft)
+
+
+def pause_after(num_before: int) -> float:
+    """Seconds to wait when so many tries were in vain before this one: twice as long each time, within a bound."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(num_before, 16))
+
+
+def rest_over(draft: Draft) -> None:
+    """While resting: form the next generation once the pause is over and everybody answered."""
+    state = draft.state
+    if not state.awaited and (state.rest_until_s is None or draft.now_s >= state.rest_until_s):
+        draft.change(rest_until_s=None)
+        form_or_hold(draft)
+
+
+def stop_while_resting(draft: Draft) -> None:
+    """A stop was asked for: end if everything is saved, else once it is; or try what saves it."""
+    state = draft.state
+    if is_saved(state):
+        return draft.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
+    if state.awaited or state.sealing or (state.pending is not None and not state.pending.stale):
+        return draft.say(ReasonCode.STOP_NOTED, f"{state.stop_reason}: the run ends when what is held is saved")
+    draft.change(rest_until_s=None)
+    return form(draft)
+
+
+def is_saved(state: ControllerState) -> bool:
+    """Whether the decided version is a complete checkpoint."""
+    return (0 if state.checkpoint is None else state.checkpoint.version) == state.version
+
+
+def _save_held(draft: Draft) -> None:
+    """Have the decided version written by whoever holds it, without a generation, unless it is saved or not held."""
+    state, now_s = draft.state, draft.now_s
+    if is_saved(state) or any(manifest.version == state.version for manifest in state.sealing):
+        return
+    writers = _writers(state)
+    if writers is None:
+        return
+    order = OutstandingOrder(kind="commit", generation=state.generation + 1, version=state.version, sent_s=now_s)
+    pending = PendingCheckpoint(version=state.version, writers=writers, started_s=now_s)
+    receivers = [worker for worker in state.workers if worker in writers.values()]
+    draft.order(order, receivers, generation=order.generation, pending=pending)
+    sentence = f"version {state.version} is written by the {len(receivers)} workers that hold it"
+    draft.say(ReasonCode.RESTING, sentence, *commit_orders(draft.state, writers, receivers))
+
+
+def _writers(state: ControllerState) -> dict[UnitId, WorkerId] | None:
+    """Deal the units to workers that hold them, about as many bytes to each; None: one has no holder."""
+    writers: dict[UnitId, WorkerId] = {}
+    load = dict.fromkeys(state.ready_workers, 0)
+    for unit in state.config.units:
+        holders = [worker for worker in load if unit in state.workers[worker].holds]
+        if not holders:
+            return None
+        writers[unit] = min(holders, key=load.__getitem__)
+        load[writers[unit]] += state.config.unit_bytes[unit]
+    return writers

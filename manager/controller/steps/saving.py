@@ -1,0 +1,136 @@
+"""Checkpoints on their way to storage."""
+
+from __future__ import annotations
+
+from manager.controller.state.actions import WriteManifest
+from manager.controller.state.draft import Draft
+from manager.controller.state.events import MANIFEST_WRITER, CheckpointFailed, ManifestWritten, UnitsWritten
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, Phase
+from manager.controller.steps.resting import is_saved
+from manager.controller.steps.stepping import commit_orders, end_if_saved, seal, seal_if_complete
+
+SAVING = (Phase.COMMITTING, Phase.SEALING)
+FIRST_PAUSE_S = 1.0
+MOST_PAUSE_S = 30.0
+"""Between two tries to write the last checkpoint."""
+
+
+def units_written(draft: Draft, event: UnitsWritten) -> None:
+    """Note units that are on storage; with the last one the manifest is written.
+
+    Only who was told to write a unit is believed: what a worker of an earlier history wrote of the same version may be
+    another state, unless accumulation is exact.
+    """
+    pending = draft.state.pending
+    if pending is None:
+        return draft.say(ReasonCode.IGNORED, "no checkpoint is being written")
+    new = {
+        entry.unit: entry
+        for entry in event.written
+        if entry.version == pending.version
+        and pending.writers.get(entry.unit) == entry.worker == event.worker
+        and entry.unit not in pending.written
+    }
+    if not new:
+        return draft.say(ReasonCode.IGNORED, f"nothing of these is awaited for version {pending.version}")
+    pending = pending.model_copy(update={"written": {**pending.written, **new}})
+    draft.change(pending=pending)
+    sentence = f"{len(pending.written)} of {len(pending.writers)} units of version {pending.version} are written"
+    draft.say(ReasonCode.UNITS_NOTED, sentence)
+    if draft.state.phase is Phase.COMMITTING:
+        return seal_if_complete(draft)
+    return seal(draft, pending) if pending.complete else None
+
+
+def checkpoint_failed(draft: Draft, event: CheckpointFailed) -> None:
+    """Give up the checkpoint that failed; training goes on, the next one is tried when it is due.
+
+    The last checkpoint of a run, and its manifest, are tried again until storage takes them: nothing is lost by then.
+    """
+    state = draft.state
+    sentence = f"{event.worker} could not write its part of a checkpoint: {event.error}"
+    if event.worker == MANIFEST_WRITER and state.sealing:
+        if state.phase is Phase.SEALING and event.version in (None, state.version):
+            told = f"the manifest of version {state.version} cannot be written: {event.error}"
+            return _save_later(draft, told)
+        left = tuple(entry for entry in state.sealing if event.version not in (None, entry.version))
+        since_s = state.sealing_since_s if left else None
+        draft.change(sealing=left, sealing_since_s=since_s, checkpoint_base=_last_try(state))
+        return draft.say(ReasonCode.CHECKPOINT_ABANDONED, f"the manifest cannot be written: {event.error}")
+    if state.pending is None or event.worker not in state.pending.debtors:
+        return draft.say(ReasonCode.IGNORED, f"{event.worker} had nothing to write: {event.error}")
+    if state.phase is Phase.COMMITTING:
+        pending = state.pending.model_copy(update={"refused": state.pending.refused | {event.worker}})
+        draft.change(pending=pending)
+        return _save_later(draft, sentence)
+    draft.change(pending=None, checkpoint_base=_last_try(state))
+    return draft.say(ReasonCode.CHECKPOINT_ABANDONED, sentence)
+
+
+def manifest_written(draft: Draft, event: ManifestWritten) -> None:
+    """A checkpoint is complete; the newest one is where lost state comes from."""
+    state = draft.state
+    manifest = next((entry for entry in state.sealing if entry.version == event.version), None)
+    if manifest is None:
+        return draft.say(ReasonCode.IGNORED, f"no manifest of version {event.version} is awaited")
+    left = tuple(entry for entry in state.sealing if entry.version != event.version)
+    newest = manifest
+    if state.checkpoint is not None and state.checkpoint.version > manifest.version:
+        newest = state.checkpoint
+    draft.change(
+        sealing=left,
+        sealing_since_s=state.sealing_since_s if left else None,
+        checkpoint=newest,
+        checkpoint_base=max(state.checkpoint_base, min(manifest.version, state.version)),
+    )
+    if state.phase is Phase.RESTING and state.stop_reason is not None and is_saved(draft.state):
+        return draft.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
+    draft.say(ReasonCode.CHECKPOINT_COMPLETE, f"the checkpoint of version {event.version} is complete")
+    if state.phase is Phase.SEALING:
+        end_if_saved(draft)
+    return None
+
+
+def _save_later(draft: Draft, sentence: str) -> None:
+    """Try again after a pause as long as what was waited already, between ``FIRST_PAUSE_S`` and ``MOST_PAUSE_S``."""
+    state, now_s = draft.state, draft.now_s
+    since_s = now_s if state.unsaved_since_s is None else state.unsaved_since_s
+    again_s = now_s + min(MOST_PAUSE_S, max(FIRST_PAUSE_S, now_s - since_s))
+    code = ReasonCode.CHECKPOINT_ABANDONED if state.unsaved_since_s is None else ReasonCode.UNITS_NOTED  # told once
+    pending = None if state.pending is None else state.pending.model_copy(update={"started_s": again_s})
+    sealing_since_s = None if state.sealing_since_s is None else again_s
+    draft.change(pending=pending, sealing_since_s=sealing_since_s)
+    draft.change(unsaved_since_s=since_s, save_again_s=again_s)
+    draft.say(code, f"{sentence}; it is tried again until it can be")
+
+
+def save_if_due(draft: Draft) -> None:
+    """Try again to write what the end of the run waits for, if it is time."""
+    state, now_s = draft.state, draft.now_s
+    since_s, again_s = state.unsaved_since_s, state.save_again_s
+    if state.phase not in SAVING or since_s is None or again_s is None or now_s < again_s:
+        return None
+    limit_s = state.config.policy.rules.wait.vms_patience_s
+    if now_s >= since_s + limit_s:
+        return draft.end("failed", f"version {state.version} could not be written for {limit_s:g} s")
+    draft.change(save_again_s=None)
+    sentence = f"version {state.version} is written once more"
+    if state.phase is Phase.SEALING:
+        manifests = [WriteManifest(manifest=manifest) for manifest in state.sealing]
+        return draft.say(ReasonCode.CHECKPOINT_SEALED, sentence, *manifests)
+    if state.pending is None:
+        return None
+    pending = state.pending
+    owed = {unit: worker for unit, worker in pending.writers.items() if unit not in pending.written}
+    orders = commit_orders(state, owed, sorted(pending.refused & pending.debtors))
+    draft.change(pending=pending.model_copy(update={"refused": frozenset()}))
+    return draft.say(ReasonCode.COMMIT_STARTED, sentence, *orders)
+
+
+def _last_try(state: ControllerState) -> int:
+    """The next checkpoint is due a whole interval after the one that failed, so bad storage is not hammered."""
+    tried = [entry.version for entry in state.sealing]
+    if state.pending is not None:
+        tried.append(state.pending.version)
+    return max(state.checkpoint_base, min(max(tried), state.version))

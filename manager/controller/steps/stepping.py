@@ -1,0 +1,261 @@
+"""The training loop: first order of a generation, step boundaries, overflow, the last commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from manager.controller.shape.boundary import change_due, drain_due, draining_members
+from manager.controller.shape.forming import form
+from manager.controller.shape.placement import share_units, units_by_stage
+from manager.controller.shape.postponing import sends_ahead
+from manager.controller.shape.pre_copy import drop_if_stale
+from manager.controller.state.actions import SendCommit, SendStep, WriteManifest
+from manager.controller.state.draft import Draft
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, OutstandingOrder, PendingCheckpoint, Phase, mean_of
+from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.decided import decided_step
+from morph.contract.errors import TrainingStopped
+from morph.contract.messages import CommitOrder, StepOrder, UnitId, WorkerId
+
+MAX_ATTEMPTS = 8
+
+
+def begin(draft: Draft) -> None:
+    """Everybody is reshaped: give the first order of the generation; members drop what their stage does not need."""
+    state = draft.state
+    if state.morph_began_s is not None:
+        draft.change(morph_s=mean_of(state.morph_s, draft.now_s - state.morph_began_s), morph_began_s=None)
+    leaving = drain_due(draft) if not _is_last(state) else None
+    if leaving is not None:  # nobody was given an order yet, so nobody dropped anything
+        draft.say(ReasonCode.FORMED, leaving)
+        return form(draft, planned=True)
+    _settle_holdings(draft, others_keep=True)
+    return _commit(draft) if _is_last(state) else _step(draft, ReasonCode.STEP_STARTED)
+
+
+def decide_step(draft: Draft) -> None:
+    """Every member prepared the step: run it again if a gradient overflowed, else decide the next version.
+
+    A gradient that is not finite fits no scale: then the step is decided as skipped, whatever overflowed.
+    """
+    state = draft.state
+    overflowed = [worker for worker in state.member_units if state.reports[worker].overflowed]
+    if overflowed and not any(report.non_finite for report in state.reports.values()):
+        return _retry(draft, overflowed)
+    try:
+        _decide_facts(draft)
+    except TrainingStopped as error:
+        return draft.end("failed", str(error))
+    _settle_holdings(draft, others_keep=False)
+    step = state.version
+    draft.change(version=step + 1, attempt=0, num_fruitless=0, resting_since_s=None)
+    if state.failing is not None and state.failing.version <= step and not state.failing.final:
+        draft.change(failing=None)
+    state = draft.state
+    sentence = f"every worker prepared step {step}: version {step + 1} is decided"
+    if state.decided is not None and state.decided.skipped:
+        sentence += ", its weights unchanged, for a gradient is not finite"
+    draft.say(ReasonCode.STEP_DECIDED, sentence)
+    if _is_last(state):
+        return _commit(draft)
+    why = change_due(draft)
+    if why is None:
+        drop_if_stale(draft)
+        return _step(draft, ReasonCode.STEP_DECIDED)
+    draft.say(ReasonCode.FORMED, why)
+    return _step(draft, ReasonCode.STEP_DECIDED) if sends_ahead(draft) else form(draft, planned=True)
+
+
+def seal_if_complete(draft: Draft) -> None:
+    """While committing: write the last manifest once every commit is answered and every unit written."""
+    state = draft.state
+    if state.awaited:
+        return draft.say(ReasonCode.COMMIT_WAIT, f"{len(state.awaited)} workers have still to commit")
+    if state.pending is None:
+        return _end(draft)
+    missing = len(state.pending.writers) - len(state.pending.written)
+    if missing:
+        return draft.say(ReasonCode.COMMIT_WAIT, f"{missing} units of the last checkpoint are still to be written")
+    draft.change(phase=Phase.SEALING)
+    return seal(draft, state.pending)
+
+
+def seal(draft: Draft, pending: PendingCheckpoint) -> None:
+    """Every unit is on storage: write the manifest."""
+    state = draft.state
+    files = [pending.written[unit] for unit in state.config.units]
+    manifest = Manifest(
+        fingerprint=state.config.fingerprint,
+        version=pending.version,
+        units=tuple(
+            UnitFile(unit=entry.unit, file=entry.file, size_bytes=entry.size_bytes, sha256=entry.sha256)
+            for entry in files
+        ),
+    )
+    draft.change(pending=None, sealing=(*state.sealing, manifest), sealing_since_s=draft.now_s)
+    draft.change(unsaved_since_s=None, save_again_s=None)
+    sentence = f"every unit of version {pending.version} is written: its manifest follows"
+    draft.say(ReasonCode.CHECKPOINT_SEALED, sentence, WriteManifest(manifest=manifest))
+
+
+def end_if_saved(draft: Draft) -> None:
+    """While sealing: end once the decided version is a complete checkpoint."""
+    state = draft.state
+    if state.checkpoint is not None and state.checkpoint.version == state.version:
+        return _end(draft)
+    return draft.say(ReasonCode.CHECKPOINT_COMPLETE, "an earlier checkpoint is complete; the last one is awaited")
+
+
+def send_again(state: ControllerState) -> tuple[SendStep | SendCommit, ...]:
+    """Build the step or commit orders that are not answered once more, as they were."""
+    assert state.order is not None, "nothing is outstanding"
+    pending = state.pending
+    share = pending.writers if pending is not None and pending.version == state.version else {}
+    receivers = state.busy_workers
+    if state.order.kind == "commit":
+        return commit_orders(state, share, receivers)
+    return _step_orders(state, share if state.attempt == 0 and not state.order.abort_sent_s else {}, receivers)
+
+
+def commit_orders(
+    state: ControllerState, share: dict[UnitId, WorkerId], receivers: Iterable[WorkerId]
+) -> tuple[SendCommit, ...]:
+    """Build the orders to write the decided version; while resting, of what each holds without a generation."""
+    units = _units_of(share)
+    plain = CommitOrder(
+        generation=state.generation,
+        version=state.version,
+        decided=state.decided,
+        held=state.phase is Phase.RESTING,
+    )
+    return tuple(
+        SendCommit(worker=worker, order=plain.model_copy(update={"checkpoint_units": units.get(worker, ())}))
+        for worker in receivers
+    )
+
+
+def _decide_facts(draft: Draft) -> None:
+    """Note what is decided of the step that is prepared, and the loss scale of the next one."""
+    state = draft.state
+    reports = [state.reports[slot.worker] for slot in state.slots]
+    decided = decided_step(
+        state.version + 1,
+        [report.unit_norms_sq for report in reports],
+        [report.non_finite for report in reports],
+        state.config.units,
+    )
+    scale = state.loss_scale.after(skipped=decided.skipped) if state.loss_scale is not None else None
+    draft.change(decided=decided, loss_scale=scale)
+
+
+def _settle_holdings(draft: Draft, *, others_keep: bool) -> None:
+    """Members hold their stage's units and nothing else; others what they held, or nothing any more."""
+    state = draft.state
+    workers = dict(state.workers)
+    for worker, entry in state.workers.items():
+        holds = state.member_units.get(worker, entry.holds if others_keep else frozenset())
+        if entry.holds is not holds:
+            workers[worker] = entry.model_copy(update={"holds": holds})
+    draft.change(workers=workers)
+
+
+def _end(draft: Draft) -> None:
+    state = draft.state
+    if state.version >= state.config.num_steps and (state.failing is None or not state.failing.final):
+        return draft.end("finished", f"all {state.config.num_steps} steps are committed and saved")
+    return draft.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
+
+
+def _is_last(state: ControllerState) -> bool:
+    return state.version >= state.config.num_steps or state.stop_reason is not None
+
+
+def _step(draft: Draft, code: ReasonCode) -> None:
+    """Order the step of the decided version from every member, with a checkpoint of it when one is due."""
+    share = _begin_checkpoint_if_due(draft)
+    sentence = f"step {draft.state.version} is ordered"
+    if share:
+        sentence += f", with a checkpoint of version {draft.state.version}"
+    _send_step(draft, share, sentence, code)
+
+
+def _retry(draft: Draft, overflowed: list[WorkerId]) -> None:
+    state = draft.state
+    attempt = state.attempt + 1
+    sentence = f"a gradient of step {state.version} overflowed on {', '.join(overflowed)}"
+    if attempt >= MAX_ATTEMPTS:
+        return draft.end("failed", f"{sentence}, {attempt} times in a row")
+    sentence += f"; attempt {attempt} of the step is ordered"
+    draft.change(attempt=attempt)
+    return _send_step(draft, {}, sentence, ReasonCode.OVERFLOW_RETRY)
+
+
+def _send_step(draft: Draft, share: dict[UnitId, WorkerId], sentence: str, code: ReasonCode) -> None:
+    state = draft.state
+    order = OutstandingOrder(
+        kind="step", generation=state.generation, version=state.version, attempt=state.attempt, sent_s=draft.now_s
+    )
+    draft.order(order, state.member_units, phase=Phase.TRAINING)
+    draft.say(code, sentence, *_step_orders(state, share, state.member_units))
+
+
+def _step_orders(
+    state: ControllerState, share: dict[UnitId, WorkerId], receivers: Iterable[WorkerId]
+) -> tuple[SendStep, ...]:
+    plain = StepOrder(
+        generation=state.generation,
+        step=state.version,
+        attempt=state.attempt,
+        decided=state.decided,
+        loss_scale=state.loss_scale,
+        record_timeline=state.version == state.config.timeline_step,
+    )
+    units = _units_of(share)
+    return tuple(
+        SendStep(
+            worker=worker,
+            order=plain.model_copy(update={"checkpoint_units": units[worker]}) if worker in units else plain,
+        )
+        for worker in receivers
+    )
+
+
+def _commit(draft: Draft) -> None:
+    """Order every member to apply the decided version, and to write it unless it is a complete checkpoint already."""
+    state, now_s = draft.state, draft.now_s
+    saved = state.checkpoint is not None and state.checkpoint.version == state.version
+    share = {} if saved else _shares(state)
+    pending = None if saved else PendingCheckpoint(version=state.version, writers=share, started_s=now_s)
+    order = OutstandingOrder(kind="commit", generation=state.generation, version=state.version, sent_s=now_s)
+    draft.change(unsaved_since_s=None, save_again_s=None, phase=Phase.COMMITTING, pending=pending)
+    draft.order(order, state.member_units)
+    sentence = f"version {state.version} is to be committed: {state.stop_reason or 'it is the last'}"
+    draft.say(ReasonCode.COMMIT_STARTED, sentence, *commit_orders(draft.state, share, state.member_units))
+
+
+def _units_of(share: dict[UnitId, WorkerId]) -> dict[WorkerId, tuple[UnitId, ...]]:
+    units: dict[WorkerId, tuple[UnitId, ...]] = {}
+    for unit, writer in share.items():
+        units[writer] = (*units.get(writer, ()), unit)
+    return units
+
+
+def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
+    assert state.plan is not None, "no generation was formed"
+    needed = units_by_stage(state.plan, state.config.units)
+    return share_units(state.slots, needed, state.config.unit_bytes)
+
+
+def _begin_checkpoint_if_due(draft: Draft) -> dict[UnitId, WorkerId]:
+    """Begin a checkpoint when one is due: every so many steps, and while a member that cannot be spared drains."""
+    state, now_s = draft.state, draft.now_s
+    policy, pending = state.config.policy, state.pending
+    due_after = 1 if draining_members(state) else policy.checkpoint_every_steps
+    if state.version - state.checkpoint_base < due_after or state.sealing:
+        return {}
+    if pending is not None and not pending.stale and now_s < pending.started_s + policy.order_timeout_s:
+        return {}
+    share = _shares(state)
+    draft.change(pending=PendingCheckpoint(version=state.version, writers=share, started_s=now_s))
+    return share

@@ -1,0 +1,1 @@
+"""Workers that are alive but slow (fail-stutter)."""

@@ -1,0 +1,43 @@
+"""Learning from compute times what the profile has too short or too long."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from manager.controller.state.actions import NoteCorrection
+from manager.controller.state.draft import Draft
+from manager.controller.state.events import ComputeTimesSeen
+from manager.controller.state.learned import correction_of, is_material, with_observation
+from manager.controller.state.nodes import NodeState
+
+
+def learn(draft: Draft, event: ComputeTimesSeen) -> None:
+    """Take compute times of members that are well; tell what is known of the profile's when that changed materially.
+
+    One observation of each stage, the median of its micro-batches.
+    """
+    state, profiled_s = draft.state, draft.state.config.section_compute_s
+    if state.plan is None or not all(profiled_s) or not profiled_s:
+        return
+    stage_of = {slot.worker: slot.stage for slot in state.slots}
+    samples_s: dict[int, list[float]] = {}
+    for times in event.times:
+        entry = state.workers.get(times.worker)
+        well = entry is not None and entry.node is NodeState.READY
+        if well and times.generation == state.generation and times.worker in stage_of:
+            samples_s.setdefault(stage_of[times.worker], []).extend(times.device_s or times.compute_s)
+    seen = state.stage_ratios
+    for stage, times_s in sorted(samples_s.items()):
+        sections = state.plan.stages[stage].sections
+        median_s = statistics.median(times_s) if times_s else 0.0
+        if median_s > 0:
+            ratio = median_s / sum(profiled_s[sections.start : sections.stop])
+            seen = with_observation(seen, sections, math.log(ratio))
+    if seen is state.stage_ratios:
+        return
+    draft.change(stage_ratios=seen)
+    found = correction_of(seen, profiled_s)
+    if is_material(state.correction, found, seen, profiled_s):
+        draft.change(correction=found)
+        draft.add(found.sentence, NoteCorrection(correction=found))

@@ -1,0 +1,100 @@
+"""Probing slow workers that were left out, ever less often, until they are well or given up."""
+
+from __future__ import annotations
+
+from manager.controller.failures.lost_workers import lose
+from manager.controller.shape.flapping import hold_s
+from manager.controller.state.actions import EndWorker, ProbeWorker
+from manager.controller.state.draft import Draft
+from manager.controller.state.events import WorkerProbed
+from manager.controller.state.nodes import NodeEvent
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, Pace, Probation
+from manager.controller.stragglers.baselines import healthy_now_s
+from morph.contract.messages import WorkerId
+
+
+def probed(draft: Draft, event: WorkerProbed) -> None:
+    """Take a probe's answer: some good ones in a row bring a worker back."""
+    state, now_s = draft.state, draft.now_s
+    entry = state.workers.get(event.worker)
+    probation = entry.probation if entry is not None else None
+    if entry is None or probation is None or probation.asked_s is None or event.probe != probation.num_asked:
+        return draft.say(ReasonCode.IGNORED, f"no such probe of {event.worker} is awaited")
+    rules = state.config.policy.rules.stutter
+    if event.slowdown is None and probation.num_asked < rules.max_probes:
+        again = probation.model_copy(update={"asked_s": None, "due_s": now_s + rules.probe_every_s})
+        draft.change_worker(event.worker, probation=again)
+        draft.wake_by(now_s + rules.probe_every_s)
+        return draft.say(ReasonCode.WORKER_PROBED, f"{event.worker} did not come to its probe; another is to follow")
+    if event.slowdown is None:
+        return _probe_failed(draft, event.worker, "did not come to its last probe")
+    if event.slowdown >= rules.well_ratio:
+        return _probe_failed(draft, event.worker, f"is still {event.slowdown:.2f} times slower")
+    if probation.num_passed + 1 < rules.probe_passes:
+        if probation.num_asked >= rules.max_probes:
+            return _probe_failed(draft, event.worker, "passed too few probes")
+        passed = {"num_passed": probation.num_passed + 1, "asked_s": None, "due_s": now_s + rules.probe_every_s}
+        draft.change_worker(event.worker, probation=probation.model_copy(update=passed))
+        draft.wake_by(now_s + rules.probe_every_s)
+        return draft.say(ReasonCode.WORKER_PROBED, f"{event.worker} passed a probe; one more is to follow")
+    wait_s = hold_s(draft, entry.host or event.worker)
+    eligible_s = now_s + wait_s if wait_s else None
+    draft.change_node(event.worker, NodeEvent.WELL, probation=None, pace=Pace(), eligible_s=eligible_s)
+    return draft.say(ReasonCode.WORKER_WELL, f"{event.worker} is well again, by {rules.probe_passes} probes")
+
+
+def probe_if_due(draft: Draft, worker: WorkerId) -> None:
+    """Send a probe when it is time to, or count one that was never answered as failed."""
+    state, now_s = draft.state, draft.now_s
+    probation = state.workers[worker].probation
+    if probation is None or now_s < probe_at_s(state, probation):
+        return None
+    if probation.asked_s is not None:
+        return _probe_failed(draft, worker, "did not answer a probe")
+    asked = probation.model_copy(update={"num_asked": probation.num_asked + 1, "asked_s": now_s})
+    draft.change_worker(worker, probation=asked)
+    draft.wake_by(probe_at_s(state, asked))
+    return draft.say(ReasonCode.WORKER_PROBED, f"{worker} is probed", probe_of(draft.state, worker))
+
+
+def probe_of(state: ControllerState, worker: WorkerId) -> ProbeWorker:
+    """Build the probe that this worker was asked last: on the stage on which it was slow, against what others take."""
+    entry = state.workers[worker]
+    yardstick = entry.pace.yardstick
+    assert entry.probation is not None and yardstick is not None, f"{worker} was never found slow"  # noqa: PT018
+    return ProbeWorker(
+        worker=worker,
+        probe=entry.probation.num_asked,
+        step=state.version,
+        first_section=yardstick.first_section,
+        end_section=yardstick.end_section,
+        healthy_s=healthy_now_s(state, yardstick),
+    )
+
+
+def probe_at_s(state: ControllerState, probation: Probation) -> float:
+    """Return when the next probe is due, or the present one counts as failed."""
+    if probation.asked_s is None:
+        return probation.due_s
+    return probation.asked_s + state.config.policy.order_timeout_s
+
+
+def _probe_failed(draft: Draft, worker: WorkerId, what: str) -> None:
+    state = draft.state
+    rules, probation = state.config.policy.rules.stutter, state.workers[worker].probation
+    assert probation is not None, "nobody probed it"
+    if probation.num_asked >= rules.max_probes:
+        why = f"it {what}, after {probation.num_asked} probes"
+        draft.say(ReasonCode.WORKER_REMOVED, "given up", EndWorker(worker=worker))
+        return lose(draft, {worker: why})
+    wait_s = min(rules.probe_every_s * float(2 ** min(probation.num_failed, 64)), rules.probe_every_max_s)
+    failed = {
+        "num_passed": 0,
+        "num_failed": probation.num_failed + 1,
+        "asked_s": None,
+        "due_s": draft.now_s + wait_s,
+    }
+    draft.change_worker(worker, probation=probation.model_copy(update=failed))
+    draft.wake_by(draft.now_s + wait_s)
+    return draft.say(ReasonCode.WORKER_PROBED, f"{worker} {what}: probed again in {wait_s:g} s")

@@ -1,0 +1,1 @@
+"""Where VMs and workers come in: certificates, notices, liveness."""

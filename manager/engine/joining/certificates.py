@@ -1,0 +1,82 @@
+"""Certificates of one run, for Ray's TLS: an authority, and a pair that it signed for the manager's machine.
+
+Every process of the run there shows the pair, as server and as client, and takes nobody without one of this authority.
+Where all VMs are of that machine they show the same, and the authority's key is thrown away. Where a provider brings
+them, the key is kept for as long as the run lives, and each VM gets a pair of its own (``manager.enrolment``).
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manager.enrolment.files import Certificates
+from manager.machine.ports import LOOPBACK
+from morph.contract.errors import ClusterError, ConfigError
+from morph.contract.files import PRIVATE, write_whole
+
+if TYPE_CHECKING:
+    from manager.enrolment.authority import Authority
+
+LIFE = datetime.timedelta(days=365)
+NAME = "Manager of one Morph run"
+
+
+@dataclass(frozen=True)
+class Tls:
+    """That a run's Ray processes encrypt, and what for.
+
+    ``address``: at which they are reached on the manager's machine. ``enrols``: VMs elsewhere get certificates too.
+    """
+
+    address: str = LOOPBACK
+    enrols: bool = False
+
+
+def certificates_of(directory: Path) -> Certificates:
+    """Where the certificates of a run are; ``directory``: the one with Ray's token."""
+    return Certificates.below(directory / "tls")
+
+
+def make_certificates(directory: Path, tls: Tls) -> Certificates:
+    """Make and write them below a run's directory. Without ``tls.enrols`` the authority's key lives in this call alone.
+
+    Raises:
+        ConfigError: the library that makes certificates is not installed.
+    """
+    try:
+        from manager.enrolment.authority import Authority, key_pem, new_key, now
+    except ImportError as error:
+        raise ConfigError(
+            "certificates need a library that is not installed",
+            field="vms.tls",
+            value=True,
+            allowed="pip install -e '.[tls]' in the clone of Morph",
+        ) from error
+
+    authority, key = Authority.make(), new_key()
+    found = certificates_of(directory)
+    found.key.parent.mkdir(mode=0o700)
+    write_whole(found.authority, authority.pem, PRIVATE)
+    write_whole(found.certificate, authority.certify(key.public_key(), NAME, tls.address, LIFE, now()), PRIVATE)
+    write_whole(found.key, key_pem(key), PRIVATE)
+    if tls.enrols:
+        write_whole(found.authority_key, authority.key_pem, PRIVATE)
+    return found
+
+
+def load_authority(directory: Path) -> Authority:
+    """Return what signs for the VMs of a run; another manager may have made it.
+
+    Raises:
+        ClusterError: it is gone, or damaged.
+    """
+    from manager.enrolment.authority import Authority
+
+    found = certificates_of(directory)
+    try:
+        return Authority.load(found.authority.read_bytes(), found.authority_key.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ClusterError("what signs the VMs' certificates is gone") from error

@@ -1,0 +1,79 @@
+"""Watches for which workers VMs have joined the cluster, and for which they have left it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+
+from manager.controller.state.events import NodeAppeared, Paid, WorkerLost
+from manager.engine.loop.event_queue import EventQueue
+from manager.journal.records import VM_UP, Fact
+from morph.contract.errors import ClusterError
+
+LOOK_EVERY_S = 1.0
+CLOSE_TIMEOUT_S = 15.0
+
+
+class Joiner:
+    """Looks once a second, in a thread of its own; each worker's VM is told of once, and once more when it is gone.
+
+    Args:
+        nodes: The workers whose VMs are in the cluster now, with their addresses; raises ClusterError when it cannot
+            say. A VM with several devices has several.
+        request_of: The request that a worker's VM answers; None: it is none of ours, and is passed over.
+        event_queue: Where ``NodeAppeared`` and ``WorkerLost`` go.
+        appeared: Workers of whose VMs the controller was told by an earlier manager.
+        paid_of: What workers cost, of those whose grant was not told yet; may block for as long as a provider's list.
+    """
+
+    def __init__(
+        self,
+        nodes: Callable[[], Mapping[str, str]],
+        request_of: Callable[[str], str | None],
+        event_queue: EventQueue,
+        appeared: Collection[str] = (),
+        paid_of: Callable[[Collection[str]], Mapping[str, Paid]] = lambda _: {},
+    ) -> None:
+        self._nodes, self._request_of, self._event_queue = nodes, request_of, event_queue
+        self._paid_of = paid_of
+        self._appeared = set(appeared)
+        self._here: frozenset[str] = frozenset()
+        self._trouble = ""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="morph-joiner", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more; blocks until the last look is over, for at most ``CLOSE_TIMEOUT_S``."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def look(self) -> None:
+        """Look once."""
+        try:
+            nodes = self._nodes()
+        except ClusterError as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                self._event_queue.put(Fact(name="cluster_silent", detail=self._trouble))
+            return
+        self._trouble = ""
+        requests = {worker: self._request_of(worker) for worker in sorted(set(nodes) - self._appeared)}
+        new = {worker: request for worker, request in requests.items() if request is not None}
+        paid = self._paid_of(new) if new else {}
+        for worker, request in new.items():
+            self._appeared.add(worker)
+            self._event_queue.put(NodeAppeared(node=worker, request=request, paid=paid.get(worker)))
+            self._event_queue.put(Fact(name=VM_UP, worker=worker, detail=nodes[worker]))
+        for worker in sorted((self._here - set(nodes)) & self._appeared):
+            self._event_queue.put(WorkerLost(worker=worker, cause="its VM left the cluster"))
+        self._here = frozenset(nodes)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self.look()
+            self._over.wait(LOOK_EVERY_S)

@@ -1,0 +1,289 @@
+"""Where workers call the manager. One thread hears them all; whoever has something to say to one sends it.
+
+A worker has two connections. What it is ordered, answers and tells goes over ``talk``: when that ends, however it does,
+the worker makes it anew. Over ``liveness`` nothing goes. The kernel ends that of a dead process in good order, within
+milliseconds, whatever became of its VM. A connection that is reset is no death, and a VM that vanishes without a word
+keeps its connections: that is what the heartbeats are for.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from manager.engine.loop.line import Line
+from manager.enrolment.files import Certificates
+from morph.contract.proof import new_secret, proof
+from morph.link.contexts import server_context
+from morph.link.greeting import Greeting
+from morph.link.home import Home
+from morph.link.wire import CHUNK_BYTES, Wire
+from morph.runtime.groups.listener import BACKLOG, HELLO_TIMEOUT_S, LOOK_EVERY_S, MOST_KNOWN, PAUSE_S, Strangers
+from morph.runtime.process.link import LIVENESS, PURPOSE, ROLES, TALK, bounded
+
+log = logging.getLogger(__name__)
+
+MOST_AT_ONCE = 16
+"""Connections that are accepted before others are heard again."""
+JOIN_TIMEOUT_S = 5.0
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Listen for workers.
+
+    Raises:
+        OSError: that address or port cannot be listened on.
+    """
+    return socket.create_server((host, port), backlog=BACKLOG)
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """Where workers call: a listening socket, the secret that theirs are made of, and what is shown where TLS is on."""
+
+    listening: socket.socket
+    secret: str = field(repr=False)
+    certificates: Certificates | None = None
+
+    def home(self, worker: str) -> Home:
+        """What a worker is to know of it: from its own secret nobody can tell another worker's."""
+        host, port = self.listening.getsockname()[:2]
+        own, tls = self.secret_of(worker), self.certificates is not None
+        return Home(worker=worker, host=host, port=port, secret=own, tls=tls)
+
+    def secret_of(self, worker: str) -> str:
+        """What one worker and the manager share."""
+        return proof(self.secret, PURPOSE, worker)
+
+    def context(self) -> ssl.SSLContext | None:
+        """What the manager shows.
+
+        Raises:
+            OSError: it is gone.
+        """
+        files = self.certificates
+        return server_context(files.certificate, files.key, files.authority) if files else None
+
+
+class LinkEvents(Protocol):
+    """Who is told what; in the server's thread, so all return at once."""
+
+    def came(self, worker: str, line: Line) -> None:
+        """A worker called, for the first time or again: from now on it is reached by this line."""
+
+    def heard(self, worker: str, body: bytes) -> None:
+        """It said something. A ValueError means that it does not speak as a worker does, and ends the line."""
+
+    def died(self, worker: str) -> None:
+        """Its process is gone."""
+
+
+@dataclass(eq=False)
+class _Caller:
+    """One connection. ``role`` is empty until it is known whose it is."""
+
+    connection: socket.socket
+    wire: Wire
+    server: LinkServer
+    nonce: str = field(default_factory=new_secret)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    unsent: deque[memoryview] = field(default_factory=deque)
+    moved_s: float = 0.0
+    worker: str = ""
+    role: str = ""
+
+    @property
+    def stuck_s(self) -> float:
+        return time.monotonic() - self.moved_s if self.unsent else 0.0
+
+    def send(self, body: bytes) -> None:
+        with suppress(OSError), self.lock:  # the server's thread sees whether it ended
+            self.write(self.wire.put(body))
+
+    def hang_up(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def write(self, data: bytes = b"") -> None:
+        """Send what can be sent at once, the rest when there is room; to be called with the lock."""
+        was_blocked = bool(self.unsent)
+        if data:
+            self.unsent.append(memoryview(data))
+            self.moved_s = self.moved_s if was_blocked else time.monotonic()
+        with suppress(BlockingIOError):
+            while self.unsent:
+                sent = self.connection.send(self.unsent[0])
+                self.moved_s = time.monotonic()
+                if sent < len(self.unsent[0]):
+                    self.unsent[0] = self.unsent[0][sent:]
+                else:
+                    self.unsent.popleft()
+        if self.unsent and not was_blocked:
+            self.server.want_room(self)
+
+
+class LinkServer:
+    """Lets workers in until ``close``; the listening socket may be another's too, who lets nobody in.
+
+    Raises:
+        OSError: the certificates are gone.
+    """
+
+    def __init__(self, entrance: Entrance, events: LinkEvents) -> None:
+        self._entrance, self._events = entrance, events
+        self._context = entrance.context()
+        self._strangers = Strangers()
+        self._known: dict[tuple[str, str], _Caller] = {}
+        self._callers: set[_Caller] = set()
+        self._blocked: deque[_Caller] = deque()
+        self._over = threading.Event()
+        self._wake_read, self._wake = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for own in (entrance.listening, self._wake_read, self._wake):
+            own.setblocking(False)
+        for own in (entrance.listening, self._wake_read):
+            self._selector.register(own, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="morph-workers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let nobody in any more, hang up, and report nothing."""
+        self._over.set()
+        self._wake_up()
+        self._thread.join(JOIN_TIMEOUT_S)
+        self._entrance.listening.close()
+        for caller in list(self._callers):
+            self._end(caller)
+        self._selector.close()
+        self._wake_read.close()
+        self._wake.close()
+
+    def want_room(self, caller: _Caller) -> None:
+        """Have the rest of what is to be sent to a caller sent when it takes more."""
+        self._blocked.append(caller)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        with suppress(OSError):  # full: it wakes anyway
+            self._wake.send(b"w")
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            ready = self._selector.select(LOOK_EVERY_S)
+            self._strangers.expire(HELLO_TIMEOUT_S)
+            for key, events in ready:
+                if self._over.is_set():
+                    return
+                if key.fileobj is self._entrance.listening:
+                    self._accept()
+                elif key.fileobj is self._wake_read:
+                    self._look_after_blocked()
+                elif key.data in self._callers:  # else it ended just now, with another's coming
+                    self._serve(key.data, events)
+
+    def _look_after_blocked(self) -> None:
+        with suppress(BlockingIOError):
+            self._wake_read.recv(CHUNK_BYTES)
+        while self._blocked:
+            caller = self._blocked.popleft()
+            if caller in self._callers:
+                self._selector.modify(caller.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, caller)
+
+    def _accept(self) -> None:
+        for _ in range(MOST_AT_ONCE):
+            try:
+                connection, address = self._entrance.listening.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:  # no descriptor is left, mostly: strangers go first
+                log.warning("no worker can be let in: %s", error)
+                self._strangers.send_oldest_away()
+                time.sleep(PAUSE_S)
+                return
+            caller = _Caller(connection, Wire(self._context), self)
+            self._callers.add(caller)
+            self._strangers.add(caller, str(address[0]), caller.hang_up)
+            try:
+                bounded(connection)
+                connection.setblocking(False)
+                self._selector.register(connection, selectors.EVENT_READ, caller)
+                caller.send(caller.nonce.encode())
+            except OSError:
+                self._end(caller)
+
+    def _serve(self, caller: _Caller, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                with caller.lock:
+                    caller.write()
+                    if not caller.unsent:
+                        self._selector.modify(caller.connection, selectors.EVENT_READ, caller)
+            if events & selectors.EVENT_READ:
+                self._hear(caller)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError) as error:  # gone, or does not speak as it should
+            log.debug("%s: %s: %s", caller.worker or "a stranger", type(error).__name__, error)
+            self._end(caller)
+        except Exception:
+            log.exception("%s", caller.worker or "a stranger")
+            self._end(caller)
+
+    def _hear(self, caller: _Caller) -> None:
+        data = caller.connection.recv(CHUNK_BYTES)
+        if not data:
+            is_death = caller.role == LIVENESS and self._known.get((caller.worker, LIVENESS)) is caller
+            self._end(caller)
+            if is_death:
+                self._events.died(caller.worker)
+            return
+        with caller.lock:
+            caller.write(caller.wire.take(data))
+        while caller in self._callers:
+            with caller.lock:
+                message = caller.wire.next()
+            if message is None:
+                return
+            if not caller.role:
+                self._greet(caller, message)
+            elif caller.role == TALK:
+                self._events.heard(caller.worker, message)
+
+    def _greet(self, caller: _Caller, message: bytes) -> None:
+        greeting, given = Greeting.heard(message, caller.nonce, PURPOSE, 2)
+        worker, role = greeting.facts
+        secret = self._entrance.secret_of(worker)
+        if role not in ROLES or not worker or not greeting.is_of_caller(given, secret):
+            raise ConnectionError("it has not the secret")
+        if not self._strangers.remove(caller) or len(self._known) >= len(ROLES) * MOST_KNOWN:
+            raise ConnectionError("it took too long, or too many are here")
+        with caller.lock:
+            caller.write(caller.wire.put(greeting.welcome(secret)))
+            caller.wire.seal(greeting.key(secret))
+        caller.worker, caller.role = worker, role
+        before = self._known.get((worker, role))
+        self._known[worker, role] = caller
+        if before is not None:
+            self._end(before)
+        if role == TALK:
+            self._events.came(worker, caller)
+
+    def _end(self, caller: _Caller) -> None:
+        self._callers.discard(caller)
+        self._strangers.remove(caller)
+        if self._known.get((caller.worker, caller.role)) is caller:
+            del self._known[caller.worker, caller.role]
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(caller.connection)
+        caller.hang_up()
+        with caller.lock:
+            caller.connection.close()
+            caller.unsent.clear()

@@ -1,0 +1,94 @@
+"""Where managers come to the process that owns a run's VMs, one after the other.
+
+A manager says that it holds the run (``settle``) when its successor could find the way here. When such a manager goes
+without asking for the end, it was killed: the VMs stay for ``patience_s``, in which another may come. One that comes
+and goes without having settled gains no time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import time
+from typing import Any
+
+PACKET_BYTES = 1 << 17
+FIRST_S = 30.0
+PAUSE_S = 0.1
+
+
+class ControlSocket:
+    """A listening socket whose visitors are let in one at a time.
+
+    Args:
+        listener: A Unix socket of sequenced packets in a directory that only this user can enter.
+        patience_s: How long to wait for the successor of a manager that was killed; 0: not at all.
+    """
+
+    def __init__(self, listener: socket.socket, patience_s: float) -> None:
+        self._listener = listener
+        self._patience_s = patience_s
+        self._until_s: float | None = None
+        self._settled = False
+
+    def settle(self) -> None:
+        """The manager that is inside holds the run from now on."""
+        self._settled = True
+
+    def next(self) -> socket.socket | None:
+        """The next manager's connection; None when none comes in time."""
+        now_s = time.monotonic()
+        if self._until_s is None:
+            until_s, self._until_s = now_s + FIRST_S, now_s
+        elif self._settled:
+            until_s = self._until_s = now_s + self._patience_s
+        else:
+            until_s = self._until_s
+        self._settled = False
+        while True:
+            self._listener.settimeout(max(0.0, until_s - time.monotonic()))
+            try:
+                connection, _ = self._listener.accept()
+            except (TimeoutError, BlockingIOError):
+                return None
+            except OSError:  # no descriptor is left, mostly: a run must not end for that
+                time.sleep(PAUSE_S)
+                continue
+            if _user_of(connection) in (os.geteuid(), 0):
+                connection.setblocking(True)
+                return connection
+            connection.close()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._listener.close()
+
+
+def tell(connection: socket.socket, *descriptors: int, **entries: object) -> None:
+    """Send one packet, and file descriptors with it.
+
+    Raises:
+        OSError: the other side is gone.
+    """
+    socket.send_fds(connection, [json.dumps(entries).encode()], descriptors)
+
+
+def hear(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[str, Any] | None, list[int]]:
+    """Receive one packet, and the file descriptors that came with it; blocks.
+
+    None: the other side is gone, or does not speak as a manager does.
+    """
+    try:
+        message, descriptors, _, _ = socket.recv_fds(connection, PACKET_BYTES, max_descriptors)
+        request = json.loads(message) if message else None
+    except (ConnectionError, ValueError, RecursionError):
+        return None, []
+    return (request if isinstance(request, dict) else None), descriptors
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Who is at the other end of a Unix socket."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", data)[1])

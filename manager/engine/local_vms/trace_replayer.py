@@ -1,0 +1,120 @@
+"""Makes a fleet of local VMs come and go as a trace says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping
+from itertools import groupby
+from types import MappingProxyType
+
+from manager.controller.state.events import Tick
+from manager.engine.local_vms.vm_fleet import VmFleet, VmHost
+from manager.engine.loop.event_queue import EventQueue
+from manager.journal.records import TRACE_PLAYED, Fact, TraceMoment
+from morph.contract.trace import Trace, TraceEvent
+
+CLOSE_TIMEOUT_S = 5.0
+STEP_S = 0.1
+
+
+class TraceReplayer:
+    """Plays a trace on a host of VMs, from a thread of its own.
+
+    The trace's clock stands at its first moment until ``start_clock``: what comes at time 0 is booted first.
+    ``stop_clock`` lets it stand again. Revocations of the same moment happen together. How far it came is noted as a
+    fact, so that another manager can go on from there (``begun``).
+    """
+
+    def __init__(self, host: VmHost, trace: Trace, event_queue: EventQueue, begun: TraceMoment | None = None) -> None:
+        self.fleet = VmFleet(host, event_queue)
+        begun = begun or TraceMoment()
+        self._played = trace.events[: begun.num_played]
+        self._events = trace.events[begun.num_played :]
+        self._clock_runs = threading.Event()
+        self._clock_s = begun.clock_s
+        self._num_played = begun.num_played
+        self._over = threading.Event()
+        self._finished = threading.Event()
+        self._event_queue = event_queue
+        self._thread = threading.Thread(target=self._run, name="morph-vm-trace", daemon=True)
+
+    def start(self) -> None:
+        """Begin to boot the VMs of time 0."""
+        self._thread.start()
+
+    def resume(
+        self, up: Collection[str], appeared: Collection[str], asked: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Before ``start``, and after another manager: take over the VMs of what it played; see ``VmFleet.adopt``."""
+        self.fleet.adopt(self._played, up, appeared, asked)
+
+    def start_clock(self) -> None:
+        """Let the trace's time run. Calling it again changes nothing."""
+        if not self._clock_runs.is_set():
+            self._clock_runs.set()
+            self._note()
+
+    def stop_clock(self) -> None:
+        """Let the trace's time stand, to within ``STEP_S``, until the next ``start_clock``."""
+        if self._clock_runs.is_set():
+            self._clock_runs.clear()
+            self._note()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the whole trace was played, or playing was stopped. A ``Tick`` follows, for whoever waits for it."""
+        return self._finished.is_set()
+
+    def close(self) -> None:
+        """Stop playing and booting."""
+        self._over.set()
+        self._clock_runs.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_TIMEOUT_S)
+        self.fleet.close()
+
+    def _run(self) -> None:
+        try:
+            self._play()
+        finally:
+            self._finished.set()
+            if not self._over.is_set():
+                self._event_queue.put(Tick())
+
+    def _play(self) -> None:
+        for time_s, events in groupby(self._events, key=lambda event: event.time_s):
+            self._wait_until(time_s)
+            if self._over.is_set():
+                return
+            together = list(events)
+            self._num_played += len(together)
+            self._note()  # first, so that another manager does what this one could not do any more
+            self._play_together(together)
+
+    def _note(self) -> None:
+        moment = TraceMoment(num_played=self._num_played, clock_s=self._clock_s, runs=self._clock_runs.is_set())
+        self._event_queue.put(Fact(name=TRACE_PLAYED, detail=moment.model_dump_json()))
+
+    def _wait_until(self, time_s: float) -> None:
+        while self._clock_s < time_s and not self._over.is_set():
+            self._clock_runs.wait()
+            begin_s = time.monotonic()
+            self._over.wait(min(STEP_S, time_s - self._clock_s))
+            self._clock_s += time.monotonic() - begin_s
+
+    def _play_together(self, events: list[TraceEvent]) -> None:
+        revoked: list[str] = []
+        rest: list[TraceEvent] = []
+        for event in events:
+            if event.event == "remove" and all(event.node_id != other.node_id for other in rest):
+                revoked.append(event.node_id)
+            else:
+                rest.append(event)  # also the revocation of what comes at this very moment
+        if revoked:
+            self.fleet.revoke(*revoked)
+        for event in rest:
+            if event.event == "add":
+                self.fleet.request(event.node_id, event.zone)
+            else:
+                self.fleet.revoke(event.node_id)

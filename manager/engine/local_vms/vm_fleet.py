@@ -1,0 +1,162 @@
+"""The local VMs of a run: asked for, booted several at a time, revoked without warning."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from manager.controller.state.events import NodeAppeared, WorkerLost
+from manager.engine.loop.event_queue import EventQueue
+from manager.journal.records import VM_KILLED, VM_UP, Fact
+from morph.contract.errors import ClusterError
+from morph.contract.trace import TraceEvent
+
+
+class VmHost(Protocol):
+    """Where VMs run. ``boots_at_once``: in so many threads VMs are brought up."""
+
+    boots_at_once: int
+
+    def add_vm(self, name: str) -> None:
+        """Bring up a VM; blocks until it is up.
+
+        Raises:
+            ClusterError: it died, or is not up in time.
+        """
+
+    def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
+        """Get ready to take VMs away without warning, all at once; calling the result does it."""
+
+
+class VmFleet:
+    """Boots VMs from threads of its own; ``request`` and ``revoke`` return at once, from any thread.
+
+    A node that is asked for again after its revocation gets a new VM id (``name.2``): it is another machine.
+    """
+
+    def __init__(self, host: VmHost, event_queue: EventQueue) -> None:
+        self._host = host
+        self._event_queue = event_queue
+        self._boots: queue.Queue[str | None] = queue.Queue()
+        self._wanted: dict[str, str] = {}
+        self._seen: dict[str, int] = {}
+        self._up: set[str] = set()
+        self._failed: set[str] = set()
+        self._lock = threading.Lock()
+        for _ in range(host.boots_at_once):
+            threading.Thread(target=self._boot_loop, name="morph-vm-boot", daemon=True).start()
+
+    def adopt(
+        self,
+        played: Iterable[TraceEvent],
+        up: Collection[str],
+        appeared: Collection[str],
+        asked: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Go on after another manager, which asked for and revoked these.
+
+        Args:
+            played: In order.
+            up: VMs that are up now. One that was revoked already is killed.
+            appeared: VMs of which the controller was told. One of the others that is up is told of now; one that is
+                not is asked for again.
+            asked: VMs besides those of ``played``, each with the request that it answers.
+        """
+        with self._lock:
+            for event in played:
+                if event.event == "add":
+                    self._want(event.node_id)
+                else:
+                    self._wanted.pop(event.node_id, None)
+            for node in asked:
+                self._want(node)
+            wanted = set(self._wanted.values())
+            self._up |= wanted & set(up)
+            self._failed |= wanted & set(appeared) - set(up)  # it died: nobody waits for it to boot
+        self._host.prepare_kill(sorted(set(up) - wanted))()
+        for vm in sorted(wanted - set(appeared)):
+            if vm in up:
+                self._appear(vm, asked.get(vm))
+            else:
+                self._boots.put(vm)
+
+    def request(self, node: str, zone: str = "unknown") -> str:
+        """Ask for a VM; ``NodeAppeared`` follows when it is up. Returns its id."""
+        with self._lock:
+            vm = self._want(node)
+        self._event_queue.put(Fact(name="vm_requested", worker=vm, detail=zone))
+        self._boots.put(vm)
+        return vm
+
+    def revoke(self, *nodes: str) -> None:
+        """Kill the nodes' VMs, all at once; one that is still booting never appears."""
+        doomed = self._unwanted(nodes)
+        kill = self._host.prepare_kill(doomed)
+        for vm in doomed:
+            self._event_queue.put(Fact(name=VM_KILLED, worker=vm))
+        kill()
+
+    def release(self, *nodes: str) -> None:
+        """End the nodes' VMs because nobody needs them: no revocation. One that is gone already is passed over."""
+        doomed = self._unwanted(nodes)
+        self._host.prepare_kill(doomed)()
+        for vm in doomed:
+            self._event_queue.put(Fact(name="vm_released", worker=vm))
+
+    def _unwanted(self, nodes: Sequence[str]) -> list[str]:
+        with self._lock:
+            vms = [self._wanted.pop(node) for node in nodes if node in self._wanted]
+            doomed = [vm for vm in vms if vm in self._up]
+            self._up.difference_update(doomed)
+            return doomed
+
+    @property
+    def booting(self) -> bool:
+        """Whether a VM that was asked for is not up yet."""
+        with self._lock:
+            return bool(set(self._wanted.values()) - self._up - self._failed)
+
+    def close(self) -> None:
+        """Boot nothing any more."""
+        with self._lock:
+            self._wanted.clear()
+        for _ in range(self._host.boots_at_once):
+            self._boots.put(None)
+
+    def _want(self, node: str) -> str:
+        count = self._seen[node] = self._seen.get(node, 0) + 1
+        vm = self._wanted[node] = node if count == 1 else f"{node}.{count}"
+        return vm
+
+    def _appear(self, vm: str, request: str | None = None) -> None:
+        self._event_queue.put(NodeAppeared(node=vm, request=request))
+        self._event_queue.put(Fact(name=VM_UP, worker=vm))
+
+    def _boot_loop(self) -> None:
+        while (vm := self._boots.get()) is not None:
+            if not self._is_wanted(vm):
+                continue  # revoked before it was up
+            try:
+                self._host.add_vm(vm)
+            except ClusterError as error:
+                with self._lock:
+                    self._failed.add(vm)
+                if self._is_wanted(vm):
+                    self._event_queue.put(Fact(name="vm_failed", worker=vm, detail=str(error)))
+                    self._event_queue.put(WorkerLost(worker=vm, cause=str(error)))
+                continue
+            with self._lock:
+                wanted = vm in self._wanted.values()
+                if wanted:
+                    self._up.add(vm)
+            if wanted:
+                self._appear(vm)
+            else:
+                self._host.prepare_kill([vm])()  # revoked while it booted
+
+    def _is_wanted(self, vm: str) -> bool:
+        with self._lock:
+            return vm in self._wanted.values()

@@ -1,0 +1,1 @@
+"""The live loop: events in, decisions written down, actions out."""

@@ -1,0 +1,251 @@
+"""The live loop: observe, decide, write down, act. No policy in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from manager.controller.decide import decide
+from manager.controller.state.actions import (
+    Abort,
+    AcknowledgeNotice,
+    Action,
+    EndWorker,
+    Finish,
+    NoteCorrection,
+    ProbeWorker,
+    ReleaseNodes,
+    RequestNodes,
+    SendCommit,
+    SendPreCopy,
+    SendReshape,
+    SendStep,
+    StartWorker,
+    WriteManifest,
+)
+from manager.controller.state.events import Event, StopRequested, Tick
+from manager.controller.state.state import ControllerState, Decision
+from manager.engine.loop.event_queue import EventQueue, Stamped
+from manager.engine.loop.manifest_writer import ManifestWriter
+from manager.engine.loop.silence import watch_every_s
+from manager.journal.journal import Journal
+from manager.journal.patience import patiently
+from manager.journal.records import Fact
+from morph.contract.messages import CommitOrder, PreCopyOrder, ProbeOrder, ReshapeOrder, StepOrder
+from morph.contract.vm_names import vm_of
+
+LATE_S = 1.0
+"""What waited for longer was seen by a manager that stood still: the time of now counts."""
+TIMES_EVERY_S = 1.0
+TIMES_PATIENCE_S = 10.0
+TIMES_SHARE = 0.05
+"""The most of the driver's time that compute times take, however many workers there are."""
+
+
+class Pool(Protocol):
+    """What carries orders to workers; answers come back through the event_queue."""
+
+    def start(self, worker: str, vm: str) -> None:
+        """Start and set up a worker."""
+
+    def reshape(self, worker: str, order: ReshapeOrder) -> None:
+        """Send a reshape order."""
+
+    def step(self, worker: str, order: StepOrder) -> None:
+        """Send a step order."""
+
+    def commit(self, worker: str, order: CommitOrder) -> None:
+        """Send a commit order."""
+
+    def probe(self, worker: str, order: ProbeOrder) -> None:
+        """Have a worker time some work, until it gets another order; ``WorkerProbed`` follows."""
+
+    def abort(self, worker: str, generation: int) -> None:
+        """Abort a generation on a worker."""
+
+    def ahead(self, worker: str, order: PreCopyOrder) -> None:
+        """Tell a worker what to send ahead, or to expect."""
+
+    def end(self, worker: str) -> None:
+        """Kill a worker."""
+
+    def watch(self) -> bool:
+        """Look for silent workers. To be called every ``silence.watch_every_s``.
+
+        Returns False while all are silent together: no wait for any of them can be judged.
+        """
+
+
+class Requests(Protocol):
+    """What asks a provider for VMs; all return at once, and answers come back through the event_queue."""
+
+    def know(self, nodes: Collection[str]) -> None:
+        """Take note of the nodes that the controller knows, before what it decided is carried out."""
+
+    def request(self, action: RequestNodes) -> None:
+        """Ask for VMs."""
+
+    def release(self, action: ReleaseNodes) -> None:
+        """Give VMs back."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One turn of the loop, for whoever shows the run or wants it to end."""
+
+    time_s: float
+    event: Event
+    decision: Decision
+    request_stop: Callable[[str], None]
+
+
+Observer = Callable[[Observed], None]
+
+
+class Driver:
+    """Drives one run to its end.
+
+    Args:
+        state: The controller's state to begin with.
+        event_queue: Where events and facts arrive.
+        pool: Carries orders.
+        journal: Every event and decision is in it before its actions are carried out.
+        checkpoint_url: Where manifests go.
+        observers: Each called after each decision, in this thread.
+        requests: Asks for VMs; None: nobody does, and that is written down.
+        acknowledge: Tells a node that nothing of value is left on it, given the notice; None: nobody hears that.
+    """
+
+    def __init__(
+        self,
+        state: ControllerState,
+        event_queue: EventQueue,
+        pool: Pool,
+        journal: Journal,
+        checkpoint_url: str,
+        observers: Sequence[Observer],
+        requests: Requests | None = None,
+        acknowledge: Callable[[str, str], object] | None = None,
+    ) -> None:
+        self.state = state
+        self._event_queue = event_queue
+        self._pool = pool
+        self._journal = journal
+        self._manifests = ManifestWriter(checkpoint_url, event_queue)
+        self._observers = observers
+        self._requests = requests
+        self._acknowledge = acknowledge or (lambda _node, _notice: None)
+        self._finish: Finish | None = None
+        self._wake_at_s: float | None = None
+        self._watch_s = watch_every_s(state.config.policy.heartbeat_timeout_s)
+        self._times_at_s = time.monotonic() + TIMES_EVERY_S
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for an end at the next step boundary; safe in a signal handler."""
+        self._event_queue.put(StopRequested(reason=reason))
+
+    def tell(self, *told: Event | Fact) -> None:
+        """Take these before any of the event_queue: what a manager that takes over has seen."""
+        for item in told:
+            if self._finish is None:
+                self._take(Stamped(self._event_queue.now_s(), item))
+
+    def run(self) -> Finish:
+        """Block until the controller finishes the run."""
+        try:
+            return self._run()
+        finally:
+            self._manifests.close()
+
+    def _run(self) -> Finish:
+        while self._finish is None:
+            # what is there is taken before time-outs are judged, and by the time of now: more may come in a pause
+            now_s = self._event_queue.now_s()
+            for _ in range(len(self._event_queue)):
+                self._take_next(0.0)
+            is_heard = self._pool.watch()
+            is_due = self._wake_at_s is not None and now_s >= self._wake_at_s
+            if self._finish is None and is_due and is_heard:
+                self._handle(now_s, Tick())
+            self._hand_on_times()
+            if self._finish is None:
+                due_s = self._watch_s if self._wake_at_s is None else self._wake_at_s - self._event_queue.now_s()
+                self._take_next(min(self._watch_s, due_s))
+        return self._finish
+
+    def _take_next(self, timeout_s: float) -> None:
+        if self._finish is None and (stamped := self._event_queue.get(timeout_s)) is not None:
+            self._take(stamped)
+
+    def _hand_on_times(self) -> None:
+        """Tell the controller of everybody's compute times, now and then and when nothing else waits."""
+        overdue_s = time.monotonic() - self._times_at_s
+        if self._finish is not None or overdue_s < 0 or (len(self._event_queue) and overdue_s < TIMES_PATIENCE_S):
+            return
+        begin_s = time.monotonic()
+        seen = self._event_queue.paces.take()
+        if seen is not None:
+            self._handle(self._event_queue.now_s(), seen)
+        took_s = time.monotonic() - begin_s
+        self._times_at_s = begin_s + max(TIMES_EVERY_S, took_s / TIMES_SHARE)
+
+    def _take(self, stamped: Stamped) -> None:
+        if isinstance(stamped.item, Fact):
+            fact, limit_s = stamped.item, self.state.config.policy.rules.wait.vms_patience_s
+            patiently(lambda: self._journal.append_fact(stamped.time_s, fact), limit_s)
+        else:
+            self._handle(stamped.time_s, stamped.item)
+
+    def _handle(self, time_s: float, event: Event) -> None:
+        def write_down() -> tuple[float, Decision]:
+            """Decide, anew after each pause: what is ordered now has its time from now on, whenever its cause came."""
+            now_s = self._event_queue.now_s()
+            at_s = time_s if now_s - time_s < LATE_S else now_s
+            decision = decide(self.state, event, at_s)
+            self._journal.append_decision(at_s, event, decision)
+            return at_s, decision
+
+        at_s, decision = patiently(write_down, self.state.config.policy.rules.wait.vms_patience_s)
+        self.state = decision.state
+        self._wake_at_s = decision.wake_at_s
+        if self._requests is not None:
+            self._requests.know(decision.state.workers)
+        for action in decision.actions:
+            self._act(action)
+        for observer in self._observers:
+            observer(Observed(at_s, event, decision, self.request_stop))
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case SendStep(worker=worker, order=order):
+                self._pool.step(worker, order)
+            case SendReshape(worker=worker, order=reshape):
+                self._pool.reshape(worker, reshape)
+            case SendCommit(worker=worker, order=commit):
+                self._pool.commit(worker, commit)
+            case Abort(worker=worker, generation=generation):
+                self._pool.abort(worker, generation)
+            case SendPreCopy(worker=worker, order=ahead):
+                self._pool.ahead(worker, ahead)
+            case StartWorker(worker=worker):
+                self._pool.start(worker, vm_of(worker))
+            case EndWorker(worker=worker):
+                self._pool.end(worker)
+            case WriteManifest(manifest=manifest):
+                self._manifests.write(manifest)
+            case ProbeWorker(worker=worker):
+                self._pool.probe(worker, action.order())
+            case RequestNodes() if self._requests is not None:
+                self._requests.request(action)
+            case ReleaseNodes() if self._requests is not None:
+                self._requests.release(action)
+            case RequestNodes() | ReleaseNodes():  # these VMs come by themselves
+                self._event_queue.put(Fact(name="not_carried_out", detail=action.model_dump_json()))
+            case AcknowledgeNotice(worker=worker, notice=notice):
+                self._acknowledge(worker, notice)
+            case NoteCorrection():  # it is in the journal
+                pass
+            case Finish():
+                self._finish = action

@@ -1,0 +1,267 @@
+"""Workers by the lines on which they called: ordered, watched and ended, whoever started them.
+
+Every answer and every loss becomes an event on the driver's queue. A worker is lost when its process is gone, which the
+link server tells within milliseconds, or when its heartbeat has been silent for too long. A line that breaks is no
+loss: the worker calls again, and what is not answered is sent again. It answers an order that comes twice as before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from manager.controller.state.events import WorkerAnswered, WorkerLost
+from manager.engine.loop.event_queue import EventQueue, read_answer
+from manager.engine.loop.line import Launcher, Line
+from manager.engine.loop.silence import Signs, Silence
+from manager.journal.records import Fact
+from morph.contract.messages import (
+    CommitOrder,
+    Heartbeat,
+    PreCopyOrder,
+    Probed,
+    ProbeOrder,
+    ReshapeOrder,
+    StepOrder,
+    WorkerSetup,
+)
+from morph.runtime.process.messages import ANSWER, BEAT, pack, parts
+
+ATTACH_TIMEOUT_S = 15.0
+CALL_TIMEOUT_S = 300.0
+"""Who lives and has not called by then cannot: that a process ended is known before, and Ray may start many slowly."""
+STUCK_TIMEOUT_S = 5.0
+
+
+@dataclass(kw_only=True)
+class _Handle(Signs):
+    """A started worker. ``line`` is None until it called."""
+
+    line: Line | None = None
+    probe: int | None = None
+    """That is not answered yet."""
+    unanswered: dict[str, bytes] = field(default_factory=dict)
+    """The order, and the probe, that are not."""
+    told: dict[str, bytes] = field(default_factory=dict)
+    """The last message of each other kind."""
+    sending: threading.Lock = field(default_factory=threading.Lock)
+
+
+class WorkerPool:
+    """Events go to ``event_queue``. It is told by a ``LinkServer``, in that one's thread.
+
+    Args:
+        event_queue: Where answers and losses go.
+        make_setup: What a worker of this name is set up with.
+        launcher: Starts and kills them.
+        heartbeat_timeout_s: A silent worker is given up after this.
+        outage_timeout_s: Workers that are all silent together are given up after this.
+        check_cluster: Called while workers are watched; raises what ends the session.
+    """
+
+    def __init__(
+        self,
+        event_queue: EventQueue,
+        make_setup: Callable[[str], WorkerSetup],
+        launcher: Launcher,
+        heartbeat_timeout_s: float,
+        *,
+        outage_timeout_s: float = 0.0,
+        check_cluster: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._event_queue = event_queue
+        self._make_setup = make_setup
+        self._launcher = launcher
+        self._silence = Silence(heartbeat_timeout_s, outage_timeout_s, event_queue.put_unheard)
+        self._check_cluster = check_cluster
+        self._handles: dict[str, _Handle] = {}
+        self._lines: dict[str, Line] = {}
+        self._died: set[str] = set()
+        self._changed = threading.Condition()
+        self._packed: tuple[object, bytes] = (None, b"")
+        """The last order: one that goes to all is written once. Only one thread gives orders."""
+
+    def start(self, worker: str, vm: str) -> None:
+        """Start a worker and set it up; ``WorkerReady`` follows as an answer. One that was attached is set up again."""
+        if worker not in self._handles:
+            handle = self._attend(worker)
+            if worker in self._died:
+                self._lose(worker, handle, "its process is gone: its connection closed")
+                return
+            self._launcher.start_worker(worker, vm)
+        self._send(worker, "setup", self._make_setup(worker))
+
+    def attach(self, set_up: Collection[str]) -> tuple[str, ...]:
+        """Go on with workers of a manager that was killed; returns those that there are.
+
+        ``set_up``: those whose heartbeats begin now. One of them that does not call within ``ATTACH_TIMEOUT_S`` is
+        killed. The others are still being set up, or nobody wrote down that they are: they answer the setup that
+        follows.
+        """
+        there = set(self._launcher.adopt())
+        awaited = there & set(set_up)
+        with self._changed:
+            self._changed.wait_for(lambda: awaited <= self._lines.keys() | self._died, ATTACH_TIMEOUT_S)
+            there -= self._died
+            absent = (awaited & there) - self._lines.keys()
+        for worker in sorted(absent):
+            self._launcher.kill(worker)
+        for worker in there - absent:
+            self._attend(worker).ready = worker in awaited
+        return tuple(sorted(there - absent))
+
+    def _attend(self, worker: str) -> _Handle:
+        with self._changed:
+            handle = self._handles[worker] = _Handle(line=self._lines.get(worker))
+        return handle
+
+    def reshape(self, worker: str, order: ReshapeOrder) -> None:
+        """Send a reshape order."""
+        self._send(worker, "reshape", order)
+
+    def step(self, worker: str, order: StepOrder) -> None:
+        """Send a step order."""
+        self._send(worker, "step", order)
+
+    def commit(self, worker: str, order: CommitOrder) -> None:
+        """Send a commit order."""
+        self._send(worker, "commit", order)
+
+    def probe(self, worker: str, order: ProbeOrder) -> None:
+        """Have a worker time some work, until it gets another order; ``WorkerProbed`` follows."""
+        self._send(worker, "probe", order)
+        self._handles[worker].probe = order.probe
+
+    def abort(self, worker: str, generation: int) -> None:
+        """Abort a generation on a worker, beside its running order."""
+        self._tell(worker, "abort", generation)
+
+    def ahead(self, worker: str, order: PreCopyOrder) -> None:
+        """Tell a worker what to send ahead, or to expect, beside its running order."""
+        self._tell(worker, "ahead", order)
+
+    def end(self, worker: str) -> None:
+        """Kill a worker's process; no event follows."""
+        handle = self._handles.get(worker)
+        if handle and not handle.gone:
+            handle.gone = True
+            self._launcher.kill(worker)
+
+    def close(self) -> None:
+        """Report nothing any more."""
+        for handle in list(self._handles.values()):
+            handle.gone = True
+
+    def watch(self) -> bool:
+        """Report workers whose heartbeat is overdue, and end them: one that wakes must not go on.
+
+        Those too that take no orders, or never called. Returns whether somebody can be heard, or nobody is to be.
+        """
+        self._check_cluster()
+        for worker, silent_s in self._silence.overdue(self._handles):
+            self._give_up(worker, f"silent for {silent_s:.1f} s")
+        for worker, handle in list(self._handles.items()):
+            line = handle.line
+            if line is not None and line.stuck_s > STUCK_TIMEOUT_S and not self._silence.outage:
+                self._give_up(worker, "takes no orders: its connection stayed full")
+            elif line is None and not handle.gone and self._launcher.has_ended(worker):
+                self._lose(worker, handle, "its process ended before it called the manager")
+            elif line is None and time.monotonic() > handle.beat_sent_s + CALL_TIMEOUT_S:
+                self._give_up(worker, f"did not call the manager within {CALL_TIMEOUT_S:g} s")
+        return not self._silence.outage
+
+    def failed(self, worker: str, cause: str) -> None:
+        """Take note that a worker could not be started, or that its process is gone; in any thread."""
+        with self._changed:
+            self._died.add(worker)
+            self._lines.pop(worker, None)
+            handle = self._handles.get(worker)
+            self._changed.notify_all()
+        if handle is not None:
+            self._lose(worker, handle, cause)
+
+    def came(self, worker: str, line: Line) -> None:
+        """It called, for the first time or again: all that may have been lost with its last line goes to it."""
+        with self._changed:
+            self._lines[worker] = line
+            handle = self._handles.get(worker)
+            self._changed.notify_all()
+        if handle is None:
+            return
+        with handle.sending:
+            is_again, handle.line = handle.line not in (None, line), line
+            for message in (*handle.told.values(), *handle.unanswered.values()):
+                line.send(message)
+        if is_again and not handle.gone:
+            self._event_queue.put(Fact(name="connection_broken", worker=worker, detail="it has a new one"))
+
+    def heard(self, worker: str, body: bytes) -> None:
+        """It answered an order, or told that it lives."""
+        handle = self._handles.get(worker)
+        if handle is None or handle.gone:
+            return
+        try:
+            name, payload = parts(body)
+            if name == ANSWER:
+                self._answered(worker, handle, payload)
+            elif name == BEAT:
+                handle.beat_sent_s = time.monotonic()
+                self._event_queue.put_beat(worker, Heartbeat.model_validate_json(payload))
+            else:
+                raise ValueError(f"it sends {name[:20]!r}")
+        except ValueError as error:  # what it says is none of what a worker says
+            self._give_up(worker, f"does not speak as a worker does: {error}")
+
+    def died(self, worker: str) -> None:
+        """Its process is gone."""
+        self.failed(worker, "its process is gone: its connection closed")
+
+    def _send(self, worker: str, name: str, order: object) -> None:
+        handle = self._handles[worker]
+        if handle.probe is not None:
+            self._tell(worker, "leave_probe", handle.probe)
+        if self._packed[0] is not order:
+            self._packed = (order, pack(name, order))
+        message = self._packed[1]
+        with handle.sending:
+            handle.unanswered["probe" if name == "probe" else "order"] = message
+            self._write(handle, message)
+
+    def _tell(self, worker: str, name: str, argument: object) -> None:
+        handle = self._handles.get(worker)
+        if handle is not None:
+            with handle.sending:
+                handle.told[name] = message = pack(name, argument)
+                self._write(handle, message)
+
+    def _write(self, handle: _Handle, message: bytes) -> None:
+        if handle.line is not None and not handle.gone:
+            handle.line.send(message)
+
+    def _answered(self, worker: str, handle: _Handle, payload: bytes) -> None:
+        answer = read_answer(worker, payload)
+        handle.unanswered.pop("probe" if isinstance(answer, Probed) else "order", None)
+        if isinstance(answer, Probed):
+            handle.probe = None
+            self._event_queue.put_probed(answer)
+            return
+        if answer.kind == "ready":
+            handle.beat_sent_s = time.monotonic()
+            handle.ready = True
+        self._event_queue.put(WorkerAnswered(worker=worker, answer=answer))
+
+    def _give_up(self, worker: str, cause: str) -> None:
+        handle = self._handles[worker]
+        if handle.gone:
+            return
+        self._lose(worker, handle, cause)
+        self._launcher.kill(worker)
+        if handle.line is not None:
+            handle.line.hang_up()
+
+    def _lose(self, worker: str, handle: _Handle, cause: str) -> None:
+        if not handle.gone:
+            handle.gone = True
+            self._event_queue.put(WorkerLost(worker=worker, cause=cause))

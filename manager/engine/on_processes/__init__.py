@@ -1,0 +1,1 @@
+"""Workers as plain processes of this machine, without Ray."""

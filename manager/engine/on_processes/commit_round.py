@@ -1,0 +1,105 @@
+"""Measure what a commit costs the manager: an order to every worker, and the answers.
+
+``python -m manager.engine.on_processes.commit_round`` is one of the workers, whose home is on standard input.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from manager.controller.state.events import WorkerAnswered
+from manager.engine.joining.link_server import Entrance, LinkServer, listen
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.loop.worker_pool import WorkerPool
+from manager.machine.ports import LOOPBACK
+from morph.contract.errors import ClusterError
+from morph.contract.messages import CommitOrder, Committed, WorkerSetup
+from morph.contract.proof import new_secret
+from morph.link.home import Home
+from morph.runtime.process.serving import serve, until_ended
+
+_WARM_UP = 5
+_START_TIMEOUT_S = 60.0
+_ROUND_TIMEOUT_S = 30.0
+
+
+class _Answerer:
+    """A worker that has nothing to apply, and speaks as one does."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+
+    def commit(self, order: CommitOrder) -> Committed:
+        """Nothing is to be done."""
+        return Committed(worker=self._worker, generation=order.generation, version=order.version)
+
+    def tell_again(self) -> None:
+        """It has written nothing."""
+
+
+class _Launcher:
+    """See ``Launcher``: the workers are there already, and set up."""
+
+    def __init__(self, workers: list[str]) -> None:
+        self._workers = workers
+
+    def start_worker(self, _worker: str, _vm: str) -> None:
+        """There is none to start."""
+
+    def kill(self, _worker: str) -> None:
+        """They end with this process's ends of their pipes."""
+
+    def has_ended(self, _worker: str) -> bool:
+        """A round without its answer says so."""
+        return False
+
+    def adopt(self) -> list[str]:
+        """All of them."""
+        return self._workers
+
+
+def measure_commit_round(num_samples: int, num_workers: int = 2) -> list[float]:
+    """Start some workers on this machine, time the rounds in seconds, and end everything; takes some seconds.
+
+    Raises:
+        ClusterError: a worker did not come up, or did not answer.
+    """
+    workers = [f"vm{number}" for number in range(num_workers)]
+    event_queue, entrance = EventQueue(), Entrance(listen(LOOPBACK), new_secret())
+    make_setup: Callable[[str], WorkerSetup] = WorkerSetup.model_validate  # of nobody: they are set up
+    pool = WorkerPool(event_queue, make_setup, _Launcher(workers), _START_TIMEOUT_S)
+    with ExitStack() as ending:
+        ending.callback(LinkServer(entrance, pool).close)
+        for worker in workers:
+            process = ending.enter_context(subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE))
+            ending.callback(process.kill)
+            assert process.stdin is not None
+            process.stdin.write(entrance.home(worker).model_dump_json().encode() + b"\n")
+            process.stdin.flush()
+        pool.attach(())
+        samples_s: list[float] = []
+        for version in range(1, 1 + _WARM_UP + num_samples):
+            begun_s = time.perf_counter()
+            for worker in workers:
+                pool.commit(worker, CommitOrder(generation=1, version=version))
+            for _ in workers:
+                told = event_queue.get(_START_TIMEOUT_S if version == 1 else _ROUND_TIMEOUT_S)
+                if told is None or not isinstance(told.item, WorkerAnswered):
+                    raise ClusterError(f"measuring a commit's round failed: {told.item if told else 'no answer'}")
+            samples_s.append(time.perf_counter() - begun_s)
+    return samples_s[_WARM_UP:]
+
+
+def main() -> None:
+    """Be a worker for as long as standard input is open."""
+    home = Home.model_validate_json(sys.stdin.buffer.readline())
+    until_ended(sys.stdin.buffer.read)
+    serve(home, _Answerer(home.worker))
+
+
+if __name__ == "__main__":
+    main()

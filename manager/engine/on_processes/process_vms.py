@@ -1,0 +1,199 @@
+"""VMs that are plain processes of this machine, one worker each, forked from one process that has imported all."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Callable, Collection, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from manager.engine.local_vms.host_line import HostLine
+from manager.machine.folders import hold, make_folder
+from manager.machine.gone import runs
+from manager.machine.handed_on import handed_on
+from morph.contract.errors import ClusterError, ClusterLost
+from morph.link.home import Home
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 90.0
+FORK_TIMEOUT_S = 20.0
+STORE_TIMEOUT_S = 30.0
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class ProcessVms:
+    """A host of such VMs; see ``VmHost``. All may be called from any thread.
+
+    A fork takes milliseconds: one VM after the other.
+
+    Args:
+        log_path: What workers write to standard error goes there.
+        namespace_of: The network namespace of a VM's host; None: this machine's own network.
+        remove_if_killed: A directory to remove should this process be killed.
+        patience_s: How long everything outlives this process, should it be killed.
+        home: Where the worker of a VM calls.
+        job_path: What this job imports is imported before the first fork; empty: no job's.
+    """
+
+    boots_at_once = 1
+
+    def __init__(
+        self,
+        log_path: Path,
+        home: Callable[[str], Home],
+        namespace_of: Callable[[str], str | None] = lambda _vm: None,
+        remove_if_killed: Path | None = None,
+        patience_s: float = 0.0,
+        job_path: str = "",
+    ) -> None:
+        self._job_path = job_path
+        self._log_path = log_path
+        self._namespace_of = namespace_of
+        self._remove_if_killed = remove_if_killed
+        self._patience_s = patience_s
+        self._home = home
+        self._directory: Path | None = None
+        self._line: HostLine | None = None
+        self._lock, self._asking = threading.Lock(), threading.Lock()
+        self._pids: dict[str, int] = {}
+
+    def start(self, workers: socket.socket) -> None:
+        """Start the process that is forked from, which keeps the socket at which workers call: some seconds.
+
+        Raises:
+            ClusterError: when it does not come up within ``START_TIMEOUT_S``.
+        """
+        self._directory = make_folder()
+        removed = [str(path) for path in (self._directory, self._remove_if_killed) if path is not None]
+        environment = {**handed_on(os.environ), **_ENVIRONMENT}
+        self._line = HostLine.start(
+            "manager.engine.on_processes.process_host",
+            self.control_socket,
+            self._patience_s,
+            self._log_path,
+            [str(workers.fileno()), self._job_path, *removed],
+            environment,
+            workers,
+        )
+        self._line.greeting(START_TIMEOUT_S)
+
+    def take_over(self, line: HostLine, control_socket: Path, vms: dict[str, int]) -> None:
+        """Instead of ``start``: go on with the host that another manager left."""
+        hold(control_socket.parent)
+        self._directory, self._line, self._pids = control_socket.parent, line, dict(vms)
+
+    @property
+    def control_socket(self) -> Path:
+        """Where another manager finds the host."""
+        assert self._directory is not None, "the host is not started"
+        return self._directory / "control_socket"
+
+    def settle(self) -> None:
+        """From now on another manager would find it."""
+        assert self._line is not None
+        self._line.settle()
+
+    @property
+    def pid(self) -> int:
+        """The process that owns them."""
+        return self._line.pid if self._line is not None else 0
+
+    def check(self) -> None:
+        """See that the process that owns them lives.
+
+        Raises:
+            ClusterLost: it is gone, and every VM with it.
+        """
+        if not runs(self.pid):
+            raise ClusterLost("the process that owns the VMs is gone, and every VM with it")
+
+    def start_store(self, host: str, port: int = 0, namespace: str | None = None) -> tuple[int, int]:
+        """Start the rendezvous store in a process of its own, ending an earlier one; returns its process and port.
+
+        Raises:
+            ClusterError: when it does not come up within ``STORE_TIMEOUT_S``.
+        """
+        connection, theirs = socket.socketpair()
+        with theirs:
+            pid = self._ask({"store": host, "port": port, "namespace": namespace}, [theirs])
+        with Connection(connection.detach()) as ours:
+            try:
+                if ours.poll(STORE_TIMEOUT_S):
+                    return pid, int(ours.recv_bytes())
+            except EOFError:
+                pass
+        raise ClusterError(f"the rendezvous store did not start within {STORE_TIMEOUT_S:g} s; see {self._log_path}")
+
+    def add_vm(self, name: str) -> None:
+        """Bring up a VM and its worker's process: milliseconds.
+
+        Raises:
+            ClusterError: when it cannot be forked.
+        """
+        home = self._home(name).model_dump_json()
+        pid = self._ask({"worker": name, "namespace": self._namespace_of(name), "home": home})
+        with self._lock:
+            self._pids[name] = pid
+
+    def start_worker(self, worker: str, vm: str) -> None:
+        """See ``Launcher``: a VM begins with its worker."""
+
+    def kill(self, worker: str) -> None:
+        """End a worker, and its VM with it."""
+        self.prepare_kill([worker])()
+
+    def has_ended(self, worker: str) -> bool:
+        """See ``Launcher``."""
+        with self._lock:
+            pid = self._pids.get(worker)
+        return pid is None or not runs(pid)
+
+    def adopt(self) -> Collection[str]:
+        """See ``Launcher``."""
+        with self._lock:
+            return tuple(self._pids)
+
+    def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
+        """See ``VmHost.prepare_kill``."""
+
+        def kill() -> None:
+            with self._lock:
+                pids = [self._pids.pop(name) for name in names if name in self._pids]
+            for pid in pids:  # the process that forked them waits for none of them before the end: pids stay theirs
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+        return kill
+
+    def vm_pids(self, name: str) -> list[int]:
+        """Process ids of a VM."""
+        with self._lock:
+            return [self._pids[name]] if name in self._pids else []
+
+    def close(self) -> None:
+        """End every process. Safe to call twice."""
+        line, self._line = self._line, None
+        if line is not None and not line.end():
+            self.prepare_kill(list(self._pids))()
+            line.kill()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _ask(self, request: dict[str, Any], ends: Sequence[socket.socket] = ()) -> int:
+        line = self._line
+        if line is None:
+            raise ClusterError("the cluster is closed")
+        try:
+            with self._asking:
+                line.send(request, [end.fileno() for end in ends])
+                return int(line.receive("a worker to be forked", FORK_TIMEOUT_S)["pid"])
+        except ClusterError as error:
+            raise ClusterError(f"no worker can be forked: {error}") from error

@@ -1,0 +1,1 @@
+"""Everything that imports Ray: its cluster, its actors, and what keeps them harmless."""

@@ -1,0 +1,1 @@
+"""A managed run from nothing to nothing."""

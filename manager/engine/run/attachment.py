@@ -1,0 +1,134 @@
+"""How a new manager finds what a killed one left: ``attach.json`` in the run directory, readable by the user alone."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from manager.controller.state.state import ControllerState
+from manager.engine.local_vms.host_line import HostLine
+from manager.journal.journal import Journal
+from manager.journal.patience import patiently
+from manager.journal.records import TraceMoment
+from manager.journal.replay import nodes_up, replay, trace_moment
+from manager.machine.folders import sweep
+from manager.run_dir import RunDir, write_in_run_dir
+from morph.contract.base import Value, read_json
+from morph.contract.errors import ClusterError, MorphError, RunDirError
+from morph.contract.proof import new_secret
+
+FILE_NAME = "attach.json"
+
+
+class Attachment(Value):
+    """Where a run's VMs are. ``command``: what the run was started with, by the name that the user knows.
+
+    ``secret``: which workers have in common, and nobody else has. ``own_secret``: of which each worker's own is made,
+    by which it and the manager know one another. ``epoch_s``: see ``RunClock``.
+    """
+
+    schema_version: int = Field(default=1, ge=1, le=1)
+    kind: Literal["ray", "processes", "provided"]
+    control_socket: Path
+    store_host: str
+    store_port: int
+    notice_port: int = Field(default=0, description="to which the agents of provided VMs come")
+    secret: str = Field(default_factory=new_secret, min_length=32, repr=False)
+    own_secret: str = Field(default_factory=new_secret, min_length=32, repr=False)
+    command: dict[str, str] = Field(default_factory=dict)
+    epoch_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run that still lives: a line to the process that owns its VMs, what it has, and what the journal says.
+
+    ``appeared``: VMs of which the controller was told. ``moment``: where the trace stood.
+    """
+
+    attachment: Attachment
+    line: HostLine
+    greeting: dict[str, Any]
+    state: ControllerState
+    appeared: frozenset[str]
+    moment: TraceMoment
+
+    @property
+    def vms(self) -> tuple[str, ...]:
+        """The VMs that are up."""
+        return tuple(self.greeting["vms"])
+
+
+class NothingLives(MorphError):
+    """There was something to take over, and it cannot be: the sentence says why. Nothing of it is left."""
+
+
+def write_attachment(run_dir: RunDir, attachment: Attachment) -> None:
+    """Replace the file, whole or not at all.
+
+    Raises:
+        RunDirError: it cannot be written.
+    """
+    write_in_run_dir(run_dir.path / FILE_NAME, attachment.model_dump_json(indent=2) + "\n")
+
+
+def forget_attachment(run_dir: RunDir) -> None:
+    """There is nothing to take over any more."""
+    (run_dir.path / FILE_NAME).unlink(missing_ok=True)
+
+
+def find_living(run_dir: RunDir, command: dict[str, str]) -> Found | None:
+    """Look whether the run's VMs live, and connect to them; None: no manager was killed. Some seconds at most.
+
+    Args:
+        run_dir: Held by the caller, so that no other manager lives or comes.
+        command: What the run is to be gone on with; must be what it was started with.
+
+    Raises:
+        NothingLives: the VMs are gone, or were ended just now because the journal cannot be read by this version.
+        RunDirError: the run lives, and was started with something else; it goes on living for a while.
+    """
+    path = run_dir.path / FILE_NAME
+    if not path.exists():
+        return None
+    try:
+        attachment = read_json(path, Attachment, RunDirError)
+        _check_private(attachment.control_socket)
+        line, greeting = HostLine.attach(attachment.control_socket, run_dir.path)
+    except (RunDirError, ClusterError) as error:
+        forget_attachment(run_dir)
+        raise NothingLives(str(error)) from error
+    differing = [name for name, value in attachment.command.items() if command.get(name) != value]
+    if differing:
+        line.close()
+        raise RunDirError(
+            "is not what this run was started with, whose VMs still live",
+            source=str(run_dir.path),
+            field=differing[0],
+            allowed="the same command, or any when they are gone, which takes takeover_patience_s of the cluster file",
+        )
+    try:
+        with patiently(lambda: Journal.open(run_dir.journal_path)) as journal:
+            state, moment = replay(journal), trace_moment(journal)
+            appeared = nodes_up(journal) | frozenset(state.workers)
+    except Exception as error:  # also a controller that cannot go this way any more: it was another version's
+        line.end()
+        sweep()
+        forget_attachment(run_dir)
+        raise NothingLives(str(error)) from error
+    return Found(attachment, line, greeting, state, appeared, moment)
+
+
+def _check_private(control_socket: Path) -> None:
+    """Connect to no socket that someone else may have put there: a directory above it lets nobody else in."""
+    try:
+        above = [directory.stat() for directory in list(control_socket.parents)[:2]]  # Ray opens its own to everybody
+    except OSError as error:
+        raise ClusterError("the process that owned its VMs is gone") from error
+    if not any(found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077 for found in above):
+        raise ClusterError(f"{control_socket.parent} can be entered by others")

@@ -1,0 +1,190 @@
+"""Where a session's workers run; those that are plain processes of this machine are brought up here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from manager.engine.joining.link_server import Entrance, LinkServer, listen
+from manager.engine.joining.notice_server import NoticeServer
+from manager.engine.local_vms.namespaces import HostNetwork, opened_in
+from manager.engine.local_vms.vm_fleet import VmHost
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.loop.line import Launcher
+from manager.engine.loop.worker_pool import WorkerPool
+from manager.engine.run.attachment import Attachment, Found
+from manager.engine.run.store_watch import StartedStore, StoreWatch
+from manager.machine.ports import LOOPBACK
+from manager.providers.interface.provider import Provider
+from morph.contract.errors import ClusterError
+from morph.contract.messages import WorkerSetup
+from morph.contract.proof import new_secret
+
+MakeSetup = Callable[[str], WorkerSetup]
+
+
+class KeptVms(VmHost, Protocol):
+    """VMs that outlive a manager that is killed."""
+
+    def settle(self) -> None:
+        """From now on another manager would find them."""
+
+
+@dataclass(frozen=True)
+class Provided:
+    """Beside the machines, where a provider brings the VMs.
+
+    ``joined``: the workers for which there are VMs in the cluster, with addresses.
+    """
+
+    provider: Provider
+    notices: NoticeServer
+    joined: Callable[[], Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Machines:
+    """VMs that can be asked for and revoked, the workers on them, and how these reach each other.
+
+    ``attachment`` is what a successor needs. ``up``: workers of VMs that another manager left, or that joined since.
+    ``provided``: None where VMs are of this machine.
+    """
+
+    vms: KeptVms
+    pool: WorkerPool
+    address_of: Callable[[str], str]
+    attachment: Attachment
+    up: Callable[[], tuple[str, ...]]
+    provided: Provided | None = None
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What machines are brought up with.
+
+    Args:
+        event_queue: Where events go.
+        make_setup: What a worker of this name is set up with.
+        heartbeat_timeout_s: A silent worker is given up after this.
+        outage_timeout_s: Workers that are all silent together are given up after this.
+        patience_s: How long everything outlives this process, should it be killed.
+        ending: Closes what was opened.
+        found: What another manager left; None: nothing.
+    """
+
+    event_queue: EventQueue
+    make_setup: MakeSetup
+    heartbeat_timeout_s: float
+    outage_timeout_s: float
+    patience_s: float
+    ending: ExitStack
+    found: Found | None = None
+
+
+OpenMachines = Callable[[Opening], Machines]
+"""Brings machines up, or goes on with those that were found."""
+
+
+def open_pool(opening: Opening, entrance: Entrance, launcher: Launcher, *checks: Callable[[], None]) -> WorkerPool:
+    """Let workers in, and open the pool of them. ``checks`` raise what ends the session.
+
+    Raises:
+        ClusterError: the certificates are gone.
+    """
+
+    def check() -> None:
+        for each in checks:
+            each()
+
+    pool = WorkerPool(
+        opening.event_queue,
+        opening.make_setup,
+        launcher,
+        opening.heartbeat_timeout_s,
+        check_cluster=check,
+        outage_timeout_s=opening.outage_timeout_s,
+    )
+    opening.ending.callback(pool.close)
+    try:
+        opening.ending.callback(LinkServer(entrance, pool).close)
+    except OSError as error:
+        raise ClusterError(f"the run's certificates are gone: {error}") from error
+    return pool
+
+
+@dataclass(frozen=True)
+class Processes:
+    """VMs as processes of this machine, all of them on Linux. With a network of their own they end with the manager.
+
+    Args:
+        log_path: What workers write to standard error goes there.
+        remove_if_killed: A directory to remove should this process be killed.
+        network: Hosts with a network of their own; None: all share the loopback.
+        host_of: The host (numbered from 0) of a VM; asked only where there is a network.
+        job_path: What this job imports, no worker has to; empty: each imports it by itself.
+    """
+
+    log_path: Path
+    remove_if_killed: Path | None = None
+    network: HostNetwork | None = None
+    host_of: Callable[[str], int] = lambda _vm: 0
+    job_path: str = ""
+
+    def __call__(self, opening: Opening) -> Machines:
+        """Bring them up; see ``OpenMachines``.
+
+        Raises:
+            ClusterError: when that fails.
+        """
+        from manager.engine.on_processes.process_vms import ProcessVms
+
+        network, found, ending = self.network, opening.found, opening.ending
+        if network is not None:
+            ending.callback(network.close)
+            network.open()
+        patience_s = opening.patience_s if network is None else 0.0  # namespaces are named after this process
+        entrance = self._entrance(found)
+        ending.callback(entrance.listening.close)
+        vms = ProcessVms(
+            self.log_path, entrance.home, self._namespace_of, self.remove_if_killed, patience_s, self.job_path
+        )
+        ending.callback(vms.close)
+        if found is None:
+            vms.start(entrance.listening)
+            store_host, namespace = (LOOPBACK, None) if network is None else (network.hub_address, network.hub)
+            store = StartedStore(partial(vms.start_store, namespace=namespace), store_host)
+            store.start()
+            attachment = Attachment(
+                kind="processes",
+                control_socket=vms.control_socket,
+                store_host=store.host,
+                store_port=store.port,
+                own_secret=entrance.secret,
+            )
+        else:
+            attachment = found.attachment
+            vms.take_over(found.line, attachment.control_socket, found.greeting["vms"])
+            known = found.greeting["store"]
+            store = StartedStore(vms.start_store, attachment.store_host, attachment.store_port, known)
+        watch = StoreWatch(store, opening.event_queue)
+        ending.callback(watch.close)
+        pool = open_pool(opening, entrance, vms, vms.check, watch.check)
+        return Machines(vms, pool, self._address_of, attachment, lambda: found.vms if found else ())
+
+    def _entrance(self, found: Found | None) -> Entrance:
+        network = self.network
+        if found is not None:
+            return Entrance(found.line.workers, found.attachment.own_secret)
+        if network is None:
+            return Entrance(listen(LOOPBACK), new_secret())
+        return Entrance(opened_in(network.hub, partial(listen, network.hub_address)), new_secret())
+
+    def _namespace_of(self, vm: str) -> str | None:
+        return None if self.network is None else self.network.namespace(self.host_of(vm))
+
+    def _address_of(self, vm: str) -> str:
+        return LOOPBACK if self.network is None else self.network.address(self.host_of(vm))

@@ -1,0 +1,109 @@
+"""Machines whose workers Ray places and starts: on local nodes, or (``provided``) on a provider's VMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manager.controller.state.events import WorkerLost
+from manager.engine.joining.certificates import certificates_of
+from manager.engine.joining.link_server import Entrance, listen
+from manager.engine.loop.worker_pool import WorkerPool
+from manager.engine.on_ray.ray_environment import stay_on_loopback
+from manager.engine.run.attachment import Attachment
+from manager.engine.run.machines import Machines, Opening, OpenMachines, open_pool
+from manager.engine.run.store_watch import StartedStore, StoreWatch
+from manager.machine.ports import LOOPBACK
+from morph.contract.errors import ClusterError
+from morph.contract.proof import new_secret
+
+if TYPE_CHECKING:
+    from manager.engine.on_ray.ray_cluster import RayCluster
+
+
+@dataclass(frozen=True)
+class OnRay:
+    """Ray's head node on this machine, what listens beside it, and the workers.
+
+    Args:
+        directory: What ``ray_environment.prepare`` or ``adopt`` returned.
+        host: Where the store and the manager listen.
+        store_port: 0: any free one.
+        workers_port: At which workers call; 0: any free one.
+        tls: What workers say is encrypted, as what Ray's processes say is.
+        gpus: Each worker has a GPU of its own.
+    """
+
+    directory: Path
+    host: str = LOOPBACK
+    store_port: int = 0
+    workers_port: int = 0
+    tls: bool = False
+    gpus: bool = False
+
+    def begin(
+        self, opening: Opening, cluster: RayCluster, living: Callable[[], Collection[str]]
+    ) -> tuple[StartedStore, Entrance, WorkerPool]:
+        """Start it all, or go on with what was found. ``living``: the workers that there may be.
+
+        Raises:
+            ClusterError: Ray or the store does not start, or an address or port cannot be listened on.
+        """
+        from manager.engine.on_ray.launcher import RayLauncher
+
+        found, ending = opening.found, opening.ending
+        ending.callback(cluster.close)
+        certificates = certificates_of(self.directory.parent) if self.tls else None
+        if found is None:
+            try:
+                entrance = Entrance(listen(self.host, self.workers_port), new_secret(), certificates)
+            except OSError as error:
+                raise ClusterError(f"cannot listen on {self.host}: {error.strerror}") from error
+            ending.callback(entrance.listening.close)
+            cluster.start(entrance.listening)
+            store = StartedStore(cluster.start_store, self.host, self.store_port)
+            store.start()
+        else:
+            left = found.attachment
+            cluster.take_over(found.line, found.greeting)
+            entrance = Entrance(found.line.workers, left.own_secret, certificates)
+            ending.callback(entrance.listening.close)
+            store = StartedStore(cluster.start_store, self.host, left.store_port, found.greeting["store"])
+        watch = StoreWatch(store, opening.event_queue)
+        ending.callback(watch.close)
+        launcher = RayLauncher(entrance.home, living, lambda worker, cause: pool.failed(worker, cause), gpus=self.gpus)
+        ending.callback(launcher.close)
+        pool = open_pool(opening, entrance, launcher, cluster.check_head, watch.check)
+        return store, entrance, pool
+
+
+def open_ray(directory: Path, *, tls: bool = False) -> OpenMachines:
+    """VMs as local Ray nodes. ``directory`` is what ``ray_environment.prepare`` or ``adopt`` returned.
+
+    The result raises ClusterError when Ray does not start.
+    """
+
+    def open_machines(opening: Opening) -> Machines:
+        stay_on_loopback()
+        from manager.engine.on_ray.ray_cluster import RayCluster
+
+        found = opening.found
+        up = found.vms if found else ()
+        cluster = RayCluster(directory, opening.patience_s, gone=lambda vm: opening.event_queue.put(_ended(vm)))
+        store, entrance, pool = OnRay(directory, tls=tls).begin(opening, cluster, lambda: up)
+        attachment = Attachment(
+            kind="ray",
+            control_socket=cluster.control_socket,
+            store_host=store.host,
+            store_port=store.port,
+            own_secret=entrance.secret,
+        )
+        return Machines(cluster, pool, lambda _worker: LOOPBACK, found.attachment if found else attachment, lambda: up)
+
+    return open_machines
+
+
+def _ended(vm: str) -> WorkerLost:
+    return WorkerLost(worker=vm, cause="its VM ended")

@@ -1,0 +1,105 @@
+"""The rendezvous store's process, looked after: when it is gone it is started again, where workers look for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from manager.engine.loop.event_queue import EventQueue
+from manager.journal.records import Fact
+from manager.machine.gone import runs
+from morph.contract.errors import ClusterError, ClusterLost
+
+LOOK_EVERY_S = 0.5
+AGAIN_S = 60.0
+PAUSE_S = 0.2
+CLOSE_TIMEOUT_S = 10.0
+
+
+class Store(Protocol):
+    """A rendezvous store in a process of its own, on this machine."""
+
+    host: str
+    port: int
+    pid: int
+
+    def start(self) -> None:
+        """Start it, at ``port`` once that is known; or find the one that runs there.
+
+        Raises:
+            ClusterError: it does not come up.
+        """
+
+
+@dataclass
+class StartedStore:
+    """One that is started by what owns the VMs. ``port``, ``pid``: 0 until they are known.
+
+    ``start_at``: starts it at a host and port, ending an earlier one, and returns its process and port.
+    """
+
+    start_at: Callable[[str, int], tuple[int, int]]
+    host: str
+    port: int = 0
+    pid: int = 0
+
+    def start(self) -> None:
+        """See ``Store``."""
+        self.pid, self.port = self.start_at(self.host, self.port)
+
+
+class StoreWatch:
+    """Starts the store again when its process is gone, in a thread of its own, and says so in the journal.
+
+    Workers come to the store only while groups are formed. Those that come while it is away try again for longer than
+    it is; a generation whose groups were being formed is dissolved, and the next one finds the new store.
+    """
+
+    def __init__(self, store: Store, event_queue: EventQueue) -> None:
+        self._store = store
+        self._event_queue = event_queue
+        self._over = threading.Event()
+        self._starting: threading.Thread | None = None
+        self._failed: ClusterError | None = None
+        self._looked_s = -LOOK_EVERY_S
+
+    def check(self) -> None:
+        """See that the store lives, once in ``LOOK_EVERY_S``; never blocks.
+
+        Raises:
+            ClusterLost: it was gone, and could not be started again within ``AGAIN_S``.
+        """
+        if self._failed is not None:
+            raise ClusterLost(f"the rendezvous store is gone and cannot be started again: {self._failed}")
+        now_s = time.monotonic()
+        if now_s < self._looked_s + LOOK_EVERY_S or (self._starting is not None and self._starting.is_alive()):
+            return
+        self._looked_s = now_s
+        if not runs(self._store.pid):
+            self._event_queue.put(Fact(name="store_lost", detail=f"its process {self._store.pid} is gone"))
+            self._starting = threading.Thread(target=self._start, name="morph-store", daemon=True)
+            self._starting.start()
+
+    def close(self) -> None:
+        """Start nothing any more; waits up to ``CLOSE_TIMEOUT_S`` for a try that is under way."""
+        self._over.set()
+        if self._starting is not None:
+            self._starting.join(CLOSE_TIMEOUT_S)
+
+    def _start(self) -> None:
+        until_s = time.monotonic() + AGAIN_S
+        while not self._over.is_set():
+            try:
+                self._store.start()
+            except ClusterError as error:
+                if time.monotonic() >= until_s:
+                    self._failed = error
+                    return
+                self._over.wait(PAUSE_S)
+            else:
+                detail = f"{self._store.host}:{self._store.port}, process {self._store.pid}"
+                self._event_queue.put(Fact(name="store_started_again", detail=detail))
+                return

@@ -1,0 +1,102 @@
+"""From what a cluster file says of VMs to what opens them, asks for them and watches who joins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from manager.controller.state.state import ControllerState
+from manager.engine.joining.certificates import Tls
+from manager.engine.joining.joiner import Joiner
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.on_ray.ray_environment import adopt, prepare
+from manager.engine.run.attachment import Found
+from manager.engine.run.machines import Machines, OpenMachines, Processes, Provided
+from manager.engine.run.provided import Providing, open_provided
+from manager.engine.run.ray_machines import open_ray
+from manager.engine.vms.inherited import Inherited, inherited
+from manager.engine.vms.provisioning import Provisioning
+from manager.engine.vms.spending import Spending
+from manager.journal.journal import Journal
+from manager.journal.records import SESSION_OVER, Fact
+from manager.providers.local import LocalProvider
+from manager.run_dir import WORKERS_LOG
+from morph.contract.cluster import LocalVms, Vms
+from morph.contract.errors import RunDirError
+
+MAX_LOCAL_VMS = 64
+PROVIDER_LOOK_S = 60.0
+PROVIDER_CLOSE_S = 90.0
+
+
+def machines_of(
+    vms: Vms, providing: Providing | None, found: Found | None, run_dir: Path, job_path: str
+) -> OpenMachines:
+    """Return what opens VMs of this kind. ``providing``: how their provider is opened, where one brings them.
+
+    What the job imports is imported before it is given variables of its own: not where it is given some.
+
+    Raises:
+        ClusterError: Ray was imported too early, or what was found is gone.
+    """
+    if isinstance(vms, LocalVms) and not vms.under_ray:
+        return Processes(run_dir / WORKERS_LOG, job_path="" if vms.pass_variables else job_path)
+    tls = _tls(vms)
+    directory = adopt(found.attachment.control_socket.parent, tls) if found else prepare(tls)
+    if isinstance(vms, LocalVms):
+        return open_ray(directory, tls=vms.tls)
+    assert providing is not None, "nobody said how to open the provider"
+    return open_provided(directory, vms, providing)
+
+
+def _tls(vms: Vms) -> Tls | None:
+    if not vms.tls:
+        return None
+    return Tls() if isinstance(vms, LocalVms) else Tls(vms.address, enrols=True)
+
+
+def provisioning_of(
+    vms: Vms, machines: Machines, fleet: VmFleet, event_queue: EventQueue, spending: Spending, found: Found | None
+) -> Provisioning:
+    """Open what asks for VMs in a run that is to keep a number of them."""
+    if machines.provided is not None:
+        return Provisioning(
+            machines.provided.provider,
+            event_queue,
+            spending,
+            nodes=found.state.workers if found else (),
+            look_every_s=PROVIDER_LOOK_S,
+            close_timeout_s=PROVIDER_CLOSE_S,
+        )
+    left = inherited(found.state, found.vms) if found else Inherited()
+    provider = LocalProvider(fleet, max_vms=MAX_LOCAL_VMS, usd_per_h=vms.usd_per_h, inherited=left.vms)
+    return Provisioning(provider, event_queue, spending, nodes=left.nodes)
+
+
+def watch_joining(
+    provided: Provided,
+    provisioning: Provisioning,
+    event_queue: EventQueue,
+    state: ControllerState,
+    appeared: Collection[str],
+) -> Joiner:
+    """Go on with the VMs that the controller knows, end those of a manager that was given up, watch who joins.
+
+    ``appeared``: workers of whose VMs the controller was told by an earlier manager.
+    """
+    booting = {node for request in state.requests.values() for node in request.granted}
+    provisioning.begin({*state.workers, *booting}, [name for name, request in state.requests.items() if request.count])
+    joiner = Joiner(provided.joined, provisioning.request_of, event_queue, appeared, provisioning.paid_of)
+    joiner.start()
+    return joiner
+
+
+def write_last_facts(event_queue: EventQueue, journal: Journal) -> None:
+    """Write down what was told after the driver's end, such as VMs that could not be ended, and that all is over."""
+    with suppress(RunDirError):  # a disk that is still full: whatever ended the run is told
+        while (stamped := event_queue.get(0.0)) is not None:
+            if isinstance(stamped.item, Fact):
+                journal.append_fact(stamped.time_s, stamped.item)
+        journal.append_fact(event_queue.now_s(), Fact(name=SESSION_OVER))

@@ -1,0 +1,1 @@
+"""VMs of a provider: asked for, paid for, ended."""

@@ -1,0 +1,298 @@
+"""Carries out what the controller asks of a provider: requests one by one, and beside them what ends VMs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from manager.controller.state.actions import ReleaseNodes, RequestId, RequestNodes
+from manager.controller.state.events import Paid, RequestRefused, WorkerLost
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.vms.spending import Spending
+from manager.engine.vms.vm_registry import End, VmRegistry, paid
+from manager.journal.records import Fact
+from manager.machine.serial_executor import SerialExecutor
+from manager.providers.interface.provider import (
+    CapacityShort,
+    Provider,
+    ProviderError,
+    QuotaExceeded,
+    Throttled,
+    Transient,
+    Vm,
+    end_all,
+)
+
+log = logging.getLogger(__name__)
+
+TRIES = 5
+WAIT_S = 2.0
+WAIT_MAX_S = 120.0
+RETRY_AFTER_MAX_S = 3600.0
+"""Of what a provider says itself: asked earlier, it only refuses for longer."""
+CLOSE_TIMEOUT_S = 10.0
+ROOM_PATIENCE_S = 900.0
+"""How long a request that was refused waits for VMs that are being ended: longer than a provider takes for that."""
+
+
+class Provisioning:
+    """Asks a provider for VMs and gives them back; answers come through the event_queue.
+
+    The controller's nodes are workers, one for each device of a VM. A request that comes again under its name while it
+    is under way, or was answered, makes no further call: its answer is given again. A VM is ended once the controller
+    gave up all of its workers.
+
+    Two threads call the provider, so that neither waits for the other: one asks, the other ends and looks. What a VM
+    that is being ended takes up is free for its replacement, as far as ``vms.limits`` go: it is gone in a minute, and
+    the dollars count until then. Where the provider has no room beside it, the request waits for its end. VMs of a
+    request under way that are given up are ended once it is answered: until then it might make them anew. A refusal
+    ends what had come of its request, but for VMs of which a worker joined already.
+
+    Args:
+        provider: ``request`` is called from one thread alone.
+        event_queue: Where ``NodesGranted`` and ``RequestRefused`` go, and facts.
+        spending: What the user allows.
+        pause: Waits some seconds; returns True when everything is over.
+        nodes: Nodes that the controller knows from another manager, whose VMs the provider lists.
+        look_every_s: How often the provider is asked which VMs there are, for one may be taken while it boots; None:
+            never.
+        close_timeout_s: How long ``close`` waits for a call that is under way before it ends the other VMs.
+        end_all: Ends every VM of the run, again where that may help.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        event_queue: EventQueue,
+        spending: Spending,
+        pause: Callable[[float], bool] | None = None,
+        *,
+        nodes: Collection[str] = (),
+        look_every_s: float | None = None,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+        end_all: Callable[..., None] = end_all,
+    ) -> None:
+        self._provider = provider
+        self._event_queue = event_queue
+        self._spending = spending
+        self._over = threading.Event()
+        self._pause = pause or self._over.wait
+        self._registry = VmRegistry()
+        self._close_timeout_s = close_timeout_s
+        self._end_all = end_all
+        self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
+        self._nodes = frozenset(nodes)
+        self._counting, self._adopting = threading.Lock(), threading.Lock()
+        self._asks = SerialExecutor("morph-vm-requests", self._failed)
+        self._ends = SerialExecutor("morph-vm-ends", self._failed, self._look, look_every_s)
+        if nodes:
+            self._ends.put(self._count)  # they cost from now on
+
+    def request(self, action: RequestNodes) -> None:
+        """Ask for VMs; returns at once."""
+        is_new, answer = self._registry.ask(action)
+        if answer is not None:
+            self._event_queue.put(answer)
+        elif is_new:
+            self._asks.put(lambda: self._ask(action))
+
+    def release(self, action: ReleaseNodes) -> None:
+        """End the VMs of which all workers are given up by now; returns at once."""
+        self._end(self._registry.give_up(action.nodes, self._nodes))
+
+    def begin(self, nodes: Collection[str], requests: Collection[RequestId]) -> None:
+        """Before anything else: go on with the VMs of these nodes and requests, end any other; returns at once.
+
+        Others are what a manager left that was killed, and of which this one knows nothing.
+        """
+        self._inherited = (frozenset(nodes), frozenset(requests))
+        self._asks.put(self._adopt)
+
+    def request_of(self, node: str) -> RequestId | None:
+        """Return the request that a VM answers, granted or under way; None: it is none of ours, or was given back."""
+        return self._registry.request_of(node)
+
+    def paid_of(self, nodes: Collection[str]) -> dict[str, Paid]:
+        """Return what nodes cost whose VMs came before their grant, as far as is known; blocks for a list of VMs."""
+        early = self._registry.ungranted(nodes)
+        if not early:
+            return {}
+        try:
+            listed = self._listed()
+        except Exception:  # whatever it is, the node joins; what it costs is told with its grant
+            return {}
+        return paid([vm for vm in listed if vm.name in early], time.time())
+
+    def know(self, nodes: Collection[str]) -> None:
+        """Take note of the nodes that the controller knows: whatever comes of their request, their VMs go on."""
+        self._nodes = frozenset(nodes)
+
+    def close(self) -> None:
+        """Ask for nothing any more, and end every VM of the run; blocks for a bounded time: see ``end_all``.
+
+        What cannot be ended in time is told by name, as a fact and to the user, with the command that ends it.
+        """
+        self._over.set()
+        self._registry.close()
+        self._provider.stop()
+        self._asks.stop()
+        self._ends.stop()
+        until_s = time.monotonic() + self._close_timeout_s
+        if not self._asks.join(until_s):
+            sentence = f"a call to the provider did not end within {self._close_timeout_s:g} s, and may make VMs"
+            self._warn("provider_busy", sentence + self._command())
+        self._ends.join(until_s)  # an end that is still under way does not keep the others from theirs
+        try:
+            self._end_all(self._provider, told=lambda sentence: self._warn("provider_retried", sentence))
+        except Exception as error:  # whatever it is, the user must hear of it, and the rest be closed
+            granted = self._registry.granted()
+            named = any(vm in str(error) for vm in granted)  # else it is not known which of them are left
+            perhaps = f"; {', '.join(granted)} may be there" if granted and not named else ""
+            self._warn("vms_left", f"{error}{perhaps}{self._command()}")
+
+    def _command(self) -> str:
+        """What the user can do about VMs that are left."""
+        command = self._provider.capabilities().ending
+        return f"; what ends them: {command}" if command else ""
+
+    def _warn(self, name: str, sentence: str) -> None:
+        self._fact(name, sentence)
+        log.warning("VMs of this run may be left: %s", sentence)
+
+    def _failed(self, error: Exception) -> None:
+        self._fact("provider_failed", f"{type(error).__name__}: {error}")  # a bug, or a provider's own error
+
+    def _end(self, end: End | None) -> None:
+        """Have VMs ended; returns at once."""
+        if end is not None:
+            self._ends.put(lambda: self._delete(end))
+
+    def _adopt(self) -> None:
+        if not self._adopting.acquire(blocking=False):
+            return  # the other thread is at it
+        try:
+            self._adopt_or_end()
+        finally:
+            self._adopting.release()
+
+    def _adopt_or_end(self) -> None:
+        if self._inherited is None:
+            return
+        nodes, requests = self._inherited
+        strays: list[Vm] = []
+        with self._told("provider_silent"):
+            strays = self._registry.adopt(self._listed(), nodes, requests)
+            self._inherited = None  # one that cannot be ended is nobody's from now on, and no reason not to look
+        if strays:
+            with self._told("vms_left"):
+                self._provider.delete([vm.name for vm in strays])
+                for vm in strays:
+                    self._fact("vm_reconciled", f"{vm.name} of {vm.request} was left by an earlier manager: ended")
+
+    def _look(self) -> None:
+        """Tell of VMs that were taken, or ended, behind our back: those that two looks in a row did not find.
+
+        And end those that should have been ended, where the provider failed.
+        """
+        if self._inherited is not None:  # the provider did not answer: until it does, nobody is known to be nobody's
+            self._adopt()
+            return
+        left: list[str] = []
+        with self._told("provider_silent"):
+            strays, lost = self._registry.compare(self._listed())
+            left = [vm.name for vm in strays]
+            for node in lost:
+                self._event_queue.put(WorkerLost(worker=node, cause="the provider has its VM no more"))
+        if left:
+            with self._told("vms_left"):
+                self._provider.delete(left)
+                self._fact("vm_reconciled", f"{', '.join(left)}: of no run, ended")
+
+    def _ask(self, action: RequestNodes) -> None:
+        try:
+            found: tuple[Vm, ...] | RequestRefused = self._answer(action)
+        except Exception as error:  # a bug, or a provider's own error: the controller must hear of the refusal
+            detail = f"{type(error).__name__}: {error}"
+            found = RequestRefused(request=action.request, cause="error", detail=detail)
+        answer, end = self._registry.answer(action, found, self._nodes)
+        self._end(end)
+        self._event_queue.put(answer)
+
+    def _answer(self, action: RequestNodes) -> tuple[Vm, ...] | RequestRefused:
+        name = action.request
+        waited = ""
+        for attempt in range(TRIES):
+            try:
+                living, ends = self._registry.living(self._listed(), name)
+                price = self._provider.price()
+                allowed, why = self._spending.allowed(action.count, living, price)
+                if not allowed:
+                    return RequestRefused(request=name, cause="limit", detail=why)
+                vms = self._provider.request(name, action.count, allowed)
+                num_devices = sum(vm.num_devices for vm in vms)
+                if why and num_devices < action.count:
+                    self._fact("request_reduced", f"{name}: {num_devices} of {action.count} workers: {why}")
+                self._count()
+                self._told_of(vms)
+                return vms
+            except (QuotaExceeded, CapacityShort) as error:
+                waited, cause = str(error), "quota" if isinstance(error, QuotaExceeded) else "capacity"
+                if attempt + 1 < TRIES and self._wait_for_room(name, waited, ends):
+                    continue
+                return RequestRefused(request=name, cause=cause, detail=waited)
+            except (Throttled, Transient) as error:
+                waited = str(error)
+                own_s = min(WAIT_S * 2.0**attempt, WAIT_MAX_S)
+                wait_s = own_s if error.retry_after_s is None else min(error.retry_after_s, RETRY_AFTER_MAX_S)
+            if attempt + 1 < TRIES:
+                self._fact("provider_retried", f"{name}: {waited}; again in {wait_s:g} s")
+                if self._pause(wait_s):
+                    break
+        return RequestRefused(request=name, cause="error", detail=waited)
+
+    def _wait_for_room(self, request: RequestId, why: str, ends: Collection[int]) -> bool:
+        """Wait for the end of VMs that took up room when it was asked for; returns whether some have made room."""
+        if not ends:
+            return False
+        if names := self._registry.names(ends):
+            self._fact("provider_retried", f"{request}: {why}; again when {', '.join(names)} are ended")
+        return self._registry.wait_ended(ends, ROOM_PATIENCE_S)
+
+    def _delete(self, end: End) -> None:
+        try:
+            with self._told("vms_left"):
+                self._provider.delete(end.vms)
+        finally:
+            self._registry.ended(end)
+        self._count()
+
+    def _count(self) -> None:
+        with self._told("vms_not_counted"):
+            self._listed()
+
+    def _listed(self) -> tuple[Vm, ...]:
+        """List and count what there is: after each change, and one after the other, so that the last one is right."""
+        with self._counting:
+            vms = self._provider.list()
+            self._spending.living(vms, self._provider.price())
+        return vms
+
+    def _told_of(self, vms: Sequence[Vm]) -> None:
+        for vm in vms:
+            self._event_queue.put(
+                Fact(name="vm_granted", worker=vm.name, detail=f"{vm.request} {vm.zone} {vm.size}".strip())
+            )
+
+    def _fact(self, name: str, detail: str) -> None:
+        self._event_queue.put(Fact(name=name, detail=detail))
+
+    @contextlib.contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """Tell a provider's error as a fact, and go on: what is left is found again by ``reconcile``."""
+        try:
+            yield
+        except ProviderError as error:
+            self._fact(name, str(error))

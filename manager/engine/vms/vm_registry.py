@@ -1,0 +1,243 @@
+"""Which VMs are asked for, granted, given up and being ended, and their workers; no provider is called here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from manager.controller.state.actions import RequestId, RequestNodes
+from manager.controller.state.events import NodesGranted, Paid, RequestRefused
+from manager.providers.interface.provider import Vm, vm_name
+from morph.contract.vm_names import vm_of
+
+Answer = NodesGranted | RequestRefused
+
+
+@dataclass(frozen=True)
+class End:
+    """VMs that are to be ended, and are noted as such until ``VmRegistry.ended`` is told of it."""
+
+    number: int
+    vms: tuple[str, ...]
+
+
+class VmRegistry:
+    """See the module's docstring. Thread-safe; only ``wait_ended`` blocks.
+
+    The controller's nodes are workers, one for each device of a VM; a VM is ended once none of its workers is wanted.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[RequestId, Answer] = {}
+        self._under_way: dict[RequestId, int] = {}
+        self._granted: dict[str, RequestId] = {}
+        self._wanted: dict[str, set[str]] = {}
+        self._missed: frozenset[str] = frozenset()
+        self._ends: dict[int, End] = {}
+        self._num_ends = 0
+        self._ended_later: dict[RequestId, set[str]] = {}
+        self._gone: set[str] = set()
+        self._lock = threading.Condition()
+        self._over = False
+
+    def ask(self, action: RequestNodes) -> tuple[bool, Answer | None]:
+        """Note a request; returns whether it is a new one, and the answer that it has already."""
+        with self._lock:
+            answer = self._answers.get(action.request)
+            if answer is not None or action.request in self._under_way:
+                return False, answer
+            self._under_way[action.request] = action.count
+            return True, None
+
+    def answer(
+        self, action: RequestNodes, found: Sequence[Vm] | RequestRefused, known: Collection[str]
+    ) -> tuple[Answer, End | None]:
+        """Note what came of a request; returns what the controller is to hear, and what is to be ended.
+
+        Args:
+            action: The request.
+            found: What the provider made of it.
+            known: All nodes that the controller knows: whatever the answer is, their VMs go on.
+        """
+        with self._lock:
+            of_known = {vm_of(node) for node in known}
+            given_up = self._ended_later.pop(action.request, set()) - of_known
+            there = () if isinstance(found, RequestRefused) else found
+            wanted = {vm.name: set(vm.workers) - (self._gone - set(known)) for vm in there}
+            given_up |= {vm for vm, workers in wanted.items() if not workers}
+            vms = [vm for vm in there if vm.name not in given_up]
+            for vm in vms:
+                self._granted[vm.name] = action.request
+                self._wanted[vm.name] = wanted[vm.name]
+            if isinstance(found, RequestRefused):
+                answer: Answer = found
+            elif vms:
+                nodes = tuple(node for vm in vms for node in vm.workers if node in wanted[vm.name])
+                costs = {node: cost for node, cost in paid(vms, time.time()).items() if node in nodes}
+                answer = NodesGranted(request=action.request, nodes=nodes, paid=costs)
+            else:
+                lost = "its VMs were lost before it was granted"
+                answer = RequestRefused(request=action.request, cause="error", detail=lost)
+            self._answers[action.request] = answer
+            self._under_way.pop(action.request, None)
+            if isinstance(answer, RequestRefused):
+                return answer, self._end(self._refuse(action, known) | given_up)
+            return answer, self._end(given_up)
+
+    def _refuse(self, action: RequestNodes, known: Collection[str]) -> set[str]:
+        """Go on with the VMs of a refused request that have a known worker; returns the others."""
+        vms = {vm_name(action.request, index) for index in range(action.count)}
+        vms |= {vm for vm, request in self._granted.items() if request == action.request}
+        for vm in vms:
+            self._granted.pop(vm, None)
+            self._wanted.pop(vm, None)
+        for node in known:
+            if (vm := vm_of(node)) in vms:
+                self._granted[vm] = action.request
+                self._wanted.setdefault(vm, set()).add(node)
+        return vms - self._granted.keys()
+
+    def request_of(self, node: str) -> RequestId | None:
+        """Return the request that a VM answers, granted or under way; None: it is none of ours, or was given back."""
+        vm = vm_of(node)
+        with self._lock:
+            return self._granted.get(vm) or self._under_way_of(vm)
+
+    def granted(self) -> list[str]:
+        """Return the VMs that were granted and not given up."""
+        with self._lock:
+            return sorted(self._granted)
+
+    def ungranted(self, nodes: Collection[str]) -> frozenset[str]:
+        """Return the VMs of those nodes that came before the answer to their request, or though it was refused."""
+        with self._lock:
+            vms = {vm_of(node) for node in nodes}
+            early = self._under_way.keys() | {
+                name for name, answer in self._answers.items() if isinstance(answer, RequestRefused)
+            }
+            return frozenset(vm for vm in vms if (self._granted.get(vm) or self._under_way_of(vm)) in early)
+
+    def give_up(self, nodes: Sequence[str], known: Collection[str]) -> End | None:
+        """Note that the controller needs nodes no more; returns the VMs of which it needs none.
+
+        Of a VM whose grant was not heard of only its one worker is known; it is ended once its request is answered:
+        until then the request might make it anew.
+
+        Args:
+            nodes: Given up.
+            known: All that the controller knows besides.
+        """
+        now = []
+        with self._lock:
+            self._gone.update(nodes)
+            for node in nodes:
+                vm = vm_of(node)
+                wanted = self._wanted.setdefault(vm, set())
+                wanted |= {other for other in known if vm_of(other) == vm and other not in nodes}
+                wanted.discard(node)
+                if wanted:
+                    continue
+                del self._wanted[vm]
+                request = self._granted.pop(vm, None) or self._under_way_of(vm)
+                if request in self._under_way:
+                    self._ended_later.setdefault(request, set()).add(vm)
+                else:
+                    now.append(vm)
+            return self._end(now)
+
+    def adopt(self, vms: Sequence[Vm], nodes: frozenset[str], requests: Collection[RequestId]) -> list[Vm]:
+        """Take the VMs of these nodes and requests for granted; returns those of nobody.
+
+        It may come late, when the provider was silent: what was given up or answered since then stays so.
+        """
+        with self._lock:
+            nodes = nodes - self._gone
+            known = {vm_of(node) for node in nodes}
+            unanswered = set(requests) - self._answers.keys()
+            for vm in vms:
+                is_given_up = vm.name in self._ended_later.get(vm.request, ()) or self._gone.issuperset(vm.workers)
+                is_ours = vm.name in known or vm.request in unanswered
+                if is_ours and not is_given_up and not self._is_ending(vm.name):
+                    self._granted[vm.name] = vm.request
+                    awaited = () if vm.request in unanswered else nodes.intersection(vm.workers)
+                    self._wanted.setdefault(vm.name, set(awaited or vm.workers) - self._gone)
+            return self._nobodys(vms)
+
+    def compare(self, vms: Sequence[Vm]) -> tuple[list[Vm], list[str]]:
+        """Return the VMs of nobody, and the nodes whose VMs are gone: missing now and at the last comparison."""
+        with self._lock:
+            missing = frozenset(self._granted) - {vm.name for vm in vms}
+            gone, self._missed = missing & self._missed, missing - self._missed
+            for name in gone:
+                del self._granted[name]
+            return self._nobodys(vms), sorted(node for name in gone for node in self._wanted.pop(name, ()))
+
+    def living(self, vms: Sequence[Vm], request: RequestId) -> tuple[list[Vm], frozenset[int]]:
+        """Return the VMs beside those of a request that are not being ended, and the ends that are under way."""
+        with self._lock:
+            living = [vm for vm in vms if vm.request != request and not self._is_ending(vm.name)]
+            return living, frozenset(self._ends)
+
+    def ended(self, end: End) -> None:
+        """Note that VMs are ended, or that it was tried."""
+        with self._lock:
+            del self._ends[end.number]
+            self._lock.notify_all()
+
+    def names(self, ends: Collection[int]) -> list[str]:
+        """Return the VMs of those ends that are still under way."""
+        with self._lock:
+            return sorted(vm for number in ends if number in self._ends for vm in self._ends[number].vms)
+
+    def wait_ended(self, ends: Collection[int], patience_s: float) -> bool:
+        """Wait until none of these ends is under way; returns whether that came before the registry was closed."""
+        with self._lock:
+            there = self._lock.wait_for(lambda: self._over or self._ends.keys().isdisjoint(ends), patience_s)
+            return there and not self._over
+
+    def close(self) -> None:
+        """Nobody waits any longer."""
+        with self._lock:
+            self._over = True
+            self._lock.notify_all()
+
+    def _end(self, vms: Collection[str]) -> End | None:
+        if not vms:
+            return None
+        self._num_ends += 1
+        end = End(self._num_ends, tuple(sorted(vms)))
+        self._ends[end.number] = end
+        return end
+
+    def _under_way_of(self, vm: str) -> RequestId | None:
+        for request, count in self._under_way.items():
+            if vm in {vm_name(request, index) for index in range(count)}:
+                return request
+        return None
+
+    def _nobodys(self, vms: Sequence[Vm]) -> list[Vm]:
+        """The VMs that nobody waits for and that are not about to be ended.
+
+        They were listed before: a request is under way before its VMs are there.
+        """
+        return [
+            vm
+            for vm in vms
+            if vm.name not in self._granted and vm.request not in self._under_way and not self._is_ending(vm.name)
+        ]
+
+    def _is_ending(self, vm: str) -> bool:
+        return any(vm in end.vms for end in self._ends.values())
+
+
+def paid(vms: Sequence[Vm], now_s: float) -> dict[str, Paid]:
+    """Say what the workers of VMs cost; nothing of those of which nothing is known."""
+    told: dict[str, Paid] = {}
+    for vm in vms:
+        before_s = 0.0 if vm.paid_since_s is None else max(0.0, now_s - vm.paid_since_s)
+        if vm.usd_per_h is not None or before_s or vm.num_devices > 1:
+            said = Paid(usd_per_h=vm.usd_per_h, num_nodes=vm.num_devices, before_s=before_s)
+            told |= dict.fromkeys(vm.workers, said)
+    return told

@@ -1,0 +1,1 @@
+"""What this machine and its system give: clocks, processes, folders, ports, signals."""

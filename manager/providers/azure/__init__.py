@@ -1,0 +1,1 @@
+"""Azure: VMs of scale sets."""

@@ -1,0 +1,65 @@
+"""Ending a run's VMs without knowing anything of the run but its tags."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from manager.providers.azure.client import azure_client
+from manager.providers.azure.group import Bounds, Identity
+from manager.providers.azure.operations import Operations
+from manager.providers.azure.provider import AzureProvider
+from manager.providers.azure.spec import AzureSpec
+from manager.providers.interface.provider import Misconfigured, Vm, end_all
+
+
+def end_run(
+    spec: AzureSpec,
+    run: str,
+    job: str,
+    client: Any = None,
+    told: Callable[[str], None] = lambda _sentence: None,
+    bounds: Bounds | None = None,
+) -> tuple[Vm, ...]:
+    """End every VM of a run, and its scale set; blocks until they are gone. Returns the VMs that were there.
+
+    What does not have the tags of this run and job is left alone, whatever its name.
+
+    Args:
+        spec: Where they are.
+        run: The run's name, in the tags.
+        job: The job's name, in the tags.
+        client: Another client than that of whoever is logged in.
+        told: Hears what is left alone, and what is tried again.
+        bounds: How long to wait for each try.
+
+    Raises:
+        ProviderError: nothing of this run is there, Azure does not say what is, or something is left: which.
+    """
+    with tempfile.TemporaryDirectory(prefix="morph-") as directory:
+        provider = AzureProvider(
+            client or azure_client(spec.subscription_id, base_url=spec.resource_manager, authority=spec.authority),
+            spec,
+            Identity(run=run, job=job),
+            Operations(Path(directory) / "operations.json"),
+            _none_is_made,
+            bounds=bounds,
+        )
+        look, owns_set = provider.group.look(), provider.group.owns_set()
+        if owns_set is False:
+            name = provider.group.set_name
+            told(f"scale set {name} does not have the tags of this run: it is left alone, with what it holds")
+        if not look.vms and not owns_set:
+            runs = f"runs whose VMs are there: {', '.join(look.runs)}" if look.runs else "no run of Morph has VMs there"
+            raise Misconfigured(
+                f"nothing in resource group {spec.resource_group} has the tags of run {run} of job {job}: it was ended "
+                f"before, or a name is misspelt; {runs}"
+            )
+        end_all(provider, told=told)
+    return tuple(vm for vm, _ in look.vms)
+
+
+def _none_is_made(node: str, _num_devices: int) -> str:
+    raise AssertionError(f"{node} is to be ended, not made")

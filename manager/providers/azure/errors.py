@@ -1,0 +1,115 @@
+"""Azure's errors in the words of a provider: by the error's code first, by its status where that says nothing.
+
+Sources: https://learn.microsoft.com/azure/virtual-machines/error-codes-spot and
+https://learn.microsoft.com/azure/azure-resource-manager/troubleshooting/common-deployment-errors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
+
+from azure.core.exceptions import AzureError, ClientAuthenticationError, HttpResponseError
+
+from manager.providers.interface.provider import (
+    CapacityShort,
+    Misconfigured,
+    ProviderError,
+    QuotaExceeded,
+    Throttled,
+    Transient,
+)
+
+CAPACITY = {
+    "AllocationFailed",
+    "ZonalAllocationFailed",
+    "SkuNotAvailable",
+    "OverconstrainedAllocationRequest",
+    "OverconstrainedZonalAllocationRequest",
+    "SpotAllocationFailed",
+    "AvailabilityZoneNotSupported",
+}
+"""Another zone may have it, and then another size."""
+SIZE = {"SpotPriceGreaterThanProvidedMaxPrice", "AzureSpotIsNotSupportedForThisVMSize", "NotAvailableForSubscription"}
+"""No zone has this size for us."""
+QUOTA = {"QuotaExceeded", "LowPriorityQuotaExceeded", "ResourceQuotaExceeded"}
+THROTTLED = {"TooManyRequests", "SubscriptionRequestsThrottled", "ResourceRequestsThrottled"}
+USERS = {
+    "AuthorizationFailed",
+    "AzureSpotFeatureNotEnabledForSubscription",
+    "LinkedAuthorizationFailed",
+    "MaxPriceValueInvalid",
+    "MissingRegistrationForType",
+    "MissingSubscriptionRegistration",
+    "ReadOnlyDisabledSubscription",
+    "RequestDisallowedByPolicy",
+    "ResourceGroupBeingDeleted",
+    "ResourceGroupNotFound",
+    "ResourceTypeNotSupportAvailabilityZones",
+    "ScopeLocked",
+    "SubscriptionNotFound",
+    "SubscriptionNotRegistered",
+}
+"""The user must mend it, whatever the status: it is 409 for many of them."""
+GONE = {"ResourceNotFound", "NotFound"}
+"""That what is named is not there; other codes with 404 say it of what it should be in."""
+MESSAGE_CHARACTERS = 300
+
+
+class SizeRefused(CapacityShort):
+    """None of this size, in whatever zone: its price is above ``max_usd_per_h``, or it is not for spot."""
+
+
+@contextmanager
+def translating(what: str) -> Iterator[None]:
+    """Raise a ProviderError in the place of what the SDK raises; ``what``: what its text begins with, if anything."""
+    try:
+        yield
+    except AzureError as error:
+        raise translated(error, f"{what}: " if what else "") from error
+
+
+def is_gone(error: HttpResponseError) -> bool:
+    """Whether a 404 says that this thing is not there, and not that its group or subscription is not found."""
+    return str(getattr(error.error, "code", None) or "ResourceNotFound") in GONE
+
+
+def translated(error: AzureError, begin: str) -> ProviderError:
+    """Return the error of ours for one of the SDK's."""
+    text = f"{begin}{' '.join(str(error.message).split())[:MESSAGE_CHARACTERS]}"
+    if not isinstance(error, HttpResponseError):  # no answer at all
+        return Transient(text)
+    code, target = str(getattr(error.error, "code", None) or ""), str(getattr(error.error, "target", None) or "")
+    if code:  # the SDK's own message says everything twice
+        text = f"{begin}{code}: {' '.join(str(error.error.message).split())[:MESSAGE_CHARACTERS]}"
+    if isinstance(error, ClientAuthenticationError) and error.response is None:  # whoever asks is not known
+        return Misconfigured(text)
+    status = int(error.status_code or 0)
+    after_s = _retry_after_s(error.response.headers) if error.response is not None else None
+    if status == 429 or code in THROTTLED:
+        return Throttled(text, after_s)
+    not_allowed = text.lower() if code == "OperationNotAllowed" else ""
+    if code in QUOTA or "quota" in not_allowed:
+        return QuotaExceeded(text)
+    if code in SIZE or "max price" in not_allowed or (code == "InvalidParameter" and target == "vmSize"):
+        return SizeRefused(text)
+    if code in CAPACITY:
+        return CapacityShort(text)
+    # below 400: an operation that failed in the end; 401: the SDK asks for another token with the next call
+    if code not in USERS and (status < 400 or status in (401, 408, 409, 412) or status >= 500):
+        return Transient(text, after_s)
+    return Misconfigured(text)
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return how long Azure asks to wait: seconds, or a date by its own clock, which its answer tells."""
+    text = str(headers.get("Retry-After", ""))
+    if text.isdigit():
+        return float(text)
+    try:
+        now_s = parsedate_to_datetime(headers["Date"]).timestamp() if "Date" in headers else time.time()
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now_s)
+    except ValueError:
+        return None

@@ -1,0 +1,285 @@
+"""A resource group as a run sees it: which VMs and which scale set are the run's own, and their end.
+
+Only what has the tags of this run and of this job is the run's. A group may hold others' VMs, under any name.
+Since when a VM is paid is known by two clocks: Azure's and this machine's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from azure.core.exceptions import DecodeError, ResourceNotFoundError
+
+from manager.providers.azure.errors import is_gone, translating
+from manager.providers.azure.spec import (
+    DEVICES_TAG,
+    JOB_TAG,
+    REQUEST_TAG,
+    RUN_TAG,
+    AzureSize,
+    AzureSpec,
+    scale_set_body,
+    scale_set_name,
+)
+from manager.providers.interface.provider import Misconfigured, ProviderError, Transient, Vm, not_ended
+
+STOP_WITHIN_S = 0.5
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long to wait, in seconds. ``poll_s``: between two looks at an operation, where Azure names no time."""
+
+    make_s: float = 600.0
+    delete_s: float = 300.0
+    poll_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose VMs they are: the tags."""
+
+    run: str
+    job: str
+
+    def owns(self, tags: Mapping[str, str] | None) -> bool:
+        """Whether something with these tags is the run's."""
+        return tags is not None and tags.get(RUN_TAG) == self.run and tags.get(JOB_TAG) == self.job
+
+
+@dataclass(frozen=True)
+class Look:
+    """Which VMs a group holds.
+
+    ``vms``: the run's, each with its provisioning state in small letters; ``others``: names of the rest; ``guests``:
+    those of them in the run's scale set; ``runs``: Morph's other runs, each with its job.
+    """
+
+    vms: tuple[tuple[Vm, str], ...]
+    others: frozenset[str]
+    guests: tuple[str, ...]
+    runs: tuple[str, ...]
+
+
+class Group:
+    """Looks at the group, and ends what is the run's there.
+
+    Args:
+        client: A ``ComputeManagementClient``.
+        spec: Where and what.
+        identity: Whose VMs they are.
+        bounds: How long to wait.
+        usd_per_h: What a size costs; None: not known.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        spec: AzureSpec,
+        identity: Identity,
+        bounds: Bounds,
+        usd_per_h: Callable[[AzureSize], float | None],
+    ) -> None:
+        self._machines, self._sets = client.virtual_machines, client.virtual_machine_scale_sets
+        self._spec, self._identity, self._bounds, self._usd_per_h = spec, identity, bounds, usd_per_h
+        self.stopped = threading.Event()
+        self.set_name = scale_set_name(identity.run)
+
+    def look(self) -> Look:
+        """Ask which VMs there are.
+
+        Raises:
+            ProviderError: the answer does not say; what it leaves out may well be there.
+        """
+        answered: list[str | None] = [None]
+
+        def check(response: Any) -> None:
+            answered[0] = response.http_response.headers.get("Date")
+            if response.http_response.status_code == 200:
+                document = response.http_response.json()
+                if not isinstance(document, dict) or not isinstance(document.get("value"), list):
+                    raise DecodeError("the answer is not a list of VMs")
+
+        vms, others, guests, runs = [], set[str](), [], set[str]()
+        try:
+            with translating("the list of VMs"):
+                machines = [*self._machines.list(self._spec.resource_group, raw_response_hook=check)]
+            now_s = time.time()
+            for machine in machines:
+                tags = machine.tags or {}
+                if self._identity.owns(tags):
+                    vms.append((self._vm(machine, answered[0], now_s), str(machine.provisioning_state or "").lower()))
+                    continue
+                others.add(str(machine.name))
+                inside = machine.virtual_machine_scale_set
+                if inside is not None and str(inside.id).rsplit("/", 1)[-1].lower() == self.set_name.lower():
+                    guests.append(str(machine.name))
+                if RUN_TAG in tags:
+                    runs.add(f"{tags[RUN_TAG]} of job {tags.get(JOB_TAG)}")
+        except (ValueError, TypeError, AttributeError) as error:
+            raise Transient(f"the list of VMs: the answer cannot be read: {error}") from error
+        return Look(tuple(vms), frozenset(others), tuple(sorted(guests)), tuple(sorted(runs)))
+
+    def owns_set(self) -> bool | None:
+        """Whether the scale set of the run's name is the run's; None: there is none."""
+        with translating(f"scale set {self.set_name}"):
+            try:
+                return self._identity.owns(self._sets.get(self._spec.resource_group, self.set_name).tags)
+            except ResourceNotFoundError as error:
+                if is_gone(error):
+                    return None
+                raise
+
+    def make_set(self) -> None:
+        """Make the run's scale set; one that is there already stays as it is."""
+        until_s = time.monotonic() + self._bounds.make_s
+        if self.owns_set() is False:
+            raise Misconfigured(f"scale set {self.set_name} is there without the tags of this run: it is left alone")
+        body = scale_set_body(self._spec, self._identity.run, self._identity.job)
+        with translating("the scale set"):
+            poller = self._sets.begin_create_or_update(
+                self._spec.resource_group, self.set_name, body, polling_interval=self._bounds.poll_s
+            )
+        self.wait(poller, "the scale set", until_s)
+
+    def end(self, names: Iterable[str], until_s: float, *, always: bool = True) -> None:
+        """End VMs of the run that ``look`` named: every end is begun before any is waited for.
+
+        Args:
+            names: Theirs.
+            until_s: A second of the monotonic clock.
+            always: Wait though the run is over; else no longer than until it is.
+
+        Raises:
+            ProviderError: naming those that are left.
+        """
+        pollers, left = self.begin_ends(names, until_s)
+        for name, poller in pollers.items():
+            try:
+                self.wait(poller, "", until_s, always=always)
+            except ProviderError as error:
+                left[name] = error
+        if left:
+            raise not_ended(left)
+
+    def begin_ends(
+        self, names: Iterable[str], until_s: float | None = None
+    ) -> tuple[dict[str, Any], dict[str, ProviderError]]:
+        """Begin the ends of VMs; returns what is to be waited for, and what could not be begun, by name."""
+        pollers: dict[str, Any] = {}
+        left: dict[str, ProviderError] = {}
+        for name in names:
+            try:
+                pollers[name] = self._begin_end(name, until_s)
+            except ProviderError as error:
+                left[name] = error
+        return pollers, left
+
+    def end_all(self, until_s: float) -> None:
+        """End every VM of the run, and its scale set, unless that holds others' VMs too.
+
+        Raises:
+            ProviderError: naming what is left.
+        """
+        self.end([vm.name for vm, _ in self.look().vms], until_s)
+        look, name = self.look(), f"scale set {self.set_name}"
+        if look.vms:
+            raise not_ended({vm.name: Transient("it is still listed") for vm, _ in look.vms})
+        if not self.owns_set():
+            return
+        if look.guests:
+            held = f"{name} is left: it holds {', '.join(look.guests)}, without the tags of this run"
+            raise Misconfigured(held)
+        with translating(name):
+            poller = self._sets.begin_delete(
+                self._spec.resource_group, self.set_name, polling_interval=self._bounds.poll_s
+            )
+        self.wait(poller, name, until_s, always=True)
+
+    def wait(self, poller: Any, what: str, until_s: float, *, always: bool = False) -> None:
+        """Wait for an operation; unless ``always``, no longer than until the run is over.
+
+        Raises:
+            NotInTime: it goes on.
+            ProviderError: it failed.
+        """
+        if poller is None:
+            return
+        with translating(what), _passing_over_gone():  # it was there and is gone
+            while not poller.done():
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    raise NotInTime(f"{what}: not done in time" if what else "its end was not done in time")
+                if self.stopped.is_set() and not always:
+                    raise Transient(f"{what}: not waited for any more")
+                poller.wait(min(left_s, STOP_WITHIN_S))
+            poller.result(0)
+
+    def _begin_end(self, name: str, until_s: float | None) -> Any:
+        if until_s is not None and time.monotonic() >= until_s:
+            raise Transient("there was no time to begin its end")
+        with translating(""), _passing_over_gone():
+            return self._machines.begin_delete(
+                self._spec.resource_group, name, force_deletion=True, polling_interval=self._bounds.poll_s
+            )
+        return None
+
+    def _vm(self, machine: Any, answered: str | None, now_s: float) -> Vm:
+        size = machine.hardware_profile.vm_size if machine.hardware_profile else ""
+        size = str(getattr(size, "value", size) or "")  # an enumeration where the SDK knows the size
+        known = next((known for known in self._spec.sizes if known.name == size), None)
+        return Vm(
+            name=machine.name,
+            request=machine.tags.get(REQUEST_TAG, ""),
+            zone=(machine.zones or ["unknown"])[0],
+            size=size,
+            usd_per_h=None if known is None else self._usd_per_h(known),
+            paid_since_s=paid_since_s(machine.time_created, answered, now_s),
+            num_devices=int(machine.tags.get(DEVICES_TAG) or 1),
+        )
+
+
+class NotInTime(Transient):
+    """An operation goes on for longer than it is waited for."""
+
+
+@contextmanager
+def _passing_over_gone() -> Iterator[None]:
+    """Go on where what is to end, or was made and taken, is not there."""
+    try:
+        yield
+    except ResourceNotFoundError as error:
+        if not is_gone(error):
+            raise
+
+
+AGREE_S = 2.0
+"""Clocks that differ by less are taken for equal: an HTTP date has whole seconds, and is some time under way."""
+
+
+def paid_since_s(created: datetime | None, answered: str | None, now_s: float) -> float | None:
+    """Return the second since 1970, by this machine's clock, from which on a VM is paid; None: Azure does not say.
+
+    Args:
+        created: The VM's ``timeCreated``, by Azure's clock.
+        answered: The ``Date`` of the answer that it is from, by Azure's clock too.
+        now_s: This machine's clock when the answer came.
+    """
+    if created is None:
+        return None
+    ahead_s = 0.0
+    if answered is not None:
+        try:
+            ahead_s = parsedate_to_datetime(answered).timestamp() - now_s
+        except ValueError:
+            ahead_s = 0.0
+    if abs(ahead_s) < AGREE_S:
+        ahead_s = 0.0
+    return min(created.timestamp() - ahead_s, now_s)

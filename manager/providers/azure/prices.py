@@ -1,0 +1,81 @@
+"""Azure's public price list: https://learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from urllib.parse import urlencode
+
+from manager.machine.plain_http import HttpFailed, fetch
+from manager.providers.azure.spec import AzureSize, AzureSpec
+
+PRICES_URL = "https://prices.azure.com/api/retail/prices"
+TIMEOUT_S = 20.0
+MAX_PAGES = 10
+AGAIN_S = 600.0
+"""When a list that did not say what a size costs is asked again."""
+
+
+class RetailPrices:
+    """The list's prices of a spec's sizes, each remembered. Thread-safe.
+
+    A price that is known stays; one that the list did not say is asked for again after ``AGAIN_S``, so that a list
+    that is not reached holds up a provider's calls once, and not at every look.
+
+    Args:
+        spec: Where the VMs are, and whether they are spot VMs.
+        find: Asks for the price of a size of this name: ``retail_price`` where it is not given. May block.
+        clock: Seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        spec: AzureSpec,
+        find: Callable[[str], float | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._find = find or (lambda size: retail_price(spec.location, size, spot=spec.spot))
+        self._clock = clock
+        self._known: dict[str, float] = {}
+        self._ask_at_s: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, size: AzureSize) -> float | None:
+        """Return what one hour of a size costs in USD; None when it is not known. May block."""
+        with self._lock:
+            if size.name not in self._known and self._clock() >= self._ask_at_s.get(size.name, float("-inf")):
+                usd_per_h = self._find(size.name)
+                if usd_per_h is None:
+                    self._ask_at_s[size.name] = self._clock() + AGAIN_S
+                else:
+                    self._known[size.name] = usd_per_h
+            return self._known.get(size.name)
+
+
+def retail_price(location: str, size: str, *, spot: bool, url: str = PRICES_URL) -> float | None:
+    """Return what one hour of a Linux VM costs in USD, at most; None when the list does not say or answer."""
+    query = f"armRegionName eq '{location}' and armSkuName eq '{size}' and priceType eq 'Consumption'"
+    page = f"{url}?{urlencode({'api-version': '2023-01-01-preview', '$filter': query})}"
+    figures: list[float] = []
+    for _ in range(MAX_PAGES):
+        try:
+            answer = fetch(page, timeout_s=TIMEOUT_S)
+            if answer.status != 200:  # the highest price may stand on the page that is missing
+                return None
+            document = json.loads(answer.body)
+            figures += [float(item["retailPrice"]) for item in document["Items"] if _fits(item, spot)]
+        except (HttpFailed, ValueError, TypeError, KeyError, AttributeError):
+            return None
+        page = document.get("NextPageLink") or ""
+        if not page.startswith(url):
+            break
+    return max(figures, default=None)
+
+
+def _fits(item: dict[str, object], spot: bool) -> bool:
+    name = f"{item.get('skuName', '')} {item.get('meterName', '')}"
+    windows = "Windows" in str(item.get("productName", ""))
+    hourly = item.get("unitOfMeasure") == "1 Hour" and item.get("currencyCode") == "USD"
+    return hourly and not windows and ("Spot" in name) is spot and "Low Priority" not in name

@@ -1,0 +1,270 @@
+"""Spot VMs on Azure: made by name, put into a flexible scale set, found again by their tags.
+
+Names are made from the request, so that a request that comes again, from whoever, makes no second VM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from manager.providers.azure.errors import SizeRefused, translating
+from manager.providers.azure.group import Bounds, Group, Identity, NotInTime
+from manager.providers.azure.operations import Operations
+from manager.providers.azure.spec import AzureSize, AzureSpec, vm_body
+from manager.providers.interface.provider import (
+    Capabilities,
+    CapacityShort,
+    Misconfigured,
+    Price,
+    QuotaExceeded,
+    Refused,
+    Transient,
+    Vm,
+    vm_name,
+)
+
+Offer = tuple[AzureSize, str | None]
+BEING_MADE = ("accepted", "creating")
+LOST = ("failed", "canceled", "deleting")
+"""Nothing comes of it. In any state besides a VM is there: Azure may be updating or moving it."""
+
+
+@dataclass(eq=False)
+class _Making:
+    """A VM on its way: offers that are left, and the operation under way."""
+
+    name: str
+    offers: list[Offer]
+    num_devices: int
+    poller: Any = None
+    error: Refused | None = None
+    offer: Offer | None = field(default=None)
+
+
+class AzureProvider:
+    """See ``Provider``.
+
+    Args:
+        client: A ``ComputeManagementClient`` that does not retry by itself; see ``azure_client``.
+        spec: Where and what.
+        identity: Whose VMs they are.
+        operations: What is under way.
+        custom_data: The encoded cloud-config for a VM of this name, with so many devices.
+        find_price: The price of one hour of a size whose price the user does not give; None when it is not known.
+        bounds: How long to wait.
+        ending: The command that ends what is left of the run.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        spec: AzureSpec,
+        identity: Identity,
+        operations: Operations,
+        custom_data: Callable[[str, int], str],
+        *,
+        find_price: Callable[[AzureSize], float | None] = lambda _size: None,
+        bounds: Bounds | None = None,
+        ending: str = "",
+    ) -> None:
+        self._machines = client.virtual_machines
+        self._spec = spec
+        self._identity = identity
+        self._operations = operations
+        self._custom_data = custom_data
+        self._find_price = find_price
+        self._bounds = bounds or Bounds()
+        self.group = Group(client, spec, identity, self._bounds, self._usd_per_h)
+        self._ending = ending
+        self._has_set = False
+        self._taken: frozenset[str] = frozenset()
+        self._price: Price | None = None
+
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+        """See ``Provider``. Offers that Azure refuses are followed by the next zone, and then by the next size.
+
+        Sizes with more devices are tried once those with fewer are refused, for what is then missing.
+        """
+        answer = self._operations.answer(request)
+        if answer is not None:
+            return tuple(vm for vm in self.list() if vm.name in answer)
+        if not self._has_set:
+            self.group.make_set()
+            self._has_set = True
+        until_s = time.monotonic() + self._bounds.make_s
+        most = count if max_vms is None else max_vms
+        found = self._of(request)
+        there = {vm.name: vm.num_devices for vm, state in found if state not in (*BEING_MADE, *LOST)}
+        making = [_Making(vm.name, [], vm.num_devices) for vm, state in found if state in BEING_MADE]
+        states = {vm.name: state for vm, state in found}
+        refused: list[Refused] = []
+        for num_devices in self._spec.turns(count, most):
+            if time.monotonic() >= until_s:
+                break
+            known = there | {one.name: one.num_devices for one in making}
+            num_vms = max(0, min(-(-(count - sum(known.values())) // num_devices), most - len(known)))
+            free = (index for index in itertools.count() if vm_name(request, index) not in known)
+            making += [
+                _Making(vm_name(request, index), self._spec.offers_of(index, num_devices), num_devices)
+                for index in itertools.islice(free, num_vms)
+            ]
+            given_up = self._make(making, request, states, until_s)
+            there |= {one.name: one.num_devices for one in making if one not in given_up}
+            refused += [one.error for one in given_up if one.error is not None]
+            making = []
+        found = self._of(request)
+        made = tuple(vm for vm, state in found if state not in (*BEING_MADE, *LOST))
+        self.group.begin_ends([vm.name for vm, _ in found if vm not in made])  # nobody waits for them any more
+        if not made:
+            evicted = Transient(f"{request}: its VMs were made and are gone")
+            raise next((error for error in refused if isinstance(error, QuotaExceeded)), [*refused, evicted][0])
+        self._operations.answered(request, tuple(vm.name for vm in made))
+        return made
+
+    def list(self) -> tuple[Vm, ...]:
+        """See ``Provider``."""
+        return tuple(vm for vm, _ in self.group.look().vms)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See ``Provider``: blocks until Azure says that they are gone."""
+        ours = [vm.name for vm in self.list() if vm.name in names]
+        for name in ours:
+            self._operations.ended(name)
+        self.group.end(ours, time.monotonic() + self._bounds.delete_s)
+
+    def stop(self) -> None:
+        """See ``Provider``: Azure goes on with what was begun, and the VM is listed."""
+        self.group.stopped.set()
+
+    def dismantle(self) -> None:
+        """See ``Provider``: the scale set too; one that is not there is no error."""
+        self._has_set = False
+        self.group.end_all(time.monotonic() + self._bounds.delete_s)
+
+    def price(self) -> Price | None:
+        """See ``Provider``. A size without a price makes the whole unknown."""
+        if self._price is None:
+            self._price = self._spec.price(self._find_price)
+        return self._price
+
+    def capabilities(self) -> Capabilities:
+        """See ``Provider``."""
+        return Capabilities(spot=self._spec.spot, zones=self._spec.zones, notices="azure", ending=self._ending)
+
+    def simulate_eviction(self, name: str) -> None:
+        """Have Azure evict a spot VM as if it needed the room: for trying things out."""
+        with translating(f"the eviction of {name}"):
+            self._machines.simulate_eviction(self._spec.resource_group, name)
+
+    def _usd_per_h(self, size: AzureSize) -> float | None:
+        return size.usd_per_h if size.usd_per_h is not None else self._find_price(size)
+
+    def _of(self, request: str) -> Sequence[tuple[Vm, str]]:
+        """The VMs of a request, and their states."""
+        look = self.group.look()
+        self._taken = look.others
+        return [(vm, state) for vm, state in look.vms if vm.request == request]
+
+    def _make(
+        self, making: Sequence[_Making], request: str, states: dict[str, str], until_s: float
+    ) -> Sequence[_Making]:
+        """Make VMs at once, each by the first of its offers that is taken; returns those without a further one."""
+        given_up: list[_Making] = []
+        while making:
+            for one in making:
+                self._begin(one, request, states.pop(one.name, None), until_s)
+            making, without = self._round(making, until_s)
+            given_up += without
+        return given_up
+
+    def _begin(self, one: _Making, request: str, state: str | None, until_s: float) -> None:
+        """Begin to make a VM, or go on with what an earlier manager began."""
+        if state in BEING_MADE:
+            one.poller = self._resumed(one)
+            return
+        if one.name in self._taken:
+            raise Misconfigured(f"VM {one.name} is there without the tags of this run: it is left alone")
+        if state is not None:  # what is left of it has its name
+            self.group.end([one.name], until_s, always=False)
+        one.offer = one.offers.pop(0)
+        names = {"run": self._identity.run, "job": self._identity.job, "request": request}
+        body = vm_body(self._spec, names, one.name, one.offer, self._custom_data(one.name, one.num_devices))
+        try:
+            with translating(f"VM {one.name}"):
+                one.poller = self._machines.begin_create_or_update(
+                    self._spec.resource_group, one.name, body, polling_interval=self._bounds.poll_s
+                )
+        except Refused as error:
+            one.error = error
+            return
+        self._operations.begun(one.name, one.poller.continuation_token())
+
+    def _resumed(self, one: _Making) -> Any:
+        """The operation of an earlier manager, or what looks at its VM where it was killed before it noted it."""
+        token = self._operations.token(one.name)
+        if token is not None:
+            with contextlib.suppress(ValueError), translating(f"VM {one.name}"):  # ValueError: not such a token
+                return self._machines.begin_create_or_update(
+                    self._spec.resource_group,
+                    one.name,
+                    {},
+                    continuation_token=token,
+                    polling_interval=self._bounds.poll_s,
+                )
+        return _Watched(self.group, one.name, self._bounds.poll_s)
+
+    def _round(self, making: Sequence[_Making], until_s: float) -> tuple[Sequence[_Making], Sequence[_Making]]:
+        """Wait for what was begun; returns those with a further offer, and those without, with their errors.
+
+        One that is not made in time is given up as if there were no such VM: it holds up nobody else's request.
+        """
+        left: list[_Making] = []
+        given_up: list[_Making] = []
+        remains: list[str] = []
+        for one in making:
+            try:
+                self.group.wait(one.poller, f"VM {one.name}", until_s)
+            except NotInTime:
+                one.error, one.offers = CapacityShort(f"VM {one.name}: not made within {self._bounds.make_s:g} s"), []
+            except Refused as error:
+                one.error = error
+                remains.append(one.name)
+            self._operations.ended(one.name)
+            why, one.poller, one.error = one.error, None, None
+            if why is None:
+                continue
+            if isinstance(why, QuotaExceeded | SizeRefused) and one.offer is not None:  # it is the same in all zones
+                one.offers = [offer for offer in one.offers if offer[0] != one.offer[0]]
+            if one.offers:
+                left.append(one)
+            else:
+                one.error = why
+                given_up.append(one)
+        self.group.end(remains, until_s, always=False)
+        return left, given_up
+
+
+class _Watched:
+    """Stands for an operation of which nothing is known but its VM: done once that is not being made any more."""
+
+    def __init__(self, group: Group, name: str, every_s: float) -> None:
+        self._group, self._name, self._every_s = group, name, every_s
+        self._look_at_s, self._done = 0.0, False
+
+    def done(self) -> bool:
+        if not self._done and (now_s := time.monotonic()) >= self._look_at_s:
+            self._look_at_s = now_s + self._every_s
+            states = {vm.name: state for vm, state in self._group.look().vms}
+            self._done = states.get(self._name) not in BEING_MADE
+        return self._done
+
+    def wait(self, timeout_s: float) -> None:
+        self._group.stopped.wait(min(timeout_s, self._every_s))
+
+    def result(self, _timeout_s: float) -> None:
+        """Nothing: the VM says by itself whether it was made."""

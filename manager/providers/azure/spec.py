@@ -1,0 +1,214 @@
+"""What the user says about VMs on Azure, and the documents that are sent: pure, no SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from manager.providers.interface.provider import Price, vm_name
+from morph.contract.base import Value
+from morph.contract.cluster import UsdPerHour, UsdPerHourAtMost
+from morph.contract.vm_names import MAX_DEVICES
+
+RUN_TAG, JOB_TAG, REQUEST_TAG, DEVICES_TAG = "morph-run", "morph-job", "morph-request", "morph-devices"
+PUBLIC_AZURE = "https://management.azure.com"
+NETWORK_API_VERSION = "2022-07-01"
+_RESOURCE_ID = r"^/subscriptions/[^/]+/resourceGroups/[^/]+/providers/.+$"
+
+
+class AzureSize(Value):
+    """A VM size that may be taken."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_]+$", description="such as Standard_NC4as_T4_v3")
+    num_gpus: int = Field(default=1, ge=0, le=MAX_DEVICES, description="that Morph drives; 0: its processor, as one")
+    usd_per_h: UsdPerHour | None = Field(default=None, description="None: the retail price of Azure's price list")
+
+    @property
+    def num_devices(self) -> int:
+        """Each has a worker."""
+        return max(1, self.num_gpus)
+
+
+class AzureSpec(Value):
+    """Where and what. Everything named here exists before; ``docs/azure.md`` says how to make it."""
+
+    subscription_id: str = Field(pattern=r"^[0-9a-fA-F-]{36}$")
+    resource_group: str = Field(pattern=r"^[-\w._()]{1,90}$")
+    location: str = Field(pattern=r"^[a-z0-9]+$")
+    zones: tuple[str, ...] = Field(default=(), description="VMs are spread over them; none: wherever Azure likes")
+    sizes: tuple[AzureSize, ...] = Field(min_length=1)
+    spot: bool = True
+    max_usd_per_h: UsdPerHourAtMost | None = Field(
+        default=None, description="of a spot VM; None: up to the normal price"
+    )
+    image: str = Field(description="publisher:offer:sku:version, or the id of an image")
+    subnet_id: str = Field(pattern=_RESOURCE_ID)
+    security_group_id: str | None = Field(default=None, pattern=_RESOURCE_ID)
+    identity_id: str | None = Field(
+        default=None, pattern=_RESOURCE_ID, description="managed identity with which a forgotten VM deletes itself"
+    )
+    admin_username: str = Field(default="morph", pattern=r"^[a-z][a-z0-9_-]{0,30}$")
+    ssh_public_key: str = Field(pattern=r"^(ssh-|ecdsa-)\S+ \S+")
+    os_disk: str = "Premium_LRS"
+    os_disk_gib: int | None = Field(default=None, ge=1, le=4095, description="None: as large as the image")
+    resource_manager: str = Field(
+        default=PUBLIC_AZURE,
+        pattern=r"^(https://[^\s'\"]+|http://(localhost|127\.\d+\.\d+\.\d+)(:\d+)?/?)$",
+        description="of another cloud than the public one; without TLS on this machine alone",
+    )
+    authority: str | None = Field(
+        default=None, pattern=r"^https://[^\s'\"]+$", description="where one logs in there; absent: the public cloud's"
+    )
+
+    @model_validator(mode="after")
+    def _image_is_one(self) -> AzureSpec:
+        if not self.image.startswith("/") and len(self.image.split(":")) != 4:
+            raise ValueError("image: neither publisher:offer:sku:version nor the id of an image")
+        return self
+
+    def price(self, find: Callable[[AzureSize], float | None]) -> Price | None:
+        """Return the price of one hour of the dearest size; None when one is not known.
+
+        ``find``: the price of a size that says none itself; None when it is not known.
+        """
+        figures = [find(size) if size.usd_per_h is None else size.usd_per_h for size in self.sizes]
+        known = [figure for figure in figures if figure is not None]
+        if len(known) < len(figures):
+            return None
+        theirs = any(size.usd_per_h is None for size in self.sizes)
+        return Price(usd_per_h=max(known), source="Azure's retail price list" if theirs else "the cluster file")
+
+    def turns(self, count: int, max_vms: int) -> list[int]:
+        """Return how many devices the VMs have that are tried first, next, ... for ``count`` devices.
+
+        Fewest first; where so many VMs would be more than ``max_vms``, those with most come before them.
+        """
+        known = sorted({size.num_devices for size in self.sizes})
+        enough = [number for number in known if number * max_vms >= count]
+        return enough + [number for number in reversed(known) if number not in enough]
+
+    def offers_of(self, index: int, num_devices: int) -> list[tuple[AzureSize, str | None]]:
+        """Return the offers with so many devices for VM number ``index``: neighbours begin in different zones."""
+        turn = index % max(1, len(self.zones))
+        zones = (self.zones[turn:] + self.zones[:turn]) or (None,)
+        sizes = sorted(self.sizes, key=lambda size: size.num_gpus)
+        return [(size, zone) for size in sizes if size.num_devices == num_devices for zone in zones]
+
+
+def scale_set_name(run: str) -> str:
+    """Name the flexible scale set of a run."""
+    return vm_name(run, 0).rsplit("-", 1)[0]
+
+
+def scale_set_id(spec: AzureSpec, run: str) -> str:
+    """Return its resource id."""
+    group = f"/subscriptions/{spec.subscription_id}/resourceGroups/{spec.resource_group}"
+    return f"{group}/providers/Microsoft.Compute/virtualMachineScaleSets/{scale_set_name(run)}"
+
+
+def scale_set_body(spec: AzureSpec, run: str, job: str) -> dict[str, Any]:
+    """A flexible scale set without a profile: VMs are made by name and put into it, spread over fault domains."""
+    zones = {"zones": list(spec.zones)} if spec.zones else {}
+    return {
+        "location": spec.location,
+        "tags": {RUN_TAG: run, JOB_TAG: job},
+        **zones,
+        "properties": {"orchestrationMode": "Flexible", "platformFaultDomainCount": 1, "singlePlacementGroup": False},
+    }
+
+
+def vm_body(
+    spec: AzureSpec, names: dict[str, str], name: str, offer: tuple[AzureSize, str | None], custom_data: str
+) -> dict[str, Any]:
+    """One VM whose disk and network interface go with it.
+
+    Args:
+        spec: Where and what.
+        names: ``run``, ``job`` and ``request``.
+        name: The VM's.
+        offer: Size and zone.
+        custom_data: The encoded cloud-config.
+    """
+    size, zone = offer
+    body: dict[str, Any] = {
+        "location": spec.location,
+        "tags": {
+            RUN_TAG: names["run"],
+            JOB_TAG: names["job"],
+            REQUEST_TAG: names["request"],
+            DEVICES_TAG: str(size.num_devices),
+        },
+        "properties": {
+            "virtualMachineScaleSet": {"id": scale_set_id(spec, names["run"])},
+            "hardwareProfile": {"vmSize": size.name},
+            "storageProfile": {"imageReference": _image(spec.image), "osDisk": _disk(spec)},
+            "osProfile": _os_profile(spec, name, custom_data),
+            "networkProfile": _network(spec, name),
+        },
+    }
+    if zone is not None:
+        body["zones"] = [zone]
+    if spec.spot:
+        body["properties"] |= {
+            "priority": "Spot",
+            "evictionPolicy": "Delete",
+            "billingProfile": {"maxPrice": -1 if spec.max_usd_per_h is None else spec.max_usd_per_h},
+        }
+    if spec.identity_id is not None:
+        body["identity"] = {"type": "UserAssigned", "userAssignedIdentities": {spec.identity_id: {}}}
+    return body
+
+
+def planned(spec: AzureSpec, run: str, job: str, request: str, count: int) -> list[dict[str, Any]]:
+    """Return what a request for ``count`` devices would create, in order, without the secrets; for the user."""
+    group = scale_set_id(spec, run).rsplit("/", 2)[0]
+    calls = [{"put": scale_set_id(spec, run), "body": scale_set_body(spec, run, job)}]
+    num_devices = spec.turns(count, count)[0]
+    for index in range(-(-count // num_devices)):
+        name = vm_name(request, index)
+        names = {"run": run, "job": job, "request": request}
+        body = vm_body(spec, names, name, spec.offers_of(index, num_devices)[0], "(the cloud-config; it holds secrets)")
+        calls.append({"put": f"{group}/virtualMachines/{name}", "body": body})
+    return calls
+
+
+def _image(image: str) -> dict[str, str]:
+    if image.startswith("/"):
+        return {"id": image}
+    return dict(zip(("publisher", "offer", "sku", "version"), image.split(":"), strict=True))
+
+
+def _disk(spec: AzureSpec) -> dict[str, Any]:
+    size = {} if spec.os_disk_gib is None else {"diskSizeGB": spec.os_disk_gib}
+    return {
+        "createOption": "FromImage",
+        "deleteOption": "Delete",
+        "managedDisk": {"storageAccountType": spec.os_disk},
+        **size,
+    }
+
+
+def _os_profile(spec: AzureSpec, name: str, custom_data: str) -> dict[str, Any]:
+    key = {"path": f"/home/{spec.admin_username}/.ssh/authorized_keys", "keyData": spec.ssh_public_key}
+    return {
+        "computerName": name,
+        "adminUsername": spec.admin_username,
+        "customData": custom_data,
+        "linuxConfiguration": {"disablePasswordAuthentication": True, "ssh": {"publicKeys": [key]}},
+    }
+
+
+def _network(spec: AzureSpec, name: str) -> dict[str, Any]:
+    interface: dict[str, Any] = {
+        "primary": True,
+        "deleteOption": "Delete",
+        "ipConfigurations": [{"name": "main", "properties": {"primary": True, "subnet": {"id": spec.subnet_id}}}],
+    }
+    if spec.security_group_id is not None:
+        interface["networkSecurityGroup"] = {"id": spec.security_group_id}
+    return {
+        "networkApiVersion": NETWORK_API_VERSION,
+        "networkInterfaceConfigurations": [{"name": f"{name}-nic", "properties": interface}],
+    }

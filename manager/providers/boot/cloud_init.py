@@ -1,0 +1,199 @@
+"""What a cloud VM does at its first boot: get Morph from the manager, join the Ray cluster, watch for notices.
+
+And end itself when it is forgotten.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shlex
+from typing import Any
+
+from pydantic import Field, SecretStr
+
+from manager.machine.ports import RAY_SETTINGS, VM_RESOURCE, Ports
+from manager.providers.boot.first_boot import packed
+from morph.contract.base import Value
+
+DIRECTORY = "/etc/morph"
+TOKEN_PATH = f"{DIRECTORY}/ray-token"
+SECRET_PATH = f"{DIRECTORY}/node-secret"
+AUTHORITY_PATH = f"{DIRECTORY}/authority.pem"
+TLS_DIRECTORY = f"{DIRECTORY}/tls"
+BOOT_PATH = f"{DIRECTORY}/boot.pyz"
+CODE_DIRECTORY = f"{DIRECTORY}/code"
+OBJECT_STORE_BYTES = 256 * 1024 * 1024
+"""Ray would take 30 % of the memory; what goes through it is the job's files and orders."""
+MAX_CUSTOM_DATA_BYTES = 65535
+"""Azure takes this much once encoded."""
+
+
+class NodeStart(Value):
+    """How a node finds its cluster. The two secrets stand in files that root alone can read, and nowhere else."""
+
+    ray_address: str = Field(pattern=r"^[A-Za-z0-9._-]+:\d+$", description="host:port of the head node")
+    manager_address: str = Field(pattern=r"^[A-Za-z0-9._-]+:\d+$", description="host:port that takes notices")
+    ray_token: SecretStr
+    node_secret: SecretStr
+    setup: tuple[str, ...] = Field(default=(), description="shell lines run once, as root, before anything else")
+    python: str = Field(default="/usr/bin/python3", description="the interpreter, there once ``setup`` has run")
+    python_version: str = Field(pattern=r"^\d+\.\d+\.\d+\S*$", description="which it must be of")
+    wheel_sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of Morph's wheel, which the manager gives")
+    requirements: tuple[str, ...] = Field(default=(), description="of the wheel and of the user, as pip reads them")
+    uid: int = Field(default=0, ge=0, description="of the user as whom the job's code runs; 0: as what starts it does")
+    metadata: bool = Field(default=True, description="that user may ask the metadata service")
+    gpus: bool = Field(default=True, description="its devices are GPUs, of which each worker sees one alone")
+    first_port: int = Field(default=0, description="of the ports on which the node listens; 0: any free ones")
+    lonely_s: float = Field(default=900.0, gt=0, description="without the manager for this long a VM ends itself")
+    authority: str = Field(default="", description="whose certificates Ray takes, in PEM; empty: Ray is not encrypted")
+    management_url: str = Field(
+        default="", pattern=r"^(https?://[^\s'\"]+)?$", description="of the resource manager; empty: public Azure's"
+    )
+
+
+def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -> str:
+    """Write the cloud-config of one node.
+
+    Args:
+        start: How it finds its cluster.
+        node: Its name.
+        source: The notice source on this cloud.
+        num_devices: Each has a worker.
+
+    Raises:
+        ValueError: a name that could break out of the unit file.
+    """
+    if not re.fullmatch(r"[a-z0-9-]+", node) or not re.fullmatch(r"[a-z]*", source):
+        raise ValueError(f"{node!r} and {source!r} are not names of a node and a notice source")
+    boot = boot_line(start, boot_command(start, node, num_devices, source), BOOT_PATH)
+    config = {
+        "write_files": [
+            _file(TOKEN_PATH, start.ray_token.get_secret_value(), "0600"),
+            _file(SECRET_PATH, start.node_secret.get_secret_value(), "0600"),
+            *([_file(AUTHORITY_PATH, start.authority, "0644")] if start.authority else []),
+            _file(BOOT_PATH, packed(), "0644") | {"encoding": "b64"},
+            _unit(
+                "morph-node",
+                node_command(start, node, num_devices),
+                RAY_SETTINGS | {"RAY_AUTH_TOKEN_PATH": TOKEN_PATH, "PYTHONPATH": CODE_DIRECTORY},
+            ),
+            _unit("morph-agent", agent_command(start, node, source, num_devices), {"PYTHONPATH": CODE_DIRECTORY}),
+        ],
+        "runcmd": [
+            *(["sh", "-c", line] for line in start.setup),
+            [
+                "sh",
+                "-c",
+                f"{boot} && systemctl daemon-reload && systemctl start morph-agent.service morph-node.service",
+            ],
+        ],
+    }
+    return "#cloud-config\n" + json.dumps(config, indent=1) + "\n"  # JSON is YAML
+
+
+def custom_data(text: str) -> str:
+    """Encode a cloud-config as Azure takes it.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    encoded = base64.b64encode(text.encode()).decode()
+    if len(encoded) > MAX_CUSTOM_DATA_BYTES:
+        raise ValueError(f"the cloud-config has {len(encoded)} bytes, at most {MAX_CUSTOM_DATA_BYTES} are taken")
+    return encoded
+
+
+def boot_command(
+    start: NodeStart,
+    node: str,
+    num_devices: int | str,
+    end: str,
+    secret_path: str = SECRET_PATH,
+    code_directory: str = CODE_DIRECTORY,
+) -> list[str]:
+    """Write the options of ``manager.providers.boot.first_boot``. ``end``: as of ``agent_command``."""
+    options = [
+        f"--manager={start.manager_address}", f"--node={node}", f"--devices={num_devices}",
+        f"--secret-file={secret_path}", f"--folder={code_directory}", f"--python={start.python}",
+        f"--python-version={start.python_version}", f"--sha256={start.wheel_sha256}",
+        f"--patience-s={start.lonely_s:g}", f"--end={end}",
+    ]  # fmt: skip
+    options += [f"--management-url={start.management_url}"] if start.management_url else []
+    options += [f"--uid={start.uid}"] if start.uid else []
+    options += ["--close-metadata"] if start.uid and not start.metadata else []
+    return [*options, "--", *start.requirements]
+
+
+def boot_line(start: NodeStart, options: list[str], path: str) -> str:
+    """Write the shell line that makes a VM ready: by its interpreter, or any other, which then tells that it lacks."""
+    python = shlex.quote(start.python)
+    return f'p={python}; [ -x "$p" ] || p=python3; "$p" -I {path} {shlex.join(options)}'
+
+
+def ray_command(start: NodeStart, node: str, num_devices: int | str) -> list[str]:
+    """Write the command that joins a node to the cluster, and runs until it leaves it.
+
+    ``num_devices``: or what the number replaces later.
+    """
+    resources = f'{{"{VM_RESOURCE}{node}": {num_devices}}}'
+    return [
+        start.python, "-m", "ray.scripts.scripts", "start", "--block", f"--address={start.ray_address}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}", f"--num-cpus={num_devices}",
+        f"--num-gpus={num_devices if start.gpus else 0}", f"--resources={resources}", "--disable-usage-stats",
+        *Ports(start.first_port).options(),
+    ]  # fmt: skip
+
+
+def node_command(start: NodeStart, node: str, num_devices: int) -> list[str]:
+    """Write the command of a node: Ray's as the job's user, behind what gets its certificate if Ray is encrypted."""
+    ray = ray_command(start, node, num_devices)
+    if start.uid:
+        own = [TOKEN_PATH, *([TLS_DIRECTORY] if start.authority else [])]
+        ray = [start.python, "-m", "manager.providers.boot.as_user", str(start.uid), *own, "--", *ray]
+    if not start.authority:
+        return ray
+    return [*enrol_command(start, node, SECRET_PATH, AUTHORITY_PATH, TLS_DIRECTORY), "--", *ray]
+
+
+def enrol_command(start: NodeStart, node: str, secret_path: str, authority_path: str, directory: str) -> list[str]:
+    """Write what stands, with ``--``, before the command of a node that is to be encrypted."""
+    return [
+        start.python, "-m", "manager.enrolment.node", f"--manager={start.manager_address}", f"--node={node}",
+        f"--secret-file={secret_path}", f"--authority={authority_path}", f"--directory={directory}",
+        f"--patience-s={start.lonely_s:g}",
+    ]  # fmt: skip
+
+
+def agent_command(
+    start: NodeStart,
+    node: str,
+    source: str,
+    num_devices: int | str,
+    end: str | None = None,
+    secret_path: str = SECRET_PATH,
+) -> list[str]:
+    """Write the command of a node's agent. ``end``: what it does when it is forgotten; None: what ``source`` takes."""
+    command = [
+        start.python, "-m", "manager.notices.agent", f"--manager={start.manager_address}", f"--node={node}",
+        f"--devices={num_devices}", f"--secret-file={secret_path}", f"--lonely-s={start.lonely_s:g}",
+        f"--source={source}", f"--end={source if end is None else end}",
+    ]  # fmt: skip
+    return [*command, f"--management-url={start.management_url}"] if start.management_url else command
+
+
+def _file(path: str, content: str, permissions: str) -> dict[str, Any]:
+    return {"path": path, "permissions": permissions, "owner": "root:root", "content": content}
+
+
+def _unit(name: str, command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """A service that is started again when it ends, and that takes the VM with it when it cannot run at all."""
+    line = " ".join(shlex.quote(part).replace("%", "%%").replace("$", "$$") for part in command)
+    settings = "".join(f"Environment={key}={value}\n" for key, value in environment.items())
+    text = (
+        "[Unit]\nWants=network-online.target\nAfter=network-online.target\n"
+        "StartLimitIntervalSec=900\nStartLimitBurst=20\nStartLimitAction=poweroff-force\n"
+        f"[Service]\nUMask=0077\n{settings}ExecStart={line}\nRestart=always\nRestartSec=10\n"
+    )
+    return {"path": f"/etc/systemd/system/{name}.service", "permissions": "0644", "content": text}

@@ -1,0 +1,318 @@
+"""What a VM runs before anything else of Morph: it brings the manager's own wheel, and what that requires.
+
+``python -I boot.pyz --manager HOST:PORT --node NAME --devices N --secret-file PATH --folder PATH --python PATH
+--python-version X.Y.Z --sha256 DIGEST --patience-s S --end azure|group| [--management-url URL] [--uid N
+[--close-metadata]] -- REQUIREMENT...``
+
+With ``--ended LOG`` it makes nothing ready: the node ended by itself, and the manager is told what it said last.
+
+With a user's number that user is made if it is missing, and ``--close-metadata`` keeps it from the VM's identity.
+
+``packed`` puts it, with the few modules that it imports, into one file, which travels with the secrets. On the VM there
+may be nothing but Python, and an old one: nothing here needs more than the standard library of Python 3.8.
+
+The manager is asked at the port for notices, as the node's agent does later (``manager.notices.line``)::
+
+    VM        {"kind": "wheel"}                      manager   {"bytes": LENGTH}, and so many bytes
+    VM        {"kind": "unfit", "why": SENTENCE}     manager   {"heard": true}
+
+Those bytes have no seal: their digest is in the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import io
+import os
+import platform
+import pwd
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+from manager.notices.end import MANAGEMENT_URL, end_vm
+from manager.notices.line import Handshake, Lines
+from morph.contract.errors import MorphError
+from morph.contract.proof import new_secret
+
+MODULES = (
+    "manager/__init__.py", "manager/machine/__init__.py", "manager/machine/plain_http.py",
+    "manager/notices/__init__.py", "manager/notices/end.py", "manager/notices/line.py",
+    "manager/providers/__init__.py", "manager/providers/boot/__init__.py", "manager/providers/boot/first_boot.py",
+    "morph/__init__.py", "morph/contract/__init__.py", "morph/contract/errors.py", "morph/contract/proof.py",
+)  # fmt: skip
+CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 120.0
+RETRY_S = 2.0
+TELL_EVERY_S = 10.0
+PIP_TIMEOUT_S = 3600.0
+MAX_WHEEL_BYTES = 64 * 1024 * 1024
+MAX_WHY_CHARACTERS = 600
+NUM_LAST_LINES = 3
+METADATA = "169.254.169.254"
+CLOSED = (
+    [METADATA],
+    ["168.63.129.16", "ipproto", "tcp", "dport", "80"],
+    ["168.63.129.16", "ipproto", "tcp", "dport", "32526"],
+)
+"""What knows the VM's identity and its settings; the second is Azure's, who answers for names at the same address."""
+PROBE = f"""
+import socket, sys
+try:
+    socket.create_connection(({METADATA!r}, 80), 3).close()
+except OSError:
+    sys.exit(3)
+"""
+TOOL_TIMEOUT_S = 60.0
+
+
+class Unfit(MorphError):
+    """This VM cannot be used; the message says why."""
+
+
+class Unheard(Unfit):
+    """The manager did not answer for as long as a VM waits for it."""
+
+
+def packed() -> str:
+    """Return this program as a file for Python to run, in base 64; the same modules give the same text."""
+    root, out = Path(__file__).resolve().parents[3], io.BytesIO()
+    main = "from manager.providers.boot.first_boot import main\nmain()\n"
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("__main__.py", *MODULES):
+            text = main if name == "__main__.py" else (root / name).read_text(encoding="utf-8")
+            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+class Caller:
+    """Asks the manager, as one VM. Raises OSError when it is not there, is slow, or somebody else answers."""
+
+    def __init__(self, manager: str, node: str, num_devices: int, secret: str) -> None:
+        host, _, port = manager.rpartition(":")
+        self._manager, self._node, self._num_devices, self._secret = (host, int(port)), node, num_devices, secret
+
+    def wheel(self) -> bytes:
+        """Return what the manager gives as its wheel."""
+        with socket.create_connection(self._manager, CONNECT_TIMEOUT_S) as connection:
+            lines = self._greeted(Lines(connection))
+            lines.write(kind="wheel")
+            num_bytes = int(lines.read(ANSWER_TIMEOUT_S)["bytes"])
+            if not 0 <= num_bytes <= MAX_WHEEL_BYTES:
+                raise ConnectionError(f"a wheel of {num_bytes} bytes is none")
+            return lines.read_bytes(num_bytes, ANSWER_TIMEOUT_S)
+
+    def tell_unfit(self, why: str) -> None:
+        """Tell why this VM cannot be used."""
+        with socket.create_connection(self._manager, CONNECT_TIMEOUT_S) as connection:
+            lines = self._greeted(Lines(connection))
+            lines.write(kind="unfit", why=why[:MAX_WHY_CHARACTERS])
+            lines.read(ANSWER_TIMEOUT_S)
+
+    def _greeted(self, lines: Lines) -> Lines:
+        nonce = str(lines.read(ANSWER_TIMEOUT_S).get("nonce"))
+        handshake = Handshake(self._secret, nonce, new_secret(), self._node, self._num_devices)
+        lines.write(**handshake.hello())
+        lines.seal(handshake.key, "agent", "manager")
+        lines.read(ANSWER_TIMEOUT_S)
+        return lines
+
+
+def check_python(python: str, wanted: str) -> None:
+    """See that the interpreter is there, which then runs this, and is of the manager's version.
+
+    Raises:
+        Unfit: it is not.
+    """
+    if not os.access(python, os.X_OK):
+        raise Unfit(f"there is no {python}: vms.environment.python names what the image or vms.environment.setup bring")
+    if platform.python_version() != wanted:
+        raise Unfit(
+            f"{python} is Python {platform.python_version()}, and Ray wants the manager's {wanted}: take the manager's "
+            "own image, or bring that version with vms.environment.setup"
+        )
+
+
+def bring(caller: Caller, sha256: str, folder: Path, patience_s: float) -> None:
+    """Unpack the manager's wheel into a folder, whole or not at all; asks for it for so many seconds and a try.
+
+    Raises:
+        Unheard: it does not come.
+        Unfit: what comes is something else.
+    """
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            wheel = caller.wheel()
+            break
+        except (OSError, ValueError, KeyError) as error:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise Unheard(f"no wheel came from the manager within {patience_s:g} s: {error}") from error
+            time.sleep(min(RETRY_S, left_s))
+    found = hashlib.sha256(wheel).hexdigest()
+    if found != sha256:
+        raise Unfit(f"the wheel that came has the digest {found}, and not the run's {sha256}")
+    temporary = folder.with_name(f"{folder.name}.new")
+    for stale in (temporary, folder):
+        shutil.rmtree(stale, ignore_errors=True)
+    with zipfile.ZipFile(io.BytesIO(wheel)) as archive:  # what pip does with one of pure Python
+        archive.extractall(temporary)
+    temporary.rename(folder)
+
+
+def make_user(uid: int) -> None:
+    """Make a user of this number, unless there is one, and see that it may run this interpreter.
+
+    Raises:
+        Unfit: it cannot be made, or may not.
+    """
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        options = [f"--uid={uid}", "--user-group", "--create-home", "--shell=/usr/sbin/nologin"]
+        _run_tool(["useradd", *options, "morph"], f"the user {uid}, as whom the job's code is to run, cannot be made")
+    if code := _run_as(uid, "pass"):
+        raise Unfit(f"{sys.executable}, run as the user {uid}, as whom the job's code is to run, ends with {code}")
+
+
+def close_metadata(uid: int) -> None:
+    """Let no packet of a user reach the metadata service, and see that none does.
+
+    Raises:
+        Unfit: it is still reached.
+    """
+    failed = "the metadata service cannot be closed to the job's code (vms.metadata: true leaves it open)"
+    for where in CLOSED:
+        rule = ["ip", "rule", "add", "priority", "5", "to", *where, "uidrange", f"{uid}-{uid}", "prohibit"]
+        _run_tool(rule, failed)
+    code = _run_as(uid, PROBE)
+    if code != 3:
+        raise Unfit(f"{failed}: it cannot be tried" if code else f"{failed}: it answers that user")
+
+
+def _run_as(uid: int, program: str) -> int:
+    command, gid = [sys.executable, "-I", "-c", program], pwd.getpwuid(uid).pw_gid
+    try:
+        done = subprocess.run(command, user=uid, group=gid, extra_groups=[], timeout=TOOL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unfit(f"the user {uid}, as whom the job's code is to run, cannot run Python: {error}") from error
+    return done.returncode
+
+
+def _run_tool(command: list[str], failed: str) -> None:
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TOOL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unfit(f"{failed}: {error}") from error
+    if done.returncode:
+        raise Unfit(f"{failed}: {' '.join(done.stderr.split()) or f'{command[0]} ended with {done.returncode}'}")
+
+
+def lacking(requirements: list[str]) -> list[str]:
+    """Return those that this interpreter's packages do not meet; of a build such as 2.9+cu128, 2.9 counts.
+
+    Understands NAME, NAME==VERSION and NAME>=VERSION; of anything else it cannot say, and returns it.
+    """
+    missing = []
+    for given in requirements:
+        read = re.fullmatch(r"([A-Za-z0-9._-]+)(?:(==|>=)([0-9.]+))?", given)
+        try:
+            found = metadata.version(read[1]).partition("+")[0] if read else ""
+        except metadata.PackageNotFoundError:
+            found = ""
+        fits = read is not None and (
+            read[2] is None or (found == read[3] if read[2] == "==" else _numbers(found) >= _numbers(read[3]))
+        )
+        if not found or not fits:
+            missing.append(given)
+    return missing
+
+
+def install(requirements: list[str]) -> None:
+    """Have pip bring what is missing; without anything missing neither pip nor a network is needed.
+
+    Raises:
+        Unfit: pip fails.
+    """
+    missing = lacking(requirements)
+    if not missing:
+        return
+    print(f"missing: {', '.join(missing)}", flush=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", *requirements]  # all: nothing may change what must not change
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise Unfit(f"pip did not bring {', '.join(missing)} within {PIP_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
+        said = next((line for line in lines if line.lower().startswith("error")), lines[-1])
+        raise Unfit(f"pip cannot bring {', '.join(missing)}: {said}")
+
+
+def tell(caller: Caller, why: str, patience_s: float) -> None:
+    """Tell the manager, again and again, until it ends this VM or its patience is over."""
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            caller.tell_unfit(why)
+        except (OSError, ValueError) as error:
+            print(f"the manager is not told: {error}", file=sys.stderr, flush=True)
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            return
+        time.sleep(min(TELL_EVERY_S, left_s))
+
+
+def ended(log: str) -> str:
+    """Say that the node ended, and what stands at the end of its log."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()] or ["it says nothing"]
+    return f"its node ended by itself: {' | '.join(lines[-NUM_LAST_LINES:])[-MAX_WHY_CHARACTERS // 2 :]}"
+
+
+def main() -> None:
+    """Make this VM ready, or tell why it cannot be, and end it."""
+    parser = argparse.ArgumentParser(prog="boot.pyz")
+    for name in ("manager", "node", "secret-file", "folder", "python", "python-version", "sha256"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--devices", required=True, type=int)
+    parser.add_argument("--patience-s", required=True, type=float)
+    parser.add_argument("--end", required=True)
+    parser.add_argument("--management-url", default=MANAGEMENT_URL)
+    parser.add_argument("--uid", default=0, type=int)
+    parser.add_argument("--close-metadata", action="store_true")
+    parser.add_argument("--ended", default="")
+    parser.add_argument("requirements", nargs="*")
+    given = parser.parse_args()
+    secret = Path(given.secret_file).read_text(encoding="utf-8").strip()
+    caller = Caller(given.manager, given.node, given.devices, secret)
+    if given.ended:
+        tell(caller, ended(Path(given.ended).read_text(encoding="utf-8", errors="replace")), given.patience_s)
+        sys.exit(1)
+    try:
+        check_python(given.python, given.python_version)
+        if given.uid:
+            make_user(given.uid)
+        if given.close_metadata:
+            close_metadata(given.uid)
+        bring(caller, given.sha256, Path(given.folder), given.patience_s)
+        install(given.requirements)
+    except Unfit as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        tell(caller, str(error), 0.0 if isinstance(error, Unheard) else given.patience_s)
+        if given.end != "group":  # on a host of the user's: its shell ends, and the group with it
+            end_vm(given.end, given.node, given.management_url)
+        sys.exit(1)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]

@@ -1,0 +1,1 @@
+"""Machines that a user lists by hand, reached by ssh."""

@@ -1,0 +1,127 @@
+"""Starting and ending a node on a host over ssh: command lines, with secrets on standard input alone."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from manager.providers.interface.provider import Misconfigured, Transient
+from morph.contract.base import Value
+from morph.contract.cluster import UsdPerHour
+from morph.contract.vm_names import MAX_DEVICES
+
+CONNECT_TIMEOUT_S = 10
+RUN_TIMEOUT_S = 120.0
+OPTIONS = (
+    "BatchMode=yes",
+    "StrictHostKeyChecking=yes",
+    f"ConnectTimeout={CONNECT_TIMEOUT_S}",
+    "ForwardAgent=no",
+    "ForwardX11=no",
+    "ClearAllForwardings=yes",
+    "Tunnel=no",
+    "PermitLocalCommand=no",
+    "RequestTTY=no",
+)
+SSH_FAILED = 255
+"""The exit status of ssh itself; any other is the remote command's."""
+
+
+class Unanswered(Transient):
+    """A host did not answer in time; what it was asked to do may go on."""
+
+
+class SshHost(Value):
+    """A host that the user has."""
+
+    address: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$", description="name or IP address")
+    user: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9._-]*$")
+    port: int = Field(default=22, ge=1, le=65535)
+    identity_file: str | None = None
+    usd_per_h: UsdPerHour | None = Field(default=None, description="absent: what the file says of each")
+    node_address: str | None = Field(
+        default=None,
+        pattern=r"^\d+\.\d+\.\d+\.\d+$",
+        description="under which the other nodes reach it; absent: that of its way to the manager",
+    )
+    num_gpus: int = Field(default=1, ge=1, le=MAX_DEVICES, description="devices that Morph drives, a worker each")
+
+    @property
+    def shown(self) -> str:
+        """As a user would write it."""
+        return f"{self.user}@{self.address}" if self.user else self.address
+
+
+def ssh_command(host: SshHost, remote: str, program: Sequence[str] = ("ssh",)) -> list[str]:
+    """Build the command line that runs ``remote`` on a host.
+
+    It never asks for a password or a host key, and whatever the user's own configuration says, the host gets no way
+    back: neither to the user's keys nor to ports or the screen of this machine.
+    """
+    options = [part for option in OPTIONS for part in ("-o", option)] + ["-p", str(host.port)]
+    if host.identity_file:
+        options += ["-i", host.identity_file]
+    return [*program, *options, "--", host.shown, remote]
+
+
+def start_script(node: str, command: Sequence[str], directory: str = ".morph/nodes") -> str:
+    """Build the remote shell line that starts a node in the background, once, and notes its process group.
+
+    Standard input is the node's secret; it is kept in a file that only the user can read, whose path the command
+    gets as ``MORPH_SECRET_FILE``. Started again while it lives, nothing happens.
+    """
+    place = f'"$HOME"/{shlex.quote(f"{directory}/{node}")}'
+    line = shlex.join(command)
+    return (
+        f"umask 077; d={place}; mkdir -p $d && cat > $d/secret && "
+        'if [ -s $d/pid ] && kill -s 0 -- -"$(cat $d/pid)" 2>/dev/null; then exit 0; fi; '
+        f"MORPH_SECRET_FILE=$d/secret setsid {line} >$d/log 2>&1 </dev/null & echo $! > $d/pid; "
+        "for i in 1 2 3 4 5 6 7 8 9 10; do kill -s 0 -- -$! 2>/dev/null && break; sleep 0.1; done"  # its own group
+    )
+
+
+def end_script(node: str, directory: str = ".morph/nodes") -> str:
+    """Build the remote shell line that ends a node's process group and removes its files; not there: nothing.
+
+    A folder elsewhere, which the node named in its ``elsewhere``, goes too: a node that had to be killed left it.
+    """
+    place = f'"$HOME"/{shlex.quote(f"{directory}/{node}")}'
+    return (
+        f'd={place}; if [ -s $d/pid ]; then g=$(cat $d/pid); kill -s TERM -- -"$g" 2>/dev/null; '
+        'for i in 1 2 3 4 5; do kill -s 0 -- -"$g" 2>/dev/null || break; sleep 1; done; '
+        'kill -s KILL -- -"$g" 2>/dev/null; fi; '
+        't=$(cat $d/elsewhere 2>/dev/null); rm -rf $d ${t:+"$t"}'
+    )
+
+
+def run_ssh(
+    host: SshHost, remote: str, secret: str = "", program: Sequence[str] = ("ssh",), timeout_s: float = RUN_TIMEOUT_S
+) -> None:
+    """Run a remote line; blocks for at most ``timeout_s``.
+
+    Raises:
+        Unanswered: the host did not answer in time.
+        Transient: the host was not reached.
+        Misconfigured: there is no ssh program, or the remote line failed.
+    """
+    try:
+        done = subprocess.run(
+            ssh_command(host, remote, program),
+            input=secret,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unanswered(f"{host.shown} did not answer within {timeout_s:g} s") from error
+    except OSError as error:
+        raise Misconfigured(f"{program[0]} cannot be run: {error.strerror}") from error
+    said = " ".join((done.stderr or "").split())[-300:].replace(secret, "...") if secret else done.stderr.strip()[-300:]
+    if done.returncode == SSH_FAILED:
+        raise Transient(f"{host.shown} is not reached: {said}")
+    if done.returncode:
+        raise Misconfigured(f"{host.shown}: the command failed with {done.returncode}: {said}")

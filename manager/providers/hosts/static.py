@@ -1,0 +1,274 @@
+"""Hosts that the user has: leased by name, started over ssh, given back."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count as numbers
+from pathlib import Path
+from typing import Protocol, Self
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from manager.providers.hosts.ssh import SshHost, Unanswered, end_script, run_ssh, start_script
+from manager.providers.interface.provider import (
+    Capabilities,
+    CapacityShort,
+    Misconfigured,
+    Price,
+    ProviderError,
+    Transient,
+    Vm,
+    not_ended,
+    vm_name,
+)
+from morph.contract.base import Value
+from morph.contract.cluster import UsdPerHour
+from morph.contract.files import PRIVATE, write_whole
+
+MAX_AT_ONCE = 32
+"""Hosts whose nodes are ended at the same time."""
+
+
+class Hosts(Value):
+    """Which hosts: what a file of hosts says."""
+
+    hosts: tuple[SshHost, ...] = Field(min_length=1)
+    usd_per_h: UsdPerHour | None = Field(default=None, description="what each costs that says nothing itself")
+    leases: str = Field(
+        default="leases.json", min_length=1, description="who has which host; runs that share hosts share this file"
+    )
+
+    @property
+    def dearest_usd_per_h(self) -> float | None:
+        """What the dearest host costs; None when one has no price."""
+        figures = [self.usd_per_h if host.usd_per_h is None else host.usd_per_h for host in self.hosts]
+        known = [figure for figure in figures if figure is not None]
+        return max(known) if len(known) == len(figures) else None
+
+    def at(self, usd_per_h: float) -> Self:
+        """Return the same hosts at one price for each."""
+        hosts = tuple(host.model_copy(update={"usd_per_h": None}) for host in self.hosts)
+        return self.model_copy(update={"hosts": hosts, "usd_per_h": usd_per_h})
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        addresses = [(host.address, host.port) for host in self.hosts]
+        if len(set(addresses)) < len(addresses):
+            raise ValueError("hosts: one is named twice")
+        return self
+
+
+class StaticSpec(Hosts):
+    """Which hosts, and what is started on one."""
+
+    command: tuple[str, ...] = Field(
+        min_length=1,
+        description="runs the node; {node} is replaced by its name, {address} by the host's node_address, {devices} by "
+        "its num_gpus",
+    )
+
+
+class Lease(Value):
+    """Who has a host. What it costs is not written down: the file of hosts says it."""
+
+    run: str
+    job: str = Field(default="", description="empty: of a lease that did not say it")
+    vm: Vm
+
+
+class Shell(Protocol):
+    """Runs a line on a host, with a secret on its standard input."""
+
+    def __call__(self, host: SshHost, remote: str, secret: str = "") -> None:
+        """See ``run_ssh``."""
+
+
+_LEASES: TypeAdapter[dict[str, Lease]] = TypeAdapter(dict[str, Lease])
+
+
+class StaticProvider:
+    """Leases hosts. The leases stand in a file that several runs can share; it is locked while it is changed.
+
+    Args:
+        spec: Hosts and command.
+        run: Of which run the leases are.
+        leases_path: The file with the leases.
+        secret: Given to a node on its standard input.
+        shell: Runs a line on a host.
+        ending: The command that ends what is left of the run.
+        job: Of the run.
+    """
+
+    def __init__(
+        self,
+        spec: StaticSpec,
+        run: str,
+        leases_path: Path,
+        secret: str = "",
+        shell: Shell | None = None,
+        *,
+        ending: str = "",
+        job: str = "",
+    ) -> None:
+        self._spec = spec
+        self._run = run
+        self._job = job
+        self._path = leases_path
+        self._secret = secret
+        self._shell: Shell = shell or run_ssh
+        self._ending = ending
+        self._stopped = threading.Event()
+        self._hosts = {f"{host.address}:{host.port}": host for host in spec.hosts}
+
+    def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
+        """See ``Provider``. A host that does not start is given back, and the next free one is tried.
+
+        One that did not answer may have started: unless it can be ended it stays leased, and is listed.
+        """
+        most = count if max_vms is None else max_vms
+        leased = {key: vm for key, vm in self._ours().items() if vm.request == request}
+        granted: list[Vm] = []
+        for key, vm in leased.items():  # an earlier manager's; starting again changes nothing
+            self._start(key, vm)
+            granted.append(vm)
+        trouble = ""
+        tried, tried_names = set[str](), set[str]()
+        while len(granted) < most and not leased and not self._stopped.is_set():
+            missing = count - sum(vm.num_devices for vm in granted)
+            names = tried_names.union(vm.name for vm in granted)
+            taken = self._lease(request, names, missing, tried) if missing > 0 else None
+            if taken is None:
+                break
+            key, vm = taken
+            tried.add(key)
+            try:
+                self._start(key, vm)
+            except Transient as error:
+                trouble = str(error)
+                if not self._ended(key, vm):
+                    tried_names.add(vm.name)  # it may run there: no other node gets its name
+                    if isinstance(error, Unanswered):
+                        continue  # leased until it is ended, as one that nobody waits for
+                self._give_back(key, vm)
+                continue
+            except Misconfigured:
+                self._give_back(key, vm)
+                raise
+            granted.append(vm)
+        if not granted:
+            raise CapacityShort(trouble or f"none of the {len(self._hosts)} hosts is free")
+        return tuple(granted)
+
+    def list(self) -> tuple[Vm, ...]:
+        """See ``Provider``."""
+        return tuple(self._ours().values())
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See ``Provider``: a host is given back once its node has ended; one that is not reached stays leased."""
+        ours = {key: vm for key, vm in self._ours().items() if vm.name in names}
+        if not ours:
+            return
+        with ThreadPoolExecutor(MAX_AT_ONCE) as pool:  # one that does not answer keeps none of the others
+            ends = {vm.name: pool.submit(self._end, key, vm) for key, vm in ours.items()}
+        raised = {name: end.exception() for name, end in ends.items()}
+        left = {name: error for name, error in raised.items() if isinstance(error, ProviderError)}
+        for error in raised.values():
+            if error is not None and not isinstance(error, ProviderError):
+                raise error
+        if left:
+            raise not_ended(left)
+
+    def stop(self) -> None:
+        """See ``Provider``: the host that is being started is the last one."""
+        self._stopped.set()
+
+    def dismantle(self) -> None:
+        """See ``Provider``."""
+        self.delete([vm.name for vm in self.list()])
+
+    def price(self) -> Price | None:
+        """See ``Provider``."""
+        usd_per_h = self._spec.dearest_usd_per_h
+        return None if usd_per_h is None else Price(usd_per_h=usd_per_h, source="the file of hosts")
+
+    def capabilities(self) -> Capabilities:
+        """See ``Provider``."""
+        return Capabilities(spot=False, max_vms=len(self._hosts), ending=self._ending)
+
+    def _start(self, key: str, vm: Vm) -> None:
+        host = self._hosts[key]
+        known = {"{node}": vm.name, "{address}": host.node_address or "", "{devices}": str(vm.num_devices)}
+        command = list(self._spec.command)
+        for name, value in known.items():
+            command = [part.replace(name, value) for part in command]
+        self._shell(host, start_script(vm.name, command), self._secret)
+
+    def _end(self, key: str, vm: Vm) -> None:
+        """End a node and give its host back."""
+        if key not in self._hosts:
+            raise Misconfigured(f"{key} is not in the file of hosts any more, and the node may run there")
+        self._shell(self._hosts[key], end_script(vm.name))
+        self._give_back(key, vm)
+
+    def _ended(self, key: str, vm: Vm) -> bool:
+        """Whether a node that may have started is ended for sure."""
+        try:
+            self._shell(self._hosts[key], end_script(vm.name))
+        except (Transient, Misconfigured):
+            return False
+        return True
+
+    def _lease(self, request: str, taken: set[str], missing: int, tried: set[str]) -> tuple[str, Vm] | None:
+        """Take the free host with most devices of those that bring no more than is missing, else with fewest."""
+        with self._leases() as (leases, write):
+            free = [key for key in self._hosts if key not in leases and key not in tried]
+            if not free:
+                return None
+            sizes = {key: self._hosts[key].num_gpus for key in free}
+            key = min(free, key=lambda key: (sizes[key] > missing, abs(missing - sizes[key])))
+            name = next(name for index in numbers() if (name := vm_name(request, index)) not in taken)
+            vm = Vm(name=name, request=request, num_devices=sizes[key])
+            write({**leases, key: Lease(run=self._run, job=self._job, vm=vm)})
+            return key, self._priced(key, vm)
+
+    def _give_back(self, key: str, vm: Vm) -> None:
+        """Give a host back, unless another thread did and it has somebody else already."""
+        with self._leases() as (leases, write):
+            entry = leases.get(key)
+            if entry is not None and self._holds(entry) and entry.vm.name == vm.name:
+                write({other: lease for other, lease in leases.items() if other != key})
+
+    def _holds(self, lease: Lease) -> bool:
+        return lease.run == self._run and lease.job in ("", self._job)
+
+    def _ours(self) -> dict[str, Vm]:
+        with self._leases() as (leases, _):
+            return {key: self._priced(key, entry.vm) for key, entry in leases.items() if self._holds(entry)}
+
+    def _priced(self, key: str, vm: Vm) -> Vm:
+        host = self._hosts.get(key)
+        usd_per_h = self._spec.usd_per_h if host is None or host.usd_per_h is None else host.usd_per_h
+        return vm.model_copy(update={"usd_per_h": usd_per_h})
+
+    @contextmanager
+    def _leases(self) -> Iterator[tuple[dict[str, Lease], Callable[[dict[str, Lease]], None]]]:
+        """The leases and what replaces them, while the lock is held."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                leases = _LEASES.validate_json(self._path.read_bytes()) if self._path.exists() else {}
+            except ValidationError as error:
+                raise Misconfigured(f"{self._path} holds no leases; remove it once no run uses its hosts") from error
+            except OSError as error:  # who has which host is not known
+                raise Transient(f"{self._path} cannot be read: {error.strerror}") from error
+            yield leases, self._write
+
+    def _write(self, leases: dict[str, Lease]) -> None:
+        text = json.dumps({key: entry.model_dump(exclude_none=True) for key, entry in leases.items()}, indent=2)
+        write_whole(self._path, text + "\n", PRIVATE)

@@ -1,0 +1,90 @@
+"""What runs on a host of the user's while a run has it: the node, and the agent that ends it when it is forgotten."""
+
+from __future__ import annotations
+
+import shlex
+
+from manager.machine.ports import RAY_SETTINGS
+from manager.providers.boot.cloud_init import (
+    NodeStart,
+    agent_command,
+    boot_command,
+    boot_line,
+    enrol_command,
+    ray_command,
+)
+from manager.providers.boot.first_boot import packed
+
+NODE = "{node}"
+DEVICES = "{devices}"
+FOLDER = "FOLDER/"
+"""Of the node, known to its shell alone."""
+OWN_FILES = (
+    "tmp",
+    "tls",
+    "code",
+    "boot.pyz",
+    "authority.pem",
+    "ray-token",
+    "node-secret",
+    "secret",
+    "elsewhere",
+    "pid",
+)
+"""What a node that ends by itself removes from its folder."""
+
+
+def static_node(start: NodeStart) -> tuple[str, ...]:
+    """Write the command of ``StaticSpec``: a shell that ends with its node, in a process group of its own.
+
+    A node that ends by itself, whether Ray could not start or was lost later, tells the manager until that ends it.
+    Files that hold secrets, and the job's, lie in the node's folder; Ray's in a new one below /tmp, for the names of
+    its sockets must be short. When the node ends by itself, its log alone is left, until its host is given back.
+    """
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in RAY_SETTINGS.items())
+    agent = agent_command(start, NODE, "", DEVICES, "group", f"{FOLDER}node-secret")
+    options = boot_command(start, NODE, DEVICES, "group", f"{FOLDER}node-secret", f"{FOLDER}code")
+    boot = boot_line(start, options, '"$d/boot.pyz"')
+    ended = boot_line(start, [f"--ended={FOLDER}log", *options], '"$d/boot.pyz"')
+    ray = shlex.join(ray_command(start, NODE, DEVICES)) + ' --temp-dir="$t"'
+    if start.authority:
+        enrol = enrol_command(start, NODE, f"{FOLDER}node-secret", f"{FOLDER}authority.pem", f"{FOLDER}tls")
+        node = f'{_in_folder(enrol)} ${{ip:+--address="$ip"}} -- {ray}'
+    else:
+        node = ray + ' ${ip:+--node-ip-address="$ip"}'
+    lines = [
+        "umask 077",
+        'd=$(dirname "$MORPH_SECRET_FILE")',
+        'sed -n 1p "$MORPH_SECRET_FILE" >"$d/ray-token"; sed -n 2p "$MORPH_SECRET_FILE" >"$d/node-secret"',
+        'sed -n 3p "$MORPH_SECRET_FILE" | base64 -d >"$d/boot.pyz"',
+        *(['sed 1,3d "$MORPH_SECRET_FILE" >"$d/authority.pem"'] if start.authority else []),
+        ': >"$MORPH_SECRET_FILE"',
+        'mkdir -p "$d/tmp"; t=$(mktemp -d /tmp/morph-XXXXXX); printf %s "$t" >"$d/elsewhere"',
+        f'trap \'cd "$d" && rm -rf "$t" {" ".join(OWN_FILES)}\' EXIT; trap "exit 143" TERM',
+        f'export {settings} RAY_AUTH_TOKEN_PATH="$d/ray-token" TMPDIR="$d/tmp"',
+        *start.setup,
+        f"{{ {_placed(boot)}; }} || exit 1",
+        'export PYTHONPATH="$d/code${PYTHONPATH:+:$PYTHONPATH}"',
+        f"{_in_folder(agent)} &",
+        "ip={address}",
+        node,
+        _placed(ended),
+        "kill -s TERM 0",
+    ]
+    return ("sh", "-c", "\n".join(lines))
+
+
+def secret_of(start: NodeStart) -> str:
+    """Return what goes to the node's standard input; the authority's certificate, no secret, must be the run's own."""
+    return (
+        f"{start.ray_token.get_secret_value()}\n{start.node_secret.get_secret_value()}\n{packed()}\n{start.authority}"
+    )
+
+
+def _in_folder(command: list[str]) -> str:
+    """Write a command, part of which are files in the node's folder, as a line of the shell."""
+    return _placed(shlex.join(command))
+
+
+def _placed(line: str) -> str:
+    return line.replace(FOLDER, '"$d"/')

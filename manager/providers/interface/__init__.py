@@ -1,0 +1,1 @@
+"""What every provider does, and what is said of its VMs."""

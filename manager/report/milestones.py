@@ -1,0 +1,105 @@
+"""What a user should know of a run: its shapes, what changed them, and what it cost. Not the protocol behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from manager.controller.state.actions import RequestNodes
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import Event
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, Phase
+from manager.journal.records import DecisionRecord
+from manager.report.morphs import MorphReader, lost_by
+from manager.report.values import MorphRecord
+from morph.contract.vm_names import vm_of
+
+MOST_NAMES = 4
+AS_SAID = frozenset(
+    {
+        ReasonCode.REQUEST_REFUSED,
+        ReasonCode.NOTICE_TAKEN,
+        ReasonCode.NODE_SPARED,
+        ReasonCode.WORKER_SLOW,
+        ReasonCode.WORKER_WELL,
+        ReasonCode.MANAGER_RESUMED,
+        ReasonCode.RESTING,
+        ReasonCode.CHECKPOINT_ABANDONED,
+        ReasonCode.CHECKPOINT_COMPLETE,
+        ReasonCode.STOP_NOTED,
+        ReasonCode.FINISHED,
+        ReasonCode.STOPPED,
+        ReasonCode.FAILED,
+    }
+)
+"""Decisions that a user reads as they are."""
+
+
+class Milestone(NamedTuple):
+    """One line. ``code``: a reason's, or one of shape, morph, lost, waiting, requested."""
+
+    code: str
+    sentence: str
+
+
+@dataclass
+class Milestones:
+    """Tells the milestones of a run from its decisions, in their order."""
+
+    morphs: MorphReader = field(default_factory=MorphReader)
+
+    def begin_session(self, version: int) -> None:
+        """A manager starts from a version, with no shape."""
+        self.morphs.end_session(version)
+
+    def take_over(self, state: ControllerState) -> None:
+        """A manager goes on from a state, of which nothing was read here."""
+        self.begin_session(state.version)
+        if state.plan is not None and state.slots:
+            self.morphs.go_on(state.plan.shape, [slot.worker for slot in state.slots])
+
+    def take(
+        self, config: ControllerConfig, event: Event, record: DecisionRecord, time_s: float
+    ) -> tuple[Milestone, ...]:
+        """Take in one decision; returns what it means to a user."""
+        reader, told = self.morphs, []
+        shape, phase, num_over = reader.shape, reader.phase, len(reader.over)
+        reader.take(config, event, record, time_s)
+        for morph in reader.over[num_over:]:
+            told.append(Milestone("morph", morph_line(morph)))
+        gone = lost_by(event, record)
+        if gone and (reader.open is None or not set(gone) <= set(reader.open.lost_workers)):
+            goes_on = f"; {reader.shape} goes on" if reader.shape is not None and reader.open is None else ""
+            told.append(Milestone("lost", f"{_named(gone)} lost{goes_on}"))
+        if shape is None and record.reshape is not None:
+            num_workers = len(record.reshape.slots)
+            told.append(Milestone("shape", f"{reader.shape} on {num_workers} workers, from step {record.version}"))
+        if record.phase is Phase.WAITING and phase is not Phase.WAITING:
+            told.append(Milestone("waiting", f"training waits until {config.fewest_workers} workers are ready"))
+        for action in record.actions:
+            if isinstance(action, RequestNodes):
+                told.append(Milestone("requested", f"{action.count} more requested from the provider"))
+        if record.reason.code in AS_SAID:
+            told.append(Milestone(record.reason.code.value, record.reason.sentence))
+        return tuple(told)
+
+
+def morph_line(morph: MorphRecord) -> str:
+    """Why the shape changed, from which to which, how long it took (the next step included), what it cost."""
+    parts = [
+        f"{_named(names)} {word}"
+        for names, word in ((morph.lost_workers, "lost"), (morph.joined, "joined"), (morph.left, "left"))
+        if names and (word == "lost" or morph.planned)
+    ]
+    number = morph.steps_redone
+    cost = "no step lost" if not number else f"{number} step{'s' if number > 1 else ''} run again"
+    took = "not resumed" if morph.pause_ms is None else f"in {morph.pause_ms / 1e3:.3g} s, {cost}"
+    return f"{', '.join(parts) or morph.cause}; {morph.from_shape} -> {morph.to_shape or 'none'} {took}"
+
+
+def _named(workers: Collection[str]) -> str:
+    """Their VMs by name, or how many if they are many."""
+    vms = list(dict.fromkeys(map(vm_of, workers)))
+    return ", ".join(vms) if len(vms) <= MOST_NAMES else f"{len(vms)} VMs"

@@ -1,0 +1,140 @@
+"""The code and data that a run trains on: those it began with, unless the user wants others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from manager.engine.run.job_code import changed, from_elsewhere, keep, kept, pack
+from manager.journal.records import Fact
+from manager.run.request import IfChanged
+from manager.run_dir import RunDir
+from morph.contract.data_facts import JobFacts, require_same
+from morph.contract.errors import JobError, RunDirError
+from morph.contract.messages import JobCode
+from morph.contract.profile import Profile
+from morph.job_files import JobFiles
+from morph.runtime.process.job_code import files_of
+
+CheckJob = Callable[[str, Profile], JobFacts]
+"""Loads the job, path/to/file.py:name, and holds it against a profile; by what the job is known. Raises InputError."""
+
+
+class RunCode:
+    """A run's code, from what lies on the disk now and what the run's directory keeps.
+
+    Args:
+        job_path: path/to/file.py:name.
+        profile: The job is held against it.
+        files: The job's files as they are now.
+        if_changed: What to do where they are not what the run began with.
+        check_job: Loads torch, and the job.
+        unpack: The run's workers do not see this machine's folders.
+    """
+
+    def __init__(
+        self,
+        job_path: str,
+        profile: Profile,
+        files: JobFiles,
+        if_changed: IfChanged,
+        check_job: CheckJob,
+        *,
+        unpack: bool,
+    ) -> None:
+        self._job_path = job_path
+        self._profile = profile
+        self._files = files
+        self._if_changed = if_changed
+        self._check_job = check_job
+        self._unpack = unpack
+        self._changed: list[str] = []
+        self._found: JobFacts | None = None
+        self._kept: JobCode | None = None
+        self._accepted = ""
+
+    def check(self) -> None:
+        """Check the job, which loads torch, and name the code that no snapshot holds.
+
+        Raises:
+            InputError: it is not right, or does not fit the profile.
+        """
+        before = set(sys.modules)
+        with self._files.in_use():
+            self._found = self._check_job(self._job_path, self._profile)
+            elsewhere = from_elsewhere(self._files, before)
+        if elsewhere:
+            print(
+                f"note: the run keeps a copy of the code in {self._files.folder}, but the job also imports "
+                f"{', '.join(elsewhere)}: leave that as it is while the run lives",
+                file=sys.stderr,
+            )
+
+    def of(self, run_dir: RunDir) -> JobCode:
+        """What a run trains on, as far as it can be told without loading the job.
+
+        Raises:
+            RunDirError: what it began with is damaged, or was changed since and the user has not said what to do.
+        """
+        sha256 = run_dir.facts.code_sha256
+        if sha256 is None:
+            return pack(self._job_path, self._files, unpack=self._unpack)
+        code = kept(run_dir.path, sha256, self._job_path, unpack=self._unpack)
+        began = JobFiles(self._files.folder, files_of(code))
+        self._changed = changed(began, self._files)
+        if self._changed and self._if_changed is IfChanged.REFUSE:
+            raise RunDirError(
+                "was changed since the run began",
+                source=str(self._files.folder / self._changed[0]),
+                allowed="as it was; --if-changed keep, to go on with the code that the run began with; "
+                "--if-changed accept, to go on with the changed code from the newest checkpoint; or another --run-dir",
+            )
+        if self._changed and self._if_changed is IfChanged.ACCEPT:
+            return pack(self._job_path, self._files, unpack=self._unpack)
+        if self._changed:
+            print(
+                f"going on with the code that the run began with, without what was changed: {self._names}",
+                file=sys.stderr,
+            )
+        self._files, self._kept = began, code
+        return code
+
+    def begin(self, run_dir: RunDir) -> JobCode:
+        """Check the job, unless that was done, and keep what the run trains on from now on.
+
+        Raises:
+            InputError: the job is not right, or its settings or data are not what the run began with.
+            RunDirError: the directory cannot be written.
+        """
+        if self._found is None:
+            self.check()
+        assert self._found is not None
+        began = run_dir.facts
+        try:
+            require_same(self._found, began.known_by, self._job_path)
+        except JobError as error:
+            if self._if_changed is not IfChanged.ACCEPT:
+                allowed = f"{error.allowed}; or --if-changed accept"
+                raise JobError(
+                    error.message, source=error.source, field=error.field, value=error.value, allowed=allowed
+                ) from error
+            self._accepted = str(error)
+        code = self._kept or pack(self._job_path, self._files, unpack=self._unpack)
+        if (code.sha256, self._found) != (began.code_sha256, began.known_by):
+            keep(run_dir.path, code)
+            run_dir.begin_with(began.model_copy(update={"code_sha256": code.sha256, "known_by": self._found}))
+        return code
+
+    def facts(self, code: JobCode) -> tuple[Fact, ...]:
+        """What the journal is to say of it."""
+        told = [Fact(name="job_code", detail=f"sha256 {code.sha256}: {', '.join(sorted(self._files.files))}")]
+        if self._changed:
+            name = "changed_code_accepted" if self._if_changed is IfChanged.ACCEPT else "changed_code_ignored"
+            told.append(Fact(name=name, detail=self._names))
+        if self._accepted:
+            told.append(Fact(name="changed_job_accepted", detail=self._accepted))
+        return tuple(told)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(self._changed)

@@ -1,0 +1,168 @@
+"""A managed job from its request to its end: checked, run or taken over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+
+from manager.controller.state.actions import Finish
+from manager.engine.loop.driver import Observed, Observer
+from manager.engine.run import attachment, session
+from manager.engine.run.again import Again, until_it_ends
+from manager.journal.patience import LIMIT_S, patiently
+from manager.providers.interface.run_name import name_of, write_name
+from manager.report.live import LiveRun
+from manager.report.reading import read_ledger, read_report
+from manager.report.values import RunReport
+from manager.run.code import CheckJob, RunCode
+from manager.run.prepared import PreparedRun, variables
+from manager.run.request import IfChanged, keep_request
+from manager.run_dir import RunDir, check_free, is_run
+from morph.checkpoint.newest import newest_whole
+from morph.contract.checkpoint import Manifest
+from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunDirError
+from morph.contract.messages import JobCode
+
+Show = Callable[[LiveRun], AbstractContextManager[Observer]]
+"""Shows a run while the block runs; yields the driver's observer."""
+
+
+def managed_run(
+    run: PreparedRun, check_job: CheckJob, show: Show, if_changed: IfChanged = IfChanged.REFUSE
+) -> tuple[Finish, RunReport]:
+    """Check everything, then run a job on its VMs to its end; returns the end and the report.
+
+    A run whose VMs live is gone on with, or one that is in use refused, before the job is loaded. The request is kept
+    in the run directory once it is known that the run begins.
+
+    Args:
+        run: What to run.
+        check_job: Loads the job and holds it against the profile.
+        show: Shows the run while it goes on.
+        if_changed: What to do where the job is not what the run began with.
+
+    Raises:
+        InputError: before anything is started or written.
+        TrainingStopped: when the cluster or training fails.
+    """
+    check_free(run.run_dir)
+    wait = partial(patiently, limit_s=LIMIT_S if is_run(run.run_dir) else 0.0)  # for its disk, where the run goes on
+    steps, profile, cloud, prices = run.request.steps, run.profile, run.cloud, run.prices()
+    trained = RunCode(run.request.job, profile, run.job_files, if_changed, check_job, unpack=cloud is not None)
+    if not is_run(run.run_dir) or not profile.units:  # a job that cannot run leaves nothing behind
+        trained.check()
+    draft = run.config()
+    facts = run.facts(draft)
+    spec = session.RunSpec(
+        job_path=run.identity["JOB"],
+        config=draft,
+        cluster=run.cluster,
+        trace=run.events,
+        num_sections=profile.num_sections,
+        micro_batch_size=facts.micro_batch_size,
+        stop_with_trace=run.stop_with_trace,
+        patient_trace=run.stop_with_trace,
+        variables=variables(run.cluster.vms.pass_variables),
+    )
+
+    def on(code: JobCode) -> session.RunSpec:
+        command = {**run.identity, "the job's code": code.sha256}
+        return replace(spec, code=code, facts=trained.facts(code), command=command)
+
+    @contextmanager
+    def view(version: int, *, takes_over: bool = False) -> Iterator[Observer]:
+        num_steps, ledger = None if run.stop_with_trace else steps, read_ledger(opened.path)
+        live = LiveRun(profile.job.name, num_steps, profile.job.batch_size, prices)
+        live.version, live.ledger, live.takes_over = version, ledger, takes_over
+        with show(live) as shown:
+
+            def observe(observed: Observed) -> None:
+                again(observed)
+                shown(observed)
+
+            yield observe
+
+    def gone_on_with() -> Finish | None:
+        """Take over a run whose manager was killed; None: none lives, which is said if there was one."""
+        asked = on(trained.of(opened))
+        try:
+            found = attachment.find_living(opened, dict(asked.command))
+            if found is None:
+                return None
+            version, num_vms = found.state.version, len(found.vms) or len(found.state.workers)
+            _tell(f"{num_vms} VMs of this run live: going on with them at version {version}")
+            with view(version, takes_over=True) as observer:
+                return session.run_session(replace(asked, config=found.state.config), opened, observer, found=found)
+        except attachment.NothingLives as error:
+            _tell(f"this run cannot be taken over: {error}; going on from its newest checkpoint")
+            return None
+
+    code: JobCode | None = None
+    in_doubt = False
+
+    def restored() -> Manifest | None:
+        """Find what the run goes on from; every byte of it is read once a worker could not load what was found."""
+        try:
+            manifest, passed_over = newest_whole(opened.checkpoint_url, every_byte=in_doubt)
+        except CheckpointDamaged:
+            raise
+        except CheckpointError as error:
+            if again.has_run:  # storage that went away may come back
+                raise ClusterLost(str(error)) from error
+            raise
+        for sentence in passed_over:
+            _tell(sentence)
+        return manifest
+
+    def readable(session_number: int) -> Finish:
+        """Run one session; one that ends because a checkpoint could not be loaded is followed by another."""
+        nonlocal in_doubt
+        finish = one_session(session_number)
+        in_doubt = finish.outcome == "failed" and finish.cause == "checkpoint"
+        if in_doubt:
+            raise ClusterLost(finish.sentence)
+        return finish
+
+    def one_session(number: int) -> Finish:
+        nonlocal code
+        finish = None if number else gone_on_with()
+        if finish is not None:
+            return finish
+        checkpoint = restored()
+        version = checkpoint.version if checkpoint else 0
+        again.begin_at(version)
+        if not number and version >= steps:
+            where, allowed = str(run.run_dir), f"above {version}"
+            raise RunDirError(
+                "has reached that step already", source=where, field="--steps", value=steps, allowed=allowed
+            )
+        if code is None:
+            code = wait(lambda: trained.begin(opened))
+            if run.asked is not None:
+                wait(partial(keep_request, opened.path, run.asked, run.files))
+        begun = replace(on(code), config=run.config(checkpoint))
+        if again.has_run:
+            begun = session.gone_on_with_trace(begun, opened)
+        if cloud is not None:
+            name = name_of(opened.path, profile.job.name)
+            name = name.model_copy(update={"num_starts": name.num_starts + 1})
+            wait(partial(write_name, opened.path, name))
+            _tell(f"VMs of this run are known as {name.run} (job {name.job})")
+            begun = replace(begun, config=begun.config.model_copy(update={"requests": name.requests}))
+        with view(version) as observer:
+            return session.run_session(begun, opened, observer)
+
+    again = Again(run.cluster.policy.give_up_after_s)
+    with RunDir(run.run_dir, facts) as opened:
+        if cloud is not None:
+            name = name_of(opened.path, profile.job.name)
+            wait(partial(write_name, opened.path, name))  # the provider marks VMs with it: it must find them again
+            spec = replace(spec, providing=cloud.providing(name, opened.path))
+        return until_it_ends(readable, again, _tell), read_report(opened.path)
+
+
+def _tell(sentence: str) -> None:
+    print(sentence, file=sys.stderr)

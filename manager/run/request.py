@@ -1,0 +1,136 @@
+"""What a run is asked for; kept in its directory (``command.json``), so that it can be gone on with by that alone."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from hashlib import sha256
+from pathlib import Path
+
+from pydantic import Field
+
+from manager.run_dir import write_in_run_dir
+from morph.contract.base import Value, read_json
+from morph.contract.errors import ConfigError, RunDirError
+from morph.contract.plan import Schedule
+
+FILE_NAME = "command.json"
+
+
+class IfChanged(StrEnum):
+    """What to do where the job is not what its run began with."""
+
+    REFUSE = "refuse"
+    KEEP = "keep"
+    ACCEPT = "accept"
+
+
+class RunRequest(Value):
+    """The options of ``morph run`` that decide what is run, by their names there. None: not given.
+
+    A job file gives some of them; ``job`` is then that file, until it is read.
+    """
+
+    job: str = Field(description="path/to/file.py:name, or a job file")
+    profile: Path | None = None
+    cluster: Path | None = None
+    steps: int = Field(ge=1)
+    checkpoint_url: str | None = None
+    trace: Path | None = None
+    trace_speed: float = Field(default=1.0, gt=0)
+    schedule: Schedule | None = None
+    timeline_step: int | None = Field(default=None, ge=0)
+    recompute: bool | None = None
+    pipeline_depth: int | None = Field(default=None, ge=1)
+    num_replicas: int | None = Field(default=None, ge=1)
+    price: float | None = Field(default=None, ge=0)
+    on_demand_price: float | None = Field(default=None, ge=0)
+
+    @property
+    def is_job_file(self) -> bool:
+        """Whether ``job`` is a job file, which has options instead of the command line."""
+        return is_job_file(self.job)
+
+    def absolute(self) -> RunRequest:
+        """The same from any working directory."""
+        paths = {"profile": self.profile, "cluster": self.cluster, "trace": self.trace}
+        resolved: dict[str, object] = {field: path.resolve() for field, path in paths.items() if path is not None}
+        if self.checkpoint_url is not None:
+            resolved["checkpoint_url"] = absolute_url(self.checkpoint_url)
+        job = str(Path(self.job).resolve()) if self.is_job_file else absolute_job(self.job)
+        return self.model_copy(update={"job": job, **resolved})
+
+
+class KeptRequest(Value):
+    """``inputs``: sha256 of each file that the request names, by its absolute path."""
+
+    schema_version: int = Field(default=1, ge=1, le=1)
+    command: RunRequest
+    inputs: dict[Path, str]
+
+
+def keep_request(run_dir: Path, request: RunRequest, files: tuple[Path, ...]) -> None:
+    """Write down what a run was asked with, whole or not at all; in place of what was there.
+
+    Args:
+        run_dir: The run's directory, held by the caller.
+        request: As given; paths are made absolute.
+        files: Everything that it reads.
+
+    Raises:
+        RunDirError: it cannot be written.
+    """
+    kept = KeptRequest(command=request.absolute(), inputs={path.resolve(): _digest(path) for path in files})
+    write_in_run_dir(run_dir / FILE_NAME, kept.model_dump_json(indent=2) + "\n")
+
+
+def kept_request(run_dir: Path) -> RunRequest:
+    """Read what a run was asked with, and see that what it reads is as it was.
+
+    Raises:
+        RunDirError: there is nothing, or it cannot be read.
+        ConfigError: a file is gone, or was changed.
+    """
+    path = run_dir / FILE_NAME
+    if not path.exists():
+        raise RunDirError(
+            f"has no {FILE_NAME}, so that what it was started with is not known",
+            source=str(run_dir),
+            allowed="the morph run command that it was started with",
+        )
+    kept = read_json(path, KeptRequest, RunDirError)
+    for file, digest in kept.inputs.items():
+        try:
+            same = _digest(file) == digest
+        except OSError as error:
+            raise ConfigError(
+                f"cannot be read any more: {error.strerror}",
+                source=str(file),
+                allowed=f"the file that {run_dir} was started with; for another one: morph run --run-dir",
+            ) from error
+        if not same:
+            raise ConfigError(
+                "was changed since the run was started",
+                source=str(file),
+                allowed=f"as it was; to go on in {run_dir} with the changed one: the morph run command again",
+            )
+    return kept.command
+
+
+def is_job_file(job: str) -> bool:
+    """Whether it is a job file, not path/to/file.py:name."""
+    return job.endswith((".yaml", ".yml"))
+
+
+def absolute_job(job: str) -> str:
+    """Return path/to/file.py:name from any working directory."""
+    path, _, name = job.rpartition(":")
+    return f"{Path(path).resolve()}:{name}"
+
+
+def absolute_url(url: str, folder: Path = Path()) -> str:
+    """Return a path from a folder as an absolute one; a URL as it is."""
+    return url if "://" in url else str((folder / url).resolve())
+
+
+def _digest(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()

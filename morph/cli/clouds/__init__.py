@@ -1,0 +1,1 @@
+"""Cluster files and what they make on a cloud: config, cloud."""

@@ -1,0 +1,113 @@
+"""``morph config``: check, explain and describe cluster and job files."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+config_app = typer.Typer(help="Check, explain and describe cluster and job files.", no_args_is_help=True)
+
+
+class FileKind(StrEnum):
+    """What a file describes."""
+
+    JOB = "job"
+    CLUSTER = "cluster"
+
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A job or cluster file (YAML).")]
+
+
+@config_app.command("check")
+def check_command(file: FileArgument) -> None:
+    """Check a file; for a job file also that its job, profile and VMs fit each other. Nothing is started or written.
+
+    \b
+    Example:
+      morph config check configs/runs/tiny_gpt.yaml
+    """
+    from morph.cli.reading.cluster_file import load_config
+    from morph.cli.runs.prepare import check_job_file
+    from morph.contract.job_file import JobFile
+
+    config = load_config(file)
+    if isinstance(config, JobFile):
+        print(f"{file}: a job file; {check_job_file(file, config)}")
+    else:
+        print(f"{file}: a cluster file; every key is known and every value in range")
+
+
+@config_app.command("explain")
+def explain_command(file: FileArgument) -> None:
+    """Print every key with the value that counts, where it comes from, and what it means.
+
+    \b
+    Example:
+      morph config explain configs/clusters/local.yaml
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from morph.cli.reading.cluster_file import load_config, read_yaml
+
+    table = Table("key", "value", "from", "meaning", title=str(file))
+    given = read_yaml(file)
+    for key, value, field in _fields(load_config(file)):
+        table.add_row(key, _shown(value), "file" if _is_given(given, key) else "default", field.description or "")
+    Console(width=None if Console().is_terminal else 160).print(table)
+
+
+@config_app.command("schema")
+def schema_command(
+    kind: Annotated[FileKind, typer.Argument(help="Of which kind of file.")] = FileKind.JOB,
+) -> None:
+    """Print the JSON schema of a kind of file, for editors and other programs.
+
+    \b
+    Example:
+      morph config schema job > job.schema.json
+    """
+    import json
+
+    from morph.contract.cluster import ClusterConfig
+    from morph.contract.job_file import JobFile
+
+    model = JobFile if kind is FileKind.JOB else ClusterConfig
+    print(json.dumps(model.model_json_schema(), indent=2))
+
+
+def _fields(section: BaseModel, before: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
+    """Every key of a section that holds no section itself: dotted name, value, description."""
+    from pydantic import BaseModel
+
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _fields(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value, field
+
+
+def _is_given(given: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(given, dict) or part not in given:
+            return False
+        given = given[part]
+    return True
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == ():
+        return "-"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,1 @@
+"""Commands about a job's model: cut, trace-deps, export, import."""

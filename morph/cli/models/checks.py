@@ -1,0 +1,235 @@
+"""Checks that need the model itself, made before anything is started or written."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from morph.contract.cluster import ClusterConfig
+    from morph.contract.data_facts import JobFacts
+    from morph.contract.profile import Profile
+    from morph.cutting import ExportedJob
+    from morph.cutting.kept.cut_job import LoadedJob
+    from morph.job import Job
+
+TRIED_ONCE = 200_000_000
+"""Parameters of the largest model that is run on two samples where a job is looked at: some seconds."""
+TRIED_BEFORE_RUNS = 20_000_000
+"""The same where a run may have to be taken over."""
+
+
+@contextmanager
+def users_code(job_path: str) -> Iterator[None]:
+    """Around code that imports or exports a job: the process does not end in it, and a refusal stays one line.
+
+    torch logs and prints whole graphs when it refuses a model. So standard error is held back until the block ends,
+    and forgotten when an ``ExportError`` ends it, which says what a user needs of it.
+
+    Raises:
+        JobError: when the job's code ends the process.
+    """
+    from morph.contract.errors import ExportError, JobError
+
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    held = io.StringIO()
+    try:
+        with redirect_stderr(held):
+            yield
+    except ExportError:
+        held = io.StringIO()
+        raise
+    except SystemExit as error:
+        raise JobError(
+            "its code ends the process", source=job_path, value=f"exit({error.code!r})", allowed="code that returns"
+        ) from error
+    finally:
+        logging.disable(before)
+        sys.stderr.write(held.getvalue())
+
+
+def warn_of_loss(job: Job, num_parameters: int, most_parameters: int) -> None:
+    """Tell on standard error if the loss is not the mean over samples that it is taken for.
+
+    Args:
+        job: Its model is built and run, without gradients, on some samples.
+        num_parameters: Elements of the model.
+        most_parameters: A larger model is not tried.
+    """
+    for sentence in _warnings_of_loss(job, num_parameters, most_parameters):
+        print(sentence, file=sys.stderr)
+
+
+def _warnings_of_loss(job: Job, num_parameters: int, most_parameters: int) -> tuple[str, ...]:
+    from morph.cutting.trials.mean_trial import loss_warnings
+
+    found = loss_warnings(job) if num_parameters <= most_parameters else ()
+    return tuple(f"warning: {sentence}" for sentence in found)
+
+
+def check_device(cluster: ClusterConfig, source: str) -> None:
+    """Refuse a device that this machine lacks, where VMs share its devices, or a library that their TLS wants.
+
+    Raises:
+        ConfigError: naming the cluster file.
+    """
+    from morph.contract.cluster import LocalVms
+    from morph.contract.errors import ConfigError
+
+    if cluster.vms.tls and find_spec("cryptography") is None:
+        raise ConfigError(
+            "certificates need a library that is not installed",
+            source=source,
+            field="vms.tls",
+            value=True,
+            allowed="pip install -e '.[tls]' in the clone of Morph, or false",
+        )
+    if isinstance(cluster.vms, LocalVms) and cluster.vms.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "this machine has no such device", source=source, field="vms.device", value="cuda", allowed="cpu"
+            )
+
+
+def check_job(job_path: str, profile: Profile) -> JobFacts:
+    """Cut the job and hold it against the profile; returns by what it is known. Its cuts are kept for workers.
+
+    What was found is kept too: a job that is the same to the byte, with the same data and profile, is not tried again.
+
+    Raises:
+        JobError: a wrong job file, or one with an unhandled dependency between sections.
+        ExportError: a model that torch.export refuses, or whose sections do not compute what it does by itself.
+        ProfileError: a profile of another model, or of another batch size.
+    """
+    import torch
+
+    from manager.engine.run.job_code import from_elsewhere
+    from morph.contract.data_facts import JobFacts
+    from morph.contract.errors import ProfileError
+    from morph.cutting.kept.cut_job import LoadedJob
+    from morph.data.fingerprint import data_facts
+    from morph.job_files import held
+
+    before = set(sys.modules)
+    torch.set_num_threads(1)
+    with users_code(job_path):
+        loaded = LoadedJob(job_path)
+    job = loaded.job
+    if job.batch_size != profile.job.batch_size:
+        raise ProfileError(
+            "was made for another global batch; calibrate again",
+            source=job_path,
+            field="batch_size",
+            value=job.batch_size,
+            allowed=str(profile.job.batch_size),
+        )
+    about = _about(job, profile)
+    found = _read_findings(loaded.findings(about)) if about else None
+    if found is None:
+        with users_code(job_path):
+            found = _look_at(loaded, profile, job_path)
+        files = held(Path(job_path.rpartition(":")[0]))
+        if about and found.lasting and files is not None and not from_elsewhere(files, before):
+            loaded.keep_findings(about, json.dumps(asdict(found)).encode())
+    for note in found.notes:
+        print(note, file=sys.stderr)
+    return JobFacts(data=data_facts(job), settings=found.settings)
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """What a look at a job found: sentences for its user, and settings by which it is known.
+
+    ``lasting``: it would be found again.
+    """
+
+    notes: tuple[str, ...]
+    settings: dict[str, str]
+    lasting: bool
+
+
+def _about(job: Job, profile: Profile) -> str | None:
+    """What findings depend on besides the job's code; None where its data cannot be read."""
+    from morph.contract.data_facts import JobFacts
+    from morph.contract.errors import JobError
+    from morph.data.fingerprint import data_facts
+
+    try:
+        data = JobFacts(data=data_facts(job))
+    except JobError:
+        return None  # the look says what is wrong
+    cut = [str(profile.num_sections), str(profile.micro_batch_sizes), profile.model_dump_json(include={"job", "units"})]
+    return sha256(" ".join([data.model_dump_json(), *cut]).encode()).hexdigest()
+
+
+def _read_findings(content: bytes | None) -> _Findings | None:
+    with suppress(ValueError, TypeError):
+        return _Findings(**json.loads(content)) if content is not None else None
+    return None
+
+
+def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
+    from manager.machine.handed_on import handed_on
+    from morph.cli.models.plain_check import agreement_note, compare_once
+    from morph.contract.errors import ProfileError
+    from morph.cutting import cut
+    from morph.cutting.cuts.report import num_elements
+    from morph.cutting.trials.data_trial import check_data
+    from morph.runtime.workloads.job_checks import check_training
+
+    job, exported = loaded.job, loaded.export()
+    model = cut(exported, num_sections=profile.num_sections, micro_batch_size=profile.micro_batch_sizes[0])
+    if model.fingerprint != profile.job.fingerprint:
+        raise ProfileError(
+            "the profile belongs to another model; calibrate again",
+            source=job_path,
+            field="fingerprint",
+            value=model.fingerprint[:12],
+            allowed=profile.job.fingerprint[:12],
+        )
+    units = {unit.id: unit.sections for unit in model.units}
+    known = {unit.id: unit.sections for unit in profile.units}
+    if units != known:
+        raise ProfileError(
+            "the profile names other parameter units than the model has; calibrate again",
+            source=job_path,
+            field="units",
+            value=", ".join(sorted(known)) or "none",
+            allowed=", ".join(sorted(units)),
+        )
+    settings = check_training(job, model)
+    check_data(job)
+    notes = list(_warnings_of_loss(job, num_elements(model), TRIED_BEFORE_RUNS))
+    compared = compare_once(job, exported, model)
+    if compared.how != "whole":
+        notes.append(f"note: {agreement_note(compared)}")
+    notes += _check_dependencies(job, exported, profile, job_path)
+    loaded.keep_for_workers(exported, model, profile.micro_batch_sizes, handed_on(os.environ))
+    return _Findings(tuple(notes), settings, compared.how != "none")
+
+
+def _check_dependencies(job: Job, exported: ExportedJob, profile: Profile, job_path: str) -> list[str]:
+    """Refuse a job whose optimizer mixes parameter units (``morph trace-deps``); returns notes."""
+    from morph.tracing import check_dependencies, require_no_violation
+
+    report = check_dependencies(
+        job,
+        num_sections=profile.num_sections,
+        micro_batch_size=profile.micro_batch_sizes[0],
+        exported=exported,
+    )
+    require_no_violation(report, job_path)
+    return [f"note: {note}" for note in report.notes]

@@ -1,0 +1,158 @@
+"""``morph cut``: where a job's model would be cut, found without training or even building its weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from morph.cli.reading.options import JobArgument, JsonOption
+from morph.contract.errors import JobError
+from morph.contract.files import check_output
+from morph.words import kind_name, short_source
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from morph.cutting.cuts.report import CutReport
+
+
+def cut_command(
+    job: JobArgument,
+    num_sections: Annotated[
+        int | None, typer.Option("-k", "-K", min=1, help="Number of sections. Default: the job's, else chosen.")
+    ] = None,
+    m: Annotated[int | None, typer.Option("--m", min=1, help="Micro-batch size. Default: the job's, else 1.")] = None,
+    as_json: JsonOption = False,
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Draw compute against crossing bytes into this PNG file.")
+    ] = None,
+) -> None:
+    """Show where a job's model is cut, and what would cross each cut. Nothing is trained; weights take no memory.
+
+    \b
+    Example:
+      morph cut configs/jobs/tiny_gpt.py:job
+      morph cut configs/jobs/gpt2_big.py:gpt2_8_3b -k 24 --png cuts.png
+    """
+    from rich.console import Console
+
+    if png is not None:
+        check_output(png, JobError)
+    report, compared = _find(job, num_sections, m)
+    if png is not None:
+        from morph.cli.models.cut_picture import draw_cuts
+
+        draw_cuts(report, job, png)
+    if as_json:
+        print(json.dumps(asdict(report)))
+        return
+    console = Console()
+    console.print(_section_table(report))
+    if report.cuts:
+        console.print(_cut_table(report))
+    for line in (*_notes(report), compared):
+        console.print(line, soft_wrap=True, highlight=False)
+    if png is not None:
+        console.print(f"Drew {png}.")
+
+
+def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutReport, str]:
+    """Return the cuts, and how they compare with the plain model."""
+    from morph.cli.models.checks import TRIED_ONCE, users_code, warn_of_loss
+    from morph.cli.models.plain_check import agreement_note, compare_once
+    from morph.cutting import cut, export_job
+    from morph.cutting.cuts.report import report_cuts
+    from morph.cutting.trials.data_trial import check_data
+    from morph.job import load_job
+
+    with users_code(job_path):
+        job = load_job(job_path)
+        exported = export_job(job)
+        check_data(job)
+        model = cut(
+            exported,
+            num_sections=num_sections if num_sections is not None else job.num_sections,
+            micro_batch_size=m or job.micro_batch_size or 1,
+        )
+        report = report_cuts(exported, model)
+        compared = compare_once(job, exported, model, quick=True)
+        warn_of_loss(job, report.num_parameters, TRIED_ONCE)
+        return report, agreement_note(compared)
+
+
+def _section_table(report: CutReport) -> Table:
+    """One row for each run of neighbouring sections of one kind."""
+    from rich.table import Table
+
+    title = f"{len(report.sections)} sections, {report.num_parameters:,} parameters"
+    table = Table(title=title, title_justify="left")
+    for name in ("section", "kind"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("begins in", overflow="fold", ratio=2)
+    for name in ("compute", "parameters", "again"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("loads", overflow="fold", ratio=1)
+    for kind, sections in groupby(report.sections, key=lambda section: section.kind):
+        first, *more = sections
+        table.add_row(
+            f"{first.index}-{more[-1].index}" if more else str(first.index),
+            kind_name(kind),
+            first.begins_in,
+            f"{first.compute_share:.1%}" + (" each" if more else ""),
+            f"{first.num_parameters:,}",
+            str(first.num_replicated),
+            ", ".join(first.batch_keys),
+        )
+    return table
+
+
+def _cut_table(report: CutReport) -> Table:
+    from rich.table import Table
+
+    table = Table(title="Cuts: where, compute before and after, what crosses", title_justify="left")
+    table.add_column("section", no_wrap=True)
+    table.add_column("begins in", overflow="fold", ratio=1)
+    for name in ("before", "after", "bytes/sample"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for cut in report.cuts:
+        tensors = ", ".join(f"{dtype}{list(shape)}" for _, shape, dtype in cut.tensors)
+        table.add_row(
+            str(cut.before_section),
+            "\n".join(part for part in (cut.module, short_source(cut.source), tensors) if part),
+            f"{cut.share_before:.1%}",
+            f"{cut.share_after:.1%}",
+            f"{cut.bytes_per_sample:,}",
+        )
+    return table
+
+
+def _notes(report: CutReport) -> list[str]:
+    kinds = len({section.kind for section in report.sections})
+    tied = [f"{unit} ({', '.join(names)})" for unit, names in report.tied_units]
+    shares = [section.compute_share for section in report.sections]
+    lines = [
+        "again: cheap operations on neither weights nor chance that a section computes for itself",
+        f"kinds of sections: {kinds} of {len(shares)}; only one of each kind is measured",
+        f"balance: the largest section has {max(shares) * len(shares):.2f} times its even share of compute",
+        f"tied weights: {'; '.join(tied) or 'none'}",
+        f"parameters without influence on the loss: {', '.join(report.unused_parameters) or 'none'}",
+    ]
+    if report.bound_by is not None:
+        only = "one section only, so no pipeline" if len(shares) == 1 else "sections are uneven"
+        lines.append(f"{only}: {report.bound_by}")
+    if report.refusal is not None:
+        lines.append(f"cut at the user's marks, and run as it is written; torch.export says: {report.refusal}")
+    if report.written_buffers:
+        lines.append(f"buffers that the forward writes, as part of the state: {', '.join(report.written_buffers)}")
+    if report.metrics:
+        lines.append(f"metrics: {', '.join(report.metrics)}")
+    if report.not_recorded is None:
+        lines.append("weights: each worker creates only those of its own sections")
+    else:
+        lines.append(f"weights: every worker builds the whole model, for: {report.not_recorded}")
+    return lines

@@ -1,0 +1,114 @@
+"""``morph trace-deps``: what of a job's training step mixes sections."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from morph.cli.reading.options import JobArgument
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from morph.tracing import DependencyReport
+
+_EXIT_VIOLATION = 1
+_PLAIN = ("activation", "constant")
+"""Kinds that the table says enough of."""
+
+
+def trace_deps_command(
+    job: JobArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    num_sections: Annotated[
+        int | None, typer.Option("-k", min=1, help="Number of sections. Default: the job's, else chosen.")
+    ] = None,
+    m: Annotated[int | None, typer.Option("--m", min=1, help="Micro-batch size of the dry run.")] = None,
+) -> None:
+    """Dry-run one training step in one process and report every dependency between sections.
+
+    Exits with 1 when one is a violation: such a job does not start.
+
+    \b
+    Example:
+      morph trace-deps configs/jobs/tiny_gpt.py:job
+      morph trace-deps configs/jobs/tiny_gpt.py:job -k 4 --json
+    """
+    import torch
+
+    from morph.cli.models.checks import users_code
+    from morph.cli.models.plain_check import agreement_note, compare_once
+    from morph.cutting import cut, export_job
+    from morph.cutting.trials.data_trial import check_data
+    from morph.job import load_job
+    from morph.tracing import check_dependencies
+
+    torch.set_num_threads(1)
+    with users_code(job):
+        loaded = load_job(job)
+        exported = export_job(loaded)
+        check_data(loaded)
+        report = check_dependencies(loaded, num_sections=num_sections, micro_batch_size=m, exported=exported)
+        model = cut(exported, num_sections=report.num_sections, micro_batch_size=report.micro_batch_size)
+        compared = compare_once(loaded, exported, model, quick=True)
+    if as_json:
+        print(json.dumps(report.to_json()))
+    else:
+        _show(report, agreement_note(compared))
+    raise typer.Exit(_EXIT_VIOLATION if report.violations else 0)
+
+
+def _show(report: DependencyReport, compared: str) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    console.print(
+        f"{report.job}: one step in {report.num_sections} sections, m={report.micro_batch_size}; "
+        f"parameter units {', '.join(report.units)}"
+    )
+    for note in report.notes:
+        console.print(f"note: {note}")
+    if report.findings:
+        console.print(dependency_table(report))
+    for finding in report.findings:
+        if finding.kind in _PLAIN:
+            continue
+        console.print(f"{finding.status} {finding.id}", soft_wrap=True)
+        console.print(f"  at    {finding.place.text}", soft_wrap=True)
+        console.print(f"  what  {finding.message}", soft_wrap=True)
+        if finding.advice:
+            console.print(f"  do    {finding.advice}", soft_wrap=True)
+    console.print(compared, soft_wrap=True)
+    count = len(report.violations)
+    console.print(f"{count} violation{'' if count == 1 else 's'}" if count else "no violation: the job may start")
+
+
+def dependency_table(report: DependencyReport) -> Table:
+    """Return one row for each finding; bytes are those tied, or crossing for each micro-batch."""
+    from morph.tables import table
+    from morph.words import size_text
+
+    rows = [
+        (
+            finding.status,
+            finding.kind,
+            finding.operator,
+            _span(finding.units),
+            short_place(finding.place.user or finding.place.library or finding.place.function),
+            size_text(finding.num_bytes) if finding.num_bytes else "",
+        )
+        for finding in report.findings
+    ]
+    columns = ("status", "kind", "operation", "sections", "where", "bytes")
+    return table("Dependencies between sections", columns, rows, left=5)
+
+
+def short_place(line: str) -> str:
+    """Return ``file:line`` without its folders."""
+    return line.rpartition("/")[2]
+
+
+def _span(units: tuple[str, ...]) -> str:
+    return ", ".join(units) if len(units) <= 3 else f"{units[0]}, {units[1]} .. {units[-1]} ({len(units)})"

@@ -1,0 +1,199 @@
+"""``morph plan``: the best shape for a number of GPUs, or for every number of a range."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from morph.cli.plans.plan_options import (
+    from_options,
+    given_options,
+    gpu_range,
+    refuse_together,
+    request_of,
+    require,
+)
+from morph.cli.reading.options import (
+    AnyScheduleOption,
+    DrawsOption,
+    GpusPerNodeOption,
+    JsonOption,
+    NodeTypeOption,
+    OwnLinksOption,
+    ProfileArgument,
+    RecomputeOption,
+    SlotsOption,
+)
+from morph.contract.errors import PlanError
+from morph.contract.files import check_output, write_output
+
+if TYPE_CHECKING:
+    from simulator import PlanChoice
+    from simulator.given.request import ObjectiveName
+
+
+class AimName(StrEnum):
+    """Objectives of the planner."""
+
+    EXAMPLES = "examples"
+    DOLLARS = "dollars"
+    PROGRESS = "progress"
+
+
+_OBJECTIVES: dict[str, ObjectiveName] = {
+    "examples": "examples_per_s",
+    "dollars": "usd_per_example",
+    "progress": "progress",
+}
+
+
+def plan_command(
+    context: typer.Context,
+    profile: ProfileArgument,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", "-g", metavar="G or A..B", help="Number of GPUs, or a range.")
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option("--nodes", help="Instead: NODESxGPUS, as 16x1,4x4 for 16 nodes with 1 GPU and 4 with 4."),
+    ] = None,
+    num_gpus_per_node: GpusPerNodeOption = None,
+    node_type: NodeTypeOption = None,
+    memory_gib: Annotated[
+        float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB. Default: as in the profile.")
+    ] = None,
+    micro_batch_size: Annotated[
+        int | None,
+        typer.Option("--m", help="Micro-batch size. Default: the job's, else the fastest of those measured."),
+    ] = None,
+    recompute: RecomputeOption = None,
+    schedule: AnyScheduleOption = None,
+    compute_slots: SlotsOption = None,
+    own_links: OwnLinksOption = False,
+    aim: Annotated[
+        AimName, typer.Option("--objective", help="Examples per second, dollars per example, or expected progress.")
+    ] = AimName.EXAMPLES,
+    usd_per_gpu_hour: Annotated[
+        str | None,
+        typer.Option("--price", help="Dollars per GPU-hour, as 0.9, or by GPUs per node, as 1:0.9,4:0.75."),
+    ] = None,
+    revocations_per_hour: Annotated[
+        float | None, typer.Option("--revocations-per-hour", help="How often one node is revoked, for progress.")
+    ] = None,
+    pause_s: Annotated[
+        float | None,
+        typer.Option("--pause-s", help="Seconds for which a morph stops training, for progress. Default: 1."),
+    ] = None,
+    replacement_s: Annotated[
+        float | None,
+        typer.Option("--replacement-s", help="Seconds until a revoked node is replaced, for progress. Default: 120."),
+    ] = None,
+    revoked_together: Annotated[
+        int | None,
+        typer.Option("--revoked-together", help="Nodes lost in one revocation, for progress. Default: 1."),
+    ] = None,
+    jitter_seed: Annotated[
+        int | None, typer.Option("--jitter-seed", help="Compare the best shapes with times drawn at random.")
+    ] = None,
+    num_draws: DrawsOption = None,
+    as_json: JsonOption = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write the best plan here.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="For a range: write the table here.")] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="For a range: draw the curve here.")] = None,
+) -> None:
+    """Find the pipeline depth P and replica count D that train fastest on so many GPUs.
+
+    \b
+    Example:
+      morph plan profile.json --gpus 6
+      morph plan profile.json --gpus 128 --memory-gib 16 --json -o plan.json
+      morph plan profile.json --nodes 16x1,4x4
+      morph plan profile.json --gpus 16..128 --price 0.9 --csv plans.csv --png plans.png
+    """
+    from morph.contract.profile import load_profile
+    from simulator import plan
+    from simulator.given.node_types import of_node_type
+
+    for path in (output, csv, png):
+        if path is not None:
+            check_output(path, PlanError)
+    numbers = _numbers(given_options(context), gpus, aim)
+    with from_options(context, profile):
+        measured = of_node_type(load_profile(profile), node_type)
+    request = request_of(context)
+    with from_options(context, profile):
+        if numbers is not None and len(numbers) > 1:
+            from simulator.shown.curve import show_curve
+
+            show_curve(measured, numbers, request, csv=csv, png=png, as_json=as_json)
+            return
+        request = replace(request, objective=_OBJECTIVES[aim])
+        choice = plan(measured, request, num_gpus=None if numbers is None else numbers[0])
+    if output is not None:
+        write_output(output, choice.best.model_dump_json(indent=1) + "\n", PlanError)
+    if as_json:
+        print(json.dumps(_as_json(choice)))
+        return
+    from morph.tables import wide_console
+    from simulator.shown import tables
+
+    console = wide_console(tables.WIDTH)
+    for line in (*tables.shape_lines(measured, choice.best_simulation), tables.leftover_line(choice)):
+        console.print(line)
+    console.print(tables.stage_table(measured, choice.best_simulation))
+    if choice.runners_up:
+        console.print(tables.ranking(choice))
+    if output is not None:
+        console.print(f"Wrote {output}.")
+
+
+def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | None:
+    """The numbers of GPUs to plan for; None: as many as ``--nodes`` have.
+
+    Raises:
+        PlanError: options that are missing, or that contradict each other.
+    """
+    if "--gpus" not in given and "--nodes" not in given:
+        raise PlanError("is missing", field="--gpus", allowed="a number, a range as 16..128, or --nodes instead")
+    refuse_together(given, "--nodes", ["--gpus", "--gpus-per-node"], "it lists all nodes and their GPUs")
+    refuse_together(
+        given, "--compute-slots", ["--nodes", "--gpus-per-node"], "it puts all workers on one machine's cores"
+    )
+    numbers = None if gpus is None else gpu_range(gpus)
+    given[f"--objective {aim}"] = aim
+    if numbers is not None and len(numbers) > 1:
+        given["--gpus A..B"] = gpus
+    single = ["-o", "--jitter-seed", "--objective dollars", "--objective progress"]
+    refuse_together(given, "--gpus A..B", single, "it answers for one number of GPUs")
+    for other, options in {
+        "--gpus A..B": ("--csv", "--png"),
+        "--jitter-seed": ("--draws",),
+        "--objective progress": ("--revocations-per-hour", "--pause-s", "--replacement-s", "--revoked-together"),
+    }.items():
+        for option in options:
+            require(given, option, other)
+    return numbers
+
+
+def _as_json(choice: PlanChoice) -> dict[str, object]:
+    def summary(place: int) -> dict[str, object]:
+        """A plan without its task orders, for programs."""
+        plan = choice.simulations[place].plan
+        facts = plan.model_dump(mode="json", exclude={"orders"})
+        return {"shape": plan.shape, "num_workers": plan.num_workers, **facts, "value": choice.values[place]}
+
+    return {
+        "num_gpus": choice.num_gpus,
+        "num_idle": choice.num_idle,
+        "objective": choice.objective,
+        "value": choice.values[0],
+        "best": choice.best.model_dump(mode="json"),
+        "explanation": choice.best_simulation.explanation,
+        "breakdown_s": choice.best_simulation.breakdown_s,
+        "runners_up": [summary(place) for place in range(1, len(choice.simulations))],
+    }

@@ -1,0 +1,193 @@
+"""What the options of ``morph plan`` and ``morph simulate`` mean, and which do not go together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from morph.cli.reading.errors import places
+from morph.contract import ranges
+from morph.contract.errors import PlanError
+
+if TYPE_CHECKING:
+    from simulator import PlanRequest
+
+_MOST_NUMBERS = 4096
+
+
+def request_of(context: typer.Context) -> PlanRequest:
+    """The request that a command's options make, those whose parameters are named as its fields.
+
+    Raises:
+        PlanError: an option whose text means nothing.
+    """
+    from simulator import PlanRequest
+
+    given = context.params
+    read: dict[str, Any] = {
+        "memory_bytes": memory_bytes_of(given.get("memory_gib")),
+        "usd_per_gpu_hour": None if given.get("usd_per_gpu_hour") is None else price_of(given["usd_per_gpu_hour"]),
+        "slow": slow_of(given.get("slow") or ()),
+        "share_links": not given["own_links"],
+    }
+    if given.get("nodes") is not None:
+        read["num_gpus_per_node"] = node_list(given["nodes"])
+    known = {field.name: read.get(field.name, given.get(field.name)) for field in fields(PlanRequest)}
+    plain = {name: value.value if isinstance(value, Enum) else value for name, value in known.items()}
+    return PlanRequest(**{name: value for name, value in plain.items() if value is not None})
+
+
+@contextmanager
+def from_options(context: typer.Context, profile: Path) -> Iterator[None]:
+    """Tell the user by which option, or where in the profile, a value was given that is refused."""
+    links = "inter_node, intra_node or all_reduce"
+    names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    names |= {"num_gpus": "--gpus", "max_gpus": "--gpus", "memory_bytes": "--memory-gib, in bytes"}
+    names |= {"batch_size": "job.batch_size", links: links}
+    if context.params["micro_batch_size"] is None:
+        names["micro_batch_size"] = "job.micro_batch_size"
+    with places({str(field): (str(profile), name) for field, name in names.items()}):
+        yield
+
+
+def given_options(context: typer.Context) -> dict[str, Any]:
+    """The options that stand on the command line, by their names there."""
+    sources = {each: context.get_parameter_source(each.name or "") for each in context.command.params}
+    return {
+        each.opts[0]: context.params[each.name or ""]
+        for each, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    }
+
+
+def refuse_together(given: Mapping[str, object], option: str, others: Sequence[str], why: str) -> None:
+    """Refuse options that contradict each other.
+
+    Args:
+        given: Every option that was given, with its value.
+        option: Where it is given, none of the others may be.
+        others: Options.
+        why: The contradiction in a few words.
+
+    Raises:
+        PlanError: naming both.
+    """
+    clash = [name for name in others if name in given]
+    if option in given and clash:
+        raise PlanError(f"cannot be combined with {clash[0]}: {why}", field=option, value=_shown(given[option]))
+
+
+def require(given: Mapping[str, object], option: str, other: str) -> None:
+    """Refuse an option that means nothing without another.
+
+    Raises:
+        PlanError: naming both.
+    """
+    if option in given and other not in given:
+        raise PlanError(f"means nothing without {other}", field=option, value=_shown(given[option]))
+
+
+def _shown(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
+def gpu_range(text: str) -> range:
+    """``6`` or ``16..128``.
+
+    Raises:
+        PlanError: neither of them.
+    """
+    found = re.fullmatch(r"(-?\d{1,9})(?:\.\.(-?\d{1,9}))?", text.strip())
+    if not found:
+        raise PlanError(
+            "is not a number of GPUs", field="--gpus", value=text, allowed="a number, or a range as 16..128"
+        )
+    first = int(found[1])
+    if found[2] is None:
+        if first > ranges.GPUS.high:
+            ranges.GPUS.check("--gpus", first)
+        return range(first, first + 1)
+    last = int(found[2])
+    if not 1 <= first <= last <= ranges.GPUS.high or last - first >= _MOST_NUMBERS:
+        allowed = f"FIRST..LAST with 1 <= FIRST <= LAST <= {ranges.GPUS.high}, at most {_MOST_NUMBERS} numbers"
+        raise PlanError("is not a range of GPUs", field="--gpus", value=text, allowed=allowed)
+    return range(first, last + 1)
+
+
+def node_list(text: str) -> tuple[int, ...]:
+    """GPUs of each node: ``16x1,4x4`` are 16 nodes with 1 GPU and 4 nodes with 4.
+
+    Raises:
+        PlanError: something else.
+    """
+    sizes: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,6})\s*x\s*(\d{1,4})\s*", part)
+        number, size = (int(found[1]), int(found[2])) if found else (0, 0)
+        if number < 1 or size < 1 or sum(sizes) + number * size not in ranges.GPUS:
+            allowed = "NODESxGPUS, separated by commas, as 16x1,4x4 (16 nodes with 1 GPU, 4 with 4)"
+            raise PlanError("is not a list of nodes", field="--nodes", value=text, allowed=allowed)
+        sizes += [size] * number
+    return tuple(sizes)
+
+
+def price_of(text: str) -> float | dict[int, float]:
+    """``0.9`` dollars per GPU-hour, or by GPUs per node: ``1:0.9,4:0.75``.
+
+    Raises:
+        PlanError: neither of them.
+    """
+    allowed = "dollars per GPU-hour, as 0.9, or by GPUs per node, as 1:0.9,4:0.75"
+    prices: dict[int, float] = {}
+    try:
+        if ":" not in text:
+            prices[0] = float(text)
+        else:
+            for part in text.split(","):
+                size, price = part.split(":")
+                if int(size) in prices or int(size) not in ranges.GPUS:
+                    raise PlanError("gives two prices, or no size", field="--price", value=text, allowed=allowed)
+                prices[int(size)] = float(price)
+    except ValueError:
+        raise PlanError("is not a price", field="--price", value=text, allowed=allowed) from None
+    if not all(price > 0 and price in ranges.USD_PER_HOUR for price in prices.values()):
+        raise PlanError("is not a price", field="--price", value=text, allowed=allowed)
+    return prices[0] if 0 in prices and len(prices) == 1 else prices
+
+
+def slow_of(texts: Sequence[str]) -> dict[int | tuple[int, int], float]:
+    """``2:1.3`` (stage 2 of every replica) and ``2/0:1.3`` (of replica 0).
+
+    Raises:
+        PlanError: something else.
+    """
+    slow: dict[int | tuple[int, int], float] = {}
+    for text in texts:
+        found = re.fullmatch(r"(\d{1,6})(?:/(\d{1,6}))?:(\d+(?:\.\d*)?|\.\d+)", text.strip())
+        allowed = f"STAGE:FACTOR or STAGE/REPLICA:FACTOR, such as 2:1.3, each worker once; FACTOR {ranges.FACTOR}"
+        if not found or float(found[3]) not in ranges.FACTOR:
+            raise PlanError("is not a slow worker", field="--slow", value=text, allowed=allowed)
+        where = int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
+        if where in slow:
+            raise PlanError("is given twice", field="--slow", value=text, allowed=allowed)
+        slow[where] = float(found[3])
+    return slow
+
+
+def memory_bytes_of(memory_gib: float | None) -> int | None:
+    """Bytes of so many GiB.
+
+    Raises:
+        PlanError: no size.
+    """
+    if memory_gib is None:
+        return None
+    ranges.MEMORY_GIB.check("--memory-gib", memory_gib)
+    return max(1, int(memory_gib * 2**30))

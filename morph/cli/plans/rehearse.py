@@ -1,0 +1,208 @@
+"""``morph rehearse``: one shape run by emulated workers on this machine, held against the simulator."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from morph.cli.plans.plan_options import memory_bytes_of, slow_of
+from morph.cli.reading.errors import places
+from morph.cli.reading.options import (
+    KneeOption,
+    PlainOption,
+    ProfileArgument,
+    ReplicasOption,
+    ScheduleName,
+    ScheduleOption,
+    SlopeOption,
+    SlowOption,
+    StagesOption,
+)
+from morph.words import time_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from manager.rehearsal import Planned, Rehearsed
+
+
+class NetworkName(StrEnum):
+    """How the hosts of a rehearsal are joined."""
+
+    LOOPBACK = "loopback"
+    NAMESPACES = "namespaces"
+
+
+def rehearse_command(
+    profile: ProfileArgument,
+    pipeline_depth: StagesOption,
+    num_replicas: ReplicasOption = 1,
+    hosts: Annotated[
+        int | None, typer.Option("--hosts", help="Hosts to play. Default: as many as the workers need.")
+    ] = None,
+    workers_per_host: Annotated[int, typer.Option("--workers-per-host", min=1, help="Workers that share a host.")] = 1,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Mini-batches that count; one more runs first.")] = 5,
+    m: KneeOption = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", help="Samples of a mini-batch, a multiple of m. Default: the job's."),
+    ] = None,
+    schedule: ScheduleOption = ScheduleName.VARUNA,
+    window_slope: SlopeOption = None,
+    time_scale: Annotated[
+        float | None,
+        typer.Option("--time-scale", help="Multiply every time by this. Default: as the cores here need."),
+    ] = None,
+    message_scale: Annotated[
+        float | None,
+        typer.Option("--message-scale", help="Real size of messages over the profile's. Default: as fits here."),
+    ] = None,
+    state_scale: Annotated[
+        float | None,
+        typer.Option("--state-scale", help="Real size of parameters over the profile's. Default: small."),
+    ] = None,
+    jitter_seed: Annotated[
+        int | None, typer.Option("--jitter-seed", min=0, help="Draw times from the spread that was measured.")
+    ] = None,
+    slow: SlowOption = None,
+    memory_gib: Annotated[
+        float | None, typer.Option("--memory-gib", help="Memory of one device in GiB. Default: no limit.")
+    ] = None,
+    network: Annotated[
+        NetworkName,
+        typer.Option("--network", help="Join hosts by emulated links, or as network namespaces too (Linux, root)."),
+    ] = NetworkName.LOOPBACK,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Keep journal, checkpoint and logs here. Default: nothing is kept.")
+    ] = None,
+    plain: PlainOption = False,
+) -> None:
+    """Run one shape on emulated devices: real processes, messages and manager, the profile's times instead of compute.
+
+    \b
+    Example:
+      morph rehearse profile.json -P 9 -D 4 --hosts 36
+      morph rehearse configs/profiles/gpt2-8.3b.json -P 9 -D 4 --hosts 36 --batch-size 256
+      morph rehearse profile.json -P 4 -D 2 --slow 2:1.3 --jitter-seed 1
+    """
+    from manager.rehearsal import RehearsalSpec, plan_rehearsal, rehearse, run_facts
+    from manager.report.live import LiveRun
+    from manager.run_dir import RunDir
+    from morph.cli.views.run_view import run_view
+    from morph.contract.profile import load_profile
+
+    measured = load_profile(profile)
+    options = {
+        "num_hosts": "--hosts",
+        "num_workers": "-P times -D",
+        "pipeline_depth": "-P",
+        "num_replicas": "-D",
+        "micro_batch_size": "job.micro_batch_size" if m is None else "--m",
+        "batch_size": "job.batch_size" if batch_size is None else "--batch-size",
+        "time_scale": "--time-scale",
+        "message_scale": "--message-scale",
+        "state_scale": "--state-scale",
+        "slow": "--slow",
+    }
+    with places({field: (str(profile), name) for field, name in options.items()}):
+        planned = plan_rehearsal(
+            RehearsalSpec(
+                profile=measured,
+                num_stages=pipeline_depth,
+                num_replicas=num_replicas,
+                num_hosts=-(-pipeline_depth * num_replicas // workers_per_host) if hosts is None else hosts,
+                workers_per_host=workers_per_host,
+                steps=steps,
+                schedule=schedule.value,
+                window_slope=window_slope,
+                micro_batch_size=m,
+                batch_size=batch_size,
+                time_scale=time_scale,
+                message_scale=message_scale,
+                state_scale=state_scale,
+                jitter_seed=jitter_seed,
+                slow=slow_of(slow or ()),
+                network=network.value,
+                memory_bytes=memory_bytes_of(memory_gib),
+            )
+        )
+    print(_headline(planned), flush=True)
+    with _directory(run_dir) as directory, RunDir(directory, run_facts(planned)) as opened:
+        job = planned.profile.job
+        with run_view(LiveRun(job.name, steps + 1, job.batch_size), plain=plain) as observer:
+            rehearsed = rehearse(planned, opened, observer, temporary=run_dir is None)
+    _tell(rehearsed)
+
+
+@contextmanager
+def _directory(run_dir: Path | None) -> Iterator[Path]:
+    if run_dir is not None:
+        yield run_dir
+        return
+    with tempfile.TemporaryDirectory(prefix="morph-rehearsal-") as directory:
+        yield Path(directory) / "run"
+
+
+def _headline(planned: Planned) -> str:
+    spec, scales, plan = planned.spec, planned.scales, planned.plan
+    hosts = -(-spec.num_workers // spec.workers_per_host)
+    return (
+        f"{planned.profile.job.name}: {plan.shape}, m {plan.micro_batch_size}, {plan.num_micro_batches} micro-batches, "
+        f"{plan.schedule}; {spec.num_workers} emulated workers on {hosts} hosts ({spec.network})\n"
+        f"times x {scales.time:g}, messages x {scales.message:.3g}, parameters x {scales.state:.3g}"
+    )
+
+
+def _tell(rehearsed: Rehearsed) -> None:
+    from rich.console import Console
+
+    console, scale = Console(), rehearsed.planned.scales.time
+    measured_s, expected_s = rehearsed.measured_s, rehearsed.expected_s
+    average = "median" if rehearsed.planned.spec.jitter_seed is None else "mean"
+    low_s, high_s = min(rehearsed.mini_batches_s), max(rehearsed.mini_batches_s)
+    console.print(
+        f"mini-batch, {average} of {len(rehearsed.mini_batches_s)}: measured {time_text(measured_s)} "
+        f"({time_text(low_s)} to {time_text(high_s)}), simulated {time_text(expected_s)}, "
+        f"error {rehearsed.error:+.1%}",
+        soft_wrap=True,
+    )
+    if scale != 1:
+        rest_s = measured_s - rehearsed.commit_s
+        console.print(
+            f"without the stretching by {scale:g}, and with the profile's commit: "
+            f"{time_text(rest_s / scale + rehearsed.planned.spec.profile.commit.median_s)}",
+            soft_wrap=True,
+        )
+    console.print(_parts_table(rehearsed))
+    console.print(
+        f"commit: {time_text(rehearsed.commit_s)}, the real manager's round trip as measured here; cores "
+        f"{rehearsed.busy_share:.0%} busy, {rehearsed.others_share:.0%} with other work; tasks late by up to "
+        f"{time_text(rehearsed.late_s)}",
+        soft_wrap=True,
+    )
+    if rehearsed.host_too_busy:
+        print(
+            "the cores here were too busy for the measured time to mean much: take a larger --time-scale, or a quiet "
+            "machine",
+            file=sys.stderr,
+        )
+
+
+def _parts_table(rehearsed: Rehearsed) -> Table:
+    from morph.tables import table
+
+    expected, measured = rehearsed.planned.simulation.expected.parts_s, rehearsed.parts_s
+    parts = ("forward", "recompute", "backward")
+    rest_s = rehearsed.measured_s - sum(measured[part] for part in parts)
+    others_s = rehearsed.expected_s - sum(expected[part] for part in parts)
+    rows = [(part, time_text(measured[part]), time_text(expected[part])) for part in parts]
+    rows.append(("waiting, all-reduce, optimizer, commit", time_text(rest_s), time_text(others_s)))
+    title = "Where a worker's mini-batch goes, on average"
+    return table(title, ("part", "measured", "simulated"), rows, left=1)

@@ -1,0 +1,226 @@
+"""``morph calibrate``: measure a job once on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from morph.cli.profiles.calibrate_peer import TOKEN_HELP
+from morph.cli.reading.options import JobArgument
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from calibrate.computing.subject import Subject
+    from calibrate.links.two_nodes import PeerAddress
+    from morph.contract.profile import Profile
+
+CALIBRATE_HELP = """Measure a job once on this machine, section by section, and write its profile.
+
+    The profile does not depend on how many GPUs the job will get; another machine can read it. On a machine of
+    another type, --add-node-type adds to a profile what is different there. With --peer, another node on which
+    `morph calibrate-peer` listens, links and all-reduces are measured between the two.
+
+    \b
+    Example:
+      morph calibrate configs/jobs/tiny_gpt.py:job -o profile.json
+      morph calibrate configs/jobs/tiny_gpt.py:job --add-node-type small --profile profile.json
+      morph calibrate configs/jobs/tiny_gpt.py:job --peer 10.0.0.2:7420 --token-file peer.token
+"""
+DEFAULT_OUTPUT = Path("profile.json")
+_BUSY_SHARE = 0.5
+_PLACES = {
+    "device": ("morph calibrate", "--device"),
+    "checkpoint_url": ("morph calibrate", "--checkpoint-url"),
+}
+
+
+def calibrate_command(
+    job: JobArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where the profile goes. Default: profile.json, or what --profile names."),
+    ] = None,
+    micro_batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--micro-batch",
+            "-m",
+            min=1,
+            help="Micro-batch size to measure, repeatable; default: the job's, or growing.",
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=5, help="Samples of each time, at most: fewer once the median is stable.")
+    ] = 100,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    checkpoint_url: Annotated[
+        str | None,
+        typer.Option("--checkpoint-url", help="Where checkpoints will go, any fsspec URL: measure uploads to it."),
+    ] = None,
+    commit_round: Annotated[
+        bool, typer.Option("--commit-round", help="Start two workers and measure the manager's commit round.")
+    ] = False,
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            "--peer", metavar="HOST:PORT", help="A node that runs `morph calibrate-peer`: measure links to it."
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", help=f"With --peer: {TOKEN_HELP}", show_default=False)
+    ] = None,
+    node_type: Annotated[
+        str | None, typer.Option("--add-node-type", metavar="NAME", help="Add this machine's type to --profile.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="With --add-node-type: the profile to add to.", show_default=False)
+    ] = None,
+) -> None:
+    """Its help is CALIBRATE_HELP."""
+    from rich.console import Console
+
+    from morph.cli.models.checks import TRIED_ONCE, users_code, warn_of_loss
+    from morph.cli.reading.errors import places
+    from morph.contract.errors import ProfileError
+    from morph.contract.files import check_output
+    from morph.contract.profile import load_profile, write_profile
+    from morph.job import load_job
+
+    others = {
+        "--micro-batch": micro_batch,
+        "--checkpoint-url": checkpoint_url,
+        "--commit-round": commit_round,
+        "--peer": peer,
+    }
+    _check_options(node_type, profile, others)
+    other_node = _peer_address(peer, token_file)
+    path = output or profile or DEFAULT_OUTPUT
+    check_output(path, ProfileError)
+    known = load_profile(profile) if profile is not None else None
+    busy = _busy_note()
+    begun_s = time.monotonic()
+
+    def measure(progress: Callable[[str, float], None]) -> Profile:
+        from calibrate import add_node_type, calibrate
+
+        if known is not None and node_type is not None:
+            return add_node_type(known, job, node_type, num_samples=samples, device=device, progress=progress)
+        sizes = tuple(micro_batch) if micro_batch else None
+        found = calibrate(
+            job,
+            micro_batch_sizes=sizes,
+            num_samples=samples,
+            device=device,
+            checkpoint_url=checkpoint_url,
+            peer=other_node,
+            progress=progress,
+            check=_compare_with_plain,
+        )
+        return _with_commit_round(found, samples) if commit_round else found
+
+    with users_code(job), places(_PLACES):
+        found = _with_bar(measure, Console(file=sys.stderr))
+        if node_type is None:
+            warn_of_loss(load_job(job), sum(unit.parameter_bytes for unit in found.units) // 4, TRIED_ONCE)
+    write_profile(found, path, as_read=known is not None)
+    _show(found, node_type)
+    if busy is not None:
+        print(busy, file=sys.stderr)
+    print(f"measured in {time.monotonic() - begun_s:.0f} s; written: {path}")
+
+
+calibrate_command.__doc__ = CALIBRATE_HELP
+
+
+def _compare_with_plain(subject: Subject) -> None:
+    from morph.cli.models.plain_check import agreement_note, compare_once
+
+    model = subject.cut(subject.job.micro_batch_size or 1)
+    found = compare_once(subject.job, subject.exported, model, device=subject.device)
+    print(agreement_note(found), file=sys.stderr)
+
+
+def _busy_note() -> str | None:
+    """What to tell when other work takes much of the machine: it shares caches and clock with what is measured."""
+    num_cores = os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    if load <= _BUSY_SHARE * num_cores:
+        return None
+    return f"warning: this machine was busy (load {load:.1f} on {num_cores} cores): times may have come out too long"
+
+
+def _check_options(node_type: str | None, profile: Path | None, others: Mapping[str, object]) -> None:
+    from morph.contract.errors import ConfigError
+
+    def refuse(field: str, message: str, value: object, allowed: str) -> None:
+        raise ConfigError(message, source="morph calibrate", field=field, value=value, allowed=allowed)
+
+    if profile is not None and node_type is None:
+        refuse("--profile", "is read only to add to it", str(profile), "with --add-node-type")
+    if node_type is None:
+        return
+    if not node_type.strip():
+        refuse("--add-node-type", "is empty", node_type, "a name")
+    if profile is None:
+        refuse("--add-node-type", "needs a profile to add to", node_type, "with --profile")
+    for field, value in others.items():
+        if value:
+            refuse(field, "contradicts --add-node-type, which measures what the profile has", value, "one of the two")
+
+
+def _peer_address(peer: str | None, token_file: Path | None) -> PeerAddress | None:
+    from morph.contract.errors import ConfigError
+
+    if peer is None:
+        if token_file is not None:
+            raise ConfigError("means nothing without --peer", field="--token-file", value=str(token_file))
+        return None
+    from calibrate.helpers.token import TOKEN_VARIABLE, find_token
+    from calibrate.links.two_nodes import PeerAddress, parse_address
+
+    host, port = parse_address(peer, "--peer")
+    return PeerAddress(host, port, find_token(token_file, os.environ.get(TOKEN_VARIABLE)))
+
+
+def _with_commit_round(profile: Profile, num_samples: int) -> Profile:
+    from calibrate.timing.samples import timing
+    from manager.engine.on_processes.commit_round import measure_commit_round
+
+    commit = timing(measure_commit_round(num_samples))
+    sources = {field: source for field, source in profile.sources.items() if field != "commit"}
+    return profile.model_copy(update={"commit": commit, "sources": sources})
+
+
+def _with_bar(measure: Callable[[Callable[[str, float], None]], Profile], terminal: Console) -> Profile:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(
+        *columns, console=terminal, transient=True, redirect_stderr=False, disable=not terminal.is_terminal
+    ) as bar:
+        task = bar.add_task("starting", total=1.0)
+        return measure(lambda what, share: bar.update(task, description=what, completed=share))
+
+
+def _show(profile: Profile, node_type: str | None) -> None:
+    from calibrate.shown import tables
+    from morph.tables import wide_console
+
+    console = wide_console(tables.WIDTH)
+    shown = profile if node_type is None else profile.for_node_type(node_type)
+    console.print(tables.section_table(shown))
+    for line in tables.whole_model_lines(shown):
+        console.print(line, highlight=False)
+    console.print(f"beside busy neighbours: {tables.contention_text(shown.contention)}", highlight=False)
+    if node_type is None:
+        speed = profile.checkpoint_write_bytes_per_s / 1e6
+        console.print(f"checkpoints: {speed:.0f} MB/s; {profile.environment.device}", highlight=False)
+    else:
+        console.print(tables.node_type_table(profile))

@@ -1,0 +1,46 @@
+"""``morph calibrate-peer``: the other end of ``morph calibrate --peer``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_LISTEN = "127.0.0.1:7420"
+TOKEN_HELP = "File with the secret that both nodes share, mode 0600. Default: MORPH_PEER_TOKEN in the environment."
+
+
+def calibrate_peer_command(
+    listen: Annotated[
+        str,
+        typer.Option("--listen", metavar="HOST:PORT", help="This node's address, as the other node reaches it."),
+    ] = DEFAULT_LISTEN,
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", help=f"{TOKEN_HELP} Created if it does not exist.", show_default=False),
+    ] = None,
+    wait_s: Annotated[float, typer.Option("--wait-s", min=1, help="Seconds to wait for a calibration.")] = 1800.0,
+) -> None:
+    """Lend this node to a calibration on another one, to measure the link between the two; ends after that.
+
+    \b
+    Example, on one node and then on the other:
+      morph calibrate-peer --listen 10.0.0.2:7420 --token-file peer.token
+      morph calibrate job.py:job --peer 10.0.0.2:7420 --token-file peer.token
+    """
+    from calibrate.helpers.token import TOKEN_VARIABLE, find_token
+    from calibrate.links.peer_node import PeerNode
+    from calibrate.links.two_nodes import parse_address
+
+    token = find_token(token_file, os.environ.get(TOKEN_VARIABLE), make=True)
+    host, port = parse_address(listen, "--listen")
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    with PeerNode(host, port, token, say) as node:
+        shown = f"[{node.host}]" if ":" in node.host else node.host
+        say(f"listening on {shown}:{node.port}")
+        node.serve(wait_s)

@@ -1,0 +1,1 @@
+"""Reading what the user gave, and how errors leave."""

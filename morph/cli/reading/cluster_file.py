@@ -1,0 +1,175 @@
+"""Reading cluster and job files (YAML) into the contract's values, with errors a user can act on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from morph.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    from morph.contract.base import Value
+    from morph.contract.cluster import ClusterConfig
+    from morph.contract.job_file import JobFile
+
+ValueT = TypeVar("ValueT", bound="Value")
+
+
+_BOUNDS = {
+    "exclusiveMinimum": "above",
+    "minimum": "at least",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
+}
+
+
+def load_cluster(path: Path) -> ClusterConfig:
+    """Read a cluster file; an empty one gives every default.
+
+    Raises:
+        ConfigError: see ``load_yaml``.
+    """
+    from morph.contract.cluster import ClusterConfig
+
+    return load_yaml(path, ClusterConfig)
+
+
+def load_job_file(path: Path) -> JobFile:
+    """Read a job file.
+
+    Raises:
+        ConfigError: see ``load_yaml``.
+    """
+    from morph.contract.job_file import JobFile
+
+    return load_yaml(path, JobFile)
+
+
+def load_config(path: Path) -> ClusterConfig:
+    """Read either kind of file: what has a ``job`` is a job file.
+
+    Raises:
+        ConfigError: see ``load_yaml``.
+    """
+    data = read_yaml(path)
+    return load_job_file(path) if isinstance(data, dict) and "job" in data else load_cluster(path)
+
+
+def load_yaml(path: Path, value_type: type[ValueT]) -> ValueT:
+    """Read a YAML file into a value of the contract.
+
+    Raises:
+        ConfigError: naming file, dotted field, value and what is allowed, for a file that cannot be read or is not
+            YAML, for unknown or repeated keys, and for values of a wrong type or out of range.
+    """
+    from pydantic import ValidationError
+
+    data = read_yaml(path)
+    try:
+        # By way of JSON, so that strict types still take a mapping for a section.
+        return value_type.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        entry = error.errors(include_url=False)[0]
+        parts = [part for part in entry["loc"] if isinstance(part, str)]
+        unknown, value = entry["type"] == "extra_forbidden", entry["input"]
+        schema = value_type.model_json_schema()
+        _, node = _walk(parts[:-1] if unknown else parts, schema)
+        allowed = None if node is None else _in_words(_resolved(node, schema))
+        field, told = ".".join(_walk(parts, schema)[0]) or None, entry["msg"].removeprefix("Value error, ")
+        if entry["type"] == "union_tag_invalid":  # pydantic names the section, and the kinds in its own words
+            field, value = f"{field}.kind", entry["ctx"]["tag"]
+            allowed = " or ".join(tag.strip().strip("'") for tag in entry["ctx"]["expected_tags"].split(","))
+        raise ConfigError(
+            "unknown key" if unknown else "no such kind" if "tag" in entry.get("ctx", {}) else told,
+            source=str(path),
+            field=field,
+            value=value if isinstance(value, str | int | float) else None,
+            allowed=allowed,
+        ) from error
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file into plain values; an empty one is an empty mapping.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, or has a key that is no text or is given twice.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """A safe loader that refuses a key given twice, of which YAML would drop one silently."""
+
+    def mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            where = f"{path}, line {key.start_mark.line + 1}"
+            if not key.tag.endswith((":str", ":merge")):
+                shown = key.value if isinstance(key, yaml.ScalarNode) else None
+                raise ConfigError("key is not text", source=where, value=shown, allowed="a name")
+            if key.value in seen:
+                raise ConfigError("key is given twice", source=where, field=str(key.value), allowed="each key once")
+            seen.add(key.value)
+        return loader.construct_mapping(node, deep=True)
+
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader)  # a SafeLoader: builds plain values only
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("is not UTF-8 text", source=str(path)) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)
+        raise ConfigError(f"is not YAML: {getattr(error, 'problem', None) or error}", source=where) from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:  # PyYAML's own
+        raise ConfigError(f"has a value that cannot be read: {error}", source=str(path)) from error
+    return {} if data is None else data
+
+
+def _walk(parts: list[str], schema: dict[str, Any]) -> tuple[list[str], dict[str, Any] | None]:
+    """Follow a dotted field: as it stands in the file, and what the schema says of it; None: nothing.
+
+    The kinds of sections, which the validator puts in, do not stand in the file.
+    """
+    node: dict[str, Any] | None = schema
+    written = []
+    for part in parts:
+        here = _resolved(node or {}, schema)
+        node = _variant(here, part, schema)
+        if node is None:
+            written.append(part)
+            node = here.get("properties", {}).get(part)
+    return written, node
+
+
+def _variant(node: dict[str, Any], kind: str, schema: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the section of this kind, where there are several."""
+    for option in node.get("oneOf", ()):
+        found = _resolved(option, schema)
+        if found.get("properties", {}).get("kind", {}).get("const") == kind:
+            return found
+    return None
+
+
+def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    for option in node.get("anyOf", ()):
+        if option.get("type") != "null":
+            node = option
+            break
+    reference = node.get("$ref")
+    found: dict[str, Any] = schema["$defs"][reference.rsplit("/", 1)[1]] if reference else node
+    return found
+
+
+def _in_words(node: dict[str, Any]) -> str | None:
+    if "properties" in node:
+        return "the keys " + ", ".join(node["properties"])
+    choices = node.get("enum", [node["const"]] if "const" in node else None)
+    if choices is not None:
+        return " or ".join(map(str, choices))
+    kind = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
+    words = kind.get(node.get("type", ""))
+    bounds = [f"{text} {node[key]:.16g}" for key, text in _BOUNDS.items() if key in node]
+    return " ".join(filter(None, [words, " and ".join(bounds)])) if words else None

@@ -1,0 +1,94 @@
+"""Carrying out what ``morph run`` or ``morph resume`` asks for, and showing how it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from manager.controller.state.actions import Finish
+from manager.dashboard.server import serving
+from manager.engine.loop.driver import Observer
+from manager.report.live import LiveRun
+from manager.report.picture import draw_run
+from manager.report.summary import summarise
+from manager.report.timelines import read_timelines
+from manager.report.values import RunReport
+from manager.run.managed import managed_run
+from manager.run.request import IfChanged, RunRequest
+from manager.run_dir import as_its_folder
+from morph.cli.models.checks import check_job
+from morph.cli.reading.errors import EXIT_INTERRUPTED, places
+from morph.cli.runs.prepare import prepare
+from morph.cli.views.run_view import run_view
+from morph.contract.errors import TrainingStopped
+from morph.runtime.step.timeline import write_trace
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How a run is shown; see the options."""
+
+    plain: bool
+    verbose: bool = False
+    as_json: bool = False
+    page: bool = False
+
+    @contextmanager
+    def view(self, live: LiveRun, run_dir: Path) -> Iterator[Observer]:
+        """Show it while the block runs; yields the driver's observer."""
+        page = serving(live, run_dir) if self.page else nullcontext()
+        with page, run_view(live, plain=self.plain, as_json=self.as_json, verbose=self.verbose) as observer:
+            yield observer
+
+
+def carry_out(request: RunRequest, run_dir: Path | None, shown: Shown, if_changed: IfChanged) -> None:
+    """Do what ``morph run`` was asked for; ``run_dir``: instead of the job's own. Ends in the command's exit code."""
+    run = prepare(request, run_dir)
+    directory = run.run_dir
+    try:
+        with places(run.places):
+            finish, report = managed_run(run, check_job, lambda live: shown.view(live, directory), if_changed)
+    except KeyboardInterrupt:
+        print(
+            f"the same command goes on from the newest checkpoint, and so does morph resume {directory}",
+            file=sys.stderr,
+        )
+        raise
+    with redirect_stdout(sys.stderr if shown.as_json else sys.stdout):
+        _conclude(finish, report, directory)
+        if request.timeline_step is not None:
+            _write_timeline(directory, request.timeline_step)
+    if finish.outcome == "failed":
+        print(finish.traceback, end="", file=sys.stderr)
+        raise TrainingStopped(finish.sentence)
+    raise typer.Exit(EXIT_INTERRUPTED if finish.outcome == "stopped" else 0)
+
+
+def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:
+    print(summarise(report))
+    if report.steps:
+        picture = run_dir / "run.png"
+        try:
+            draw_run(report, picture)
+            print(f"picture: {picture}")
+        except OSError as error:  # the run is over all the same, and what it has to say follows
+            print(f"note: {picture} cannot be written: {error.strerror}", file=sys.stderr)
+    if finish.outcome == "stopped":
+        version = report.checkpoint_version or 0
+        print(f"stopped; the same command goes on from version {version}; or: morph resume {run_dir}")
+
+
+def _write_timeline(run_dir: Path, step: int) -> None:
+    timelines = read_timelines(run_dir).get(step)
+    if timelines is None:
+        print(f"step {step} was not run, so that it has no timeline")
+        return
+    path = run_dir / f"timeline-{step}.json"
+    with as_its_folder(path):
+        write_trace(timelines, path)
+    print(f"timeline: {path}")

@@ -1,0 +1,222 @@
+"""``morph demo``: the main job on real input, on VMs of this machine that come and go, checked bit for bit."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from manager.report.values import RunReport
+    from morph.contract.checkpoint import Manifest
+    from morph.contract.cluster import ClusterConfig
+    from morph.contract.profile import Profile
+    from morph.contract.trace import Trace
+
+MANY_STEPS = 100_000
+TOLD_EVERY_S = 5.0
+MATERIAL_SHARE = 0.05
+MIN_SHAPES = 4
+SEED, SECONDS = 9273, 22.0
+"""A trace with revocations of three and of two VMs at once, in which the group shrinks and grows again.
+
+Every shape lasts some seconds. The trace's clock stands while a VM boots, so the run takes a little longer.
+"""
+
+
+def demo_command(
+    out: Annotated[Path, typer.Option(help="Everything is written here; an earlier demo's files are replaced.")] = Path(
+        "out/demo"
+    ),
+    job: Annotated[str, typer.Option(help="path/to/file.py:name")] = "configs/jobs/gpt2_stdlib.py:job",
+    cluster: Annotated[Path, typer.Option(help="Cluster file (YAML).")] = Path("configs/clusters/demo.yaml"),
+    seed: Annotated[int, typer.Option(help="Of the spot trace.")] = SEED,
+    seconds: Annotated[
+        float, typer.Option(min=10, help="Length of the trace; its clock stands while a VM boots.")
+    ] = SECONDS,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines even in a terminal.")] = False,
+) -> None:
+    """Calibrate, plan, run through a spot trace with real kills, and compare with an uninterrupted run.
+
+    \b
+    Example:
+      morph demo
+      morph demo --seed 386 --out out/another
+    """
+    from calibrate import calibrate
+    from manager.engine.run.job_code import collect
+    from manager.preparation import device_memory_bytes
+    from manager.report.picture import draw_run
+    from manager.run.managed import managed_run
+    from manager.run.prepared import PreparedRun
+    from manager.run.request import RunRequest
+    from manager.run_dir import read_facts
+    from morph.cli.models.checks import check_job
+    from morph.cli.reading.cluster_file import load_cluster
+    from morph.cli.runs.demo_tables import (
+        print_expectations,
+        print_morphs,
+        print_plans,
+        print_shapes,
+        shared_expectations,
+        with_expectations,
+    )
+    from morph.cli.views.run_view import run_view
+    from morph.contract.cluster import LocalVms
+    from morph.contract.errors import ConfigError
+    from morph.contract.trace import write_trace
+    from simulator import generate_trace, plan_table
+
+    known_cluster = _ending_at_once(load_cluster(cluster))
+    vms = known_cluster.vms
+    if not isinstance(vms, LocalVms):
+        raise ConfigError(
+            "is not of this machine", source=str(cluster), field="vms.kind", value=vms.kind, allowed="local"
+        )
+    memory_bytes = device_memory_bytes(vms)
+    _clear(out)
+    started_s = time.monotonic()
+
+    print(f"[1/5] calibrate {job}", flush=True)
+    profile = calibrate(job)
+    (out / "profile.json").write_text(profile.model_dump_json(indent=2), encoding="utf-8")
+    took_s = time.monotonic() - started_s
+    print(f"      {profile.num_sections} sections measured in {took_s:.0f} s -> {out / 'profile.json'}")
+
+    print("[2/5] plan", flush=True)
+    trace = generate_trace(
+        seed,
+        duration_s=seconds,
+        initial=vms.num_vms,
+        min_nodes=2,
+        max_nodes=vms.num_vms,
+        mean_revocation_s=8.0,
+        bulk_share=0.5,
+        replacement_s=6.0,
+    )
+    write_trace(trace, out / "trace.csv")
+    plans = plan_table(profile, trace.max_nodes, memory_bytes=memory_bytes)
+    print_plans(plans)
+
+    print(f"[3/5] run on {vms.num_vms} VMs through {_describe(trace)}", flush=True)
+    request = RunRequest(job=job, steps=MANY_STEPS)
+    run = PreparedRun(request, profile, known_cluster, out / "run", collect(job), trace=trace, stop_with_trace=True)
+    before = _processor_times_s()
+    finish, report = managed_run(run, check_job, lambda live: run_view(live, plain=plain))
+    if finish.outcome == "failed":
+        raise typer.Exit(1)
+    lasted_s, busy_s, own_s = (now - then for now, then in zip(_processor_times_s(), before, strict=True))
+
+    print(f"[4/5] the same {report.version} steps on one worker, uninterrupted", flush=True)
+    reference = _reference(job, profile, read_facts(out / "run").micro_batch_size, report.version, out / "reference")
+
+    print("[5/5] results")
+    print_shapes(report)
+    print_morphs(report)
+    num_cores = os.cpu_count() or 1
+    shared = [shared_expectations(report, profile, plans, num_cores)]
+    if report.correction is not None:
+        print(report.correction.sentence)
+        refined = profile.corrected(report.correction.factors).model_copy(update={"contention": ()})  # it is in them
+        shared.append(shared_expectations(report, refined, plans, num_cores))
+    print_expectations(report, shared[0], shared[-1], num_cores)
+    beside = (busy_s - own_s) / (lasted_s * num_cores)
+    if beside > MATERIAL_SHARE:
+        print(f"note: other programs took {beside:.0%} of this machine during the run: steps took longer than expected")
+    draw_run(with_expectations(report, shared[-1]), out / "run" / "run.png", f"expected on {num_cores} shared cores")
+    ok = _judge(report, out, reference, promised=(seed, seconds) == (SEED, SECONDS))
+    print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")
+    print(f"whole demo: {time.monotonic() - started_s:.0f} s")
+    raise typer.Exit(0 if ok else 1)
+
+
+def _ending_at_once(cluster: ClusterConfig) -> ClusterConfig:
+    """The same cluster, which ends with a demo that is killed: nobody goes on with one."""
+    return cluster.model_copy(update={"policy": cluster.policy.model_copy(update={"takeover_patience_s": 0.0})})
+
+
+def _processor_times_s() -> tuple[float, float, float]:
+    """Seconds by the clock, those that this machine's cores were busy, and those of this process and what it ended."""
+    import psutil
+
+    machine = psutil.cpu_times()
+    busy_s = sum(getattr(machine, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+    return time.monotonic(), busy_s, sum(os.times()[:4])
+
+
+def _clear(out: Path) -> None:
+    """Remove what an earlier demo left, and nothing else."""
+    import shutil
+
+    from morph.contract.errors import RunDirError
+
+    known = {"profile.json", "trace.csv", "run", "reference"}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        strangers = sorted(entry.name for entry in out.iterdir() if entry.name not in known)
+        if strangers:
+            raise RunDirError(f"holds files that no demo made ({strangers[0]})", source=str(out))
+        for name in ("run", "reference"):
+            shutil.rmtree(out / name, ignore_errors=True)
+    except OSError as error:
+        raise RunDirError(f"cannot be used: {error.strerror}", source=str(out)) from error
+
+
+def _describe(trace: Trace) -> str:
+    by_time: dict[float, int] = {}
+    for event in trace.events:
+        if event.event == "remove":
+            by_time[event.time_s] = by_time.get(event.time_s, 0) + 1
+    kills, together = sum(by_time.values()), max(by_time.values(), default=0)
+    return f"a spot trace of {trace.duration_s:.0f} s: {kills} VMs killed without warning, up to {together} at once"
+
+
+def _reference(job: str, profile: Profile, micro_batch_size: int, steps: int, directory: Path) -> Manifest:
+    """Run the same steps in this process, and say now and then how far it is."""
+    from morph.runtime.process.single import run_single
+
+    told_s = time.monotonic()
+
+    def tell(step: int, loss: float) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s > TOLD_EVERY_S or step + 1 == steps:
+            told_s = time.monotonic()
+            print(f"      step {step + 1}/{steps}  loss {loss:.4f}", flush=True)
+
+    return run_single(
+        job,
+        steps=steps,
+        num_sections=profile.num_sections,
+        micro_batch_size=micro_batch_size,
+        checkpoint_url=str(directory),
+        on_step=tell,
+    )
+
+
+def _judge(report: RunReport, out: Path, reference: Manifest, *, promised: bool) -> bool:
+    """Print the verdict; True when everything held. Only the demo's own trace is ``promised`` so many shapes."""
+    from morph.checkpoint.manifest import read_manifest
+
+    managed = read_manifest(str(out / "run" / "checkpoints"), report.version)
+    ours = {entry.unit: entry.sha256 for entry in managed.units}
+    theirs = {entry.unit: entry.sha256 for entry in reference.units}
+    different = sorted(unit for unit in ours.keys() | theirs.keys() if ours.get(unit) != theirs.get(unit))
+    losses = report.losses
+    first, last = losses[min(losses)], losses[max(losses)]
+    shapes = [span.shape for span in report.shapes if span.num_steps]
+    depths, replicas = {shape.split("x")[0] for shape in shapes}, {shape.split("x")[1] for shape in shapes}
+    checks = {
+        f"weights and optimizer state bit-identical to the uninterrupted run ({len(ours)} units)": not different,
+        f"loss fell from {first:.3f} to {last:.3f}": last < first - 1.0,
+        f"{len(set(shapes))} different shapes, P and D both changed": len(set(shapes)) >= MIN_SHAPES
+        and len(depths) > 1
+        and len(replicas) > 1,
+    }
+    for sentence, held in checks.items():
+        print(f"  {'yes' if held else 'NO '}  {sentence}")
+    if different:
+        print(f"  units that differ: {', '.join(different)}")
+    return all(list(checks.values())[: None if promised else 2])

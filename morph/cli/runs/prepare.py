@@ -1,0 +1,172 @@
+"""From the options of ``morph run``, or a job file instead of them, to a run with everything read and checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from manager.engine.run.job_code import collect
+from manager.preparation import from_its_first_event
+from manager.providers.azure.spec import AzureSpec
+from manager.providers.hosts.static import Hosts
+from manager.run.cloud import Cloud, check_address, check_storage, check_url
+from manager.run.prepared import PreparedRun
+from manager.run.request import RunRequest, absolute_url
+from morph.cli.models.checks import check_device, check_job
+from morph.cli.reading.cluster_file import load_cluster, load_job_file, load_yaml
+from morph.cli.reading.errors import places
+from morph.contract.cluster import AzureVms, ClusterConfig, LocalVms
+from morph.contract.errors import ConfigError, ProfileError
+from morph.contract.job_file import JobFile
+from morph.contract.profile import Profile, load_profile
+from morph.contract.trace import load_trace
+
+
+def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
+    """Read what a run is asked for, and check what can be checked without its job.
+
+    Args:
+        request: As given; paths from here.
+        run_dir: Instead of the job's own.
+
+    Raises:
+        InputError: a file is wrong, or an option is missing.
+    """
+    run = _read(request, run_dir)
+    step, source, vms = request.timeline_step, str(run.request.cluster), run.cluster.vms
+    if step is not None and step >= run.request.steps:
+        allowed = f"0 to {run.request.steps - 1}"
+        raise ConfigError("is never run", field="--timeline-step", value=step, allowed=allowed)
+    run.prices()
+    trace = from_its_first_event(load_trace(request.trace)).scaled(1 / request.trace_speed) if request.trace else None
+    check_device(run.cluster, source)
+    if run.cloud is not None:
+        check_address(run.cloud.vms, source)
+    if trace is not None and vms.keep is not None:
+        raise ConfigError(
+            "a trace decides itself which VMs come and go",
+            source=source,
+            field="vms.keep",
+            value=vms.keep,
+            allowed="vms.keep or --trace, not both",
+        )
+    return replace(run, trace=trace, asked=request)
+
+
+def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
+    if request.is_job_file:
+        path = Path(request.job)
+        return resolve(request, path, load_job_file(path), run_dir)
+    if request.profile is None or request.cluster is None:
+        missing = "--profile" if request.profile is None else "--cluster"
+        raise ConfigError("is not given", field=missing, allowed="a file, or a job file (YAML) instead of JOB")
+    profile, cluster, url = load_profile(request.profile), load_cluster(request.cluster), request.checkpoint_url
+    run_dir = run_dir or _folder_of(profile, request.profile)
+    complete = request.model_copy(update={"checkpoint_url": None if url is None else absolute_url(url)})
+    return _with_cloud(complete, profile, cluster, run_dir, "--checkpoint-url")
+
+
+def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None = None) -> PreparedRun:
+    """Resolve what a job file names against its folder.
+
+    Args:
+        request: Has the rest.
+        path: The job file.
+        file: What is in it.
+        run_dir: Instead of its own.
+
+    Raises:
+        ConfigError: the code file is not there, or the batch is another one.
+        ProfileError: the profile cannot be read.
+    """
+    folder, job = path.resolve().parent, file.job
+    code, _, name = job.code.rpartition(":")
+    if not (folder / code).is_file():
+        raise ConfigError(
+            "there is no such file", source=str(path), field="job.code", value=code, allowed=f"a file below {folder}"
+        )
+    profile = load_profile(folder / job.profile)
+    if job.batch_size not in (None, profile.job.batch_size):
+        raise ConfigError(
+            "is not the profile's",
+            source=str(path),
+            field="job.batch_size",
+            value=job.batch_size,
+            allowed=str(profile.job.batch_size),
+        )
+    own_dir = folder / job.run_dir if job.run_dir else None
+    said = {name: getattr(job, name) for name in ("steps", "schedule", "recompute", "pipeline_depth", "num_replicas")}
+    url = None if job.checkpoint_url is None else absolute_url(job.checkpoint_url, folder)
+    files = {"job": f"{(folder / code).resolve()}:{name}", "profile": folder / job.profile, "cluster": path}
+    complete = request.model_copy(update={**said, **files, "checkpoint_url": url})
+    run_dir = run_dir or own_dir or _folder_of(profile, folder / job.profile)
+    return replace(_with_cloud(complete, profile, file, run_dir, "job.checkpoint_url"), in_file=True)
+
+
+def check_job_file(path: Path, file: JobFile) -> str:
+    """Check everything that a run checks before it starts; returns what would run, as a sentence.
+
+    Raises:
+        InputError: what is wrong.
+    """
+    run = resolve(RunRequest(job=str(path), steps=1), path, file)
+    check_device(file, str(path))
+    with places(run.places):
+        with run.job_files.in_use():
+            check_job(run.request.job, run.profile)
+        config = run.config()
+    largest = config.target_nodes or max(config.plans)
+    return (
+        f"{run.profile.job.name} fits its profile; {file.job.steps} steps, with {largest} workers in shape "
+        f"{config.plans[largest].shape}, with {config.fewest_workers} at least"
+    )
+
+
+def _folder_of(profile: Profile, path: Path) -> Path:
+    """The run directory where none is given; a profile may come from elsewhere, and names nothing outside of runs."""
+    name = profile.job.name
+    if not name.strip() or name.startswith(".") or any(sign in name for sign in "/\\\0"):
+        raise ProfileError(
+            "cannot be the name of a folder below runs",
+            source=str(path),
+            field="job.name",
+            value=name,
+            allowed="a plain name, or --run-dir (run_dir in a job file)",
+        )
+    return Path("runs") / name
+
+
+def _with_cloud(
+    request: RunRequest, profile: Profile, cluster: ClusterConfig, run_dir: Path, url_field: str
+) -> PreparedRun:
+    """Read what the run's VMs need beside it, where a provider brings them; check that they reach the checkpoints."""
+    assert request.cluster is not None
+    source, url = str(request.cluster), request.checkpoint_url
+    if url is not None:
+        check_url(url, source, url_field)
+    cloud = _load_cloud(cluster, request.cluster)
+    if cloud is None:
+        return PreparedRun(request, profile, cluster, run_dir, collect(request.job))
+    check_storage(cloud.vms, url, source, url_field)
+    files = collect(request.job, cloud.vms.environment.files, source)
+    return PreparedRun(request, profile, cluster, run_dir, files, cloud)
+
+
+def _load_cloud(cluster: ClusterConfig, source: Path) -> Cloud | None:
+    """Read the cloud file that a cluster file names; None: its VMs are local."""
+    vms = cluster.vms
+    if isinstance(vms, LocalVms):
+        return None
+    path = source.resolve().parent / vms.cloud
+    if not isinstance(vms, AzureVms):
+        return Cloud(vms, path, load_yaml(path, Hosts))
+    try:
+        import manager.providers.azure.client  # noqa: F401 (with what it needs, before anything starts)
+    except ImportError as error:
+        raise ConfigError(
+            "needs more packages: pip install -e '.[azure]' in the clone of Morph",
+            source=str(source),
+            field="vms.kind",
+            value="azure",
+        ) from error
+    return Cloud(vms, path, load_yaml(path, AzureSpec))

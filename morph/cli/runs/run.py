@@ -1,0 +1,147 @@
+"""``morph run``, the managed job, and ``morph resume``."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manager.run.request import IfChanged, RunRequest, is_job_file, kept_request
+from manager.run_dir import read_facts
+from morph.cli.reading.options import (
+    AnyScheduleOption,
+    OnDemandOption,
+    PlainOption,
+    PriceOption,
+    RecomputeOption,
+    RunDirArgument,
+)
+from morph.contract import ranges
+from morph.contract.errors import ConfigError
+
+
+class LogFormat(StrEnum):
+    """How a run is told while it goes on."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+VerboseOption = Annotated[bool, typer.Option("--verbose", help="Plain lines, also of how the manager works.")]
+LogFormatOption = Annotated[
+    LogFormat, typer.Option("--log-format", help="text, or one JSON object a line on standard output.")
+]
+PageOption = Annotated[
+    bool, typer.Option("--page/--no-page", help="Serve the run's page on loopback; `morph page` gives its address.")
+]
+IfChangedOption = Annotated[
+    IfChanged,
+    typer.Option(
+        help="If the job's code was changed since the run began: refuse; keep the code that it began with; or accept "
+        "changed code and data, from the newest checkpoint on."
+    ),
+]
+
+_SHORT = {"pipeline_depth": "-P", "num_replicas": "-D"}
+_IN_A_JOB_FILE = ("profile", "cluster", "steps", "run_dir", "checkpoint_url", "schedule", "recompute", *_SHORT)
+
+
+def run_command(
+    context: typer.Context,
+    job: Annotated[
+        str, typer.Argument(metavar="JOB", help="path/to/file.py:name, or a job file (YAML) that has it all.")
+    ],
+    profile: Annotated[
+        Path | None, typer.Option(help="What `morph calibrate` wrote for this job.", show_default=False)
+    ] = None,
+    cluster: Annotated[Path | None, typer.Option(help="Cluster file (YAML).", show_default=False)] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run.")] = 100,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Journal, checkpoints and pictures go here; default: runs/NAME of the job.")
+    ] = None,
+    checkpoint_url: Annotated[
+        str | None,
+        typer.Option(help="Checkpoints go to this fsspec URL; default: the run directory.", show_default=False),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Spot trace (CSV): local VMs come and go as in it.")] = None,
+    trace_speed: Annotated[
+        float, typer.Option(min=0.001, help="Replay the trace this many times faster than it was recorded.")
+    ] = 1.0,
+    schedule: AnyScheduleOption = None,
+    timeline_step: Annotated[
+        int | None,
+        typer.Option("--timeline-step", min=0, help="Record this step into RUN_DIR/timeline-STEP.json (Perfetto)."),
+    ] = None,
+    recompute: RecomputeOption = None,
+    pipeline_depth: Annotated[
+        int | None,
+        typer.Option("-P", min=1, help="Stages of every shape: with fewer workers the run waits.", show_default=False),
+    ] = None,
+    num_replicas: Annotated[
+        int | None,
+        typer.Option(
+            "-D", min=1, help="Replicas at most: fewer while workers are missing, others stand by.", show_default=False
+        ),
+    ] = None,
+    plain: PlainOption = False,
+    verbose: VerboseOption = False,
+    log_format: LogFormatOption = LogFormat.TEXT,
+    page: PageOption = True,
+    if_changed: IfChangedOption = IfChanged.REFUSE,
+    price: PriceOption = None,
+    on_demand_price: OnDemandOption = None,
+) -> None:
+    """Train a job on VMs that come and go, re-shaping it as they do.
+
+    A first Ctrl-C stops at the next step and saves; the same command then goes on from there. It also takes over from a
+    run whose process was killed, while its VMs live (takeover_patience_s in the cluster file).
+
+    \b
+    Example:
+      morph run configs/jobs/tiny_gpt.py:job --profile profile.json \\
+          --cluster configs/clusters/local.yaml --steps 200 --run-dir runs/tiny
+      morph run configs/runs/tiny_gpt.yaml
+    """
+    from morph.cli.runs.carry_out import Shown, carry_out
+
+    for name in _IN_A_JOB_FILE if is_job_file(job) else ():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = _SHORT.get(name, "--" + name.replace("_", "-"))
+            raise ConfigError("is set in the job file", field=option, allowed=f"without it, as {job} says")
+    for option, value, allowed in (
+        ("--steps", steps, ranges.COUNT),
+        ("--trace-speed", trace_speed, ranges.TRACE_SPEED),
+        ("--price", price, ranges.USD_PER_HOUR),
+        ("--on-demand-price", on_demand_price, ranges.USD_PER_HOUR),
+    ):
+        if value is not None:
+            allowed.check(option, value)
+    request = RunRequest.model_validate({name: context.params[name] for name in RunRequest.model_fields})
+    carry_out(request, run_dir, Shown(plain, verbose, log_format is LogFormat.JSON, page), if_changed)
+
+
+def resume_command(
+    run_dir: RunDirArgument,
+    plain: PlainOption = False,
+    verbose: VerboseOption = False,
+    log_format: LogFormatOption = LogFormat.TEXT,
+    page: PageOption = True,
+    if_changed: IfChangedOption = IfChanged.REFUSE,
+) -> None:
+    """Go on with a run as it was started: the same as giving its `morph run` command again.
+
+    It takes over from a run whose process was killed, while its VMs live, and goes on from the newest checkpoint
+    otherwise. It refuses when the job's code (but see --if-changed), the profile, the cluster file or the trace were
+    changed or are gone.
+
+    \b
+    Example:
+      morph resume runs/tiny
+    """
+    from morph.cli.runs.carry_out import Shown, carry_out
+
+    read_facts(run_dir)
+    carry_out(kept_request(run_dir), run_dir, Shown(plain, verbose, log_format is LogFormat.JSON, page), if_changed)

@@ -1,0 +1,170 @@
+"""Commands that show a run, or end it: ``morph status``, ``events``, ``report``, ``page``, ``stop``."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from morph.cli.reading.options import OnDemandOption, PriceOption, RunDirArgument
+from morph.contract import ranges
+from morph.contract.errors import RunDirError
+from morph.contract.files import check_output, write_whole
+
+if TYPE_CHECKING:
+    from manager.report.events import Told
+
+POLL_S = 0.5
+
+
+def status_command(
+    run_dir: RunDirArgument,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also the cause of each morph, and where its state came from.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole report as JSON.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw the run into this file.")] = None,
+) -> None:
+    """Show how a run is doing, or how it ended: steps, shapes, morphs, loss.
+
+    \b
+    Example:
+      morph status runs/tiny
+      morph status runs/tiny --json | jq .version
+    """
+    from manager.report.reading import read_report
+    from manager.report.summary import summarise
+    from manager.run_dir import read_facts
+
+    if png is not None:
+        check_output(png, RunDirError)
+    read_facts(run_dir)
+    report = read_report(run_dir)
+    print(report.model_dump_json(indent=2) if as_json else summarise(report, verbose=verbose))
+    if png is not None:
+        from manager.report.picture import draw_run
+
+        draw_run(report, png)
+
+
+def events_command(
+    run_dir: RunDirArgument,
+    last: Annotated[
+        int | None, typer.Option(min=1, help="Show only this many, the newest.", show_default=False)
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends (or Ctrl-C).")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also how the manager works: each decision with its reason.")
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="And the routine: each answer, each step.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Print what happened in a run: its shapes, losses, notices and checkpoints.
+
+    \b
+    Example:
+      morph events runs/tiny --last 20
+      morph events runs/tiny --verbose
+      morph events runs/tiny --follow --json | jq .sentence
+    """
+    from manager.journal.journal import FILE_NAME, Journal
+    from manager.report.events import EventReader
+    from manager.run_dir import read_facts
+    from manager.stopping import holder_of
+
+    def show(told: list[Told]) -> None:
+        for entry in told:
+            print(json.dumps(entry.model_dump()) if as_json else entry.line, flush=True)
+
+    read_facts(run_dir)
+    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+        reader = EventReader()
+
+        def new() -> list[Told]:
+            entries = reader.take(journal.read(after=reader.sequence))
+            return [told for told in entries if every or not (told.routine or (told.inner and not verbose))]
+
+        show(new()[-last if last else None :])
+        managed = True
+        while follow and managed and not reader.over:  # until the run ends or nobody manages it
+            managed = holder_of(run_dir) is not None
+            if managed:
+                time.sleep(POLL_S)
+            show(new())
+
+
+def report_command(
+    run_dir: RunDirArgument,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Default: report.html in the run's directory.")
+    ] = None,
+    price: PriceOption = None,
+    on_demand_price: OnDemandOption = None,
+) -> None:
+    """Write one self-contained HTML page about a run: where its time and money went, its shapes, its morphs.
+
+    \b
+    Example:
+      morph report runs/tiny --price 0.9 --on-demand-price 3.06
+    """
+    from manager.report.page import report_page
+    from manager.report.reading import read_report
+    from manager.report.spent import no_price, prices_of
+    from manager.run_dir import as_its_folder, read_facts
+
+    for option, given in (("--price", price), ("--on-demand-price", on_demand_price)):
+        if given is not None:
+            ranges.USD_PER_HOUR.check(option, given)
+    prices = prices_of(price, on_demand_price)
+    read_facts(run_dir)
+    path = output or run_dir / "report.html"
+    check_output(path, RunDirError)
+    report = read_report(run_dir)
+    if prices is not None and report.account.bill(prices) is None:
+        raise no_price()
+    page = report_page(report, prices)
+    try:
+        with as_its_folder(path):
+            write_whole(path, page)
+    except OSError as error:
+        raise RunDirError(f"cannot be written: {error.strerror}", source=str(path)) from error
+    print(f"report: {path}")
+
+
+def page_command(run_dir: RunDirArgument) -> None:
+    """Print the address of the page that a running job serves on loopback, with its token; keep it secret.
+
+    \b
+    Example:
+      morph page runs/tiny
+      curl -H "Authorization: Bearer TOKEN" http://127.0.0.1:PORT/metrics     # for Prometheus
+    """
+    from manager.dashboard.server import read_address
+    from manager.run_dir import read_facts
+
+    read_facts(run_dir)
+    print(read_address(run_dir).with_token)
+
+
+def stop_command(
+    run_dir: RunDirArgument,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the end; 0: only ask.")] = 600.0,
+) -> None:
+    """Ask a run to end at its next step boundary, with a checkpoint, and wait until it has.
+
+    \b
+    Example:
+      morph stop runs/tiny
+    """
+    from manager.run_dir import read_facts
+    from manager.stopping import ask_to_stop, wait_for_end
+
+    read_facts(run_dir)
+    holder = ask_to_stop(run_dir)
+    print(f"process {holder} was asked to stop at the next step boundary", flush=True)
+    if wait:
+        wait_for_end(run_dir, wait)
+        print("the run has ended; the same command goes on from its newest checkpoint")

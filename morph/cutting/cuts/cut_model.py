@@ -1,0 +1,131 @@
+"""The cut model: K sections with their borders, and the parameter units that the sections share or own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from torch.fx import Node
+
+from morph.contract.errors import JobError
+from morph.cutting.cuts.analysis import Analysis, analyse
+from morph.cutting.cuts.blocks import find_blocks
+from morph.cutting.cuts.build import BuiltSection, build_section, describe
+from morph.cutting.cuts.marks import marked_positions
+from morph.cutting.exporting.exported import ExportedJob, GraphJob, MarkedJob
+from morph.cutting.marked.marked_cut import cut_marked
+from morph.cutting.sections.positions import MAX_DEFAULT_SECTIONS, choose_positions, default_num_sections
+from morph.cutting.sections.section import BoundaryTensor, CutModel, ParameterUnit, Section, units_of
+from morph.cutting.source.locate import module_paths, node_line
+
+__all__ = ["BoundaryTensor", "CutModel", "ParameterUnit", "Section", "cut"]
+
+
+def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: int) -> CutModel:
+    """Cut an exported job into sections, fixed to micro-batches of ``micro_batch_size`` samples.
+
+    Args:
+        exported: What ``export_job`` returned.
+        num_sections: K; None chooses it from the graph's narrow places.
+        micro_batch_size: m. Cut positions and fingerprint do not depend on it.
+
+    Raises:
+        JobError: the graph has fewer places to cut than asked for.
+        ExportError: a size in the graph depends on data, or a value goes past a mark.
+    """
+    if isinstance(exported, MarkedJob):
+        return cut_marked(exported, num_sections=num_sections, micro_batch_size=micro_batch_size)
+    assert isinstance(exported, GraphJob)
+    analysis = analyse(exported)
+    places = _cut_places(analysis, num_sections)
+    bounds = [0, *places, len(analysis.sequence)]
+    borders = [(), *(analysis.alive(place) for place in places), (analysis.output, *analysis.metrics)]
+    sections: list[Section] = []
+    for index in range(len(bounds) - 1):
+        nodes = analysis.sequence[bounds[index] : bounds[index + 1]]
+        inputs, outputs = borders[index], borders[index + 1]
+        built = build_section(analysis, nodes, inputs, outputs, micro_batch_size)
+        sections.append(_section(analysis, index, nodes, built, inputs, outputs, micro_batch_size))
+    used = {name for section in sections for name in section.parameters}
+    specs = exported.initial_parameters.specs
+    return CutModel(
+        sections=tuple(sections),
+        units=units_of(sections, tuple(specs), tuple(exported.initial_buffers)),
+        fingerprint=_fingerprint(analysis, places),
+        micro_batch_size=micro_batch_size,
+        parameter_specs={name: spec for name, spec in specs.items() if name in used},
+        unused_parameters=tuple(name for name in specs if name not in used),
+        metric_names=exported.metric_names,
+        buffer_specs=exported.initial_buffers.specs,
+    )
+
+
+def _cut_places(analysis: Analysis, num_sections: int | None) -> tuple[int, ...]:
+    positions, total = analysis.positions(), analysis.total_cost
+    marked = marked_positions(analysis, positions)
+    if marked and num_sections in {None, len(marked) + 1}:
+        return tuple(place.index for place in marked)
+    if marked:
+        positions = marked
+    blocks = None if marked else find_blocks(analysis, positions)
+    if num_sections is not None:
+        wanted = num_sections
+    elif blocks is None:
+        wanted = default_num_sections(positions, total)
+    else:
+        wanted = min(MAX_DEFAULT_SECTIONS, blocks.num_sections)
+    if blocks is not None and wanted == blocks.num_sections and len(blocks.positions) >= wanted - 1:
+        positions = blocks.positions
+    try:
+        return choose_positions(positions, total, wanted)
+    except ValueError as error:
+        raise JobError(
+            str(error), source="Job", field="num_sections", value=wanted, allowed="fewer sections"
+        ) from error
+
+
+def _section(
+    analysis: Analysis,
+    index: int,
+    nodes: Sequence[Node],
+    built: BuiltSection,
+    inputs: Sequence[Node],
+    outputs: Sequence[Node],
+    num_samples: int,
+) -> Section:
+    return Section(
+        index=index,
+        label=_label(nodes),
+        inputs=tuple(_boundary(analysis, node, num_samples) for node in inputs),
+        outputs=tuple(_boundary(analysis, node, num_samples) for node in outputs),
+        batch_keys=built.batch_keys,
+        parameters=built.parameters,
+        signature=built.signature,
+        code=built.module,
+        buffers=built.buffers,
+        writes=built.writes,
+        constants=built.constants,
+        constant_values=analysis.exported.initial_constants,
+        source=next((line for node in nodes if (line := node_line(node))), None),
+        cost=sum(analysis.costs[analysis.order[node]] for node in nodes),
+        num_replicated=built.num_replicated,
+    )
+
+
+def _boundary(analysis: Analysis, node: Node, num_samples: int) -> BoundaryTensor:
+    (shape,) = analysis.shapes(node, num_samples)
+    return BoundaryTensor(node.name, tuple(shape), node.meta["val"].dtype, node in analysis.carries_gradient)
+
+
+def _label(nodes: Sequence[Node]) -> str:
+    """Return the path of the module in which the section's first operation stands."""
+    return next((max(paths, key=len) for node in nodes if (paths := module_paths(node))), "loss")
+
+
+def _fingerprint(analysis: Analysis, places: Sequence[int]) -> str:
+    exported = analysis.exported
+    lines = [f"places {tuple(places)}"]
+    lines += describe(exported.graph_module.graph.nodes)
+    lines += [f"{source.kind} {source.name}" for source in exported.sources.values()]
+    lines += [f"{name} {shape} {dtype}" for name, (shape, dtype) in exported.initial_parameters.specs.items()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,262 @@
+"""Export a job's model and loss as one graph, with the batch size symbolic."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Node
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
+
+from morph.contract.errors import ExportError, InputError, JobError
+from morph.cutting.exporting.exported import ExportedJob, GraphJob, MarkedJob, Source
+from morph.cutting.exporting.functional import Functional, make_functional
+from morph.cutting.exporting.gradient_hooks import (
+    plain_checkpoints,
+    refuse_module_hooks,
+    refuse_parameter_hooks,
+    tensor_hooks_refused,
+)
+from morph.cutting.exporting.user_functions import kept_whole, put_back
+from morph.cutting.exporting.written import settle_writes
+from morph.cutting.making.construct import BuiltModel, LazyTensors, build_really, training_mode, write_assigned_buffers
+from morph.cutting.making.tape import CannotRecord
+from morph.cutting.sections.cut_point import CutPoint
+from morph.cutting.source.guards import decisive, watched_guards
+from morph.cutting.source.locate import forward_line, model_line, node_line, user_line
+from morph.cutting.source.refusal import OR_MARK, explain
+from morph.cutting.trials.trial import Whole, blame_the_job, built_model, check_loss, example_batch, try_loss
+from morph.job import Job
+
+__all__ = ["ExportedJob", "GraphJob", "MarkedJob", "Source", "export_job"]
+
+_PREFIX = "model."
+_MAX_SAMPLES = 1 << 20
+
+
+def export_job(job: Job) -> ExportedJob:
+    """Build the model without memory for its weights and export it with its loss, in training mode.
+
+    Returns:
+        A :class:`GraphJob`; a :class:`MarkedJob` where torch.export refuses a model with marks where to cut.
+
+    Raises:
+        JobError: the model, data set or loss fails by itself, or the model changes a buffer while training.
+        ExportError: torch.export refuses a model without marks; names the line and what to do.
+    """
+    built = built_model(job)
+    batch = example_batch(job)
+    _refuse_cumulative_averages(job, built.model)
+    try_loss(job, built, batch)
+    built.drop_results_of_a_run()
+    refuse_parameter_hooks(built.model)
+    try:
+        with _placed(forward_line(job, built.model)):
+            return _graph_job(job, built, batch)
+    except ExportError as refusal:
+        if not job.cut_points and not any(isinstance(module, CutPoint) for module in built.model.modules()):
+            raise
+        return _marked_job(job, built, batch, refusal)
+
+
+def _refuse_cumulative_averages(job: Job, model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        averages = isinstance(module, _NormBase) and module.training and module.track_running_stats
+        if averages and module.momentum is None:
+            raise JobError(
+                f"{name} averages its statistics over all batches so far, with a weight that depends on their number",
+                source=model_line(job, model),
+                field="model",
+                value="momentum=None",
+                allowed="a number, such as momentum=0.1",
+            )
+
+
+def _graph_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> GraphJob:
+    refuse_module_hooks(built.model)
+    with kept_whole():
+        program, metric_names = _export(job, built, batch)
+        functional = make_functional(program)
+        put_back(functional.graph_module)
+    graph_module = functional.graph_module
+    canonical, aliases = _first_names(built.model.named_parameters(remove_duplicate=False))
+    sources = _sources(program, batch, canonical, _written_names(functional, program, built))
+    first = next(node for node in graph_module.graph.nodes if node.op == "placeholder" and _is_batch(sources, node))
+    batch_symbol = first.meta["val"].shape[0].node.expr
+    _refuse_sizes_of_data(graph_module, batch_symbol)
+    settle_writes(functional, sources)
+    written = tuple(sources[placeholder].name for placeholder in functional.written)
+    return GraphJob(
+        graph_module=graph_module,
+        sources=sources,
+        batch_symbol=batch_symbol,
+        initial_parameters=_trainable(built),
+        initial_buffers=built.initial_buffers.only(written),
+        initial_constants=_constants(program, sources, built),
+        aliases=aliases,
+        num_sections=job.num_sections,
+        cut_points=job.cut_points,
+        model_line=model_line(job, built.model),
+        not_recorded=built.not_recorded,
+        metric_names=metric_names,
+        written=written,
+    )
+
+
+def _marked_job(job: Job, built: BuiltModel, batch: dict[str, Tensor], refusal: ExportError) -> MarkedJob:
+    model = training_mode(build_really(job.model, job.seed))
+    initial = _trainable(built)
+    for parameter in {id(p): p for p in model.parameters() if p.requires_grad}.values():
+        parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+    return MarkedJob(
+        job=job,
+        whole=Whole(model, job.loss),
+        batch=batch,
+        refusal=str(refusal),
+        initial_parameters=initial,
+        initial_buffers=built.initial_buffers.only(()),
+        aliases=_first_names(model.named_parameters(remove_duplicate=False))[1],
+        num_sections=job.num_sections,
+        cut_points=job.cut_points,
+        model_line=model_line(job, model),
+        not_recorded=built.not_recorded,
+    )
+
+
+def _trainable(built: BuiltModel) -> LazyTensors:
+    return LazyTensors(
+        {name: value for name, value in built.model.named_parameters() if value.requires_grad}, built.tape
+    )
+
+
+def _export(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """Return the program and the names of the metrics behind its loss."""
+    names: list[str] = []
+
+    def loss(model: nn.Module, entries: dict[str, Tensor]) -> Any:
+        buffers = dict(model.named_buffers())
+        result = job.loss(model, entries)
+        write_assigned_buffers(model, buffers)
+        if isinstance(result, tuple):
+            check_loss(result)
+            names[:] = sorted(result[1])
+        return result
+
+    samples = Dim("samples", min=1, max=_MAX_SAMPLES)
+    shapes = ({key: {0: samples} for key in batch},)
+    model = built.model
+    try:
+        with (
+            warnings.catch_warnings(),
+            redirect_stderr(StringIO()),  # torch prints the graph of a model that it refuses
+            built.tracing(),
+            plain_checkpoints(),
+            tensor_hooks_refused(),
+            watched_guards() as guards,
+        ):
+            warnings.simplefilter("ignore")
+            program = torch.export.export(Whole(model, loss), (batch,), dynamic_shapes=shapes, strict=False)
+    except (JobError, ExportError):
+        raise
+    except Exception as error:
+        blame_the_job(job, built, batch)
+        guard = decisive(guards)
+        line = user_line(error, job, model) or (guard.line if guard else None) or forward_line(job, model)
+        reason, advice = explain(error, guard)
+        raise ExportError(
+            f"{type(model).__name__} cannot be exported: {reason}", source=line, allowed=advice
+        ) from error
+    return program, tuple(names)
+
+
+def _first_names(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return (kept name of every name, kept name of every alias): tied tensors are kept under their first name."""
+    kept_by_identity: dict[int, str] = {}
+    canonical: dict[str, str] = {}
+    for name, tensor in named:
+        canonical[name] = kept_by_identity.setdefault(id(tensor), name)
+    return canonical, {name: kept for name, kept in canonical.items() if name != kept}
+
+
+def _written_names(functional: Functional, program: ExportedProgram, built: BuiltModel) -> dict[str, str]:
+    """Return the names of the buffers that the forward writes, by placeholder."""
+    targets = program.graph_signature.inputs_to_buffers
+    canonical, _ = _first_names(built.model.named_buffers(remove_duplicate=False))
+    return {name: canonical[targets[name].removeprefix(_PREFIX)] for name in functional.written}
+
+
+def _sources(
+    program: ExportedProgram, batch: dict[str, Tensor], canonical: dict[str, str], written: dict[str, str]
+) -> dict[str, Source]:
+    sources: dict[str, Source] = {}
+    keys = iter(batch)
+    for spec in program.graph_signature.input_specs:
+        placeholder = spec.arg.name
+        if spec.kind == InputKind.USER_INPUT:
+            sources[placeholder] = Source("batch", next(keys))
+            continue
+        target = str(spec.target)
+        name = target.removeprefix(_PREFIX)
+        trainable = spec.kind == InputKind.PARAMETER and _held(program, target).requires_grad
+        if placeholder in written:
+            sources[placeholder] = Source("buffer", written[placeholder])
+        else:
+            sources[placeholder] = Source("parameter", canonical[name]) if trainable else Source("constant", name)
+    return sources
+
+
+def _constants(program: ExportedProgram, sources: dict[str, Source], built: BuiltModel) -> LazyTensors:
+    held = {
+        spec.arg.name: _held(program, str(spec.target))
+        for spec in program.graph_signature.input_specs
+        if sources[spec.arg.name].kind == "constant"
+    }
+    try:
+        return LazyTensors(held, built.tape)
+    except CannotRecord as error:
+        allowed = "a buffer that is changed in place (self.NAME.copy_(...)), or a tensor that each forward makes anew"
+        raise ExportError("a constant is made from the batch and kept", allowed=allowed) from error
+
+
+@contextmanager
+def _placed(line: str) -> Iterator[None]:
+    """Give a refusal of an operation without a line, for it is called by torch's own modules, the model's."""
+    try:
+        yield
+    except InputError as error:
+        if error.source is not None:
+            raise
+        raise type(error)(
+            error.message, source=line, field=error.field, value=error.value, allowed=error.allowed
+        ) from error
+
+
+def _held(program: ExportedProgram, target: str) -> Tensor:
+    value: Tensor = program.state_dict[target] if target in program.state_dict else program.constants[target]
+    return value
+
+
+def _refuse_sizes_of_data(graph_module: GraphModule, batch_symbol: Any) -> None:
+    for node in graph_module.graph.nodes:
+        value = node.meta.get("val")
+        sizes = [size for tensor in tree_leaves(value) if isinstance(tensor, Tensor) for size in tensor.shape]
+        for size in sizes:
+            if isinstance(size, torch.SymInt) and size.node.expr.free_symbols - {batch_symbol}:
+                raise ExportError(
+                    "the model has a size that depends on the data",
+                    source=node_line(node),
+                    value=str(node.target),
+                    allowed="sizes known from the shapes of the batch; pad in the data set" + OR_MARK,
+                )
+
+
+def _is_batch(sources: dict[str, Source], node: Node) -> bool:
+    return sources[node.name].kind == "batch"

@@ -1,0 +1,115 @@
+"""What is known of a job before it is cut: as a graph, or as the user's own code with marks in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from morph.cutting.making.construct import LazyTensors
+from morph.cutting.trials.trial import Whole
+from morph.job import Job
+
+
+class InitialState(Mapping[str, Tensor]):
+    """Initial values of everything that changes while training, made when they are asked for."""
+
+    def __init__(self, *parts: LazyTensors) -> None:
+        self._parts = {name: part for part in parts for name in part}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parts[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def empty(self, name: str, device: torch.device) -> Tensor:
+        """See ``LazyTensors.empty``."""
+        return self._parts[name].empty(name, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedJob:
+    """What both kinds have.
+
+    Attributes:
+        initial_parameters: Trainable parameters by their first name in the model, on CPU, each made when it is asked
+            for. A tied one comes once.
+        initial_buffers: The same of the buffers that the forward writes.
+        aliases: Further names of tied parameters, with the name they are kept under.
+        num_sections: What the job asks for, if anything.
+        cut_points: Names of modules in front of which the job wants to be cut, if any.
+        model_line: Where the model is defined, ``file:line``, for errors.
+        not_recorded: Why initial values cannot be made one by one; None when they can.
+        metric_names: What the loss returns besides, in the order in which sections do, behind the loss.
+    """
+
+    initial_parameters: LazyTensors
+    initial_buffers: LazyTensors
+    aliases: dict[str, str]
+    num_sections: int | None
+    cut_points: tuple[str, ...]
+    model_line: str
+    not_recorded: str | None
+    metric_names: tuple[str, ...] = ()
+
+    @property
+    def initial_state(self) -> InitialState:
+        """Parameters and written buffers: what changes while training."""
+        return InitialState(self.initial_parameters, self.initial_buffers)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a graph input holds.
+
+    ``kind`` is ``parameter`` (a trainable one), ``buffer`` (one that the forward writes), ``constant`` (another buffer,
+    a frozen parameter) or ``batch``.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphJob(ExportedJob):
+    """The graph of ``loss(model, batch)``, and what it starts from.
+
+    Attributes:
+        graph_module: Graph of loss, metrics and new values of buffers, without in-place operations or assertions.
+        written: The buffers whose new values the graph returns, in that order.
+        sources: What each placeholder of the graph holds, by placeholder name.
+        batch_symbol: The symbol that stands for the number of samples (a sympy symbol).
+        initial_constants: Constants by the placeholder that holds them, made when they are asked for.
+    """
+
+    graph_module: GraphModule
+    sources: dict[str, Source]
+    batch_symbol: Any
+    initial_constants: LazyTensors
+    written: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkedJob(ExportedJob):
+    """A job that torch.export refuses, with marks where to cut.
+
+    Attributes:
+        job: The job.
+        whole: Model and loss as one module, its trainable parameters without memory; buffers and frozen parameters
+            are real.
+        batch: Some samples, stacked, to try the model on.
+        refusal: Why it was not exported.
+    """
+
+    job: Job
+    whole: Whole
+    batch: dict[str, Tensor]
+    refusal: str

@@ -1,0 +1,98 @@
+"""What else of a user's code acts on gradients: checkpoints are taken as plain calls, hooks are refused by line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.utils import checkpoint
+
+from morph.contract.errors import ExportError, JobError
+from morph.cutting.source.locate import calling_line, definition_line
+from morph.cutting.source.refusal import OR_MARK
+
+_INSTEAD = (
+    "an operation of the forward with a backward of its own: a torch.autograd.Function, or "
+    "torch.library.custom_op with register_autograd"
+)
+_REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """``torch.utils.checkpoint`` only calls what it is given: sections have recompute of their own.
+
+    Gradients are those of a plain call. What ``checkpoint`` calls is replaced, for users import it by name.
+    """
+    with (
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", _call),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", _nothing_around),
+    ):
+        yield
+
+
+def _call(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+    """Reentrant: what is given no tensor that requires a gradient gives none to its parameters either."""
+    follows = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
+    with torch.set_grad_enabled(follows and torch.is_grad_enabled()):
+        return function(*args)
+
+
+def _nothing_around(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    yield
+
+
+def refuse_parameter_hooks(model: nn.Module) -> None:
+    """Refuse hooks on parameters: sections are given other tensors, which have none.
+
+    Raises:
+        JobError: naming the first hook's line and its parameter.
+    """
+    for name, parameter in model.named_parameters():
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+            for hook in (hooks or {}).values():
+                raise JobError(
+                    f"a hook on the gradient of {name} would not run",
+                    source=definition_line(hook),
+                    field="model",
+                    allowed=f"{_INSTEAD}, called on the parameter where it is used",
+                )
+
+
+def refuse_module_hooks(model: nn.Module) -> None:
+    """Refuse backward hooks of modules, which are not part of a graph.
+
+    Raises:
+        ExportError: naming the first hook's line and its module.
+    """
+    everywhere = [*modules._global_backward_hooks.values(), *modules._global_backward_pre_hooks.values()]
+    for hook in everywhere:
+        raise _refused("a backward hook of all modules would not run", definition_line(hook))
+    for name, module in model.named_modules():
+        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
+            raise _refused(f"the backward hook of {name or 'the model'} would not run", definition_line(hook))
+
+
+@contextmanager
+def tensor_hooks_refused() -> Iterator[None]:
+    """While a model is traced: a hook that its forward puts on a tensor ends the tracing, with its line."""
+    with ExitStack() as stack:
+        for name in _REGISTER:
+            stack.enter_context(mock.patch.object(torch.Tensor, name, _refuse(name)))
+        yield
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def register(*_args: Any, **_kwargs: Any) -> Any:
+        raise _refused(f"a hook on a gradient ({name}) would not run", calling_line())
+
+    return register
+
+
+def _refused(what: str, line: str | None) -> ExportError:
+    return ExportError(what, source=line, allowed=_INSTEAD + OR_MARK)

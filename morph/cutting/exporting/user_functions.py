@@ -1,0 +1,255 @@
+"""Keep each ``torch.autograd.Function`` of the user's as one operation, so that its own backward is run.
+
+torch.export looks through ``Function.apply`` and writes down its forward alone. While a model is traced, ``apply``
+therefore goes to one operation of torch's library that stands for any such call; afterwards its nodes get the
+function itself as their target, and a section that runs one calls ``apply`` as the user's own code does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import Function, FunctionCtx, _SingleLevelFunction
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from morph.contract.errors import ExportError
+from morph.cutting.source.locate import definition_line
+from morph.cutting.source.refusal import OR_MARK
+
+_OPERATION = "morph::user_function"
+_PURE = "a function of its arguments alone: give every tensor that it reads to `apply`, and return new ones"
+_calls: list[UserFunction] = []
+"""Calls of the model that is being traced, by the number that stands for them in its graph."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Place of an argument that is known only when the function is called: a tensor, or a number that follows m."""
+
+    is_tensor: bool
+    index: int
+
+
+@dataclass(eq=False)
+class UserFunction:
+    """A call of a ``torch.autograd.Function``, as the target of a graph's node.
+
+    Attributes:
+        function: The user's class.
+        leaves: Its arguments in flat order, with tensors and symbolic numbers left out.
+        spec: How they are put together.
+        needs_input_grad: Of each argument, when it was traced.
+        results: What it returned, in flat order: None for a tensor. Known once it ran.
+        results_spec: How they are put together.
+        differentiable: Of each tensor that it returns.
+        flops: Of its matrix products and the like; symbolic.
+    """
+
+    function: type[Function]
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    needs_input_grad: tuple[bool, ...]
+    results: tuple[Any, ...] = ()
+    results_spec: TreeSpec | None = None
+    differentiable: tuple[bool, ...] = ()
+    flops: Any = 0
+
+    def __post_init__(self) -> None:
+        self.__module__ = self.function.__module__
+        self.__name__ = self.function.__name__
+
+    def __str__(self) -> str:
+        """Name function and constants; the same in every process."""
+        constants = ", ".join(_text(leaf) for leaf in self.leaves)
+        return f"{self.function.__module__}.{self.function.__qualname__}({constants})"
+
+    def __call__(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+        """Run the user's forward; autograd will run the user's backward."""
+        args, kwargs = self.arguments(tensors, numbers)
+        results = self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        return [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+
+    def arguments(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and named arguments; a device becomes that of the tensors."""
+
+        def fill(leaf: Any) -> Any:
+            if isinstance(leaf, _Given):
+                return (tensors if leaf.is_tensor else numbers)[leaf.index]
+            return tensors[0].device if isinstance(leaf, torch.device) and tensors else leaf
+
+        args, kwargs = tree_unflatten([fill(leaf) for leaf in self.leaves], self.spec)
+        return args, kwargs
+
+    def put_together(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the function's result from the tensors in it."""
+        assert self.results_spec is not None
+        found = iter(tensors)
+        leaves = [next(found) if isinstance(leaf, _Given) else leaf for leaf in self.results]
+        return tree_unflatten(leaves, self.results_spec)
+
+    def dry_run(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+        """Run the forward on fake tensors and learn what it returns; the result shares no memory with the arguments.
+
+        Raises:
+            ExportError: it changes an argument, or reads tensors that are no arguments.
+        """
+        args, kwargs = self.arguments(tensors, numbers)
+        context = _Context(self.needs_input_grad)
+        versions = [tensor._version for tensor in tensors]
+        with torch.no_grad(), _Watch(self.function, tensors) as watch:
+            if self.function.setup_context is not Function.setup_context:
+                results = self.function.forward(*args, **kwargs)
+                self.function.setup_context(context, args, results)
+            else:
+                results = self.function.forward(context, *args, **kwargs)
+        if context.dirty_tensors or versions != [tensor._version for tensor in tensors]:
+            raise _refused(self.function, "changes a tensor that it is given")
+        leaves, self.results_spec = tree_flatten(results)
+        found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        excluded = {id(tensor) for tensor in context.non_differentiable}
+        self.results = tuple(_Given(True, 0) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        self.differentiable = tuple(tensor.is_floating_point() and id(tensor) not in excluded for tensor in found)
+        self.flops = watch.flops
+        return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in found]
+
+
+@contextmanager
+def kept_whole() -> Iterator[None]:
+    """While a model is traced and its graph made ready: each ``apply`` of the user's is one node of the graph.
+
+    ``Function.apply`` itself is left alone, for users keep it under names of their own (``reverse = Reverse.apply``);
+    what it calls is replaced.
+    """
+    _calls.clear()
+    try:
+        with mock.patch.object(_SingleLevelFunction, "apply", classmethod(_apply)):
+            yield
+    finally:
+        _calls.clear()
+
+
+def put_back(graph_module: GraphModule) -> None:
+    """Make the user's functions the targets of the nodes that stand for their calls."""
+    for module in graph_module.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.morph.user_function.default):
+            number, tensors, numbers = node.args
+            node.target, node.args = _calls[number], (tensors, numbers)
+        module.recompile()
+
+
+def _apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """Stand for ``apply`` below ``Function``: of what the user's code calls, not of what torch calls inside."""
+    mode = _get_dispatch_mode_pre_dispatch(  # type: ignore[no-untyped-call]  # torch does not annotate it
+        torch._C._TorchDispatchModeKey.PROXY
+    )
+    if mode is None:
+        original = super(_SingleLevelFunction, function)
+        return original.apply(*args, **kwargs)  # type: ignore[attr-defined]  # of torch's C code
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt | torch.SymFloat)]
+    if any(isinstance(leaf, nn.Module) for leaf in leaves):
+        raise _refused(function, "is given a module")
+    call = UserFunction(function, tuple(_left_out(leaves)), spec, tuple(_needs_gradient(leaf) for leaf in args))
+    _calls.append(call)
+    return call.put_together(torch.ops.morph.user_function(len(_calls) - 1, tensors, numbers))
+
+
+def _left_out(leaves: Sequence[Any]) -> Iterator[Any]:
+    tensors, numbers = count(), count()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            yield _Given(True, next(tensors))
+        elif isinstance(leaf, torch.SymInt | torch.SymFloat):
+            yield _Given(False, next(numbers))
+        else:
+            yield leaf
+
+
+def _needs_gradient(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.requires_grad
+
+
+def _dry_run(call: int, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+    mode = detect_fake_mode(tensors)
+    shapes = mode.shape_env if mode is not None else None
+    with shapes.ignore_fresh_unbacked_symbols() if shapes is not None else nullcontext():
+        return _calls[call].dry_run(tensors, numbers)
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("a model is traced forward only")
+
+
+torch.library.define(_OPERATION, "(int call, Tensor[] tensors, Scalar[] numbers) -> Tensor[]")
+torch.library.register_fake(_OPERATION, _dry_run)
+torch.library.register_autograd(_OPERATION, _never)
+
+
+class _Context(FunctionCtx):
+    """What a forward gets as ``ctx``."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.dirty_tensors: tuple[Tensor, ...] = ()
+        self.non_differentiable: tuple[Tensor, ...] = ()
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+    """Refuses a forward that reads a tensor of the model's which is no argument: no section would bring it."""
+
+    def __init__(self, function: type[Function], given: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._function = function
+        self.flops: Any = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in given}
+        self._alive: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        if any(tensor.untyped_storage()._cdata not in self._known for tensor in read):
+            raise _refused(self._function, "reads a tensor that it is not given")
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = flop_registry.get(func._overloadpacket)
+        self.flops += formula(*args, **kwargs, out_val=result) if formula is not None else 0
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._alive.append(leaf)  # so that no other tensor gets its storage's identity
+                self._known.add(leaf.untyped_storage()._cdata)
+        return result
+
+
+def _refused(function: type[Function], what: str) -> ExportError:
+    return ExportError(
+        f"{function.__name__}, an autograd.Function, {what}",
+        source=definition_line(function.forward),
+        allowed=_PURE + OR_MARK,
+    )
+
+
+def _text(leaf: Any) -> str:
+    if isinstance(leaf, _Given):
+        return "tensor" if leaf.is_tensor else "number"
+    if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype):
+        return repr(leaf)
+    if isinstance(leaf, torch.device):
+        return "device"
+    named = leaf if inspect.isroutine(leaf) or inspect.isclass(leaf) else type(leaf)
+    return f"{named.__module__}.{named.__qualname__}"

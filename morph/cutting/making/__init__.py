@@ -1,0 +1,1 @@
+"""Making a model without its numbers, and any one unit of it with them."""

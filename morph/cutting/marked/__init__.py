@@ -1,0 +1,1 @@
+"""Models whose cut-points the user marked, for what cannot be exported."""

@@ -1,0 +1,273 @@
+"""Run the user's own code from one mark to the next.
+
+A section runs ``loss(model, batch)`` from its beginning. Until the section's first mark is reached, modules that do not
+contain the mark are not run: they return zeros of the shape that they had in a trial. At the mark the border tensor
+takes the place of what was computed; at the next mark the run ends. Code between modules, such as masks made from the
+batch, is run again in every section.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from morph.contract.errors import JobError
+from morph.cutting.exporting.gradient_hooks import plain_checkpoints
+from morph.cutting.marked.draws import Choices
+from morph.cutting.marked.stand_ins import fill, remember
+from morph.cutting.source.guards import line_in_loss
+
+Call = tuple[str, int]
+"""Name of a module, and which of its calls it is."""
+
+RunCall = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+_PLAIN: Callable[..., Any] = nn.Module._call_impl
+
+
+class _Reached(BaseException):
+    """The section's end, with the tensor that is there; no error, and no user's code catches it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place where the user's code is cut.
+
+    Attributes:
+        call: The module in front of which it lies.
+        enclosing: Calls that are under way there.
+        value: The tensor that crosses, of the trial.
+        source: ``file:line`` of the call.
+        flops: Work done before, in the trial.
+    """
+
+    call: Call
+    enclosing: frozenset[Call]
+    value: Any
+    source: str | None
+    flops: int
+
+
+@dataclass
+class Trial:
+    """What a run of everything shows.
+
+    Attributes:
+        marks: In order.
+        returned: What to give in place of a call.
+        choices: For each choice by a random number, how many marks lay behind it, in which call it was, and its line.
+    """
+
+    marks: list[Mark] = field(default_factory=list)
+    returned: dict[Call, Any] = field(default_factory=dict)
+    choices: list[tuple[int, Call, str | None]] = field(default_factory=list)
+
+
+def run_whole(
+    whole: nn.Module,
+    parameters: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    is_mark: Callable[[str, nn.Module], bool],
+    flops: Callable[[], int],
+) -> tuple[tuple[Tensor, ...], Trial]:
+    """Run everything; returns loss and metrics, and what was seen. Random numbers are seeded anew behind each mark."""
+    trial, under_way, seen = Trial(), list[Call](), Counter[str]()
+
+    def run(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = (name, seen[name])
+        seen[name] += 1
+        if is_mark(name, module):
+            value = args[0] if args else None
+            trial.marks.append(Mark(call, frozenset(under_way), value, line_in_loss(), flops()))
+            seed_behind(len(trial.marks))
+        under_way.append(call)
+        result = _PLAIN(module, *args, **kwargs)
+        under_way.pop()
+        trial.returned[call] = remember(result)
+        return result
+
+    with _calls_go_to(run, whole), Choices(lambda: (len(trial.marks), under_way[-1])) as choices:
+        result = functional_call(whole, named(parameters), (dict(batch),))
+    trial.choices = [(*place, line) for place, line in choices.found]
+    return _as_tuple(result), trial
+
+
+@dataclass(eq=False)
+class MarkedCode:
+    """The code of one section, called as :class:`Section` calls its code.
+
+    Attributes:
+        whole: Model and loss.
+        keys: Of the batch.
+        names: Of the parameters.
+        entry: Where the section begins; None for the first.
+        end: Where it ends; None for the last.
+        returned: What each call returned in the trial.
+        needs_gradient: Whether the tensor at the end carries one.
+    """
+
+    whole: nn.Module
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    entry: Mark | None
+    end: Mark | None
+    returned: Mapping[Call, Any]
+    needs_gradient: bool
+    called: list[str] = field(default_factory=list)
+    """Modules that the latest run called, outermost first, those left out that a border runs through."""
+    seeded: Mapping[Call, int] = field(default_factory=dict)
+    """Marks behind which the trial seeds random numbers anew, with what: sections in front draw others."""
+    strangers: frozenset[str] = frozenset()
+    """Modules with parameters that the section does not hold, for the trial did not come to them in it."""
+    _border_shape: tuple[int, ...] | None = None
+
+    def forget_trial(self) -> None:
+        """Let go of the tensors of the trial; what it did not show is refused from now on."""
+        given = {f"model.{name}" for name in self.names}
+        held = {id(p) for name, p in self.whole.named_parameters(remove_duplicate=False) if name in given}
+        self.strangers = frozenset(name for name, module in self.whole.named_modules() if _lacks(module, held))
+        self._border_shape = None if self.end is None else tuple(self.end.value.shape)
+        self.seeded = {}
+        self.entry = None if self.entry is None else replace(self.entry, value=None)
+        self.end = None if self.end is None else replace(self.end, value=None)
+
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """Run from mark to mark."""
+        num_inputs = 0 if self.entry is None else 1
+        border = given[:num_inputs]
+        batch = dict(zip(self.keys, given[num_inputs:], strict=False))
+        parameters = dict(zip(self.names, given[num_inputs + len(self.keys) :], strict=True))
+        device = given[0].device if given else torch.device("cpu")
+        _move(self.whole, device)
+        walk = _Walk(self, border, device)
+        with _calls_go_to(walk.run, self.whole):
+            try:
+                result = functional_call(self.whole, named(parameters), (batch,))
+            except _Reached as reached:
+                value: Tensor = reached.value
+                if self._border_shape not in {None, tuple(value.shape)}:
+                    raise self.otherwise(self.end, f"with a tensor of shape {list(value.shape)}") from None
+                return (value.contiguous() if self.needs_gradient else value.detach().contiguous(),)
+        if self.end is not None or not walk.inside:
+            raise self.otherwise(self.end or self.entry, "not at all")
+        return _as_tuple(result)
+
+    def otherwise(self, mark: Mark | None, how: str) -> JobError:
+        """Say that a run is unlike the trial, at a mark."""
+        assert mark is not None
+        shape = f" (shape {list(self._border_shape)})" if self._border_shape is not None else ""
+        return JobError(
+            f"the forward comes to the cut in front of {mark.call[0].removeprefix('model.')} {how}, unlike with the "
+            "first samples",
+            source=mark.source,
+            field="cut_points",
+            allowed=f"marks that every forward comes to in the same order, with the same shapes{shape}; put what "
+            "depends on data into modules between them",
+        )
+
+
+class _Walk:
+    """One run of a section."""
+
+    def __init__(self, code: MarkedCode, border: tuple[Tensor, ...], device: torch.device) -> None:
+        self._code, self._border, self._device = code, border, device
+        self.inside = code.entry is None
+        self._seen: Counter[str] = Counter()
+        code.called = []
+
+    def run(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out one call, or what stands for it."""
+        entry, end = self._code.entry, self._code.end
+        call = (name, self._seen[name])
+        self._seen[name] += 1
+        if not self.inside and entry is not None:
+            if call == entry.call:
+                self._see_line(entry)
+                self.inside = True
+                args = (*self._border, *args[1:])
+            elif call not in entry.enclosing:
+                return self._stand_in(call, module, args, kwargs)
+        if self.inside and call in self._code.seeded:
+            seed_behind(self._code.seeded[call])
+        if self.inside and end is not None and call == end.call:
+            self._see_line(end)
+            raise _Reached(args[0])
+        if not any(mark is not None and call in mark.enclosing for mark in (entry, end)):
+            self._code.called.append(name)
+            if name in self._code.strangers:
+                raise JobError(
+                    "the section does not hold this module's parameters: with the first samples the forward did not "
+                    "come to it here",
+                    source=line_in_loss(),
+                    field="model",
+                    value=name.removeprefix("model."),
+                    allowed="modules that every forward calls; put the choice into a module that holds the others",
+                )
+        return _PLAIN(module, *args, **kwargs)
+
+    def _see_line(self, mark: Mark) -> None:
+        if line_in_loss() != mark.source:
+            raise self._code.otherwise(mark, f"from {line_in_loss()}")
+
+    def _stand_in(self, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if call in self._code.returned:
+            return fill(self._code.returned[call], args, self._device)
+        with torch.no_grad():  # not seen in the trial; its result is replaced at the mark
+            return _PLAIN(module, *args, **kwargs)
+
+
+def _lacks(module: nn.Module, held: set[int]) -> bool:
+    """Whether parameters that the module itself has are not held, or none are of those in it."""
+    own, inside = ([id(p) for p in module.parameters(recurse) if p.requires_grad] for recurse in (False, True))
+    return not held.issuperset(own) or (bool(inside) and held.isdisjoint(inside))
+
+
+def seed_behind(num_marks: int) -> None:
+    """Seed what the trial draws behind so many marks."""
+    torch.default_generator.manual_seed(num_marks)
+
+
+@contextmanager
+def _calls_go_to(run: RunCall, whole: nn.Module) -> Iterator[None]:
+    """Of the model's own modules alone, by what ``Module.compile`` puts in front of a module's call."""
+    modules = list(whole.named_modules())
+    before = [module._compiled_call_impl for _, module in modules]
+    try:
+        for name, module in modules:
+            module._compiled_call_impl = _calling(run, name, module)
+        with plain_checkpoints():
+            yield
+    finally:
+        for (_, module), compiled in zip(modules, before, strict=True):
+            module._compiled_call_impl = compiled
+
+
+def _calling(run: RunCall, name: str, module: nn.Module) -> Callable[..., Any]:
+    return lambda *args, **kwargs: run(name, module, args, kwargs)
+
+
+def named(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name parameters as the module of model and loss does."""
+    return {f"model.{name}": tensor for name, tensor in parameters.items()}
+
+
+def _as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _move(whole: nn.Module, device: torch.device) -> None:
+    """Bring buffers and frozen parameters to a device; trainable parameters go on taking no memory."""
+    for tensor in (*whole.parameters(), *whole.buffers()):
+        if tensor.device != device:
+            without_memory = tensor.requires_grad
+            moved = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+            tensor.data = moved if without_memory else tensor.to(device)

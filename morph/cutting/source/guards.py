@@ -1,0 +1,77 @@
+"""See which line of the user's code makes the exported graph depend on the number of samples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from morph.cutting.source.locate import is_users
+
+_CALLER = str(Path(__file__).parents[1] / "trials" / "trial.py")  # holds the module that calls the user's loss
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Something that holds for the number of samples of the trial, and that the trace then relies on.
+
+    Attributes:
+        text: As torch writes it, such as ``Eq(s0, 3)``.
+        is_equality: It holds for one number of samples only; otherwise for a range of them.
+        line: ``file:line`` of the user's code; None outside of it.
+        module: Class of the innermost module that runs, if it is torch's own.
+    """
+
+    text: str
+    is_equality: bool
+    line: str | None
+    module: str | None
+
+
+@contextmanager
+def watched_guards() -> Iterator[list[Guard]]:
+    """Collect the guards that are made meanwhile."""
+    found: list[Guard] = []
+    original = ShapeEnv._log_guard
+
+    def log_guard(self: ShapeEnv, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
+        equality = type(guard).__name__ == "Equality"
+        found.append(Guard(str(guard), equality, line_in_loss(), _running_module()))
+        original(self, prefix, guard, *args, **kwargs)
+
+    with mock.patch.object(ShapeEnv, "_log_guard", log_guard):
+        yield found
+
+
+def decisive(guards: list[Guard]) -> Guard | None:
+    """Return the guard to tell: one in the user's code, and one that fixes the number of samples, if there is one."""
+    return max(guards, key=lambda guard: (guard.line is not None, guard.is_equality), default=None)
+
+
+def line_in_loss() -> str | None:
+    """Return ``file:line`` of the innermost frame of the user's code, of the loss under way; None outside of it."""
+    found: str | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _CALLER:
+        if found is None and is_users(frame.f_code.co_filename):
+            found = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None if frame is None else found
+
+
+def _running_module() -> str | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if frame.f_code.co_name == "forward" and isinstance(module, nn.Module):
+            return type(module).__name__ if type(module).__module__.startswith("torch.") else None
+        frame = frame.f_back
+    return None

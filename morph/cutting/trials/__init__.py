@@ -1,0 +1,1 @@
+"""Trying a job on its first samples before it is cut."""

@@ -1,0 +1,247 @@
+"""Build the user's model and data and try the loss, before anything is exported: an error here is the job's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from morph.contract.errors import JobError, MorphError
+from morph.cutting.making.construct import BuiltModel, build_model, build_really, training_mode
+from morph.cutting.making.recordable import quiet_fakes
+from morph.cutting.source.locate import definition_line, user_line
+from morph.cutting.source.reads import of_data
+from morph.cutting.source.refusal import first_line
+from morph.cutting.trials.repeatable import Forward, require_repeatable
+from morph.data.loader import check_map_style, data_of, read_samples, stack_entry
+from morph.job import Job
+
+_EXAMPLE_SAMPLES = 3
+_MAX_REAL_BYTES = 2 << 30
+_MAX_SAMPLES_TRIED = 64
+ResultT = TypeVar("ResultT")
+
+
+def call_loss(job: Job, model: nn.Module, batch: dict[str, Tensor]) -> object:
+    """Call the user's loss, from this file: see ``guards.line_in_loss``."""
+    return job.loss(model, dict(batch))
+
+
+class Whole(nn.Module):
+    """The whole step of a micro-batch as one module: the loss of the model, then its metrics by name."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, dict[str, Tensor]], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self.metric_names: list[str] = []
+        """Of the latest run."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
+        """Return the loss, or (loss, metrics in order of their names)."""
+        result = self._loss(self.model, dict(batch))
+        if not isinstance(result, tuple):
+            loss: Tensor = result
+            return loss
+        loss, metrics = result
+        self.metric_names[:] = sorted(metrics)
+        return (loss, *(metrics[name].detach().clone() for name in sorted(metrics)))
+
+
+def built_model(job: Job) -> BuiltModel:
+    """Build the job's model in training mode, fake where that is possible.
+
+    Raises:
+        JobError: it cannot be built, or is no module with something to train.
+    """
+    built = run_users_code(lambda: build_model(job.model, job.seed), job, None, "model")
+    model = built.model
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            "does not return a module",
+            source="Job",
+            field="model",
+            value=type(model).__name__,
+            allowed="torch.nn.Module",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise JobError("has no trainable parameter", source="Job", field="model", allowed="at least one")
+    training_mode(model)
+    return built
+
+
+def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
+    """Run the loss: what the model keeps from its first call is there when it is exported, and nothing more.
+
+    On a fake model a failure may be one of fakes alone; then the export decides.
+
+    Raises:
+        JobError: the loss fails, or depends on what is neither traced nor seeded.
+    """
+    entries = {key: built.like(entry) for key, entry in batch.items()}
+
+    def run() -> object:
+        return call_loss(job, built.model, entries)
+
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with built.running(), quiet_fakes(), _as_when_exported(built):
+                loss = run()
+                parameters = dict(built.model.named_parameters())
+                again = run if built.tape is not None else _with_the_same_buffers(built.model, run)
+                require_repeatable(Forward(job, built.model, parameters, entries, again, built.tape))
+        except MorphError:
+            raise
+        except Exception as error:
+            if built.tape is None:
+                raise _loss_error(error, job, built.model) from error
+            return
+    check_loss(loss)
+
+
+def _with_the_same_buffers(model: nn.Module, run: Callable[[], object]) -> Callable[[], object]:
+    """Return ``run``, always from the buffers of this moment: what a forward writes into them is no other result."""
+    kept = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
+
+    def run_again() -> object:
+        result = run()
+        for name, (buffer, value) in kept.items():
+            owner, _, last = name.rpartition(".")
+            model.get_submodule(owner)._buffers[last] = buffer
+            with torch.no_grad():
+                buffer.copy_(value)
+        return result
+
+    return run_again
+
+
+@contextmanager
+def _as_when_exported(built: BuiltModel) -> Iterator[None]:
+    """Let code that asks take the way on fakes that it takes in an export: others may only work on numbers."""
+    fake = built.tape is not None
+    with (
+        mock.patch.object(torch.compiler, "_is_compiling_flag", fake),
+        mock.patch.object(torch.compiler, "_is_exporting_flag", fake),
+    ):
+        yield
+
+
+def example_batch(job: Job) -> dict[str, Tensor]:
+    """Stack the first samples; keys sorted, so that the order of graph inputs is known."""
+    return _first_samples(job, _EXAMPLE_SAMPLES)
+
+
+def _first_samples(job: Job, num_samples: int) -> dict[str, Tensor]:
+    with of_data():
+        dataset = run_users_code(lambda: data_of(job), job, None, "dataset")
+        size = run_users_code(lambda: check_map_style(dataset, "dataset"), job, None, "dataset")
+        places = [(0, position % size) for position in range(num_samples)]
+        samples = run_users_code(lambda: read_samples(dataset, job.seed, places), job, None, "dataset")
+    return {key: stack_entry(samples, key) for key in sorted(samples[0])}
+
+
+def run_users_code(function: Callable[[], ResultT], job: Job, model: nn.Module | None, field: str) -> ResultT:
+    """Run ``function``, which runs what the user gave as the job's ``field``.
+
+    Raises:
+        JobError: it failed; names the line.
+    """
+    try:
+        return function()
+    except MorphError:
+        raise
+    except Exception as error:
+        raise _users_error(error, job, model, field) from error
+
+
+def _users_error(error: Exception, job: Job, model: nn.Module | None, field: str) -> JobError:
+    line = user_line(error, job, model) or definition_line(getattr(job, field))
+    return JobError(f"{field} failed: {type(error).__name__}: {first_line(error)}", source=line)
+
+
+def _loss_error(error: Exception, job: Job, model: nn.Module) -> JobError:
+    """Say that the number of samples is written into the model if another number of them works."""
+    found = _users_error(error, job, model, "loss")
+    for num_samples in dict.fromkeys((job.micro_batch_size or 1, job.batch_size, 1, 2, 4, 8)):
+        if num_samples > _MAX_SAMPLES_TRIED:
+            continue
+        try:
+            job.loss(model, _first_samples(job, num_samples))
+        except Exception:
+            continue
+        return JobError(
+            f"loss fails with {_EXAMPLE_SAMPLES} samples, but not with {num_samples}: the number of samples is written "
+            f"into the model ({type(error).__name__}: {first_line(error)})",
+            source=found.source,
+            allowed="any number of samples in a micro-batch; take it from tensor.shape[0] instead of writing it down",
+        )
+    return found
+
+
+def check_loss(result: object) -> None:
+    """Refuse whatis not a scalar loss, or no loss with metrics.
+
+    Raises:
+        JobError: saying what was returned.
+    """
+    several = result if isinstance(result, tuple | list) else ()
+    if len(several) > 1 and all(isinstance(value, Tensor) and value.dim() == 0 for value in several):
+        raise JobError(
+            "returns several losses",
+            source="Job",
+            field="loss",
+            value=len(several),
+            allowed="one loss for one optimizer, such as their sum; what is only to be shown goes into a dict behind "
+            "it: (loss, {name: scalar}). Networks trained in turns (GAN) are not supported",
+        )
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    shown = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        raise JobError(
+            "does not return a scalar", source="Job", field="loss", value=shown, allowed="a tensor of shape ()"
+        )
+    if not loss.requires_grad:
+        raise JobError("does not depend on the model's parameters", source="Job", field="loss")
+    _check_metrics(metrics)
+
+
+def _check_metrics(metrics: object) -> None:
+    allowed = "(loss, {name: tensor of shape ()})"
+    if not isinstance(metrics, Mapping):
+        raise JobError(
+            "returns no dict of metrics", source="Job", field="loss", value=type(metrics).__name__, allowed=allowed
+        )
+    for name, value in metrics.items():
+        is_scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.dtype.is_complex
+        if not isinstance(name, str) or not is_scalar:
+            shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise JobError(f"metric {name!r}is not a scalar", source="Job", field="loss", value=shown, allowed=allowed)
+
+
+def blame_the_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
+    """Run model and loss on real numbers, where they fit, so that an error of theirs is told as one."""
+    if built.tape is not None and _parameter_bytes(built.model) <= _MAX_REAL_BYTES:
+        run_really(job, batch)
+
+
+def run_really(job: Job, batch: dict[str, Tensor]) -> None:
+    """Run model and loss on real numbers.
+
+    Raises:
+        JobError: they fail.
+    """
+    model = training_mode(build_really(job.model, job.seed))
+    with torch.random.fork_rng(devices=[]):
+        try:
+            result = job.loss(model, dict(batch))
+        except Exception as error:
+            raise _loss_error(error, job, model) from error
+        check_loss(result)
+
+
+def _parameter_bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

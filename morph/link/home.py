@@ -1,0 +1,19 @@
+"""Where a worker calls the manager."""
+
+from __future__ import annotations
+
+from pydantic import ConfigDict, Field
+
+from morph.contract.base import Value
+
+
+class Home(Value):
+    """Where the manager listens to one worker; ``secret`` is this worker's alone."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    worker: str
+    host: str
+    port: int = Field(ge=1, le=65535)
+    secret: str = Field(repr=False)
+    tls: bool = Field(default=False, description="with the certificates that the worker's environment names")

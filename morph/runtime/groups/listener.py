@@ -1,0 +1,231 @@
+"""Taking in callers whom nobody knows yet, so that none of them can keep the others out.
+
+Every socket on which Morph itself listens to more than its own user is behind a ``Listener`` or, where a library
+accepts, a ``Strangers``. A caller is a stranger until it has proven who it is. Strangers are bounded in time and in
+number, of one address and in all: one more sends the one away that has kept silent for longest. Whoever speaks at once,
+as Morph's own processes do, is known before that.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+MOST_STRANGERS = 128
+MOST_OF_SOURCE = 64
+"""Of one address: also all workers of one machine, which come together when a job starts."""
+MOST_KNOWN = 4096
+BACKLOG = 1024
+"""A caller that finds it full is heard a second later at the earliest: a thousand workers may come at once."""
+LOOK_EVERY_S = 0.5
+PAUSE_S = 0.05
+JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class _Stranger:
+    source: str
+    since_s: float
+    send_away: Callable[[], object]
+
+
+class Strangers:
+    """Callers who have not proven yet who they are. All may be called from any thread."""
+
+    def __init__(self, most: int = MOST_STRANGERS, most_of_source: int = MOST_OF_SOURCE) -> None:
+        self._most, self._most_of_source = most, most_of_source
+        self._waiting: dict[Hashable, _Stranger] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, caller: Hashable, source: str, send_away: Callable[[], object]) -> None:
+        """Take one in, and send the oldest one away where there are too many. ``send_away`` ends its connection."""
+        with self._lock:
+            of_source = [key for key, stranger in self._waiting.items() if stranger.source == source]
+            gone = of_source[:1] if len(of_source) >= self._most_of_source else list(self._waiting)[:1]
+            full = len(of_source) >= self._most_of_source or len(self._waiting) >= self._most
+            left = [self._waiting.pop(key) for key in gone if full]
+            self._waiting[caller] = _Stranger(source, time.monotonic(), send_away)
+        _end(left)
+
+    def remove(self, caller: Hashable) -> bool:
+        """Forget one, who is known now or gone; returns whether it was there, and not sent away before."""
+        with self._lock:
+            return self._waiting.pop(caller, None) is not None
+
+    def expire(self, timeout_s: float) -> None:
+        """Send those away who are strangers for longer than this."""
+        before_s = time.monotonic() - timeout_s
+        with self._lock:
+            late = [key for key, stranger in self._waiting.items() if stranger.since_s < before_s]
+            left = [self._waiting.pop(key) for key in late]
+        _end(left)
+
+    def send_oldest_away(self) -> None:
+        """Make room, if anybody is there."""
+        with self._lock:
+            left = [self._waiting.pop(key) for key in list(self._waiting)[:1]]
+        _end(left)
+
+
+def _end(strangers: list[_Stranger]) -> None:
+    for stranger in strangers:
+        with suppress(OSError):
+            stranger.send_away()
+
+
+class Caller:
+    """One connection, and the address that it comes from. ``number``: counts connections of a listener from 1 on."""
+
+    def __init__(self, connection: socket.socket, source: str, number: int, become_known: Callable[[], None]) -> None:
+        self.connection, self.source, self.number = connection, source, number
+        self._become_known = become_known
+
+    def known(self) -> None:
+        """It has proven who it is: it may stay.
+
+        Raises:
+            ConnectionError: it took too long, and was sent away; or too many are here.
+        """
+        self._become_known()
+
+
+class Listener:
+    """Accepts connections in a thread of its own, and serves each in another; goes on whatever happens.
+
+    Args:
+        listening: A listening socket, which is closed with this object.
+        serve: Has one connection until it returns, which closes it; calls ``Caller.known`` once it knows who is there.
+            What it raises ends this connection alone.
+        name: Of the threads.
+        hello_timeout_s: Who is not known by then is sent away.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        serve: Callable[[Caller], None],
+        name: str,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+    ) -> None:
+        self._listening, self._serve, self._name = listening, serve, name
+        self._hello_timeout_s = hello_timeout_s
+        self.strangers = Strangers()
+        self._connections: set[socket.socket] = set()
+        self._threads: set[threading.Thread] = set()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._is_closed = False
+        self._num_callers = 0
+        listening.settimeout(LOOK_EVERY_S)
+        self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def at(cls, host: str, port: int, serve: Callable[[Caller], None], name: str) -> Listener:
+        """Listen on an address; port 0: any free one.
+
+        Raises:
+            OSError: it cannot be listened on.
+        """
+        return cls(socket.create_server((host, port), backlog=BACKLOG), serve, name)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        host, port = self._listening.getsockname()[:2]
+        return str(host), int(port)
+
+    def stop(self) -> None:
+        """Let nobody in any more; those who are known stay."""
+        self._over.set()
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self.strangers.expire(-1.0)
+
+    def close(self, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """Let nobody in any more, and send everybody away; waits so long for the threads to end."""
+        self.stop()
+        with self._lock:
+            self._is_closed = True
+            connections = list(self._connections)
+        for connection in connections:
+            _hang_up(connection)
+        until_s = time.monotonic() + join_timeout_s
+        self._thread.join(join_timeout_s)  # it takes in nobody after that
+        for thread in list(self._threads - {threading.current_thread()}):
+            thread.join(max(0.0, until_s - time.monotonic()))
+
+    def _accept(self) -> None:
+        while not self._over.is_set():
+            self.strangers.expire(self._hello_timeout_s)
+            try:
+                connection, address = self._listening.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:  # no descriptor is left, mostly: theirs go first
+                if not self._over.is_set():
+                    log.warning("%s: no connection can be accepted: %s", self._name, error)
+                    self.strangers.send_oldest_away()
+                    self._over.wait(PAUSE_S)
+                continue
+            self._num_callers += 1
+            source = str(address[0]) if address else ""
+            caller = Caller(connection, source, self._num_callers, partial(self._know, connection))
+            self.strangers.add(connection, source, partial(_hang_up, connection))
+            if self._over.is_set():
+                self.strangers.expire(-1.0)
+            thread = threading.Thread(target=self._run, args=(caller,), name=f"{self._name}-caller", daemon=True)
+            self._threads.add(thread)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread is left
+                log.warning("%s: no connection can be served: %s", self._name, error)
+                self._threads.discard(thread)
+                self._end(connection)
+
+    def _know(self, connection: socket.socket) -> None:
+        if not self.strangers.remove(connection):
+            raise ConnectionError("closed before it was authenticated")
+        with self._lock:
+            if self._is_closed or len(self._connections) >= MOST_KNOWN:
+                raise ConnectionError(
+                    "too many connections" if not self._is_closed else "no longer accepting connections"
+                )
+            self._connections.add(connection)
+
+    def _run(self, caller: Caller) -> None:
+        try:
+            self._serve(caller)
+        except (OSError, ValueError, KeyError, TypeError) as error:  # gone, or does not speak as it should
+            log.debug("%s: %s: %s", self._name, caller.source, error)
+        except Exception:
+            log.exception("%s: %s", self._name, caller.source)
+        finally:
+            self._end(caller.connection)
+            self._threads.discard(threading.current_thread())
+
+    def _end(self, connection: socket.socket) -> None:
+        self.strangers.remove(connection)
+        with self._lock:
+            self._connections.discard(connection)
+        _hang_up(connection)
+        connection.close()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection, and whatever waits on it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

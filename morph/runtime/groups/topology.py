@@ -1,0 +1,92 @@
+"""Which groups a shape needs and who belongs to which. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from morph.contract.messages import ReshapeOrder, Slot, Source
+from morph.contract.plan import Plan
+from morph.cutting.sections.section import ParameterUnit
+from morph.runtime.groups.channels import GroupSpec
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Groups of one generation, in the global forming order, and each unit's reduction group."""
+
+    groups: tuple[GroupSpec, ...]
+    unit_rings: dict[str, str]
+
+
+def worker_at(slots: Sequence[Slot], stage: int, replica: int) -> str:
+    """The worker that drives one stage of one replica."""
+    return next(slot.worker for slot in slots if slot.stage == stage and slot.replica == replica)
+
+
+def slot_of(slots: Sequence[Slot], worker: str) -> Slot | None:
+    """A worker's slot; None for a worker without one."""
+    return next((slot for slot in slots if slot.worker == worker), None)
+
+
+def units_of_stage(plan: Plan, stage: int, units: Sequence[ParameterUnit]) -> tuple[ParameterUnit, ...]:
+    """The units that a stage's sections use, tied ones included."""
+    sections = plan.stages[stage].sections
+    return tuple(unit for unit in units if any(section in sections for section in unit.sections))
+
+
+def edge_name(generation: int, replica: int, boundary: int, direction: str) -> str:
+    """Name of the channel between stage ``boundary`` and the next one (direction: act or grad)."""
+    return f"g{generation}/r{replica}/b{boundary}/{direction}"
+
+
+def move_name(generation: int, sender: str, receiver: str) -> str:
+    """Name of the channel over which state moves from one worker to another."""
+    return f"g{generation}/move/{sender}/{receiver}"
+
+
+def moves_of(sources: Sequence[Source]) -> tuple[tuple[str, str], ...]:
+    """Distinct (sender, receiver) pairs, sorted."""
+    return tuple(sorted({(source.peer, source.worker) for source in sources if source.kind == "peer" and source.peer}))
+
+
+def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
+    """Lay out the groups of a reshape.
+
+    Each worker forms its groups in this one global order, so forming cannot dead-lock: whoever waits,
+    waits for a group that is no later than the one its peer is forming. It is an order of rounds in which no
+    worker forms two groups, so that a long pipeline's groups do not wait for each other from end to end.
+    """
+    plan, slots, generation = order.plan, order.slots, order.generation
+    groups = [GroupSpec(move_name(generation, *pair), pair) for pair in moves_of(order.sources)]
+    for replica in range(plan.num_replicas):
+        for boundary in range(plan.pipeline_depth - 1):
+            pair = (worker_at(slots, boundary, replica), worker_at(slots, boundary + 1, replica))
+            groups += [GroupSpec(edge_name(generation, replica, boundary, kind), pair) for kind in ("act", "grad")]
+    rings: dict[str, GroupSpec] = {}
+    unit_rings: dict[str, str] = {}
+    for unit in units:
+        stages = [s for s in range(plan.pipeline_depth) if unit in units_of_stage(plan, s, units)]
+        members = tuple(worker_at(slots, stage, replica) for stage in stages for replica in range(plan.num_replicas))
+        name = f"g{generation}/ring/{'+'.join(map(str, stages))}"
+        rings.setdefault(name, GroupSpec(name, members))
+        unit_rings[unit.id] = name
+    return Topology(groups=in_rounds((*groups, *rings.values())), unit_rings=unit_rings)
+
+
+def in_rounds(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
+    """Order groups by rounds: each goes into the first one in which none of its members forms another.
+
+    Forming them as they come would let each stage wait for the one before it.
+    """
+    busy: dict[str, set[int]] = {}
+    rounds: list[list[GroupSpec]] = []
+    for group in groups:
+        taken = set().union(*(busy.setdefault(member, set()) for member in group.members))
+        number = next(index for index in range(len(taken) + 1) if index not in taken)
+        for member in group.members:
+            busy[member].add(number)
+        while len(rounds) <= number:
+            rounds.append([])
+        rounds[number].append(group)
+    return tuple(group for entry in rounds for group in entry)

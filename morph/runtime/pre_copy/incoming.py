@@ -1,0 +1,205 @@
+"""The receiving end: every stream to one worker, and the units that follow their senders."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from morph.contract.errors import PeerLost
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.groups.listener import HELLO_TIMEOUT_S, Caller, Listener
+from morph.runtime.pre_copy.meeting import Meeting
+from morph.runtime.pre_copy.wire import (
+    CONNECT_TIMEOUT_S,
+    GREETING_BYTES,
+    SILENT_S,
+    Frame,
+    acknowledge,
+    apply_update,
+    receive_frame,
+)
+from morph.runtime.state.unit_state import UnitState
+
+log = logging.getLogger(__name__)
+
+
+class Incoming:
+    """Receives units ahead of a change, in threads of its own: one that listens, one for each sender.
+
+    Args:
+        number: Of the order.
+        worker: The receiver.
+        senders: By unit.
+        make_shadow: Makes a unit that is to follow.
+        arrive: Blocks until so many bytes are there, where the link is emulated.
+        open_store: Opens a connection to the rendezvous store.
+        listen_host: The address to listen on.
+        faults: Scheduled faults.
+        news: Called when there is something to report.
+        secret: Of the run.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        worker: str,
+        senders: Mapping[str, str],
+        *,
+        make_shadow: Callable[[str], UnitState],
+        arrive: Callable[[int], None],
+        open_store: Callable[[], Store],
+        listen_host: str,
+        faults: FaultPlan,
+        news: Callable[[], None],
+        secret: str,
+    ) -> None:
+        self._meeting = Meeting(number, worker, secret)
+        self._senders = dict(senders)
+        self._make_shadow, self._arrive, self._open_store = make_shadow, arrive, open_store
+        self._faults, self._news = faults, news
+        self._lock = threading.Lock()
+        self._shadows: dict[str, UnitState] = {}
+        self._versions: dict[str, int] = {}
+        self._following: set[str] = set()
+        self._broken: dict[str, str] = {}
+        self._interrupt: Interrupt | None = None
+        self._ended = False
+        self.received_bytes = 0
+        self._expected = set(senders.values())
+        self._met = threading.Condition(self._lock)
+        self._told = ""
+        self._listener = Listener.at(listen_host, 0, self._serve, "morph-ahead")
+        self._told = self._meeting.told(*self._listener.address)
+        threading.Thread(target=self._meet, name="morph-ahead-meet", daemon=True).start()
+
+    # ---- order lane ----
+
+    def take(self, unit: str, version: int, interrupt: Interrupt, timeout_s: float) -> UnitState:
+        """Block until a unit is at this version, and hand it out.
+
+        Raises:
+            PeerLost: its stream is broken.
+            GenerationAborted, WaitTimeout: as ``Interrupt.wait_for``.
+        """
+        self._interrupt = interrupt
+
+        def there() -> bool:
+            if self._versions.get(unit, -1) >= version:
+                return True
+            if self._senders[unit] in self._broken:
+                raise PeerLost(self._broken[self._senders[unit]])
+            return False
+
+        interrupt.wait_for(there, f"unit {unit}, which was sent ahead", timeout_s)
+        return self._shadows[unit]
+
+    @property
+    def following(self) -> tuple[str, ...]:
+        """The units that follow their senders."""
+        with self._lock:
+            return tuple(
+                unit for unit, sender in self._senders.items() if sender in self._following - self._broken.keys()
+            )
+
+    @property
+    def error(self) -> str | None:
+        """Why some units do not follow, and will not."""
+        with self._lock:
+            return "; ".join(self._broken.values()) or None
+
+    def end(self) -> None:
+        """Drop everything; from any thread."""
+        with self._met:
+            self._ended = True
+            self._met.notify_all()
+        self._listener.close(join_timeout_s=0.0)
+        if self._interrupt is not None:
+            self._interrupt.notify()
+
+    # ---- its own threads ----
+
+    def _meet(self) -> None:
+        """Say where this is, and wait until all senders are there: strangers make the time for that no longer."""
+        try:
+            self._open_store().set(self._meeting.key, self._told)
+            with self._met:
+                if not self._met.wait_for(lambda: self._ended or not self._expected, CONNECT_TIMEOUT_S):
+                    raise TimeoutError(f"{CONNECT_TIMEOUT_S:g} s are over")
+        except (OSError, RuntimeError) as error:  # the store raises RuntimeError and subclasses
+            with self._lock:
+                missing, self._expected = sorted(self._expected), set()
+            for sender in missing:
+                self._give_up(sender, f"{sender} did not come to send units ahead: {type(error).__name__}: {error}")
+        finally:
+            self._listener.stop()
+
+    def _serve(self, caller: Caller) -> None:
+        connection = caller.connection
+        connection.settimeout(HELLO_TIMEOUT_S)
+        received = receive_frame(connection, GREETING_BYTES)
+        sender = None if received is None else self._meeting.greeted(self._told, received[0].facts)
+        if sender is None:
+            return
+        caller.known()
+        with self._met:
+            if sender not in self._expected:
+                return
+            self._expected.discard(sender)
+            self._met.notify_all()
+        connection.settimeout(SILENT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        acknowledge(connection)
+        self._receive(connection, sender)
+
+    def _receive(self, connection: socket.socket, sender: str) -> None:
+        try:
+            while (received := receive_frame(connection)) is not None:
+                frame, size = received
+                self._arrive(size)
+                acknowledge(connection)  # the next frame travels while this one is applied
+                self._take_in(frame, size, sender)
+                if self._interrupt is not None:
+                    self._interrupt.notify()
+            self._give_up(sender, f"{sender} hung up")
+        except Exception as error:  # whatever it is, the units are sent again, in the change
+            self._give_up(sender, f"what {sender} sends ahead broke off: {type(error).__name__}: {error}")
+
+    def _take_in(self, frame: Frame, size: int, sender: str) -> None:
+        facts = frame.facts
+        with self._lock:
+            self.received_bytes += size
+        if facts["kind"] == "state":
+            self._faults.reach("receive_ahead", facts["version"])
+            shadow = self._make_shadow(facts["unit"])
+            shadow.load(frame.tensors)
+            self._shadows[facts["unit"]] = shadow
+            self._versions[facts["unit"]] = shadow.version
+        elif facts["kind"] == "update":
+            for unit, update in facts["units"].items():
+                apply_update(self._shadows[unit], update, _of(unit, frame.tensors))
+                self._versions[unit] = self._shadows[unit].version
+        else:
+            with self._lock:
+                self._following.add(sender)
+            self._news()
+
+    def _give_up(self, sender: str, error: str) -> None:
+        with self._lock:
+            self._broken.setdefault(sender, error)
+            ended = self._ended
+        if self._interrupt is not None:
+            self._interrupt.notify()
+        if not ended:
+            log.info("units sent ahead are dropped: %s", error)
+            self._news()
+
+
+def _of(unit: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = f"{unit}/"
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

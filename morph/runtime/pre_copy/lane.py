@@ -1,0 +1,153 @@
+"""A worker's part in what is sent ahead: streams to others, units from others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+from torch._C._distributed_c10d import Store
+
+from morph.contract.decided import Decided
+from morph.contract.errors import PeerLost
+from morph.contract.messages import PreCopyOrder, PreCopyReport, ReshapeOrder, WorkerSetup
+from morph.runtime.groups.channels import GROUP_TIMEOUT_S
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.pre_copy.incoming import Incoming
+from morph.runtime.pre_copy.outgoing import Outgoing
+from morph.runtime.state.unit_state import UnitState
+from morph.runtime.workloads.workload import Workload
+
+
+class PreCopyLane:
+    """Carries out ``PreCopyOrder``; nothing that fails in it disturbs an order.
+
+    Args:
+        setup: The worker's.
+        workload: Makes the units that are received.
+        faults: Scheduled faults.
+        open_store: Opens a connection to the rendezvous store.
+        news: Called when ``report`` has something new.
+    """
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        workload: Workload,
+        faults: FaultPlan,
+        open_store: Callable[[], Store],
+        news: Callable[[], None],
+    ) -> None:
+        self._setup, self._workload, self._faults = setup, workload, faults
+        self._open_store, self._news = open_store, news
+        self._lock = threading.Lock()
+        self._number = 0
+        self._outgoing: tuple[Outgoing, ...] = ()
+        self._incoming: Incoming | None = None
+        self._reported: PreCopyReport | None = None
+
+    # ---- control lane ----
+
+    def take(self, order: PreCopyOrder) -> None:
+        """Begin what an order says, and drop what an older one said; returns at once."""
+        with self._lock:
+            if order.number <= self._number:
+                if order.number == self._number:
+                    self._reported = None
+                    self._news()
+                return
+            self._drop()
+            self._number, self._reported = order.number, None
+            me = self._setup.worker
+            by_receiver: dict[str, list[str]] = {}
+            for move in order.moves:
+                if move.sender == me:
+                    by_receiver.setdefault(move.receiver, []).append(move.unit)
+            self._outgoing = tuple(
+                Outgoing(order.number, me, receiver, units, self._open_store, self._faults, self._setup.secret)
+                for receiver, units in by_receiver.items()
+            )
+            senders = {move.unit: move.sender for move in order.moves if move.receiver == me}
+            if senders:
+                self._incoming = Incoming(
+                    order.number,
+                    me,
+                    senders,
+                    make_shadow=lambda unit: self._workload.make_shadow(unit, order.num_micro_batches),
+                    arrive=self._workload.arrive,
+                    open_store=self._open_store,
+                    listen_host=self._setup.listen_host,
+                    faults=self._faults,
+                    news=self._news,
+                    secret=self._setup.secret,
+                )
+
+    def report(self) -> PreCopyReport | None:
+        """What has changed since it was asked last; None: nothing."""
+        with self._lock:
+            incoming = self._incoming
+            if incoming is None:
+                return None
+            report = PreCopyReport(
+                number=self._number,
+                following=incoming.following,
+                received_bytes=incoming.received_bytes,
+                error=incoming.error,
+            )
+            if not report.following and report.error is None:
+                return None
+            known = self._reported
+            if known is not None and (known.following, known.error) == (report.following, report.error):
+                return None
+            self._reported = report
+            return report
+
+    # ---- order lane ----
+
+    def keep(self, order: ReshapeOrder) -> None:
+        """A change begins: drop what it does not use."""
+        with self._lock:
+            me = self._setup.worker
+            used = [source for source in order.sources if source.kind == "ahead"] if order.ahead == self._number else []
+            receivers = {source.worker for source in used if source.peer == me}
+            unused = [stream for stream in self._outgoing if stream.receiver not in receivers]
+            self._outgoing = tuple(stream for stream in self._outgoing if stream.receiver in receivers)
+            for stream in unused:
+                stream.end()
+            if self._incoming is not None and me not in {source.worker for source in used}:
+                self._incoming.end()
+                self._incoming = None
+
+    def begin_step(self, units: Mapping[str, UnitState]) -> None:
+        """Every unit is at the version of a step that begins: send further ones on their way."""
+        for stream in self._outgoing:
+            stream.begin(units)
+
+    def pass_on(self, states: Mapping[str, UnitState], decided: Decided | None) -> None:
+        """A decided step is about to be applied."""
+        for stream in self._outgoing:
+            stream.pass_on(states, decided)
+
+    def adopt(self, unit: str, version: int, interrupt: Interrupt) -> UnitState:
+        """Wait for a unit that was sent ahead. Raises as ``Incoming.take``."""
+        incoming = self._incoming
+        if incoming is None:
+            raise PeerLost(f"unit {unit} was sent ahead, and dropped")
+        return self._workload.adopt(incoming.take(unit, version, interrupt, GROUP_TIMEOUT_S))
+
+    def flush(self, interrupt: Interrupt) -> None:
+        """Wait until what others were sent ahead has arrived. Raises as ``Outgoing.flush``."""
+        for stream in self._outgoing:
+            stream.flush(interrupt, GROUP_TIMEOUT_S)
+
+    def end(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        for stream in self._outgoing:
+            stream.end()
+        if self._incoming is not None:
+            self._incoming.end()
+        self._outgoing, self._incoming = (), None

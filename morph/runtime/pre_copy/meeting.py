@@ -1,0 +1,61 @@
+"""How a sender finds the receiver of units sent ahead, and each knows the other for one of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from morph.contract.proof import is_proven, new_secret, proof
+
+
+class Meeting:
+    """Of one receiver and its senders, for one order.
+
+    The receiver writes its address and a nonce into the rendezvous store, to which anybody could write, so it proves
+    both; a sender's hello proves its name for that nonce. Who has not the run's secret can neither receive units nor
+    send any, and what was proven for another order is no proof for this one.
+
+    Args:
+        number: Of the order.
+        receiver: The worker that receives.
+        secret: Of the run.
+    """
+
+    def __init__(self, number: int, receiver: str, secret: str) -> None:
+        self.key = f"ahead/{number}/{receiver}"
+        self._secret = secret
+
+    def told(self, host: str, port: int) -> str:
+        """What the receiver writes under ``key``; with another nonce each time."""
+        nonce = new_secret()
+        return f"{host} {port} {nonce} {proof(self._secret, 'receiver', self.key, host, str(port), nonce)}"
+
+    def address(self, told: str) -> tuple[str, int]:
+        """Where the receiver listens.
+
+        Raises:
+            ConnectionError: it was not the receiver who wrote this.
+        """
+        host, port, nonce, given = _parts(told)
+        if not is_proven(given, self._secret, "receiver", self.key, host, port, nonce):
+            raise ConnectionError("the receiver's address was written by someone else")
+        return host, int(port)
+
+    def hello(self, told: str, sender: str) -> dict[str, str]:
+        """The facts of a sender's first frame."""
+        _, _, nonce, _ = _parts(told)
+        return {"kind": "hello", "worker": sender, "proof": proof(self._secret, "sender", self.key, nonce, sender)}
+
+    def greeted(self, told: str, facts: Mapping[str, Any]) -> str | None:
+        """The sender whose hello this is; None for a stranger's."""
+        _, _, nonce, _ = _parts(told)
+        sender, given = str(facts.get("worker")), str(facts.get("proof"))
+        return sender if is_proven(given, self._secret, "sender", self.key, nonce, sender) else None
+
+
+def _parts(told: str) -> tuple[str, str, str, str]:
+    parts = told.rsplit(" ", 3)
+    if len(parts) < 4:
+        raise ConnectionError("the receiver's address is not valid")
+    host, port, nonce, given = parts
+    return host, port, nonce, given

@@ -1,0 +1,193 @@
+"""The sending end of one stream: some units of this worker to one receiver, in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from morph.contract.decided import Decided
+from morph.contract.errors import PeerLost
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.pre_copy.meeting import Meeting
+from morph.runtime.pre_copy.wire import CONNECT_TIMEOUT_S, SILENT_S, Frame, close, copy_of_update, send_frame
+from morph.runtime.state.unit_state import UnitState
+
+log = logging.getLogger(__name__)
+
+MOST_UPDATES_BEHIND = 8
+"""So many updates may wait, however large they are."""
+
+
+class Outgoing:
+    """Sends units one after the other, each followed by the updates of every later step.
+
+    What waits in memory is bounded: a unit's state is copied when about as much has left as a step's time allows, and
+    a stream that falls behind by more than the states that it began with is given up.
+
+    Args:
+        number: Of the order.
+        worker: The sender.
+        receiver: Who gets the units.
+        units: Which, in this order.
+        open_store: Opens a connection to the rendezvous store.
+        faults: Scheduled faults.
+        secret: Of the run.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        worker: str,
+        receiver: str,
+        units: Sequence[str],
+        open_store: Callable[[], Store],
+        faults: FaultPlan,
+        secret: str,
+    ) -> None:
+        self.receiver = receiver
+        self._name = f"what {worker} sends ahead to {receiver}"
+        self._worker = worker
+        self._meeting = Meeting(number, receiver, secret)
+        self._open_store = open_store
+        self._faults = faults
+        self._to_begin = deque(units)
+        self._followed: set[str] = set()
+        self._condition = threading.Condition()
+        self._queue: deque[tuple[Frame, int]] = deque()
+        self._sending = False
+        self._told = False
+        self._begun_bytes = self._unsent_bytes = self._unsent_updates = 0
+        self._sent_bytes = self._sent_before = 0
+        self._connection: socket.socket | None = None
+        self._interrupt: Interrupt | None = None
+        self.error: str | None = None
+        threading.Thread(target=self._run, name="morph-ahead-send", daemon=True).start()
+
+    # ---- order lane ----
+
+    def begin(self, units: Mapping[str, UnitState]) -> None:
+        """At the beginning of a step: copy as many further units as are likely to leave during it."""
+        with self._condition:
+            allowed = 2 * (self._sent_bytes - self._sent_before)
+            self._sent_before = self._sent_bytes
+            idle = not self._queue and not self._sending
+        while self._to_begin and self.error is None and (idle or self._unsent_bytes < allowed):
+            name = self._to_begin.popleft()
+            if name not in units:
+                self.end(f"{self._worker} does not hold unit {name}")
+                return
+            tensors = units[name].tensors()
+            size = _size_of(tensors)
+            self._begun_bytes += size
+            self._followed.add(name)
+            self._put(Frame({"kind": "state", "unit": name, "version": units[name].version}, tensors), size)
+            idle = False
+
+    def pass_on(self, states: Mapping[str, UnitState], decided: Decided | None) -> None:
+        """Before a decided step is applied: copy it for the units that are followed."""
+        names = [name for name in states if name in self._followed]
+        if not names or self.error is not None:
+            return
+        facts: dict[str, dict[str, Any]] = {}
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            facts[name], gradients = copy_of_update(states[name], decided)
+            tensors |= {f"{name}/{parameter}": value for parameter, value in gradients.items()}
+        with self._condition:
+            behind_bytes, self._unsent_updates = self._unsent_bytes, self._unsent_updates + 1
+            too_slow = self._unsent_updates > MOST_UPDATES_BEHIND and behind_bytes > self._begun_bytes
+        if too_slow:
+            self.end(f"{self._name} cannot keep up: {behind_bytes} bytes behind")
+            return
+        self._put(Frame({"kind": "update", "units": facts}, tensors), _size_of(tensors))
+
+    def flush(self, interrupt: Interrupt, timeout_s: float) -> None:
+        """Block until everything has arrived. Raises as ``Interrupt.wait_for``, ``PeerLost`` for a broken stream."""
+        self._interrupt = interrupt
+
+        def done() -> bool:
+            if self.error is not None:
+                raise PeerLost(self.error)
+            return not self._queue and not self._sending
+
+        interrupt.wait_for(done, f"{self._name} to leave", timeout_s)
+
+    def end(self, error: str = "ended") -> None:
+        """Drop everything; from any thread."""
+        with self._condition:
+            self.error = self.error or error
+            self._queue.clear()
+            self._condition.notify_all()
+            connection = self._connection
+        if connection is not None:
+            close(connection)
+        if self._interrupt is not None:
+            self._interrupt.notify()
+
+    # ---- its own thread ----
+
+    def _put(self, frame: Frame, size: int) -> None:
+        with self._condition:
+            if self.error is None:
+                self._queue.append((frame, size))
+                self._unsent_bytes += size
+                self._condition.notify_all()
+
+    def _run(self) -> None:
+        try:
+            self._connect()
+            while (entry := self._next()) is not None:
+                self._send(*entry)
+        except (OSError, RuntimeError) as error:  # the store raises RuntimeError and subclasses
+            if self.error is None:
+                log.info("%s broke off: %s", self._name, error)
+            self.end(f"{self._name} broke off: {type(error).__name__}: {error}")
+
+    def _connect(self) -> None:
+        told = self._open_store().get(self._meeting.key).decode()
+        connection = socket.create_connection(self._meeting.address(told), CONNECT_TIMEOUT_S)
+        connection.settimeout(SILENT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._condition:
+            self._connection = connection
+            ended = self.error is not None
+        if ended:
+            close(connection)
+        send_frame(connection, Frame(self._meeting.hello(told, self._worker), {}))
+
+    def _next(self) -> tuple[Frame, int] | None:
+        """The next frame, or None at the end; says once that the receiver has everything."""
+        with self._condition:
+            self._sending = False
+            if self._interrupt is not None and not self._queue:
+                self._interrupt.notify()
+            if not self._queue and not self._to_begin and self._followed and not self._told:
+                self._told = self._sending = True
+                return Frame({"kind": "follows"}, {}), 0
+            self._condition.wait_for(lambda: bool(self._queue) or self.error is not None)
+            if self.error is not None:
+                return None
+            self._sending = True
+            return self._queue.popleft()
+
+    def _send(self, frame: Frame, size: int) -> None:
+        if frame.facts["kind"] == "state":
+            self._faults.reach("send_ahead", frame.facts["version"])
+        assert self._connection is not None
+        send_frame(self._connection, frame)
+        with self._condition:
+            self._unsent_bytes -= size
+            self._sent_bytes += size
+            self._unsent_updates -= frame.facts["kind"] == "update"
+
+
+def _size_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

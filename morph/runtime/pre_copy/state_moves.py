@@ -1,0 +1,129 @@
+"""Bringing a worker's units to the version of a reshape: kept, from a peer, from a checkpoint, or made anew."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from morph.checkpoint.manifest import read_manifest
+from morph.checkpoint.unit_files import from_payload, read_unit, to_payload
+from morph.contract.messages import Source
+from morph.runtime.groups.channels import GROUP_TIMEOUT_S, Carrier, Transfer
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.state.unit_state import UnitState
+
+MakeUnit = Callable[[str, bool], UnitState]
+
+
+@dataclass(frozen=True)
+class MoveContext:
+    """What the moves of one worker in one reshape need.
+
+    ``make_unit(unit, empty)``: its state at version 0, without its initial numbers where it is about to be loaded.
+    ``host_copy(version, unit, sha256)``: what this worker wrote itself and still has, if it is what a manifest names.
+    """
+
+    worker: str
+    version: int
+    checkpoint_url: str
+    held: Mapping[str, UnitState]
+    make_unit: MakeUnit
+    channel: Callable[[str, str], Carrier]
+    adopt: Callable[[str], UnitState]
+    host_copy: Callable[[int, str, str], Mapping[str, Tensor] | None] = lambda _version, _unit, _sha256: None
+
+
+def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Transfer]:
+    """Start sending every unit that others take from this worker; returns at once.
+
+    Two workers may take units from each other, so nobody waits for its own to leave before it has received.
+    """
+    pending: list[Transfer] = []
+    for source in sources:
+        if source.kind == "peer" and source.peer == context.worker:
+            payload = to_payload(context.held[source.unit].tensors())
+            channel = context.channel(context.worker, source.worker)
+            pending.append(channel.transfer(torch.tensor([len(payload)], dtype=torch.int64)))
+            pending.append(channel.transfer(torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
+    return pending
+
+
+def send_in_background(sources: Sequence[Source], context: MoveContext, interrupt: Interrupt) -> Callable[[], None]:
+    """Make units ready for peers in a thread and send them; the result blocks until all have left.
+
+    So a worker that sends and receives does both at once. The result raises as ``Interrupt.wait_for``.
+    """
+    pending: list[Sequence[Transfer]] = []
+    failure: list[Exception] = []
+
+    def send() -> None:
+        try:
+            pending.append(start_sending(sources, context))
+        except Exception as error:  # handed to the waiting thread below
+            failure.append(error)
+        interrupt.notify()
+
+    def wait() -> None:
+        interrupt.wait_for(lambda: bool(pending or failure), "units to be made ready for peers", GROUP_TIMEOUT_S)
+        if failure:
+            raise failure[0]
+        for transfer in pending[0]:
+            transfer.wait("a unit's state to leave for a peer")
+
+    threading.Thread(target=send, name="morph-send", daemon=True).start()
+    return wait
+
+
+def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[str, UnitState], int]:
+    """Collect this worker's units at the wanted version; returns them and the bytes received from peers.
+
+    Raises:
+        CheckpointError: when a checkpoint is incomplete or damaged.
+    """
+    units: dict[str, UnitState] = {}
+    received_bytes = 0
+    for source in sources:
+        if source.worker != context.worker:
+            continue
+        if source.kind == "keep":
+            units[source.unit] = context.held[source.unit]
+            continue
+        if source.kind == "ahead":
+            units[source.unit] = context.adopt(source.unit)
+            continue
+        state = context.make_unit(source.unit, source.kind != "initial")
+        if source.kind == "peer":
+            assert source.peer is not None
+            payload = receive_payload(context.channel(source.peer, context.worker))
+            received_bytes += len(payload)
+            state.load(from_payload(payload))
+        elif source.kind == "checkpoint":
+            state.load(_from_checkpoint(source.unit, context))
+        units[source.unit] = state
+    for name, state in units.items():
+        assert state.version == context.version, f"unit {name} is at version {state.version}, not {context.version}"
+    return units, received_bytes
+
+
+def _from_checkpoint(unit: str, context: MoveContext) -> Mapping[str, Tensor]:
+    """A unit of the reshape's version: this worker's own copy where it wrote it, else from storage."""
+    manifest = read_manifest(context.checkpoint_url, context.version)
+    for entry in manifest.units:
+        if entry.unit == unit:
+            copied = context.host_copy(context.version, unit, entry.sha256)
+            if copied is not None:
+                return copied
+    return read_unit(context.checkpoint_url, manifest, unit)
+
+
+def receive_payload(channel: Carrier) -> bytes:
+    """Receive one length-prefixed payload."""
+    size = torch.zeros(1, dtype=torch.int64)
+    channel.transfer(size).wait("the size of a unit's state")
+    payload: Tensor = torch.empty(int(size), dtype=torch.uint8)
+    channel.transfer(payload).wait("a unit's state")
+    return payload.numpy().tobytes()

@@ -1,0 +1,124 @@
+"""What travels from a sender to a receiver: frames over one plain TCP connection, each acknowledged.
+
+Of a unit it is either its state or one decided step: gradients and scales, and what is needed to apply them alike.
+
+A plain connection, not a group: closing it ends whoever is blocked on it, at once and on both sides, so a stream can
+be dropped at any moment without a trace in the generation's groups.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from morph.checkpoint.unit_files import from_payload, to_payload
+from morph.contract.decided import Decided
+from morph.runtime.state.accumulators import Reduced
+from morph.runtime.state.unit_state import UnitState
+
+HEADER = struct.Struct("<IQ")
+ACKNOWLEDGED = b"+"
+CONNECT_TIMEOUT_S = 30.0
+GREETING_BYTES = 4096
+SILENT_S = 600.0
+"""A peer that neither sends nor takes a byte for so long is given up; whoever waits for it has given it up before."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """``facts`` is JSON; ``tensors`` are on the CPU."""
+
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def send_frame(connection: socket.socket, frame: Frame) -> int:
+    """Send a frame and wait until it has arrived; returns its size. Raises OSError."""
+    facts = json.dumps(frame.facts).encode()
+    payload = to_payload(frame.tensors) if frame.tensors else b""
+    connection.sendall(HEADER.pack(len(facts), len(payload)) + facts)
+    connection.sendall(payload)
+    if connection.recv(1) != ACKNOWLEDGED:
+        raise ConnectionError("the receiver hung up")
+    return len(payload)
+
+
+def receive_frame(connection: socket.socket, most_bytes: int | None = None) -> tuple[Frame, int] | None:
+    """Receive a frame and its size; None when the sender has hung up between two.
+
+    Raises:
+        OSError: the connection is broken, or the frame has more than ``most_bytes``, where that is given.
+    """
+    header = _receive(connection, HEADER.size)
+    if header is None:
+        return None
+    num_facts, num_bytes = HEADER.unpack(header)
+    if most_bytes is not None and num_facts + num_bytes > most_bytes:
+        raise ConnectionError(f"a frame of {num_facts + num_bytes} bytes")
+    facts, payload = _receive(connection, num_facts), _receive(connection, num_bytes)
+    if facts is None or payload is None:
+        raise ConnectionError("the sender hung up within a frame")
+    return Frame(json.loads(facts), from_payload(bytes(payload)) if payload else {}), num_bytes
+
+
+def acknowledge(connection: socket.socket) -> None:
+    """Let the sender go on."""
+    connection.sendall(ACKNOWLEDGED)
+
+
+def close(connection: socket.socket) -> None:
+    """End a connection, and whoever is blocked on it."""
+    with suppress(OSError):  # it is closed already, or was never open
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytearray | None:
+    """So many bytes; None when the other end has hung up before the first."""
+    buffer = bytearray(num_bytes)
+    view, done = memoryview(buffer), 0
+    while done < num_bytes:
+        count = connection.recv_into(view[done:])
+        if count == 0:
+            if done:
+                raise ConnectionError("the sender hung up within a frame")
+            return None
+        done += count
+    return buffer
+
+
+def copy_of_update(state: UnitState, decided: Decided | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Copy what the unit is about to apply, as facts and CPU tensors by parameter."""
+    reduced = state.reduced
+    assert reduced is not None, f"unit {state.unit.id} has nothing to apply"
+    facts = {
+        "version": state.version,
+        "exponents": dict(state.exponents),
+        "next_exponents": dict(reduced.exponents),
+        "non_finite": reduced.non_finite,
+        "decided": None if decided is None else decided.model_dump(),
+    }
+    if decided is not None and decided.skipped:
+        return facts, {}  # nothing of them is applied
+    return facts, {name: value.detach().to("cpu", copy=True).contiguous() for name, value in reduced.gradients.items()}
+
+
+def apply_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Tensor]) -> None:
+    """Apply an update: the unit is then, bit for bit, what the sender's is.
+
+    Raises:
+        ValueError: it is not the update of the unit's version.
+    """
+    if facts["version"] != state.version:
+        raise ValueError(f"unit {state.unit.id}: version {state.version} cannot take step {facts['version']}")
+    reduced = Reduced(
+        gradients=gradients, exponents=facts["next_exponents"], overflowed=False, non_finite=facts["non_finite"]
+    )
+    state.take_over(reduced, facts["exponents"])
+    state.apply(None if facts["decided"] is None else Decided.model_validate(facts["decided"]))

@@ -1,0 +1,1 @@
+"""The long-lived process that drives one device, and its two connections to the manager."""

@@ -1,0 +1,184 @@
+"""A run on one worker without a cluster: the uninterrupted reference that any history must equal bit for bit.
+
+``python -m morph.runtime.process.single JOB --steps N --sections K --micro-batch M --checkpoints DIR`` runs it
+in a process of its own and prints one JSON line per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from morph.checkpoint.manifest import write_manifest
+from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.decided import decided_step
+from morph.contract.errors import MorphError, TrainingStopped
+from morph.contract.messages import (
+    CommitOrder,
+    Committed,
+    Failed,
+    Prepared,
+    Reshaped,
+    ReshapeOrder,
+    Slot,
+    Source,
+    StepOrder,
+    WorkerReady,
+    WorkerSetup,
+)
+from morph.contract.plan import Expectation, Plan, StagePlan
+from morph.cutting.kept.cut_job import load_and_cut
+from morph.job_files import imported_once
+from morph.runtime.process.worker import Worker
+
+ME = "single"
+MAX_ATTEMPTS = 8
+AnswerT = TypeVar("AnswerT")
+
+
+def single_plan(fingerprint: str, num_sections: int, micro_batch_size: int, num_micro_batches: int) -> Plan:
+    """The shape 1x1."""
+    nothing = Expectation(mini_batch_s=0, examples_per_s=0, lower_bound_s=0, peak_memory_bytes=0, parts_s={})
+    return Plan(
+        fingerprint=fingerprint,
+        schedule="varuna",
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        num_replicas=1,
+        stages=(StagePlan(first_section=0, end_section=num_sections, window=1, recompute=False),),
+        orders={num_micro_batches: ("FB" * num_micro_batches,)},
+        expected=nothing,
+    )
+
+
+def run_single(
+    job_path: str,
+    *,
+    steps: int,
+    num_sections: int | None,
+    micro_batch_size: int,
+    checkpoint_url: str,
+    on_step: Callable[[int, float], None] | None = None,
+) -> Manifest:
+    """Train ``steps`` steps on one worker; returns the manifest of the final checkpoint.
+
+    Args:
+        job_path: ``path/to/file.py:name``.
+        steps: Optimizer steps from the job's seed.
+        num_sections: K; None for the job's own choice.
+        micro_batch_size: m, samples.
+        checkpoint_url: Where the final checkpoint goes.
+        on_step: Called with (step, loss) after each step.
+
+    Raises:
+        InputError: on a wrong job.
+        TrainingStopped: when training fails.
+    """
+    with imported_once(job_path):
+        return _run_single(job_path, steps, num_sections, micro_batch_size, checkpoint_url, on_step)
+
+
+def _run_single(
+    job_path: str,
+    steps: int,
+    num_sections: int | None,
+    micro_batch_size: int,
+    checkpoint_url: str,
+    on_step: Callable[[int, float], None] | None,
+) -> Manifest:
+    torch.set_num_threads(1)
+    found = load_and_cut(job_path, num_sections=num_sections, micro_batch_size=micro_batch_size)
+    job, model = found.job, found.model
+    plan = single_plan(model.fingerprint, len(model.sections), micro_batch_size, job.batch_size // micro_batch_size)
+    worker = Worker()
+    setup = WorkerSetup(
+        worker=ME,
+        job_path=job_path,
+        fingerprint=model.fingerprint,
+        num_sections=len(model.sections),
+        micro_batch_size=micro_batch_size,
+        checkpoint_url=checkpoint_url,
+        store_host="127.0.0.1",
+        store_port=1,
+        listen_host="127.0.0.1",
+    )
+    _expect(worker.setup(setup), WorkerReady)
+    sources = tuple(Source(worker=ME, unit=unit.id, kind="initial") for unit in model.units)
+    slots = (Slot(worker=ME, stage=0, replica=0),)
+    order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=sources)
+    reshaped = _expect(worker.reshape(order), Reshaped)
+    units = tuple(unit.id for unit in model.units)
+    decided, scale = None, reshaped.loss_scale
+    for step in range(steps):
+        answer = _run_step(worker, StepOrder(generation=1, step=step, decided=decided, loss_scale=scale))
+        decided = decided_step(step + 1, [answer.unit_norms_sq], [answer.non_finite], units)
+        scale = scale.after(skipped=decided.skipped) if scale else None
+        if on_step is not None:
+            on_step(step, mean_loss(answer))
+    commit = CommitOrder(generation=1, version=steps, decided=decided, checkpoint_units=units)
+    _expect(worker.commit(commit), Committed)
+    files: list[UnitFile] = []
+    while len(files) < len(units):
+        beat = worker.heartbeat(60.0)
+        if beat.checkpoint_error or not beat.written:
+            raise TrainingStopped(f"checkpoint not written within 60 s: {beat.checkpoint_error}")
+        files += [UnitFile(**written.model_dump(exclude={"worker", "version"})) for written in beat.written]
+    manifest = Manifest(fingerprint=model.fingerprint, version=steps, units=tuple(sorted(files, key=lambda f: f.unit)))
+    write_manifest(checkpoint_url, manifest)
+    return manifest
+
+
+def mean_loss(answer: Prepared) -> float:
+    """Mean over micro-batches, summed in their global order."""
+    ordered = sorted(answer.losses, key=lambda entry: entry.micro_batch)
+    return sum(entry.loss for entry in ordered) / len(ordered)
+
+
+def _run_step(worker: Worker, order: StepOrder) -> Prepared:
+    """Run one step as often as its gradients overflow their scales."""
+    for attempt in range(MAX_ATTEMPTS):
+        answer = _expect(worker.step(order.model_copy(update={"attempt": attempt})), Prepared)
+        if answer.non_finite or not answer.overflowed:
+            return answer
+    raise TrainingStopped(f"step {order.step}: a gradient overflowed {MAX_ATTEMPTS} times in a row")
+
+
+def _expect(answer: object, kind: type[AnswerT]) -> AnswerT:
+    if isinstance(answer, Failed):
+        raise TrainingStopped(answer.error)
+    assert isinstance(answer, kind), f"{answer} is no {kind.__name__}"
+    return answer
+
+
+def main() -> int:
+    """Entry point of ``python -m morph.runtime.process.single``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--sections", type=int, default=None)
+    parser.add_argument("--micro-batch", type=int, required=True)
+    parser.add_argument("--checkpoints", type=Path, required=True)
+    options = parser.parse_args()
+    try:
+        run_single(
+            options.job,
+            steps=options.steps,
+            num_sections=options.sections,
+            micro_batch_size=options.micro_batch,
+            checkpoint_url=str(options.checkpoints),
+            on_step=lambda step, loss: print(json.dumps({"step": step, "loss": loss}), flush=True),
+        )
+    except MorphError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

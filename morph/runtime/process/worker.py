@@ -1,0 +1,378 @@
+"""The worker: one long-lived process that drives one device and carries out the manager's orders.
+
+It knows nothing of Ray. The manager calls ``setup``, ``reshape``, ``step`` and ``commit`` one at a
+time (the order lane), and ``abort`` and ``heartbeat`` beside them (the control lane).
+
+What survives an aborted generation: a worker keeps every unit it held until the first step or commit
+of a *later* generation arrives, so a reshape that fails loses nothing. What survives the manager: everything;
+orders and setups that come again, from its successor, are answered again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from morph.contract.decided import Decided
+from morph.contract.errors import GenerationAborted, JobError, MorphError, PeerLost, WaitTimeout
+from morph.contract.messages import (
+    Aborted,
+    CommitOrder,
+    Committed,
+    Failed,
+    Heartbeat,
+    PreCopyOrder,
+    Prepared,
+    Probed,
+    ProbeOrder,
+    Reshaped,
+    ReshapeOrder,
+    StepOrder,
+    WorkerReady,
+    WorkerSetup,
+)
+from morph.contract.timeline import StepTimeline
+from morph.runtime.groups.channels import Carrier, GroupSet, connect_store
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.groups.reaper import Reaper
+from morph.runtime.groups.topology import Topology, move_name, slot_of, topology
+from morph.runtime.pre_copy.lane import PreCopyLane
+from morph.runtime.pre_copy.state_moves import MoveContext, send_in_background, take_units
+from morph.runtime.process.blame import cause_of, user_traceback
+from morph.runtime.process.job_code import use
+from morph.runtime.process.order_memory import OrderMemory, order_key
+from morph.runtime.state.checkpoint_writer import CheckpointWriter
+from morph.runtime.state.unit_state import UnitState
+from morph.runtime.step.executor import Executor
+from morph.runtime.step.generation import Generation
+from morph.runtime.step.pace import Pace, Prober
+from morph.runtime.workloads.workload import load_workload
+
+log = logging.getLogger(__name__)
+AnswerT = TypeVar("AnswerT")
+
+
+class Worker:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self._interrupt = Interrupt(0)
+        self._aborted_generation = 0
+        self._generation: Generation | None = None
+        self._held: dict[str, UnitState] = {}
+        self._reaper = Reaper()
+        self._pace = Pace()
+        self._prober = Prober("")
+        self._orders = OrderMemory()
+        self._ready: WorkerReady | None = None
+        self._code_sha256 = ""
+        self._folders = ("", "")
+        """Where the job's files lie here, and where they lie for the user."""
+
+    # ---- order lane ----
+
+    def setup(self, setup: WorkerSetup) -> WorkerReady | Failed:
+        """Load the job and cut its model; seconds, once in the worker's life."""
+        start_s = time.perf_counter()
+        try:
+            torch.set_num_threads(setup.num_threads)
+            if not hasattr(self, "_ahead"):
+                os.environ.update(setup.variables)
+                setup = self._setup = setup.model_copy(update={"variables": {}})
+                if setup.code is not None:
+                    self._code_sha256 = setup.code.sha256
+                    job_path = use(setup.code)
+                    self._folders = (str(Path(job_path).parent), setup.code.folder)
+                    setup = self._setup = setup.model_copy(update={"job_path": job_path, "code": None})
+                self._prober = Prober(setup.worker)
+                self._faults = FaultPlan(
+                    [fault for fault in setup.faults if fault.worker == setup.worker],
+                    [spell for spell in setup.slow_spells if spell.worker == setup.worker],
+                )
+                self._workload = load_workload(setup)
+                self._writer = CheckpointWriter(setup.worker, setup.checkpoint_url, self._faults)
+                self._ahead = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
+            elif setup.code is not None and setup.code.sha256 != self._code_sha256:
+                raise JobError("is not the code that this worker was set up with", source=setup.code.job_path)
+        except Exception as error:
+            return self._failed(0, error)
+        if self._ready is None:
+            took_s = time.perf_counter() - start_s
+            self._ready = WorkerReady(worker=setup.worker, pid=os.getpid(), setup_s=took_s)
+        return self._ready
+
+    def reshape(self, order: ReshapeOrder) -> Reshaped | Aborted | Failed:
+        """Join a new generation: form its groups and bring the slot's units to its version."""
+        return self._once(order, (), lambda: self._reshape(order))
+
+    def step(self, order: StepOrder) -> Prepared | Aborted | Failed:
+        """Apply what was decided, then run one step up to its reduced gradients."""
+        return self._once(order, order.checkpoint_units, lambda: self._step(order))
+
+    def commit(self, order: CommitOrder) -> Committed | Aborted | Failed:
+        """Apply what was decided and hand the wanted units to the checkpoint writer."""
+        return self._once(order, order.checkpoint_units, lambda: self._commit(order))
+
+    def probe(self, order: ProbeOrder) -> Probed:
+        """Time some work on sections that the worker need not hold; it changes nothing that the worker holds."""
+        try:
+            self._faults.begin(order.step)
+            sections = range(order.first_section, order.end_section)
+            return self._prober.run(order, self._workload.probe(sections, self._held, self._faults))
+        except Exception as error:
+            error_text = f"{type(error).__name__}: {error}"
+            return Probed(worker=self._setup.worker, probe=order.probe, error=error_text)
+
+    # ---- control lane ----
+
+    def abort(self, generation: int) -> None:
+        """Dissolve every generation up to this one: a running order returns ``Aborted`` soon."""
+        self._aborted_generation = max(self._aborted_generation, generation)
+        if self._interrupt.generation <= generation:
+            self._interrupt.abort()
+
+    def leave_probe(self, probe: int) -> None:
+        """End this probe soon, for an order waits behind it."""
+        self._prober.leave(probe)
+
+    def heartbeat(self, wait_s: float) -> Heartbeat:
+        """Proof of life; returns early when a checkpoint unit was written. Blocks up to ``wait_s``."""
+        writer: CheckpointWriter | None = getattr(self, "_writer", None)
+        if writer is None:
+            time.sleep(min(wait_s, 0.2))
+            return Heartbeat(worker="")
+        return writer.collect(wait_s).model_copy(update={"times": self._pace.collect(), "ahead": self._ahead.report()})
+
+    def ahead(self, order: PreCopyOrder) -> None:
+        """Begin to send or receive units ahead of a planned change; returns at once."""
+        try:
+            self._ahead.take(order)
+        except OSError as error:  # no port to listen on, no thread to be had: then nothing is sent ahead
+            log.warning("nothing is sent ahead: %s", error)
+
+    def tell_again(self) -> None:
+        """Another manager may be there: tell it of checkpoint units again."""
+        writer: CheckpointWriter | None = getattr(self, "_writer", None)
+        if writer is not None:
+            writer.tell_again()
+
+    # ---- inside ----
+
+    def _open_store(self) -> Store:
+        return connect_store(self._setup.store_host, self._setup.store_port, self._setup.secret)
+
+    def _once(
+        self, order: ReshapeOrder | StepOrder | CommitOrder, written: tuple[str, ...], work: Callable[[], AnswerT]
+    ) -> AnswerT | Aborted | Failed:
+        """Carry out an order; one that comes again is answered again, and its units are written if they were not."""
+        key = order_key(order)
+        if self._orders.is_late(key):
+            detail = "a later order came before this one"
+            return Aborted(worker=self._setup.worker, generation=order.generation, peer_lost=False, detail=detail)
+        current = self._generation
+        if self._orders.is_known(key) and current is not None and current.order.generation == key.generation:
+            at_version = (unit for unit in written if current.units[unit].version == key.version)
+            missing = tuple(unit for unit in at_version if not self._writer.has(key.version, unit))
+            self._hand_over(current.units, missing)
+        return self._orders.carried_out(key, lambda: self._carry_out(order.generation, work))
+
+    def _carry_out(self, generation: int, work: Callable[[], AnswerT]) -> AnswerT | Aborted | Failed:
+        worker = self._setup.worker
+        try:
+            if generation <= self._aborted_generation:
+                raise GenerationAborted(f"generation {generation} was aborted before the order arrived")
+            return work()
+        except GenerationAborted as error:
+            return Aborted(worker=worker, generation=generation, peer_lost=False, detail=str(error))
+        except (PeerLost, WaitTimeout) as error:
+            self._interrupt.lose(str(error))  # what timed out is still under way: its groups are broken
+            return Aborted(worker=worker, generation=generation, peer_lost=True, detail=str(error))
+        except Exception as error:
+            self._interrupt.lose(str(error))  # what was under way with peers still is
+            return self._failed(generation, error)
+
+    def _failed(self, generation: int, error: Exception) -> Failed:
+        log.exception("order failed")
+        known = isinstance(error, MorphError)
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        text = text.replace(*self._folders)
+        return Failed(
+            worker=self._setup.worker,
+            generation=generation,
+            error=text,
+            detail=type(error).__name__,
+            cause=cause_of(error),
+            traceback=user_traceback(error).replace(*self._folders),
+        )
+
+    def _reshape(self, order: ReshapeOrder) -> Reshaped:
+        start_s = time.perf_counter()
+        self._faults.begin(order.version)
+        if self._generation is not None:
+            self._reaper.reap(self._generation.groups)
+            self._generation = None
+        self._ahead.keep(order)
+        self._writer.forget_after(order.version)
+        self._roll_forward(self._held, order.version, order.decided)
+        for state in self._held.values():
+            state.reduced = None  # of a step that was not decided
+        interrupt = self._interrupt = Interrupt(order.generation)
+        if order.generation <= self._aborted_generation:
+            interrupt.abort()  # the abort came between the check and the new interrupt
+        self._faults.reach("reshape")
+        layout = topology(order, self._workload.units)
+        groups = GroupSet(interrupt)
+        try:
+            return self._join(order, layout, groups, start_s)
+        except Exception:
+            self._reaper.reap(groups)
+            raise
+        finally:
+            self._ahead.end()
+
+    def _join(self, order: ReshapeOrder, layout: Topology, groups: GroupSet, start_s: float) -> Reshaped:
+        setup, interrupt = self._setup, self._interrupt
+        groups.form(layout.groups, setup.worker, setup.listen_host, self._open_store)
+        formed_s = time.perf_counter()
+        self._faults.reach("transfer")
+        context = MoveContext(
+            worker=setup.worker,
+            version=order.version,
+            checkpoint_url=setup.checkpoint_url,
+            held=self._held,
+            make_unit=lambda unit, empty: self._workload.make_unit(unit, order.plan.num_micro_batches, empty=empty),
+            channel=lambda sender, receiver: self._move_channel(groups, order.generation, sender, receiver),
+            adopt=lambda unit: self._ahead.adopt(unit, order.version, interrupt),
+            host_copy=self._writer.copy,
+        )
+        sent = send_in_background(order.sources, context, interrupt)
+        units, received_bytes = take_units(order.sources, context)
+        sent()
+        self._ahead.flush(interrupt)
+        at_version = {name: state for name, state in self._held.items() if state.version == order.version}
+        self._held = {**at_version, **units}
+        slot = slot_of(order.slots, setup.worker)
+        self._generation = Generation(order, slot, layout, groups, interrupt, units)
+        return Reshaped(
+            worker=setup.worker,
+            generation=order.generation,
+            groups_s=formed_s - start_s,
+            state_s=time.perf_counter() - formed_s,
+            received_bytes=received_bytes,
+            loss_scale=next((state.loss_scale for state in units.values()), None),
+        )
+
+    def _move_channel(self, groups: GroupSet, generation: int, sender: str, receiver: str) -> Carrier:
+        channel = groups.channel(move_name(generation, sender, receiver), sender)
+        return self._workload.incoming_state(channel, self._interrupt) if receiver == self._setup.worker else channel
+
+    def _roll_forward(self, units: dict[str, UnitState], version: int, decided: Decided | None) -> None:
+        """Apply the held gradients of the step before ``version`` where that step was decided, and as decided."""
+        assert decided is None or decided.version == version
+        due = {
+            name: state for name, state in units.items() if state.version == version - 1 and state.reduced is not None
+        }
+        self._ahead.pass_on(due, decided)
+        for state in due.values():
+            state.apply(decided)
+
+    def _enter(self, generation: int, version: int, decided: Decided | None) -> Generation:
+        """The current generation with every unit at ``version``; what the generation does not use is let go."""
+        current = self._generation
+        assert current is not None
+        assert current.order.generation == generation
+        self._held = current.units
+        self._roll_forward(current.units, version, decided)
+        for name, state in current.units.items():
+            assert state.version == version, f"unit {name} is at version {state.version}, not {version}"
+        return current
+
+    def _step(self, order: StepOrder) -> Prepared:
+        self._faults.begin(order.step)
+        self._faults.reach("after_commit")
+        current = self._enter(order.generation, order.step, order.decided)
+        self._faults.reach("applied")
+        self._hand_over(current.units, order.checkpoint_units)
+        self._ahead.begin_step(current.units)
+        for state in current.units.values():
+            if state.reduced is not None and state.reduced.overflowed:
+                state.rescale(state.reduced)
+            state.reduced = None
+        evaluation = self._workload.evaluate(current, order.step)
+        return self._run_step(current, order).model_copy(update={"evaluation": evaluation})
+
+    def _run_step(self, current: Generation, order: StepOrder) -> Prepared:
+        assert current.slot is not None
+        units = current.units
+        accumulators = {name: state.new_accumulator() for name, state in units.items()}
+        by_parameter = {name: accumulators[unit] for unit, state in units.items() for name in state.values}
+        executor = self._workload.executor(current, order, self._faults)
+        assert all(state.loss_scale == order.loss_scale for state in units.values()), "another loss scale is ordered"
+        executor.stopwatch.finished = partial(self._pace.note, order.generation)
+        executor.run(by_parameter, 1.0 if order.loss_scale is None else order.loss_scale.factor)
+        self._workload.reduce(current, accumulators, self._faults, executor)
+        executor.finish()
+        for name, state in units.items():
+            state.reduced = accumulators[name].finish(current.plan.num_micro_batches, order.step)
+        norms_sq = {name: state.norm_sq() for name, state in units.items()}
+        self._faults.reach("before_commit")
+        return Prepared(
+            worker=self._setup.worker,
+            generation=order.generation,
+            step=order.step,
+            attempt=order.attempt,
+            overflowed=any(state.reduced.overflowed for state in units.values() if state.reduced),
+            unit_norms_sq={name: norm_sq for name, norm_sq in norms_sq.items() if norm_sq is not None},
+            non_finite=any(state.reduced.non_finite for state in units.values() if state.reduced),
+            losses=tuple(executor.losses),
+            times=executor.stopwatch.times(),
+            timeline=self._timeline(current, order.step, executor) if order.record_timeline else None,
+        )
+
+    def _timeline(self, current: Generation, step: int, executor: Executor) -> StepTimeline:
+        assert current.slot is not None
+        return StepTimeline(
+            worker=self._setup.worker,
+            stage=current.slot.stage,
+            replica=current.slot.replica,
+            shape=current.plan.shape,
+            schedule=current.plan.schedule,
+            window=current.plan.stages[current.slot.stage].window,
+            step=step,
+            start_ns=executor.stopwatch.start_ns,
+            peaks=executor.peaks,
+            spans=tuple(executor.stopwatch.spans),
+        )
+
+    def _commit(self, order: CommitOrder) -> Committed:
+        self._faults.begin(order.version)
+        if order.held:
+            return self._commit_held(order)
+        current = self._enter(order.generation, order.version, order.decided)
+        self._hand_over(current.units, order.checkpoint_units)
+        evaluation = self._workload.evaluate(current, order.version)
+        return Committed(
+            worker=self._setup.worker, generation=order.generation, version=order.version, evaluation=evaluation
+        )
+
+    def _commit_held(self, order: CommitOrder) -> Committed:
+        """Write what this worker holds, whatever became of the generation in which it got that."""
+        self._roll_forward(self._held, order.version, order.decided)
+        for name in order.checkpoint_units:
+            assert self._held[name].version == order.version, f"unit {name} is at version {self._held[name].version}"
+        self._hand_over(self._held, order.checkpoint_units)
+        return Committed(worker=self._setup.worker, generation=order.generation, version=order.version)
+
+    def _hand_over(self, units: dict[str, UnitState], names: tuple[str, ...]) -> None:
+        for name in names:
+            state = units[name]
+            self._writer.hand_over(state.version, name, state.tensors())

@@ -1,0 +1,198 @@
+"""An optimizer's state as named tensors and plain numbers, whatever the optimizer; and its learning-rate schedule's.
+
+Hyperparameters and counters go through JSON and come back with the same types and bits."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from morph.contract.errors import JobError
+
+MakeOptimizer = Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+_NOT_HYPERPARAMETERS = ("params", "param_names")
+
+
+def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Parameter]) -> Optimizer:
+    """Call the job's factory for some parameters. For none, as a unit of buffers has, there is nothing to ask it.
+
+    Raises:
+        JobError: it returns no optimizer, or one that wants to evaluate the loss itself.
+    """
+    if not parameters:
+        return SGD([{"params": []}])
+    optimizer = make_optimizer(list(parameters.items()))
+    if not isinstance(optimizer, Optimizer):
+        raise _wrong("optimizer", "does not return an optimizer", optimizer, "a torch.optim.Optimizer")
+    if _needs_argument(optimizer):
+        allowed = "optimizers whose step() needs no closure: Morph runs the model, once per step"
+        raise _wrong("optimizer", "returns an optimizer whose step needs a closure", optimizer, allowed)
+    for group in optimizer.param_groups:  # a rate in a tensor that units share would be changed by each one's schedule
+        group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
+    return optimizer
+
+
+def build_scheduler(make_scheduler: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
+    """Call the job's factory for one optimizer.
+
+    Raises:
+        JobError: it returns no scheduler, one whose step needs a metric, or one whose state is not plain numbers.
+    """
+    scheduler = make_scheduler(optimizer)
+    if not isinstance(scheduler, LRScheduler):
+        allowed = "a torch.optim.lr_scheduler.LRScheduler"
+        raise _wrong("lr_scheduler", "does not return a scheduler", scheduler, allowed)
+    if _needs_argument(scheduler):
+        allowed = "schedules that are a function of the number of steps"
+        raise _wrong("lr_scheduler", "returns a scheduler whose step needs a value", scheduler, allowed)
+    scheduler_numbers(scheduler)
+    return scheduler
+
+
+def _needs_argument(thing: Optimizer | LRScheduler) -> bool:
+    arguments = inspect.signature(thing.step).parameters.values()
+    required = [argument for argument in arguments if argument.default is inspect.Parameter.empty]
+    return any(argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD) for argument in required)
+
+
+def optimizer_state(
+    optimizer: Optimizer, parameters: Mapping[str, Parameter]
+) -> tuple[dict[tuple[str, str], Tensor], dict[str, Any]]:
+    """Return tensors by (parameter, key), and everything else as plain values by parameter.
+
+    Raises:
+        JobError: something in the state is neither a tensor nor plain numbers, or belongs to no parameter.
+    """
+    tensors: dict[tuple[str, str], Tensor] = {}
+    plain: dict[str, Any] = {}
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for owner, entries in optimizer.state.items():
+        name = names.get(id(owner))
+        if name is None:
+            allowed = "state that belongs to a parameter"
+            raise _wrong("optimizer", "keeps state that belongs to no parameter", optimizer, allowed)
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[name, key] = value
+            else:
+                plain.setdefault(name, {})[key] = _plain("optimizer", f"state {key!r}", optimizer, value)
+    return tensors, plain
+
+
+def load_optimizer_state(
+    optimizer: Optimizer,
+    parameters: Mapping[str, Parameter],
+    tensors: Mapping[tuple[str, str], Tensor],
+    plain: Mapping[str, Any],
+) -> None:
+    """The inverse of ``optimizer_state``; the tensors are copied to where the optimizer wants them."""
+    optimizer.state.clear()
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in parameters.items():
+        state = {key: from_plain(value) for key, value in plain.get(name, {}).items()}
+        group = groups.get(id(parameter), {})
+        # as in Optimizer.load_state_dict: counters stay on the host unless the step itself runs on the device
+        counters_on_device = bool(group.get("capturable") or group.get("fused"))
+        for (owner, key), value in tensors.items():
+            if owner == name:
+                on_device = counters_on_device or value.dim() > 0
+                state[key] = value.clone().to(parameter.device if on_device else "cpu")
+        if state:
+            optimizer.state[parameter] = state
+
+
+def group_numbers(optimizer: Optimizer) -> list[Any]:
+    """Hyperparameters of each parameter group, as plain values.
+
+    Raises:
+        JobError: one of them is not plain numbers.
+    """
+    return [
+        {
+            key: _plain("optimizer", f"hyperparameter {key!r}", optimizer, value)
+            for key, value in group.items()
+            if key not in _NOT_HYPERPARAMETERS
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def load_groups(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
+    """The inverse of ``group_numbers``."""
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        group.update({key: from_plain(value) for key, value in values.items()})
+
+
+def scheduler_numbers(scheduler: LRScheduler) -> Any:
+    """A schedule's state as plain values.
+
+    Raises:
+        JobError: it is not plain numbers.
+    """
+    return _plain("lr_scheduler", "state", scheduler, dict(scheduler.state_dict()))
+
+
+def load_scheduler(scheduler: LRScheduler, saved: Any) -> None:
+    """The inverse of ``scheduler_numbers``."""
+    scheduler.load_state_dict(from_plain(saved))
+
+
+def _plain(field: str, what: str, owner: object, value: Any) -> Any:
+    try:
+        return to_plain(value)
+    except ValueError as error:
+        allowed = "tensors per parameter, and numbers, texts, lists and dicts of them"
+        raise _wrong(field, f"keeps {what} of type {error}, which cannot be saved", owner, allowed) from error
+
+
+def _wrong(field: str, message: str, value: object, allowed: str) -> JobError:
+    return JobError(message, source="Job", field=field, value=type(value).__name__, allowed=allowed)
+
+
+_KIND = "~"
+
+
+def to_plain(value: Any) -> Any:
+    """Write a value with what JSON has; tuples, dicts, counters and tensors of one number are marked.
+
+    Raises:
+        ValueError: naming the type of what cannot be written.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [to_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return {_KIND: "tuple", "items": [to_plain(item) for item in value]}
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.dtype.is_complex:
+        return {_KIND: str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "number": value.item()}
+    if type(value) in (dict, Counter, defaultdict):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {_KIND: kind, "items": [[to_plain(key), to_plain(item)] for key, item in value.items()]}
+    raise ValueError(type(value).__name__)
+
+
+def from_plain(value: Any) -> Any:
+    """The inverse of ``to_plain``; a defaultdict comes back as a dict."""
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value[_KIND]
+    if kind == "tuple":
+        return tuple(from_plain(item) for item in value["items"])
+    if kind in ("dict", "counter"):
+        pairs = {from_plain(key): from_plain(item) for key, item in value["items"]}
+        return Counter(pairs) if kind == "counter" else pairs
+    dtype: torch.dtype = getattr(torch, kind)
+    return torch.tensor(value["number"], dtype=dtype).reshape(value["shape"])

@@ -1,0 +1,252 @@
+"""State of one unit: parameters, written buffers, optimizer, schedule, accumulation scales, loss scale, version."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from morph.contract.decided import Decided, LossScale
+from morph.contract.errors import NonFiniteGradient
+from morph.cutting.sections.section import ParameterUnit
+from morph.runtime.state.accumulators import (
+    Accumulator,
+    ExactAccumulator,
+    FastAccumulator,
+    Reduced,
+    apply_change,
+    change_like,
+)
+from morph.runtime.state.fixed_point import first_exponent
+from morph.runtime.state.optimizer_state import (
+    MakeOptimizer,
+    build_optimizer,
+    build_scheduler,
+    group_numbers,
+    load_groups,
+    load_optimizer_state,
+    load_scheduler,
+    optimizer_state,
+    scheduler_numbers,
+)
+from morph.runtime.state.update_rules import UpdateRules
+
+_NUMBERS = "numbers"
+_CLIP_EPSILON = 1e-6
+"""As in ``torch.nn.utils.clip_grad_norm_``."""
+
+
+class UnitState:
+    """What a worker holds of one unit.
+
+    Args:
+        unit: The unit.
+        tensors: Its parameters and buffers by name; copies of them become this state's own.
+        make_optimizer: The job's optimizer factory; the unit gets an instance of its own.
+        num_micro_batches: N; with the number of sections that use the unit, it bounds the contributions.
+        exact: Whether gradients are summed in fixed point.
+        rules: How gradients are applied.
+
+    Raises:
+        JobError: an optimizer or schedule that cannot be used.
+    """
+
+    def __init__(
+        self,
+        unit: ParameterUnit,
+        tensors: Mapping[str, Tensor],
+        make_optimizer: MakeOptimizer,
+        *,
+        num_micro_batches: int,
+        exact: bool,
+        rules: UpdateRules = UpdateRules(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.unit = unit
+        self.version = 0
+        self.parameters = {name: Parameter(tensors[name].detach().clone()) for name in unit.parameters}
+        self.buffers = {name: tensors[name].detach().clone() for name in unit.buffers}
+        self._updated = self.parameters
+        if rules.optimizer_in_host_memory:
+            self._updated = {name: Parameter(_copy(parameter)) for name, parameter in self.parameters.items()}
+        self.optimizer = build_optimizer(make_optimizer, self._updated)
+        make_scheduler = rules.make_scheduler if unit.parameters else None
+        self.scheduler = build_scheduler(make_scheduler, self.optimizer) if make_scheduler else None
+        self.reduced: Reduced | None = None
+        self.loss_scale = rules.loss_scale
+        self._rules = rules
+        self._exact = exact
+        self._num_contributions = num_micro_batches * len(unit.sections)
+        self.exponents = dict.fromkeys(unit.names, first_exponent(self._num_contributions)) if exact else {}
+        changes = {name: change_like(buffer, exact=exact) for name, buffer in self.buffers.items()}
+        self._summed: Mapping[str, Tensor] = {**self._updated, **changes}
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """What sections read of it: parameters and buffers."""
+        return {**self.parameters, **self.buffers}
+
+    def new_accumulator(self) -> Accumulator:
+        """A fresh accumulator at the current scales."""
+        changes = frozenset(self.buffers)
+        if self._exact:
+            sums = self._summed, self.exponents, self._num_contributions
+            return ExactAccumulator(*sums, self.loss_scale, changes)
+        return FastAccumulator(self._summed, self.loss_scale, changes)
+
+    def rescale(self, reduced: Reduced) -> None:
+        """Take the scales that fit an overflowed step before it is run again."""
+        self.exponents = dict(reduced.exponents)
+
+    def take_over(self, reduced: Reduced, exponents: Mapping[str, int]) -> None:
+        """Hold gradients, at scales, that another worker reduced for the present version."""
+        gradients = {name: value.to(self._summed[name].device) for name, value in reduced.gradients.items()}
+        self.reduced = replace(reduced, gradients=gradients)
+        self.exponents = dict(exponents)
+
+    def norm_sq(self) -> float | None:
+        """Squared norm of the held gradients; None unless the job asks for it and they are finite."""
+        reduced = self.reduced
+        if self._rules.clip_grad_norm is None or reduced is None or reduced.non_finite or reduced.overflowed:
+            return None
+        norm_sq = squared_norm(reduced.gradients[name] for name in self._updated)
+        if not math.isfinite(norm_sq):
+            raise NonFiniteGradient(f"step {self.version}: the gradient of unit {self.unit.id} has no finite norm")
+        return norm_sq
+
+    def apply(self, decided: Decided | None = None) -> None:
+        """Apply the held gradients as decided: the optimizer and its schedule step, the version grows by one.
+
+        A skipped step changes nothing but the version and the loss scale, buffers included.
+        """
+        reduced, self.reduced = self.reduced, None
+        assert reduced is not None
+        skipped = decided is not None and decided.skipped
+        if not skipped:
+            assert not reduced.non_finite, "a step without gradients was not decided as skipped"
+            self._update(reduced, decided)
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(skipped=skipped)
+        self.version += 1
+
+    def _update(self, reduced: Reduced, decided: Decided | None) -> None:
+        shrink = self._shrink(decided)
+        for name, parameter in self._updated.items():
+            gradient = reduced.gradients[name]
+            parameter.grad = gradient if shrink == 1.0 else gradient.mul_(shrink)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._publish()
+        for name, buffer in self.buffers.items():
+            apply_change(name, buffer, reduced.gradients[name])
+        self.exponents = dict(reduced.exponents)
+
+    def _shrink(self, decided: Decided | None) -> float:
+        """By what gradients are multiplied so that their norm over the whole model is within the job's bound."""
+        most = self._rules.clip_grad_norm
+        if most is None:
+            return 1.0
+        assert decided is not None
+        assert decided.gradient_norm is not None, "the gradient norm was not decided"
+        return min(1.0, most / (decided.gradient_norm + _CLIP_EPSILON))
+
+    def _publish(self) -> None:
+        """Copy updated parameters to the device, where the optimizer works on a copy of its own."""
+        if self._updated is not self.parameters:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(self._updated[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copy the whole state as named CPU tensors (``param/..``, ``buffer/..``, ``optim/../..``) and numbers."""
+        tensors = {f"param/{name}": _copy(parameter) for name, parameter in self._updated.items()}
+        tensors |= {f"buffer/{name}": _copy(buffer) for name, buffer in self.buffers.items()}
+        found, plain = optimizer_state(self.optimizer, self._updated)
+        tensors |= {f"optim/{name}/{key}": _copy(value) for (name, key), value in found.items()}
+        numbers: dict[str, Any] = {
+            "version": self.version,
+            "exponents": self.exponents,
+            "optimizer": plain,
+            "groups": group_numbers(self.optimizer),
+            "scheduler": None if self.scheduler is None else scheduler_numbers(self.scheduler),
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.model_dump(),
+        }
+        text = json.dumps(numbers, sort_keys=True).encode()
+        tensors[_NUMBERS] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return tensors
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over a state made by ``tensors``.
+
+        Raises:
+            ValueError: if a parameter or buffer is missing or has another shape or dtype.
+        """
+        numbers = json.loads(bytes(tensors[_NUMBERS].tolist()))
+        found: dict[tuple[str, str], Tensor] = {}
+        with torch.no_grad():
+            for name, parameter in self._updated.items():
+                parameter.copy_(self._saved(tensors, "param", name, parameter))
+                prefix = f"optim/{name}/"
+                found |= {(name, key.removeprefix(prefix)): v for key, v in tensors.items() if key.startswith(prefix)}
+            for name, buffer in self.buffers.items():
+                buffer.copy_(self._saved(tensors, "buffer", name, buffer))
+        self._publish()
+        load_optimizer_state(self.optimizer, self._updated, found, numbers["optimizer"])
+        self._load_numbers(numbers)
+        self.reduced = None
+
+    def _saved(self, tensors: Mapping[str, Tensor], kind: str, name: str, like: Tensor) -> Tensor:
+        saved = tensors.get(f"{kind}/{name}")
+        if saved is None or saved.shape != like.shape or saved.dtype != like.dtype:
+            raise ValueError(f"unit {self.unit.id}: saved state does not fit {kind} {name}")
+        return saved
+
+    def _load_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """What a state lacks, because it was saved under other settings of the job, stays as the job says."""
+        self.version = int(numbers["version"])
+        self.exponents = {name: int(numbers["exponents"].get(name, first)) for name, first in self.exponents.items()}
+        if numbers.get("groups"):
+            load_groups(self.optimizer, numbers["groups"])
+        if self.scheduler is not None and numbers.get("scheduler"):
+            load_scheduler(self.scheduler, numbers["scheduler"])
+        if self.loss_scale is not None and numbers.get("loss_scale"):
+            saved = LossScale.model_validate(numbers["loss_scale"])
+            self.loss_scale = saved.model_copy(update={"growth_steps": self.loss_scale.growth_steps})
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+_CHUNK = 1 << 20
+
+
+def squared_norm(tensors: Iterable[Tensor]) -> float:
+    """Sum of squares over all elements, in float64.
+
+    ``torch.sum`` adds in an order that depends on the processor and the number of threads. Here the elements of a
+    chunk are folded in halves, by additions of whole tensors; chunks are added by ``fsum``, whose result does not
+    depend on their order.
+    """
+    return math.fsum(
+        _folded(chunk.to(torch.float64).square())
+        for tensor in tensors
+        for chunk in torch.split(tensor.detach().reshape(-1), _CHUNK)
+        if chunk.numel()
+    )
+
+
+def _folded(values: Tensor) -> float:
+    while values.numel() > 1:
+        half = (values.numel() + 1) // 2
+        head, tail = values[:half], values[half:]
+        head[: tail.numel()] += tail
+        values = head
+    return float(values)

@@ -1,0 +1,1 @@
+"""One step on one worker: its schedule, sections, links and times."""

@@ -1,0 +1,90 @@
+"""How long a worker's micro-batches take: noted by the training thread, collected by the heartbeats.
+
+A worker without a place in the shape times real work instead, for the manager to see whether it is well again."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from morph.contract.messages import MicroBatchTimes, Probed, ProbeOrder
+
+MOST_KEPT = 16
+"""Micro-batches that are kept until a heartbeat takes them; older ones are forgotten."""
+DIGITS = 7
+
+
+class _Note(NamedTuple):
+    generation: int
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+    processor_s: float | None
+
+
+class Pace:
+    """Times of the newest micro-batches. One thread notes and one collects; neither waits for the other."""
+
+    def __init__(self) -> None:
+        self._notes: deque[_Note] = deque(maxlen=MOST_KEPT)
+
+    def note(
+        self,
+        generation: int,
+        forward_s: float,
+        recompute_s: float,
+        backward_s: float,
+        processor_s: float | None = None,
+    ) -> None:
+        """Keep the times (seconds) of a micro-batch that was finished; about a microsecond."""
+        self._notes.append(_Note(generation, forward_s, recompute_s, backward_s, processor_s))
+
+    def collect(self) -> MicroBatchTimes | None:
+        """What was noted since the last call, of the newest generation; None: nothing."""
+        notes: list[_Note] = []
+        while self._notes:
+            notes.append(self._notes.popleft())
+        if not notes:
+            return None
+        generation = notes[-1].generation
+        notes = [entry for entry in notes if entry.generation == generation]
+        return MicroBatchTimes(
+            generation=generation,
+            forward_s=tuple(round(entry.forward_s, DIGITS) for entry in notes),
+            recompute_s=tuple(round(entry.recompute_s, DIGITS) for entry in notes),
+            backward_s=tuple(round(entry.backward_s, DIGITS) for entry in notes),
+            processor_s=tuple(round(entry.processor_s, DIGITS) for entry in notes if entry.processor_s is not None),
+        )
+
+
+MICRO_BATCHES = 5
+LIMIT_S = 10.0
+"""A probe ends after this, with the micro-batches that were done by then."""
+
+
+class Prober:
+    """Carries out probes in the order lane; ``leave`` may be called from any thread."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._left = 0
+
+    def leave(self, probe: int) -> None:
+        """End this probe and those before it at the next micro-batch: an order waits behind it."""
+        self._left = max(self._left, probe)
+
+    def run(self, order: ProbeOrder, micro_batch: Callable[[], float]) -> Probed:
+        """Run some micro-batches, each of which returns its seconds; the first one warms up and does not count."""
+        until_s = time.monotonic() + LIMIT_S
+        times_s: list[float] = []
+        for number in range(1 + MICRO_BATCHES):
+            if self._left >= order.probe or (times_s and time.monotonic() > until_s):
+                break
+            took_s = micro_batch()
+            if number:
+                times_s.append(took_s)
+        slowdown = statistics.median(times_s) / order.healthy_s if times_s else None
+        return Probed(worker=self._worker, probe=order.probe, slowdown=slowdown)

@@ -1,0 +1,108 @@
+"""Running one section on one micro-batch: the atom of all arithmetic.
+
+Forward, recompute and backward always go section by section, with inputs detached at each section
+border, so that no result depends on how sections are grouped into stages. The forward pass always
+runs with autograd on, also where its graph is dropped and made again later, so that it cannot take
+another kernel than the recompute.
+
+A section is a graph of ATen operations, and autocast acts where those are dispatched, so it works on sections as on
+the user's own code. Weights are cast once per run of a section; the backward follows the types of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from morph.cutting.sections.section import Section
+from morph.job import Precision
+from morph.runtime.state.accumulators import change_of
+
+AddGradient = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True)
+class SectionRun:
+    """A section's inputs and outputs with the autograd graph between them, and new values of buffers."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    written: tuple[Tensor, ...] = ()
+
+
+def run_section(
+    section: Section,
+    inputs: Sequence[Tensor],
+    batch: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    precision: Precision = "fp32",
+) -> SectionRun:
+    """Run a section's forward with a fresh autograd graph. The caller seeds the generators.
+
+    Outputs have the types of the cut model in every precision, so that what is sent, and what the next section of
+    the same stage takes, is the same.
+    """
+    leaves = tuple(
+        tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in zip(inputs, section.inputs, strict=True)
+    )
+    device_type = next((tensor.device.type for tensor in (*leaves, *parameters.values(), *batch.values())), "cpu")
+    with torch.enable_grad():
+        with autocast(precision, device_type):
+            results = section(leaves, batch, parameters)
+        outputs, written = results[: len(section.outputs)], results[len(section.outputs) :]
+        outputs = tuple(output.to(spec.dtype) for output, spec in zip(outputs, section.outputs, strict=True))
+    return SectionRun(inputs=leaves, outputs=outputs, written=written)
+
+
+def section_backward(
+    section: Section,
+    run: SectionRun,
+    output_gradients: Sequence[Tensor | None],
+    parameters: Mapping[str, Tensor],
+    add: AddGradient,
+) -> tuple[Tensor | None, ...]:
+    """Run a section's backward; parameter gradients go, dense, to ``add``, input gradients are returned.
+
+    ``output_gradients`` aligns with the outputs; None where an output needs no gradient. Changes of buffers go to
+    ``add`` too: a micro-batch has one backward, however often its forward ran.
+    """
+    for name, new in zip(section.writes, run.written, strict=True):
+        add(name, change_of(parameters[name], new))
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(run.outputs, output_gradients, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
+    wanted_inputs = [tensor for tensor in run.inputs if tensor.requires_grad]
+    wanted = [*wanted_inputs, *(parameters[name] for name in section.parameters)]
+    if not wanted:  # frozen sections at the model's beginning: autograd refuses an empty question
+        return (None,) * len(run.inputs)
+    found = iter(
+        torch.autograd.grad(
+            [output for output, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
+        )
+    )
+    # an unused input gets zeros, not None: across a stage border something must travel, so it does within a stage too
+    input_gradients = tuple(_or_zeros(next(found), tensor) if tensor.requires_grad else None for tensor in run.inputs)
+    for name, gradient in zip(section.parameters, found, strict=True):
+        if gradient is not None:
+            add(name, gradient.to_dense() if gradient.is_sparse else gradient)
+    return input_gradients
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient
+
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
+    """The context in which sections run forward, in the forward pass and in the recompute alike."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device_type, dtype=_TYPES[precision])

@@ -1,0 +1,142 @@
+"""One stage: its sections run in a row, keeping for each micro-batch in flight what its backward needs.
+
+Its random numbers depend only on (job seed, step, micro-batch, section), never on the shape."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from morph.cutting.sections.section import CutModel, Section
+from morph.job import Precision
+from morph.runtime.step.section_run import AddGradient, SectionRun, run_section, section_backward
+
+LoadBatch = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
+
+
+class StageTasks(Protocol):
+    """What the executor needs of a stage: see ``Stage``."""
+
+    @property
+    def num_stored(self) -> int:
+        """Micro-batches of which only the stage's input is kept."""
+
+    @property
+    def num_live(self) -> int:
+        """Micro-batches whose graphs are kept for the backward."""
+
+    def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the forward of one micro-batch; returns the stage's outputs, detached."""
+
+    def recompute(self, micro_batch: int) -> None:
+        """Run the forward again from the stored input, keeping the graphs for the backward."""
+
+    def backward(
+        self, micro_batch: int, output_gradients: Sequence[Tensor | None], add: AddGradient
+    ) -> tuple[Tensor | None, ...]:
+        """Run the backward of one micro-batch; returns the gradients of the stage's inputs."""
+
+
+class Stage:
+    """Runs tasks of one stage in one step.
+
+    Args:
+        model: The cut model.
+        sections: Section numbers of the stage.
+        recompute: Keep only the stage's input between forward and backward.
+        parameters: Parameters by name; read at every run.
+        load_batch: Gives the batch entries of a micro-batch, by global number and keys.
+        seed: The job's seed.
+        step: The step, for the random streams.
+        precision: The job's.
+    """
+
+    def __init__(
+        self,
+        model: CutModel,
+        sections: range,
+        *,
+        recompute: bool,
+        parameters: Mapping[str, Tensor],
+        load_batch: LoadBatch,
+        seed: int,
+        step: int,
+        precision: Precision = "fp32",
+    ) -> None:
+        self._sections: tuple[Section, ...] = tuple(model.sections[index] for index in sections)
+        self._recompute = recompute
+        self._parameters = parameters
+        self._load_batch = load_batch
+        self._seed = seed
+        self._step = step
+        self._precision = precision
+        self._stored: dict[int, tuple[Tensor, ...]] = {}
+        self._runs: dict[int, list[SectionRun]] = {}
+
+    @property
+    def num_stored(self) -> int:
+        """Micro-batches of which only the stage's input is kept."""
+        return len(self._stored)
+
+    @property
+    def num_live(self) -> int:
+        """Micro-batches whose graphs are kept for the backward."""
+        return len(self._runs)
+
+    def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the forward of one micro-batch; returns the stage's outputs, detached."""
+        runs = self._run(micro_batch, inputs, keep=not self._recompute)
+        if self._recompute:
+            self._stored[micro_batch] = tuple(inputs)
+        else:
+            self._runs[micro_batch] = runs
+        return tuple(output.detach() for output in runs[-1].outputs)
+
+    def recompute(self, micro_batch: int) -> None:
+        """Run the forward again from the stored input, keeping the graphs for the backward."""
+        self._runs[micro_batch] = self._run(micro_batch, self._stored.pop(micro_batch), keep=True)
+
+    def backward(
+        self, micro_batch: int, output_gradients: Sequence[Tensor | None], add: AddGradient
+    ) -> tuple[Tensor | None, ...]:
+        """Run the backward of one micro-batch; returns the gradients of the stage's inputs."""
+        gradients = tuple(output_gradients)
+        runs = self._runs.pop(micro_batch)
+        for section in reversed(self._sections):
+            gradients = section_backward(section, runs.pop(), gradients, self._parameters, add)
+        return gradients
+
+    def _run(self, micro_batch: int, inputs: Sequence[Tensor], *, keep: bool) -> list[SectionRun]:
+        runs: list[SectionRun] = []
+        values = tuple(inputs)
+        for section in self._sections:
+            batch = self._load_batch(micro_batch, section.batch_keys) if section.batch_keys else {}
+            seed_section(self._seed, self._step, micro_batch, section.index)
+            run = run_section(section, values, batch, self._parameters, self._precision)
+            values = run.outputs
+            if not keep:
+                runs.clear()  # the graphs behind are dropped, one section's at a time
+            runs.append(run)
+        return runs
+
+
+def stream_seed(seed: int, step: int, micro_batch: int, section: int) -> int:
+    """A 63-bit seed for one section's run on one micro-batch."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{micro_batch}/{section}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_section(seed: int, step: int, micro_batch: int, section: int) -> None:
+    """Set torch's generators before a section runs, in the forward pass and in the recompute alike.
+
+    Not by ``torch.manual_seed``: for each kind of device that was never used it keeps the call, with its stack, until
+    the device is, which takes longer than many a section's kernels and is never freed where there is no such device.
+    """
+    found = stream_seed(seed, step, micro_batch, section)
+    torch.default_generator.manual_seed(found)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch ships no types for it
+        torch.cuda.manual_seed_all(found)

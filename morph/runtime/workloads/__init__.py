@@ -1,0 +1,1 @@
+"""What a worker trains, behind one interface."""

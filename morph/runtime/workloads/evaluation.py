@@ -1,0 +1,234 @@
+"""Evaluation: forward passes of the pipeline, without dropout, at the version that a worker holds.
+
+The sections are those of training with their dropout switched off and their buffers as they were committed, so cut
+positions, parameters and what crosses a border are the same; sections that run the model's own code run it in
+evaluation mode. Other randomness stays on, drawn from (seed, version, micro-batch, section) as in training.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from morph.contract.errors import JobError
+from morph.contract.messages import Evaluation, MicroBatchLoss
+from morph.cutting import CutModel, Section
+from morph.cutting.exporting.functional import WRITTEN
+from morph.cutting.marked.marked_run import MarkedCode
+from morph.cutting.sections.statistics import PLAIN, use_statistics
+from morph.data.evaluation import EvaluationLoader
+from morph.data.loader import data_of, read_samples
+from morph.job import Job, Precision
+from morph.runtime.groups.channels import GROUP_TIMEOUT_S
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.step.executor import Neighbours, StageWork, told_loss
+from morph.runtime.step.generation import Generation
+from morph.runtime.step.links import Receiver, Sender
+from morph.runtime.step.section_run import run_section
+from morph.runtime.step.stage import seed_section
+
+MAX_SENDING = 4
+"""Micro-batches on their way to the next stage at most."""
+
+aten = torch.ops.aten
+_OFF: dict[object, tuple[int, str, bool | float]] = {
+    aten.dropout.default: (2, "train", False),
+    aten.native_dropout.default: (2, "train", False),
+    aten.alpha_dropout.default: (2, "train", False),
+    aten.feature_dropout.default: (2, "train", False),
+    aten.feature_alpha_dropout.default: (2, "train", False),
+    aten.rrelu.default: (3, "training", False),
+    aten.scaled_dot_product_attention.default: (4, "dropout_p", 0.0),
+}
+"""By operation: place and name of the argument that switches its dropout off, and how."""
+
+
+def evaluation_sections(model: CutModel) -> tuple[Section, ...]:
+    """The sections of a cut model without dropout.
+
+    Raises:
+        JobError: dropout that cannot be told from the model's own randomness.
+    """
+    return tuple(_without_dropout(section) for section in model.sections)
+
+
+def _without_dropout(section: Section) -> Section:
+    code = section.code
+    if isinstance(code, MarkedCode):
+        return replace(section, code=_InEvaluationMode(code), _on_device={})
+    assert isinstance(code, GraphModule)
+    quiet = copy.deepcopy(code)
+    _read_only(quiet.graph, len(section.outputs))
+    for module in quiet.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                _switch_off(node, section)
+            module.recompile()
+    return replace(section, code=quiet, writes=(), _on_device={})
+
+
+def _read_only(graph: Graph, num_outputs: int) -> None:
+    """Read written buffers as they were committed, and normalise with the running statistics."""
+    output = graph.output_node()
+    output.args = (output.args[0][:num_outputs],)  # type: ignore[index]
+    placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
+    for node in list(graph.nodes):
+        if WRITTEN in node.meta:
+            node.replace_all_uses_with(placeholders[node.meta[WRITTEN]])
+    for node in list(graph.nodes):
+        if node.target in PLAIN:
+            use_statistics(node)
+
+
+@dataclass(frozen=True)
+class _InEvaluationMode:
+    """A section of a model that runs its own code: its modules are told while it runs."""
+
+    code: MarkedCode
+
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        modes = [(module, module.training) for module in self.code.whole.modules()]
+        self.code.whole.eval()
+        try:
+            return self.code(*given)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def _switch_off(node: Node, section: Section) -> None:
+    if node.target in (aten.bernoulli.p, aten.bernoulli.default):
+        raise JobError(
+            f"the dropout in section {section.index} ({section.label}) cannot be switched off for evaluation",
+            source="Job",
+            field="eval_data",
+            allowed="a model that changes no activation in place, or plain nn.Dropout",
+        )
+    if node.target not in _OFF:
+        return
+    place, name, off = _OFF[node.target]
+    if len(node.args) > place:
+        node.update_arg(place, off)
+    elif name in node.kwargs:
+        node.update_kwarg(name, off)
+
+
+@dataclass(frozen=True)
+class EvaluationStage:
+    """One stage's sections, ready to run forward at one version.
+
+    ``load_batch`` gives entries of an evaluation micro-batch, by number and keys.
+    """
+
+    sections: Sequence[Section]
+    parameters: Mapping[str, Tensor]
+    load_batch: Callable[[int, Sequence[str]], Mapping[str, Tensor]]
+    precision: Precision
+    seed: int
+    version: int
+
+    def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run one micro-batch; the sections' graphs are dropped one by one."""
+        values = tuple(inputs)
+        for section in self.sections:
+            batch = self.load_batch(micro_batch, section.batch_keys) if section.batch_keys else {}
+            seed_section(self.seed, -1 - self.version, micro_batch, section.index)
+            run = run_section(section, values, batch, self.parameters, self.precision)
+            values = tuple(output.detach() for output in run.outputs)
+        return values
+
+
+def run_evaluation(
+    stage: EvaluationStage,
+    work: StageWork,
+    neighbours: Neighbours,
+    interrupt: Interrupt,
+    device: torch.device,
+) -> tuple[MicroBatchLoss, ...]:
+    """Run this stage's part of an evaluation; losses and metrics come from last stages alone.
+
+    Raises:
+        GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.wait_for``.
+    """
+    count = len(work.micro_batches)
+    arriving = Receiver(neighbours.activations_in, work.inputs, count, device) if neighbours.activations_in else None
+    leaving = Sender(neighbours.activations_out) if neighbours.activations_out else None
+    losses: list[MicroBatchLoss] = []
+    for done, micro_batch in enumerate(work.micro_batches):
+        interrupt.check()
+        inputs: tuple[Tensor, ...] = ()
+        if arriving is not None:
+            _await(arriving, done, interrupt)
+            inputs = arriving.take()
+        outputs = stage.forward(micro_batch, inputs)
+        if leaving is None:
+            losses.append(told_loss(micro_batch, outputs, work.metric_names))
+            continue
+        leaving.send(outputs)
+        if done % MAX_SENDING == MAX_SENDING - 1:
+            leaving.flush()
+    if leaving is not None:
+        leaving.flush()
+    return tuple(losses)
+
+
+def _await(arriving: Receiver, done: int, interrupt: Interrupt) -> None:
+    interrupt.wait_for(lambda: arriving.arrived() > done, "activations of an evaluation", GROUP_TIMEOUT_S)
+
+
+class Evaluator:
+    """A job's evaluations, as one worker takes part in them.
+
+    Raises:
+        JobError: evaluation data that cannot be used, or a model that cannot be evaluated.
+    """
+
+    def __init__(self, job: Job, model: CutModel, device: torch.device) -> None:
+        assert job.eval_data is not None
+        self._job, self._device = job, device
+        self._sections = evaluation_sections(model)
+        (sample,) = read_samples(data_of(job), job.seed, [(0, 0)])
+        data = data_of(job, "eval_data")
+        self._loader = EvaluationLoader(data, job.seed, sample, model.micro_batch_size, job.eval_samples)
+
+    def run_if_due(self, current: Generation, version: int, model: CutModel) -> Evaluation | None:
+        """Evaluate a version that every unit of the generation is at; None when none is due, or not on a last stage.
+
+        Raises:
+            GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.wait_for``.
+        """
+        every = self._job.eval_every_steps
+        if version == 0 or every is None or version % every or current.slot is None:
+            return None
+        total = self._loader.num_micro_batches
+        work = replace(
+            current.stage_work(model), micro_batches=shares(total, current.plan.num_replicas)[current.slot.replica]
+        )
+        stage = EvaluationStage(
+            sections=[self._sections[index] for index in current.plan.stages[current.slot.stage].sections],
+            parameters={name: tensor for state in current.units.values() for name, tensor in state.values.items()},
+            load_batch=self._load,
+            precision=self._job.precision,
+            seed=self._job.seed,
+            version=version,
+        )
+        losses = run_evaluation(stage, work, current.neighbours(), current.interrupt, self._device)
+        is_last = current.slot.stage == current.plan.pipeline_depth - 1
+        return Evaluation(version=version, num_micro_batches=total, losses=losses) if is_last else None
+
+    def _load(self, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
+        batch = self._loader.load(micro_batch, keys)
+        return {key: tensor.to(self._device) for key, tensor in batch.items()}
+
+
+def shares(num_micro_batches: int, num_replicas: int) -> list[range]:
+    """Deal micro-batches to replicas: the first ones get one more where they do not divide evenly."""
+    share, extra = divmod(num_micro_batches, num_replicas)
+    starts = [replica * share + min(replica, extra) for replica in range(num_replicas + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]

@@ -1,0 +1,170 @@
+"""The workload of a user's job: its model, cut into sections, on a real device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from morph.contract.data_facts import JobFacts, require_same
+from morph.contract.errors import ProfileError
+from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
+from morph.cutting.kept.cut_job import load_and_cut
+from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
+from morph.data import MicroBatchLoader, data_of
+from morph.data.fingerprint import data_facts
+from morph.runtime.groups.channels import Carrier, Channel
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.state.accumulators import Accumulator
+from morph.runtime.state.unit_state import UnitState
+from morph.runtime.state.update_rules import update_rules
+from morph.runtime.step.executor import Executor, reduce_all
+from morph.runtime.step.generation import Generation
+from morph.runtime.step.slowed import slowed
+from morph.runtime.step.stage import Stage
+from morph.runtime.workloads.evaluation import Evaluator
+from morph.runtime.workloads.job_checks import settings
+
+_PROBE_SIZE = 0.01
+
+
+class JobWorkload:
+    """Loads the job of a setup and cuts its model: seconds, unless that was kept. See ``Workload``.
+
+    Raises:
+        InputError: on a wrong job, or one that the profile does not belong to.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._device = torch.device(setup.device)
+        found = load_and_cut(
+            setup.job_path,
+            num_sections=setup.num_sections,
+            micro_batch_size=setup.micro_batch_size,
+            fingerprint=setup.fingerprint,
+        )
+        self._job, self._model, self._initial = found.job, found.model, found.initial
+        self._rules = update_rules(self._job, self._device)
+        if self._model.fingerprint != setup.fingerprint:
+            raise ProfileError(
+                "the profile belongs to another model; calibrate again",
+                source=setup.job_path,
+                field="fingerprint",
+                value=self._model.fingerprint,
+                allowed=setup.fingerprint,
+            )
+        if setup.known_by != JobFacts():
+            facts = JobFacts(data=data_facts(self._job), settings=settings(self._job, self._model))
+            require_same(facts, setup.known_by, setup.job_path)
+        data = data_of(self._job)
+        self._loader = MicroBatchLoader(data, self._job.seed, self._job.batch_size, setup.micro_batch_size)
+        self._evaluator = Evaluator(self._job, self._model, self._device) if self._job.eval_data else None
+
+    @property
+    def units(self) -> tuple[ParameterUnit, ...]:
+        """See ``Workload.units``."""
+        return self._model.units
+
+    def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:
+        """See ``Workload.make_unit``."""
+        found = next(entry for entry in self._model.units if entry.id == unit)
+        return UnitState(
+            found,
+            {
+                name: self._initial.empty(name, self._device) if empty else self._initial[name].to(self._device)
+                for name in found.names
+            },
+            self._job.optimizer,
+            num_micro_batches=num_micro_batches,
+            exact=self._job.accumulation == "exact",
+            rules=self._rules,
+        )
+
+    def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:  # noqa: ARG002
+        """See ``Workload.incoming_state``."""
+        return channel
+
+    def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
+        """See ``Workload.make_shadow``."""
+        return self.make_unit(unit, num_micro_batches, empty=True)
+
+    def arrive(self, num_bytes: int) -> None:
+        """See ``Workload.arrive``: what was received is there."""
+
+    def adopt(self, shadow: UnitState) -> UnitState:
+        """See ``Workload.adopt``."""
+        return shadow
+
+    def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
+        """See ``Workload.executor``."""
+        assert current.slot is not None
+        plan = current.plan.stages[current.slot.stage]
+        stage = Stage(
+            self._model,
+            plan.sections,
+            recompute=plan.recompute,
+            parameters={name: tensor for unit in current.units.values() for name, tensor in unit.values.items()},
+            load_batch=lambda micro_batch, keys: self._load(order.step, micro_batch, keys),
+            seed=self._job.seed,
+            step=order.step,
+            precision=self._job.precision,
+        )
+        work = replace(current.stage_work(self._model), record_timeline=order.record_timeline)
+        tasks = slowed(stage, faults.slowness)
+        return Executor(tasks, work, current.neighbours(), current.interrupt, faults, self._device)
+
+    def reduce(
+        self, current: Generation, accumulators: Mapping[str, Accumulator], faults: FaultPlan, executor: Executor
+    ) -> None:
+        """See ``Workload.reduce``."""
+        reduce_all(accumulators, {name: current.ring_of(name) for name in accumulators}, faults, executor.stopwatch)
+
+    def probe(self, sections: range, held: Mapping[str, UnitState], faults: FaultPlan) -> Callable[[], float]:
+        """See ``Workload.probe``. The gradients are summed as in a step, into sums that nobody reads."""
+        used = [unit for unit in self._model.units if set(unit.sections) & set(sections)]
+        units = [held.get(unit.id) or self.make_unit(unit.id, 1) for unit in used]
+        sums = {name: total for unit in units for total in (unit.new_accumulator(),) for name in unit.values}
+        inner = Stage(
+            self._model,
+            sections,
+            recompute=False,
+            parameters={name: tensor for unit in units for name, tensor in unit.values.items()},
+            load_batch=lambda micro_batch, keys: self._load(0, micro_batch, keys),
+            seed=self._job.seed,
+            step=0,
+            precision=self._job.precision,
+        )
+        stage = slowed(inner, faults.slowness)
+        inputs = [self._made(spec) for spec in self._model.sections[sections.start].inputs]
+        outputs = self._model.sections[sections.stop - 1].outputs
+        gradients = [self._made(spec) if spec.requires_grad else None for spec in outputs]
+
+        def run() -> float:
+            start_s = time.perf_counter()
+            stage.forward(0, inputs)
+            stage.backward(0, gradients, lambda name, gradient: sums[name].add(name, gradient))
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            return time.perf_counter() - start_s
+
+        return run
+
+    def evaluate(self, current: Generation, version: int) -> Evaluation | None:
+        """See ``Workload.evaluate``."""
+        return self._evaluator.run_if_due(current, version, self._model) if self._evaluator is not None else None
+
+    def _made(self, spec: BoundaryTensor) -> Tensor:
+        """Something of the kind that crosses a cut-point; small, so that no sum overflows."""
+        if not spec.dtype.is_floating_point:
+            return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+        numbers = torch.linspace(-_PROBE_SIZE, _PROBE_SIZE, max(1, math.prod(spec.shape)), device=self._device)
+        return numbers.reshape(spec.shape).to(spec.dtype)
+
+    def _load(self, step: int, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
+        batch = self._loader.load(step, micro_batch, keys)
+        return {key: tensor.to(self._device) for key, tensor in batch.items()}

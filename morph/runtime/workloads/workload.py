@@ -1,0 +1,71 @@
+"""What a worker trains, behind one interface: a job's cut model, or an emulated device with a profile's times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
+from morph.cutting.sections.section import ParameterUnit
+from morph.runtime.groups.channels import Carrier, Channel
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.state.accumulators import Accumulator
+from morph.runtime.state.unit_state import UnitState
+from morph.runtime.step.executor import Executor
+from morph.runtime.step.generation import Generation
+
+
+class Workload(Protocol):
+    """Everything that a worker needs of a job, once the job is loaded. Used in the order lane alone."""
+
+    @property
+    def units(self) -> tuple[ParameterUnit, ...]:
+        """Every parameter unit of the model."""
+
+    def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:
+        """A unit's state at version 0; ``empty``: one that is about to be loaded, with anything in its parameters."""
+
+    def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:
+        """The channel over which this worker receives a unit's state."""
+
+    def make_shadow(self, unit: str, num_micro_batches: int) -> UnitState:
+        """An empty unit that is to follow another worker's; made and used beside the order lane."""
+
+    def arrive(self, num_bytes: int) -> None:
+        """Block until so many bytes that were sent ahead are there; called beside the order lane."""
+
+    def adopt(self, shadow: UnitState) -> UnitState:
+        """Make a unit that followed this worker's own."""
+
+    def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
+        """Everything of one step up to its reductions, ready to run on this worker's stage."""
+
+    def reduce(
+        self, current: Generation, accumulators: Mapping[str, Accumulator], faults: FaultPlan, executor: Executor
+    ) -> None:
+        """Reduce the gradients of every unit that this worker holds. Raises as ``Interrupt.wait_for``."""
+
+    def probe(self, sections: range, held: Mapping[str, UnitState], faults: FaultPlan) -> Callable[[], float]:
+        """Make what a probe needs; the result runs a micro-batch's forward and backward and returns its seconds.
+
+        ``held`` units are read and never changed; what is missing is made. No peer is needed.
+        """
+
+    def evaluate(self, current: Generation, version: int) -> Evaluation | None:
+        """Evaluate a version that every unit is at; None when none is due, or not on a last stage."""
+
+
+def load_workload(setup: WorkerSetup) -> Workload:
+    """Make what a setup describes.
+
+    Raises:
+        InputError: on a wrong job, or one that the profile does not belong to.
+    """
+    if setup.emulation is not None:
+        from morph.runtime.emulation.workload import EmulatedWorkload
+
+        return EmulatedWorkload(setup)
+    from morph.runtime.workloads.job_workload import JobWorkload
+
+    return JobWorkload(setup)

@@ -1,0 +1,80 @@
+"""Files that Morph keeps for one user between runs: private, proved by a digest, bounded, and never needed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+MOST_BYTES = 256 << 20
+"""Of all files in one folder."""
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_folder() -> Path:
+    """Return where this user's caches of Morph are."""
+    own, general = os.environ.get("MORPH_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own)
+    usual = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return (Path(general) if general and Path(general).is_absolute() else usual) / "morph"
+
+
+def read_kept(folder: Path, name: str) -> bytes | None:
+    """Return what was kept under a name.
+
+    None where nothing was, where it cannot be read or is damaged, and where another user owns or could have written
+    the file or its folder.
+    """
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not (stat.S_ISREG(found.st_mode) and _private(found) and _private(folder.lstat())):
+                return None
+            digest, content = file.read(hashlib.sha256().digest_size), file.read(MOST_BYTES)
+        if hashlib.sha256(content).digest() == digest:
+            with contextlib.suppress(OSError):
+                os.utime(folder / name)  # used: not among the oldest
+            return content
+    return None
+
+
+def keep(folder: Path, name: str, content: bytes) -> None:
+    """Write a file whole or not at all, readable by this user alone, and remove the oldest where all are too long.
+
+    A folder that cannot be written, or that others can write to, is left as it is.
+    """
+    if len(content) > MOST_BYTES // 2:
+        return
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _private(folder.lstat()):
+            return
+        handle, partial = tempfile.mkstemp(dir=folder, prefix=".", suffix=".partial")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(content).digest() + content)
+            Path(partial).replace(folder / name)
+        except OSError:
+            Path(partial).unlink(missing_ok=True)
+        _remove_oldest(folder)
+
+
+def _private(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
+
+
+def _remove_oldest(folder: Path) -> None:
+    with os.scandir(folder) as entries:
+        facts = [(entry.stat(follow_symlinks=False), entry.path) for entry in entries]
+    total_bytes = sum(found.st_size for found, _ in facts)
+    for found, path in sorted(facts, key=lambda fact: fact[0].st_mtime_ns):
+        if total_bytes <= MOST_BYTES:
+            return
+        Path(path).unlink(missing_ok=True)
+        total_bytes -= found.st_size

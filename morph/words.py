@@ -1,0 +1,52 @@
+"""How numbers with units, kinds of sections and places in source code are written for a reader."""
+
+from __future__ import annotations
+
+import os
+
+
+def time_text(seconds: float) -> str:
+    """Three significant digits with a fitting unit."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.0f} ns"
+
+
+def count_text(number: float) -> str:
+    """Three significant digits with K, M or B."""
+    for factor, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
+        if number >= factor:
+            return f"{number / factor:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def bytes_text(size_bytes: int) -> str:
+    """Three significant digits in GiB, MiB or KiB, of which it is below 1000."""
+    for factor, unit in ((2**30, "GiB"), (2**20, "MiB")):
+        if size_bytes >= 999.5 / 1024 * factor:
+            return f"{size_bytes / factor:.3g} {unit}"
+    return f"{size_bytes / 2**10:.3g} KiB"
+
+
+def size_text(num_bytes: float) -> str:
+    """Write bytes with a unit: ``512 B``, ``1.5 MB``."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}"
+
+
+def kind_name(kind: int) -> str:
+    """Return A, B, ..., Z, A1, B1, ..."""
+    return chr(ord("A") + kind % 26) + (str(kind // 26) if kind >= 26 else "")
+
+
+def short_source(source: str | None) -> str:
+    """Return the path as seen from here, or from the installed packages."""
+    if source is None:
+        return ""
+    _, marker, inside = source.rpartition("site-packages/")
+    return inside if marker else os.path.relpath(source)

@@ -1,0 +1,1 @@
+"""What one shape costs and why: expectation, lower bound, time breakdown, timeline."""

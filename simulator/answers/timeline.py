@@ -1,0 +1,52 @@
+"""The timeline of one simulated mini-batch as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from simulator.answers.costs import StageCosts
+from simulator.answers.finish import Finish
+from simulator.answers.worker_times import worker_times
+from simulator.given.conditions import Conditions
+from simulator.playing.times import Played
+
+TASK_NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
+COLUMNS = ("replica", "stage", "task", "micro_batch", "start_s", "end_s")
+_Row = tuple[int, int, str, int, float, float]
+
+
+def timeline_frame(
+    costs: StageCosts, counts: Sequence[int], conditions: Conditions, played: Played, after: Finish
+) -> pd.DataFrame:
+    """One row per task, ordered by replica, stage and start; ``micro_batch`` is the replica's own number or -1."""
+    times = worker_times(costs, counts, conditions)
+    durations = {"F": times.forward_ns, "R": times.recompute_ns, "B": times.backward_ns}
+    num_stages, num_replicas = played.last_backward_ns.shape
+    rows: list[_Row] = []
+    for replica in range(num_replicas):
+        for stage in range(num_stages):
+            numbers = dict.fromkeys("FRB", 0)
+            starts = played.start_ns[replica][stage]
+            for letter, start in zip(played.orders[replica][stage], starts, strict=True):
+                end = int(start) + int(durations[letter][stage, replica, 0])
+                rows.append((replica, stage, TASK_NAMES[letter], numbers[letter], int(start) / 1e9, end / 1e9))
+                numbers[letter] += 1
+            rows += _closing_rows(costs, after, replica, stage)
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"start_s": np.float64, "end_s": np.float64})
+
+
+def _closing_rows(costs: StageCosts, after: Finish, replica: int, stage: int) -> list[_Row]:
+    reduces = [(int(after.private_start_ns[stage]), int(after.private_reduce_ns[stage]))]
+    reduces += [(start, duration) for stages, start, duration in after.tied if stage in stages]
+    rows = [
+        (replica, stage, "all_reduce", -1, start / 1e9, (start + duration) / 1e9)
+        for start, duration in reduces
+        if duration
+    ]
+    decided = after.prepared_ns + costs.sections.commit_ns
+    rows.append((replica, stage, "commit", -1, after.prepared_ns / 1e9, decided / 1e9))
+    rows.append((replica, stage, "optimizer", -1, decided / 1e9, (decided + int(costs.optimizer_ns[stage])) / 1e9))
+    return rows

@@ -1,0 +1,123 @@
+"""The times of every single worker of a shape, from its costs, its conditions and the luck of a draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.answers.costs import StageCosts
+from simulator.given.conditions import Conditions
+from simulator.given.jitter import Luck, MeanLuck
+from simulator.playing.following import ShapeTimes
+from simulator.playing.times import Ints, StageTimes
+
+Floats = npt.NDArray[np.float64]
+_TASKS = ("forward", "recompute", "backward")
+_MESSAGES = ("activation", "gradient")
+
+
+def worker_times(
+    costs: StageCosts, counts: Sequence[int], conditions: Conditions, luck: Luck | MeanLuck | None = None
+) -> ShapeTimes:
+    """Times of stage s of replica d for each.
+
+    Args:
+        costs: Of the stages.
+        counts: Micro-batches of each replica.
+        conditions: Nodes and slow workers.
+        luck: Of a draw; None: medians.
+    """
+    num_replicas = len(counts)
+    slower = _slower(costs, num_replicas, conditions)
+    tasks = _medians(costs) if luck is None else _drawn_tasks(costs, counts, luck)
+    wires = {kind: _by_worker(costs, f"{kind}_wire_ns", num_replicas) for kind in _MESSAGES}
+    if luck is None:
+        totals = {kind: _by_worker(costs, f"{kind}_ns", num_replicas)[:, :, None] for kind in _MESSAGES}
+    else:
+        totals = {kind: _drawn_messages(costs, counts, luck, kind) for kind in _MESSAGES}
+    return ShapeTimes(
+        **{f"{kind}_ns": np.maximum(1, np.rint(tasks[kind] * slower)).astype(np.int64) for kind in _TASKS},
+        **{f"{kind}_ns": np.maximum(0, totals[kind] - wires[kind][:, :, None]) for kind in _MESSAGES},
+        **{f"{kind}_wire_ns": wires[kind] for kind in _MESSAGES},
+        node=costs.layout.node(num_replicas),
+        recompute=costs.times.recompute,
+        share_links=conditions.share_links,
+    )
+
+
+def _slower(costs: StageCosts, num_replicas: int, conditions: Conditions) -> Floats:
+    """[P, D, 1]: how much slower each worker is than alone and well."""
+    slower = np.broadcast_to(costs.layout.slowdown, (costs.times.num_stages, num_replicas)).copy()
+    for stage, replica, factor in conditions.slow:
+        slower[stage, slice(None) if replica is None else replica] *= factor
+    return slower[:, :, None]
+
+
+def _medians(costs: StageCosts) -> dict[str, Ints]:
+    """[P, 1, 1] of each task."""
+    return {kind: getattr(costs.alone, f"{kind}_ns")[:, None, None] for kind in _TASKS}
+
+
+def _ends(costs: StageCosts) -> tuple[Ints, Ints]:
+    begin = np.asarray(costs.boundaries, np.int64)
+    return begin, np.append(begin[1:], costs.sections.num_sections)
+
+
+def _dealt(values: Floats, counts: Sequence[int]) -> Floats:
+    """From [P, N] by micro-batch of the mini-batch to [P, D, most] by that of each replica."""
+    dealt = np.zeros((len(values), len(counts), max(counts)))
+    first = 0
+    for replica, count in enumerate(counts):
+        dealt[:, replica, :count] = values[:, first : first + count]
+        first += count
+    return dealt
+
+
+def _drawn_tasks(costs: StageCosts, counts: Sequence[int], luck: Luck | MeanLuck) -> dict[str, Floats]:
+    begin, end = _ends(costs)
+    sums = {kind: luck.task_sums_ns(kind) for kind in _TASKS}
+    return {kind: _dealt(total[end] - total[begin], counts) for kind, total in sums.items()}
+
+
+def _by_worker(costs: StageCosts, name: str, num_replicas: int) -> Ints:
+    """[P, D]: over the link that each worker has to its next stage."""
+    _, end = _ends(costs)
+    between: Ints = getattr(costs.sections.inter_node, name)[end - 1]
+    within: Ints = getattr(costs.sections.intra_node, name)[end - 1]
+    chosen = np.where(costs.layout.inside, within[:, None], between[:, None])
+    return np.ascontiguousarray(np.broadcast_to(chosen, (len(end), num_replicas)))
+
+
+def _drawn_messages(costs: StageCosts, counts: Sequence[int], luck: Luck | MeanLuck, kind: str) -> Ints:
+    """[P, D, most]."""
+    _, end = _ends(costs)
+    sections = costs.sections
+    inside = np.broadcast_to(costs.layout.inside, (len(end), len(counts)))
+    by_link = []
+    for link in (sections.profile.inter_node, sections.profile.intra_node):
+        times = [luck.message_ns(kind, last, link, float(sections.sent_bytes[last])) for last in (end - 1).tolist()]
+        by_link.append(_dealt(np.stack(times), counts))
+    return np.rint(np.where(inside[:, :, None], by_link[1], by_link[0])).astype(np.int64)
+
+
+def recomputes_in_time(times: StageTimes) -> bool:
+    """Whether a recompute that begins with the backward behind it is done before the gradient comes.
+
+    Otherwise following an order is faster than the rules that made it: a worker that has nothing else to do does not
+    wait with the recompute until the next stage has begun its backward.
+    """
+    late = times.recompute_ns[:-1] > times.backward_ns[1:] + times.gradient_ns[:-1]
+    return not bool((late & times.recompute[:-1]).any())
+
+
+def is_plain(costs: StageCosts, counts: Sequence[int], conditions: Conditions) -> bool:
+    """Whether the pipelines of this shape run exactly as :func:`run_pipeline` plays them."""
+    slots = conditions.compute_slots
+    if conditions.slow or (slots is not None and slots < costs.times.num_stages * len(counts)):
+        return False
+    if not costs.layout.alike or not recomputes_in_time(costs.times):
+        return False
+    shares = conditions.share_links and max(int(wire.max(initial=0)) for wire in costs.times.wires_ns) > 0
+    return not shares or bool(costs.layout.inside[:-1].all()) or costs.times.num_stages == 1

@@ -1,0 +1,1 @@
+"""Profiles and traces drawn from a seed."""

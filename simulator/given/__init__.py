@@ -1,0 +1,1 @@
+"""What a plan is made under: nodes, links, jitter, slow and shared cores."""

@@ -1,0 +1,169 @@
+"""Which worker runs on which node, where nodes have several GPUs.
+
+Neighbouring stages on one node talk over its inner links, so a replica should be cut into as few pieces (stages in a
+row on one node) as can be. Finding the fewest over all replicas is a packing problem; the rule here goes replica by
+replica, and is the best of a few orders of doing so:
+
+- a node that holds all the stages still to be placed takes them, the one with least room to spare;
+- else the roomiest node is filled, or, in the second order, the fullest pair of nodes that holds them exactly.
+
+Either way a replica's larger pieces come first, so that the same stages of all replicas tend to share nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from morph.contract import ranges
+from morph.contract.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``nodes[d][s]``: number of the node that runs stage s of replica d; ``node_sizes``: GPUs of each node."""
+
+    node_sizes: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_pieces(self) -> int:
+        """Runs of neighbouring stages on one node, over all replicas."""
+        return sum(1 + sum(a != b for a, b in pairwise(row)) for row in self.nodes)
+
+    def array(self) -> npt.NDArray[np.int64]:
+        """int64[P, D]."""
+        return np.array(self.nodes, np.int64).T
+
+    @property
+    def used(self) -> dict[int, int]:
+        """GPUs in use by node, of the nodes that are in use."""
+        counts: dict[int, int] = {}
+        for row in self.nodes:
+            for node in row:
+                counts[node] = counts.get(node, 0) + 1
+        return dict(sorted(counts.items()))
+
+    @property
+    def rings_at_once(self) -> int:
+        """Most all-reduces that share one node's link: stages on it with replicas on other nodes too."""
+        homes: dict[int, set[int]] = {}
+        held: dict[int, set[int]] = {}
+        for row in self.nodes:
+            for stage, node in enumerate(row):
+                homes.setdefault(stage, set()).add(node)
+                held.setdefault(node, set()).add(stage)
+        leaving = [sum(len(homes[stage]) > 1 for stage in stages) for stages in held.values()]
+        return max(1, *leaving)
+
+
+def node_sizes(num_gpus: int, num_gpus_per_node: int | Sequence[int]) -> tuple[int, ...]:
+    """GPUs of each node: nodes of one size, the last one smaller if need be, or the sizes given.
+
+    Raises:
+        PlanError: sizes below 1, or that do not add up to ``num_gpus``.
+    """
+    if not isinstance(num_gpus_per_node, Sequence):
+        ranges.GPUS.check("num_gpus_per_node", num_gpus_per_node)
+        whole, rest = divmod(num_gpus, num_gpus_per_node)
+        return (num_gpus_per_node,) * whole + ((rest,) if rest else ())
+    sizes = tuple(num_gpus_per_node)
+    if not sizes or any(size not in ranges.GPUS for size in sizes):
+        raise PlanError("are not node sizes", field="num_gpus_per_node", value=sizes, allowed=f"of each {ranges.GPUS}")
+    if sum(sizes) not in ranges.GPUS:
+        allowed = f"{ranges.GPUS} together"
+        raise PlanError("are too many GPUs", field="num_gpus_per_node", value=sum(sizes), allowed=allowed)
+    if sum(sizes) < num_gpus:
+        allowed = f"at most {sum(sizes)} (all GPUs of the nodes)"
+        raise PlanError("there are fewer GPUs", field="num_gpus", value=num_gpus, allowed=allowed)
+    return sizes
+
+
+def place(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> Placement:
+    """Put P x D workers on nodes of these sizes; deterministic.
+
+    Raises:
+        PlanError: more workers than GPUs.
+    """
+    if num_stages * num_replicas > sum(sizes):
+        raise PlanError(
+            "there are fewer GPUs than workers",
+            field="num_gpus",
+            value=sum(sizes),
+            allowed=f"{num_stages * num_replicas} or more ({num_stages} x {num_replicas})",
+        )
+    most, alike = max(sizes), len(set(sizes)) == 1
+    if most == 1 or num_stages == 1 or (alike and (num_stages % most == 0 or most % num_stages == 0)):
+        order = sorted(range(len(sizes)), key=lambda node: (-sizes[node], node))
+        slots = [node for node in order for _ in range(sizes[node])]
+        rows = tuple(tuple(slots[d * num_stages : (d + 1) * num_stages]) for d in range(num_replicas))
+        return Placement(tuple(sizes), rows)
+    tries = [_place(num_stages, num_replicas, sizes, in_pairs) for in_pairs in (False, True)]
+    return min(tries, key=lambda one: one.num_pieces)
+
+
+def placements(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> list[Placement]:
+    """Where P x D workers may go on these nodes: as :func:`place` puts them on all of them, and on the first few alone.
+
+    So a shape has every place that it has where nodes at the end, or some GPUs of the last one, are missing: what is
+    added makes no plan slower. Beyond ``max(sizes) - 1`` spare GPUs for each replica nothing new comes.
+    """
+    num_workers = num_stages * num_replicas
+    found = [place(num_stages, num_replicas, sizes)]
+    most = min(sum(sizes) - 1, num_workers + num_replicas * (max(sizes) - 1))
+    for num_gpus in range(num_workers, most + 1):
+        few = place(num_stages, num_replicas, _first_gpus(sizes, num_gpus))
+        if all(few.nodes != other.nodes for other in found):
+            found.append(Placement(tuple(sizes), few.nodes))
+    return found
+
+
+def _first_gpus(sizes: Sequence[int], num_gpus: int) -> tuple[int, ...]:
+    """The first nodes that together have this many GPUs, the last one smaller if need be."""
+    kept, left = [], num_gpus
+    for size in sizes:
+        if left:
+            kept.append(min(size, left))
+            left -= kept[-1]
+    return tuple(kept)
+
+
+def _place(num_stages: int, num_replicas: int, sizes: Sequence[int], in_pairs: bool) -> Placement:
+    free = list(sizes)
+    rows = []
+    for _ in range(num_replicas):
+        pieces: list[tuple[int, int]] = []
+        left = num_stages
+        while left:
+            taken = _pieces(free, left, in_pairs)
+            for node, size in taken:
+                free[node] -= size
+                left -= size
+            pieces += taken
+        rows.append(tuple(node for node, size in pieces for _ in range(size)))
+    return Placement(tuple(sizes), tuple(rows))
+
+
+def _pieces(free: list[int], wanted: int, in_pairs: bool) -> list[tuple[int, int]]:
+    """The next (node, size) of a replica that lacks so many stages."""
+    enough = [node for node, room in enumerate(free) if room >= wanted]
+    if enough:
+        return [(min(enough, key=lambda node: (free[node], node)), wanted)]
+    if in_pairs:
+        by_room: dict[int, int] = {}
+        for node, room in enumerate(free):
+            by_room.setdefault(room, node)
+        for room in sorted(by_room, reverse=True):
+            other = by_room.get(wanted - room)
+            if room > 0 and other is not None and other != by_room[room]:
+                return [(by_room[room], room), (other, wanted - room)]
+        half = wanted // 2
+        if wanted % 2 == 0 and free.count(half) > 1:
+            first = free.index(half)
+            return [(first, half), (free.index(half, first + 1), half)]
+    roomiest = max(range(len(free)), key=lambda node: (free[node], -node))
+    return [(roomiest, free[roomiest])]

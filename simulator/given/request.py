@@ -1,0 +1,107 @@
+"""What the planner and the simulator are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from morph.contract.errors import PlanError
+from morph.contract.plan import Schedule
+from simulator.given.conditions import NUM_DRAWS, AllReduceStart, Conditions, Slow, slow_workers
+from simulator.given.placement import node_sizes
+
+ObjectiveName = Literal["examples_per_s", "usd_per_example", "progress"]
+Price = float | Mapping[int, float]
+_NEEDS = {"examples_per_s": None, "usd_per_example": "usd_per_gpu_hour", "progress": "revocations_per_hour"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """How plans are to be looked for, and under which conditions. Who answers it may leave some of it aside.
+
+    Attributes:
+        memory_bytes: Of one device; None: as the profile says, no limit where it does not.
+        schedule: "varuna", "gpipe" or "1f1b"; None: whichever is best.
+        micro_batch_size: m; None: fixed by the job, else whichever of those measured is best.
+        pipeline_depth: Only this P.
+        num_replicas: Only this D.
+        recompute: Whether stages run the forward again; if not, each keeps the activations in flight. None: whichever
+            is best.
+        compute_slots: Tasks that can run at once on all workers together, which share one machine; None: one
+            device per worker.
+        num_gpus_per_node: GPUs of every node, or of each one; None: every GPU is a node of its own.
+        share_links: Messages that leave or enter one node at the same time share its bandwidth.
+        slow: How much slower the tasks of a worker are, by (stage, replica), or by stage for all its replicas.
+        all_reduce: "overlapped": a stage reduces after its own last backward, as the executor does; "late": after
+            the last backward of all.
+        jitter_seed: Draw task and message times from the profile's quantiles, and judge the shapes that the medians
+            leave in the running by their mean; None: medians.
+        num_draws: How many mini-batches are drawn for each.
+        objective: "examples_per_s", "usd_per_example" or "progress" (see :mod:`simulator.search.objectives`).
+        usd_per_gpu_hour: Price, one for all nodes or by GPUs per node; for "usd_per_example".
+        revocations_per_hour: How often a node is revoked; for "progress".
+        pause_s: What a morph stops training for; for "progress".
+        replacement_s: From the revocation of a node until another one has taken its place; for "progress".
+        revoked_together: How many nodes one revocation takes at once; for "progress".
+
+    Raises:
+        PlanError: an objective that is unknown, or without its figure.
+    """
+
+    memory_bytes: int | None = None
+    schedule: Schedule | None = None
+    micro_batch_size: int | None = None
+    pipeline_depth: int | None = None
+    num_replicas: int | None = None
+    recompute: bool | None = None
+    compute_slots: int | None = None
+    num_gpus_per_node: int | Sequence[int] | None = None
+    share_links: bool = True
+    slow: Slow | None = None
+    all_reduce: AllReduceStart = "overlapped"
+    jitter_seed: int | None = None
+    num_draws: int = NUM_DRAWS
+    objective: ObjectiveName = "examples_per_s"
+    usd_per_gpu_hour: Price | None = None
+    revocations_per_hour: float | None = None
+    pause_s: float = 1.0
+    replacement_s: float = 120.0
+    revoked_together: int = 1
+
+    def __post_init__(self) -> None:
+        if self.objective not in _NEEDS:
+            raise PlanError("is unknown", field="objective", value=self.objective, allowed=", ".join(_NEEDS))
+        needed = _NEEDS[self.objective]
+        if needed is not None and getattr(self, needed) is None:
+            raise PlanError(f"is missing; the objective {self.objective} needs it", field=needed, allowed="a number")
+
+    def conditions(self, sizes: tuple[int, ...] | None) -> Conditions:
+        """Where and how shapes run; ``sizes``: GPUs of each node."""
+        return Conditions(
+            compute_slots=self.compute_slots,
+            node_sizes=sizes,
+            share_links=self.share_links,
+            slow=slow_workers(self.slow),
+            all_reduce=self.all_reduce,
+            jitter_seed=self.jitter_seed,
+            num_draws=self.num_draws,
+        )
+
+    def nodes(self, num_gpus: int | None) -> tuple[int, ...] | None:
+        """GPUs of each node, if that was said.
+
+        Raises:
+            PlanError: as many nodes have another number of GPUs, or none is said.
+        """
+        if self.num_gpus_per_node is None:
+            return None
+        if num_gpus is not None:
+            sizes = node_sizes(num_gpus, self.num_gpus_per_node)
+            if sum(sizes) != num_gpus:
+                allowed = f"{sum(sizes)}, or none"
+                raise PlanError(f"the nodes have {sum(sizes)} GPUs", field="num_gpus", value=num_gpus, allowed=allowed)
+            return sizes
+        if not isinstance(self.num_gpus_per_node, Sequence):
+            raise PlanError("is missing", field="num_gpus", allowed="a number, or a list of nodes")
+        return node_sizes(0, self.num_gpus_per_node)

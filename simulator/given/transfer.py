@@ -1,0 +1,121 @@
+"""Times of messages and all-reduces of any size and ring, from the sizes and rings that were measured.
+
+Send times (Varuna, Table 2: Act and Grad latencies): linear between measured sizes, constant below the
+smallest, continued with the last slope beyond the largest (in proportion if only one size was measured).
+
+All-reduce AR(D): for each measured ring the same rule in the size. Between two measured rings: linear in
+the ring size. Outside them, from the nearest measured ring D0, by the ring all-reduce's own cost
+2 (D - 1) alpha + 2 (D - 1)/D * S/beta (Patarasuk and Yuan 2009):
+
+    AR(D, S) = AR(D0, S0) (D - 1)/(D0 - 1) + [AR(D0, S) - AR(D0, S0)] ((D - 1)/D) / ((D0 - 1)/D0)
+
+with S0 the smallest measured size, whose time is taken as latency alone. A profile without any all-reduce
+measurement is answered from its send times: 2 (D - 1) messages of S/D bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from morph.contract.errors import PlanError
+from morph.contract.profile import Profile, SendTime
+
+Floats = npt.NDArray[np.float64]
+_FAR_BYTES = 1e18
+_MOST_NS = 2.0**58
+
+
+class Curve:
+    """A time in ns over a size in bytes: piecewise linear."""
+
+    def __init__(self, sizes_bytes: Sequence[float], times_ns: Sequence[float]) -> None:
+        order = np.argsort(np.asarray(sizes_bytes, np.float64), kind="stable")
+        sizes = np.asarray(sizes_bytes, np.float64)[order]
+        times = np.asarray(times_ns, np.float64)[order]
+        if len(sizes) > 1:
+            slope = max(0.0, (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]))
+        else:
+            slope = times[-1] / sizes[-1] if sizes[-1] > 0 else 0.0
+        self.sizes_bytes: Floats = sizes
+        self._sizes = np.append(sizes, _FAR_BYTES)
+        self._times = np.append(times, times[-1] + slope * (_FAR_BYTES - sizes[-1]))
+
+    def __call__(self, sizes_bytes: Floats) -> Floats:
+        """Times in ns of these sizes."""
+        times: Floats = np.interp(sizes_bytes, self._sizes, self._times)
+        return times
+
+
+def send_curve(times: Sequence[SendTime], num_spreads: float = 0.0) -> Curve:
+    """One-way time over message size: median plus ``num_spreads`` median absolute deviations."""
+    by_size = {entry.size_bytes: entry.time.median_s + num_spreads * entry.time.mad_s for entry in times}
+    return Curve(list(by_size), [time_s * 1e9 for time_s in by_size.values()])
+
+
+class AllReduce:
+    """AR(D, S) of one profile.
+
+    Args:
+        profile: With measurements for ring sizes and bytes.
+        in_flight: All-reduces that run at once on a node; the nearest measured number is used.
+    """
+
+    def __init__(self, profile: Profile, in_flight: int = 1) -> None:
+        measured = {entry.in_flight for entry in profile.all_reduce}
+        nearest = min(measured, key=lambda number: (abs(number - in_flight), number), default=1)
+        points: dict[int, dict[int, float]] = {}
+        for entry in profile.all_reduce:
+            if entry.in_flight == nearest:
+                points.setdefault(entry.ring_size, {})[entry.size_bytes] = entry.time.median_s * 1e9
+        self._curves = {ring: Curve(list(sizes), list(sizes.values())) for ring, sizes in sorted(points.items())}
+        self._send = send_curve(profile.inter_node.activation)
+
+    def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
+        """Time of one all-reduce of each size over a ring of ``ring_size``; 0 for a ring of one or no bytes."""
+        if ring_size <= 1:
+            return np.zeros(len(sizes_bytes), np.int64)
+        times = np.where(sizes_bytes > 0, self._positive(ring_size, sizes_bytes), 0.0)
+        return whole_ns(times, "an all-reduce")
+
+    def least_ns(self, ring_size: int, size_bytes: float) -> int:
+        """No size from this one on takes less time."""
+        sizes = np.unique([size for curve in self._curves.values() for size in curve.sizes_bytes])
+        if not self._curves:
+            sizes = self._send.sizes_bytes * ring_size
+        return int(self.times_ns(ring_size, np.append(sizes[sizes > size_bytes], size_bytes)).min())
+
+    def _positive(self, ring_size: int, sizes: Floats) -> Floats:
+        if not self._curves:
+            return 2 * (ring_size - 1) * self._send(sizes / ring_size)
+        rings = list(self._curves)
+        if ring_size in self._curves:
+            return self._curves[ring_size](sizes)
+        if rings[0] < ring_size < rings[-1]:
+            above = next(ring for ring in rings if ring > ring_size)
+            below = rings[rings.index(above) - 1]
+            share = (ring_size - below) / (above - below)
+            return (1 - share) * self._curves[below](sizes) + share * self._curves[above](sizes)
+        nearest = rings[0] if ring_size < rings[0] else rings[-1]
+        curve = self._curves[nearest]
+        latency = curve(curve.sizes_bytes[:1])
+        bandwidth_share = ((ring_size - 1) / ring_size) / ((nearest - 1) / nearest)
+        return latency * (ring_size - 1) / (nearest - 1) + np.maximum(0.0, curve(sizes) - latency) * bandwidth_share
+
+
+def whole_ns(times_ns: Floats, what: str) -> npt.NDArray[np.int64]:
+    """Rounded.
+
+    Raises:
+        PlanError: more nanoseconds than can be added up.
+    """
+    longest_ns = float(times_ns.max(initial=0.0))
+    if not longest_ns < _MOST_NS:
+        raise PlanError(
+            f"{what} of this job would take {longest_ns / 1e9:.3g} s by the measured times and sizes",
+            field="inter_node, intra_node or all_reduce",
+            allowed=f"at most {_MOST_NS / 1e9:.3g} s",
+        )
+    return np.rint(times_ns).astype(np.int64)

@@ -1,0 +1,1 @@
+"""How a mini-batch is played to the nanosecond: compiled loops, and the orders that they play."""

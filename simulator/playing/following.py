@@ -1,0 +1,315 @@
+"""Plays given task orders as an executor follows them: late inputs, slow workers, shared links and shared cores.
+
+A worker runs the order of its plan and leaves it as ``ScheduleFollower`` of ``morph.runtime.step`` does: a backward
+whose gradient is there goes first; where the backward or recompute that is due still lacks its gradient, a forward
+that is there and for which the window has room goes before it.
+
+A message takes its channel's wire time, then a latency; a channel's messages leave one after the other and arrive in
+order. Channels between nodes share the nodes' links: of n messages that leave one node, or enter one, each gets 1/n
+of the bandwidth, at the fuller of its two ends. Latency is not shared. At one instant all ends of tasks and
+transmissions come first, then stages decide, the last stage first and in it the lowest replica. With
+``compute_slots`` at most that many tasks run at once, in the order in which they were ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from morph.contract.errors import PlanError
+from simulator.playing.follow_loop import CHANNEL, SHARE_UNIT, STAGE_PROGRESS, follow_loop
+from simulator.playing.times import Ints, Played, StageTimes
+
+Letters = npt.NDArray[np.uint8]
+_NEVER = 2**62
+_TIMES = ("forward_ns", "recompute_ns", "backward_ns", "activation_ns", "gradient_ns")
+_WIRES = ("activation_wire_ns", "gradient_wire_ns")
+
+
+@dataclass(frozen=True)
+class ShapeTimes:
+    """Times of every worker, stage s of replica d, in ns (int64).
+
+    Tasks and latencies have shape [P, D, n]: n = 1 for all micro-batches alike, else one for each of the replica's
+    own; tasks are at least 1. Activation s goes from stage s to s + 1, gradient s from s + 1 to s; the last entry
+    is unused. ``*_wire_ns`` [P, D] is what a lone message occupies its wire for, before its latency. ``node`` [P, D]
+    says on which node a worker runs; with ``share_links`` messages between nodes share the nodes' links.
+    """
+
+    forward_ns: Ints
+    recompute_ns: Ints
+    backward_ns: Ints
+    activation_ns: Ints
+    gradient_ns: Ints
+    activation_wire_ns: Ints
+    gradient_wire_ns: Ints
+    node: Ints
+    recompute: npt.NDArray[np.bool_]
+    share_links: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """P."""
+        return len(self.node)
+
+    @property
+    def num_replicas(self) -> int:
+        """D."""
+        return int(self.node.shape[1])
+
+    @cached_property
+    def _arrays(self) -> tuple[Ints, ...]:
+        return tuple(getattr(self, name) for name in (*_TIMES, *_WIRES))
+
+    def of_replicas(self, replicas: Sequence[int]) -> ShapeTimes:
+        """The same for some replicas alone."""
+        chosen = list(replicas)
+        return replace(self, **{name: getattr(self, name)[:, chosen] for name in (*_TIMES, *_WIRES, "node")})
+
+    def companies(self) -> list[tuple[int, ...]]:
+        """Replicas that share a node, directly or through others; each alone where nothing is shared."""
+        leader = list(range(self.num_replicas))
+
+        def find(replica: int) -> int:
+            while leader[replica] != replica:
+                replica = leader[replica] = leader[leader[replica]]
+            return replica
+
+        if self.share_links:
+            order = np.argsort(self.node, axis=None, kind="stable")
+            nodes, owners = self.node.ravel()[order], order % self.num_replicas
+            together = (nodes[1:] == nodes[:-1]) & (owners[1:] != owners[:-1])
+            for one, other in zip(owners[1:][together].tolist(), owners[:-1][together].tolist(), strict=True):
+                leader[find(one)] = find(other)
+        found: dict[int, list[int]] = {}
+        for replica in range(self.num_replicas):
+            found.setdefault(find(replica), []).append(replica)
+        return [tuple(company) for company in found.values()]
+
+    def likeness(self, company: Sequence[int], counts: Sequence[int]) -> tuple[object, ...]:
+        """Equal for two companies that must go the same way."""
+        chosen, first = list(company), dict[int, int]()
+        nodes = self.node[:, chosen].ravel().tolist() if self.share_links else []
+        numbered = tuple(first.setdefault(node, len(first)) for node in nodes)
+        times = tuple(array[:, chosen].tobytes() for array in self._arrays)
+        return (*(counts[replica] for replica in chosen), numbered, *times)
+
+
+def lane_times(times: StageTimes, num_replicas: int) -> ShapeTimes:
+    """All replicas alike, each worker on a node of its own, no shared links."""
+    activation_wire, gradient_wire = times.wires_ns
+
+    def spread(values: Ints) -> Ints:
+        return np.repeat(np.asarray(values, np.int64)[:, None], num_replicas, axis=1)
+
+    return ShapeTimes(
+        forward_ns=spread(times.forward_ns)[:, :, None],
+        recompute_ns=spread(times.recompute_ns)[:, :, None],
+        backward_ns=spread(times.backward_ns)[:, :, None],
+        activation_ns=spread(times.activation_ns - activation_wire)[:, :, None],
+        gradient_ns=spread(times.gradient_ns - gradient_wire)[:, :, None],
+        activation_wire_ns=spread(activation_wire),
+        gradient_wire_ns=spread(gradient_wire),
+        node=np.arange(times.num_stages * num_replicas).reshape(times.num_stages, num_replicas),
+        recompute=times.recompute,
+    )
+
+
+def follow(
+    times: ShapeTimes,
+    orders: Sequence[Sequence[str]],
+    windows: Sequence[int] | Ints,
+    *,
+    strict: bool = False,
+    compute_slots: int | None = None,
+    keep_times: bool = False,
+) -> Played:
+    """Play one mini-batch.
+
+    Args:
+        times: Of every worker.
+        orders: ``orders[d][s]``, strings over F, R and B.
+        windows: Of each stage.
+        strict: Keep to the orders whatever comes (GPipe, 1F1B).
+        compute_slots: Tasks that can run at once on all workers together; None: no limit.
+        keep_times: Also return what was run, and when. Else periods that repeat are skipped, exactly.
+
+    Raises:
+        PlanError: orders that wait for each other.
+    """
+    counts = tuple(replica[0].count("F") for replica in orders)
+    everybody = tuple(range(times.num_replicas))
+    companies = times.companies() if compute_slots is None else [everybody]
+    if companies == [everybody]:
+        return _follow_together(times, orders, windows, counts, strict, compute_slots, keep_times)
+    seen: dict[tuple[object, ...], Played] = {}
+    shares: list[tuple[tuple[int, ...], Played]] = []
+    for company in companies:
+        key = times.likeness(company, counts)
+        if key not in seen:
+            chosen = [orders[replica] for replica in company]
+            some = tuple(counts[replica] for replica in company)
+            seen[key] = _follow_together(times.of_replicas(company), chosen, windows, some, strict, None, keep_times)
+        shares.append((company, seen[key]))
+    return _merged(shares, times.num_stages, times.num_replicas)
+
+
+def _merged(shares: Iterable[tuple[tuple[int, ...], Played]], num_stages: int, num_replicas: int) -> Played:
+    ended = np.zeros((num_stages, num_replicas), np.int64)
+    orders: dict[int, tuple[str, ...]] = {}
+    starts: dict[int, tuple[Ints, ...]] = {}
+    for company, played in shares:
+        ended[:, list(company)] = played.last_backward_ns
+        orders.update(zip(company, played.orders, strict=False))
+        starts.update(zip(company, played.start_ns, strict=False))
+    everybody = range(num_replicas) if orders else range(0)
+    return Played(ended, tuple(orders[d] for d in everybody), tuple(starts[d] for d in everybody))
+
+
+def _by_lane(values: Ints) -> Ints:
+    """From [P, D, ...] to [L, ...] in the order of lanes."""
+    return np.ascontiguousarray(values[::-1].reshape(-1, *values.shape[2:]))
+
+
+def _lanes(times: ShapeTimes, counts: Sequence[int], windows: Sequence[int] | Ints) -> npt.NDArray[np.void]:
+    num_stages, num_replicas = times.num_stages, times.num_replicas
+    stage = np.repeat(np.arange(num_stages)[::-1], num_replicas)
+    lanes = np.zeros(num_stages * num_replicas, STAGE_PROGRESS)
+    lanes["stage"], lanes["replica"] = stage, np.tile(np.arange(num_replicas), num_stages)
+    lanes["count"] = np.asarray(counts)[lanes["replica"]]
+    lanes["window"], lanes["again"] = np.asarray(windows)[stage], times.recompute[stage]
+    return lanes
+
+
+def _channels(times: ShapeTimes) -> tuple[npt.NDArray[np.void], Ints, Ints, Ints, Ints]:
+    """Channels, latencies, wires, and by node the channels that leave and that enter it."""
+    num_stages, num_replicas = times.num_stages, times.num_replicas
+    num_lanes = num_stages * num_replicas
+    channels = np.zeros(2 * num_lanes, CHANNEL)
+    lane = np.arange(num_lanes)
+    has_next, has_previous = lane >= num_replicas, lane < num_lanes - num_replicas
+    used = np.concatenate([has_next, has_previous])
+    channels["receiver"] = np.concatenate([lane - num_replicas, lane + num_replicas]) * used
+    # gradient s leaves stage s + 1
+    behind = (np.arange(num_stages) - 1) % num_stages
+    longest = max(times.activation_ns.shape[2], times.gradient_ns.shape[2])
+    both = (times.activation_ns, times.gradient_ns[behind])
+    latencies = np.concatenate([_by_lane(np.broadcast_to(one, (num_stages, num_replicas, longest))) for one in both])
+    wires = np.concatenate([_by_lane(times.activation_wire_ns), _by_lane(times.gradient_wire_ns[behind])])
+    _, node = np.unique(_by_lane(times.node), return_inverse=True)
+    node = node.ravel()
+    out, into = np.concatenate([node, node]), node[channels["receiver"]]
+    shared = used & (out != into) & times.share_links
+    channels["out"], channels["into"] = np.where(shared, out, -1), np.where(shared, into, -1)
+    num_nodes = int(node.max()) + 1
+    ends = (_listed(channels["out"], num_nodes), _listed(channels["into"], num_nodes))
+    return channels, latencies, np.where(shared, np.maximum(1, wires), wires), *ends
+
+
+def _listed(nodes: Ints, num_nodes: int) -> Ints:
+    """For each node how many channels have it, and which."""
+    order = np.argsort(nodes, kind="stable")
+    order = order[nodes[order] >= 0]
+    counts = np.bincount(nodes[order], minlength=num_nodes)
+    table = np.zeros((num_nodes, 1 + int(counts.max(initial=0))), np.int64)
+    table[:, 0] = counts
+    first = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    table[nodes[order], 1 + np.arange(len(order)) - first[nodes[order]]] = order
+    return table
+
+
+def _follow_together(
+    times: ShapeTimes,
+    orders: Sequence[Sequence[str]],
+    windows: Sequence[int] | Ints,
+    counts: Sequence[int],
+    strict: bool,
+    compute_slots: int | None,
+    keep_times: bool,
+) -> Played:
+    num_stages, num_replicas, most = times.num_stages, times.num_replicas, max(counts)
+    lanes = _lanes(times, counts, windows)
+    channels, latencies, wires, leaving, entering = _channels(times)
+    tasks = _tasks(times)
+    reach = most if strict else min(most, int(np.max(windows)))
+    numbers = 1 << (3 * len(lanes) - 1).bit_length()
+    longest = max(int(tasks.max()), int(latencies.max()), int(wires.max()))
+    if longest > 1 << (60 - numbers.bit_length()) or int(wires.max()) * SHARE_UNIT * len(channels) >= _NEVER:
+        raise _too_long(longest)
+    shape = (num_stages, num_replicas, 3 * most if keep_times else 0)
+    ended = np.zeros((num_stages, num_replicas), np.int64)
+    letters, starts = np.zeros(shape, np.uint8), np.zeros(shape, np.int64)
+    arrivals = np.empty((2, len(lanes), 1 << reach.bit_length()), np.int64)
+    tree = np.full(2 * numbers, _NEVER, np.int64)
+    finished = follow_loop(
+        lanes,
+        channels,
+        tasks,
+        latencies,
+        wires,
+        _letters(orders, 3 * most),
+        arrivals,
+        np.zeros((2, len(leaving)), np.int64),
+        leaving,
+        entering,
+        tree,
+        np.zeros((len(lanes), 2), np.int64),
+        tuple(np.empty_like(array) for array in (lanes, channels, arrivals, tree)),
+        ended,
+        letters,
+        starts,
+        num_stages,
+        len(lanes) if compute_slots is None else compute_slots,
+        int(strict),
+        numbers.bit_length() - 1,
+    )
+    if finished < 0:
+        raise _too_long(longest)
+    if not finished:
+        raise PlanError("the task orders wait for each other forever", field="orders")
+    if not keep_times:
+        return Played(ended)
+    begun = lanes["begun"].reshape(num_stages, num_replicas)[::-1]
+    return Played(
+        ended,
+        tuple(
+            tuple(letters[s, d, : begun[s, d]].tobytes().decode("ascii") for s in range(num_stages))
+            for d in range(num_replicas)
+        ),
+        tuple(tuple(starts[s, d, : begun[s, d]] for s in range(num_stages)) for d in range(num_replicas)),
+    )
+
+
+def _tasks(times: ShapeTimes) -> Ints:
+    """[3, L, n] of F, R and B."""
+    kinds = (times.forward_ns, times.recompute_ns, times.backward_ns)
+    longest = max(kind.shape[2] for kind in kinds)
+    shape = (times.num_stages, times.num_replicas, longest)
+    return np.stack([_by_lane(np.broadcast_to(kind, shape)) for kind in kinds])
+
+
+def _letters(orders: Sequence[Sequence[str]], longest: int) -> Letters:
+    """[P, D, longest], padded with 0."""
+    packed = np.zeros((len(orders[0]), len(orders), longest), np.uint8)
+    known: dict[int, Sequence[str]] = {}
+    for replica, stages in enumerate(orders):
+        same = next((other for other, seen in known.items() if seen is stages), None)
+        if same is not None:
+            packed[:, replica] = packed[:, same]
+            continue
+        known[replica] = stages
+        for stage, text in enumerate(stages):
+            packed[stage, replica, : len(text)] = np.frombuffer(text.encode("ascii"), np.uint8)
+    return packed
+
+
+def _too_long(longest_ns: int) -> PlanError:
+    return PlanError(
+        f"a mini-batch with tasks and messages of up to {longest_ns / 1e9:.3g} s takes longer than can be simulated",
+        field="batch_size",
+        allowed="fewer samples, or shorter times",
+    )

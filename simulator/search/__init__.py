@@ -1,0 +1,1 @@
+"""Which shape is best: partitions, windows, sweeps, objectives."""

@@ -1,0 +1,177 @@
+"""Cuts K sections into P stages so that the slowest stage is as fast as possible: exact, for every P at once.
+
+Dynamic programming over (stages left, first section). A stage costs F + R + B (no R where the schedule does
+not recompute), and must fit in memory with the window of its place in the pipeline. Windows depend on the
+distance to the last stage alone, so one table serves every P. Among partitions with the same bottleneck
+the more even one (sum of squares) is preferred where the table can tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from morph.contract.plan import Schedule
+from simulator.answers.costs import SectionCosts
+from simulator.playing.compiling import compiled
+from simulator.playing.schedules import recomputes, stage_windows
+from simulator.playing.times import Ints
+
+_NEVER = 2**62
+
+
+@dataclass(frozen=True)
+class PartitionTable:
+    """The best partition for each P in 1..K.
+
+    ``bottleneck_ns[P]`` is the slowest stage's time, or 2**62 where no partition fits in memory; entry 0 is
+    unused.
+    """
+
+    bottleneck_ns: Ints
+    _choice: Ints
+
+    def fits(self, num_stages: int) -> bool:
+        """Whether P stages fit."""
+        return bool(self.bottleneck_ns[num_stages] < _NEVER)
+
+    def boundaries(self, num_stages: int) -> tuple[int, ...]:
+        """First section of each of the P stages."""
+        first, starts = 0, []
+        for left in range(num_stages, 0, -1):
+            starts.append(first)
+            first = int(self._choice[left, first])
+        return tuple(starts)
+
+
+def partition_table(
+    costs: SectionCosts,
+    schedule: Schedule,
+    *,
+    num_micro_batches: int,
+    slope: int = 1,
+    memory_bytes: int | None = None,
+) -> PartitionTable:
+    """Best partitions for every P.
+
+    Args:
+        costs: The sections at one m.
+        schedule: Decides windows and which stages recompute.
+        num_micro_batches: Of one replica.
+        slope: See :func:`simulator.playing.schedules.stage_windows`.
+        memory_bytes: Per device; None: no limit.
+    """
+    return PartitionTable(*_tabulated(costs, schedule, num_micro_batches, slope, memory_bytes, by_memory=False))
+
+
+def least_bytes(costs: SectionCosts, schedule: Schedule, *, num_micro_batches: int, slope: int = 1) -> Ints:
+    """The least memory per device with which some partition into P fits, by P: int64[K + 1]; see above."""
+    return _tabulated(costs, schedule, num_micro_batches, slope, None, by_memory=True)[0]
+
+
+def bounds_ns(costs: SectionCosts, schedule: Schedule, num_micro_batches: int, link_ns: int) -> Ints:
+    """No cut into P stages and no windows are faster, by P: int64[K + 1].
+
+    Of the bound of ``answers.bounds`` what holds for every cut: the least of max over s of head_s + n t_s +
+    tail_s, with ``link_ns`` for an activation and its gradient over each link. Prefix sums give head and tail.
+    """
+    again = costs.recompute
+    work = costs.forward_sum_ns * (1 + again) + costs.backward_sum_ns
+    last = work if schedule == "gpipe" or not again else costs.forward_sum_ns + costs.backward_sum_ns
+    both = costs.forward_sum_ns + costs.backward_sum_ns
+    bounds: Ints = _bound(num_micro_batches * work, num_micro_batches * last, both, link_ns)
+    return bounds
+
+
+@compiled
+def _bound(work, last, both, link):  # type: ignore[no-untyped-def]
+    """As the last stage takes ``last``; what a stage adds falls with its first section, what was before it grows."""
+    num_sections = len(work) - 1
+    bounds = np.zeros(num_sections + 1, np.int64)
+    before = np.full(num_sections + 1, np.int64(0))
+    now = np.zeros(num_sections + 1, np.int64)
+    for depth in range(1, num_sections + 1):
+        for end in range(num_sections, depth - 1, -1):
+            for is_last in range(2 if end == num_sections else 1):
+                sums = last if is_last else work
+                low, high = depth - 1, end - 1
+                if depth == 1:
+                    high = 0
+                while low < high:
+                    middle = (low + high) // 2
+                    if before[middle] >= sums[end] - sums[middle] + both[middle] + (depth - 1) * link:
+                        high = middle
+                    else:
+                        low = middle + 1
+                best = np.int64(_NEVER)
+                for begin in range(max(depth - 1, low - 1), low + 1):
+                    here = sums[end] - sums[begin] + both[begin] + (depth - 1) * link
+                    best = min(best, max(here, before[begin]))
+                if is_last:
+                    bounds[depth] = best
+                else:
+                    now[end] = best
+        before[:] = now
+    return bounds
+
+
+def _tabulated(
+    costs: SectionCosts,
+    schedule: Schedule,
+    num_micro_batches: int,
+    slope: int,
+    memory_bytes: int | None,
+    *,
+    by_memory: bool,
+) -> tuple[Ints, Ints]:
+    deepest = costs.num_sections
+    windows = np.array((0, *stage_windows(schedule, deepest, num_micro_batches, slope)[::-1]), np.int64)
+    again = np.array((False, *recomputes(schedule, deepest, costs.recompute)[::-1]), np.bool_)
+    best, choice = _tabulate(
+        costs.forward_sum_ns,
+        costs.backward_sum_ns,
+        costs.held_sum_bytes,
+        costs.input_bytes,
+        costs.activation_sum_bytes,
+        costs.peak_sum_bytes,
+        windows,
+        again,
+        _NEVER if memory_bytes is None else memory_bytes,
+        by_memory,
+    )
+    return best, choice
+
+
+@compiled
+def _tabulate(forward, backward, held, stored, activations, peaks, windows, again, limit, by_memory):  # type: ignore[no-untyped-def]
+    """Return (best[left] from section 0, choice[left, first] = end of the first stage)."""
+    num_sections, deepest = len(stored), len(windows) - 1
+    worst = np.full((deepest + 1, num_sections + 1), np.int64(_NEVER))
+    squares = np.zeros((deepest + 1, num_sections + 1))
+    choice = np.zeros((deepest + 1, num_sections + 1), np.int64)
+    worst[0, num_sections] = 0
+    for left in range(1, deepest + 1):
+        window = windows[left]
+        for first in range(num_sections - left, -1, -1):
+            last_end = num_sections - left + 1
+            least_end = num_sections if left == 1 else first + 1
+            peak = peaks[first:least_end].max()
+            for end in range(least_end, last_end + 1):
+                peak = max(peak, peaks[end - 1])
+                memory = held[end] - held[first] + window * stored[first] + peak - activations[first]
+                if not again[left]:
+                    memory += (window - 1) * (activations[end] - activations[first])
+                time = backward[end] - backward[first] + (2 if again[left] else 1) * (forward[end] - forward[first])
+                cost = memory if by_memory else time
+                if memory > limit or cost > worst[left, first]:
+                    break
+                rest = worst[left - 1, end]
+                if rest == _NEVER:
+                    continue
+                bottleneck = max(cost, rest)
+                total = squares[left - 1, end] + float(cost) * float(cost)
+                better = bottleneck < worst[left, first]
+                if better or (bottleneck == worst[left, first] and total < squares[left, first]):
+                    worst[left, first], squares[left, first], choice[left, first] = bottleneck, total, end
+    return worst[:, 0].copy(), choice

@@ -1,0 +1,223 @@
+"""Which P x D, and which stages, for a number of GPUs (Varuna, section 4.4)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from morph.contract import ranges
+from morph.contract.errors import PlanError
+from morph.contract.plan import Plan
+from morph.contract.profile import Profile
+from simulator.answers.answer import Simulation, describe
+from simulator.answers.outcome import Outcome
+from simulator.given.placement import node_sizes
+from simulator.given.request import ObjectiveName, PlanRequest
+from simulator.search.aims import objective_for
+from simulator.search.memory import memory_sentence
+from simulator.search.objectives import Shape
+from simulator.search.sweep import Sweep
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NUM_RUNNERS_UP = 5
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """The answer for one number of GPUs.
+
+    ``simulations`` has the explanation, time breakdown and timeline of ``best`` and of each of the ``runners_up``, in
+    their order; ``values`` what the objective makes of each: examples per second, dollars per example, or examples per
+    second with pauses. ``num_shapes`` counts the shapes looked at; those whose lower bound was beaten already were not
+    simulated.
+    """
+
+    simulations: tuple[Simulation, ...]
+    values: tuple[float, ...]
+    objective: ObjectiveName
+    num_gpus: int
+    num_shapes: int
+
+    @property
+    def best(self) -> Plan:
+        """The best plan."""
+        return self.simulations[0].plan
+
+    @property
+    def runners_up(self) -> tuple[Plan, ...]:
+        """The next best plans, of other shapes."""
+        return tuple(simulation.plan for simulation in self.simulations[1:])
+
+    @property
+    def best_simulation(self) -> Simulation:
+        """Of the best plan."""
+        return self.simulations[0]
+
+    @property
+    def num_idle(self) -> int:
+        """GPUs that the best plan leaves idle."""
+        return self.num_gpus - self.best.num_workers
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """The best shape and the runners-up, one row each; columns as in :func:`plan_frame`."""
+        from simulator.search.frames import choice_frame  # pandas is slow to import
+
+        return choice_frame(self)
+
+
+def plan(
+    profile: Profile,
+    request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
+    *,
+    num_gpus: int | None = None,
+    num_runners_up: int = NUM_RUNNERS_UP,
+    **more: Any,
+) -> PlanChoice:
+    """Find the best shape for a number of GPUs.
+
+    Every P from the smallest that fits in memory to min(K, G) is looked at, with every D up to min(G // P, N); where
+    the objective is examples per second, each P is answered with the D that suits it best alone.
+
+    Args:
+        profile: What calibration measured.
+        request: How to look for it.
+        num_gpus: G; may be left out where ``num_gpus_per_node`` lists the nodes.
+        num_runners_up: How many of the next best shapes to return.
+        more: Fields of the request, in place of its own.
+
+    Raises:
+        PlanError: naming the argument and what would do, for example the least number of GPUs.
+    """
+    request = replace(request, **more)
+    if num_gpus is not None:
+        ranges.GPUS.check("num_gpus", num_gpus)
+    ranges.RUNNERS_UP.check("num_runners_up", num_runners_up)
+    sizes = request.nodes(num_gpus)
+    gpus = sum(sizes) if num_gpus is None and sizes is not None else num_gpus
+    if gpus is None:
+        raise PlanError("is missing", field="num_gpus", allowed="a number, or a list of nodes")
+    sweep, objective = Sweep(profile, request, request.conditions(sizes)), request.objective
+    fastest = objective == "examples_per_s" and request.num_replicas is None
+    shapes = _shapes(sweep, gpus, request.pipeline_depth, request.num_replicas, smaller=not fastest)
+    objectively = objective_for(request, sweep, gpus)
+    if fastest:
+        ranked = sweep.fastest(gpus, [depth for depth, _ in shapes], 1 + num_runners_up)
+    else:
+        ranked = sweep.best(shapes, 1 + num_runners_up, None if objective == "examples_per_s" else objectively)
+    simulations = [describe(one, sweep.rehearsal) for one in ranked]
+    sentence = memory_sentence(sweep, shapes, ranked[0], objectively)
+    simulations[0] = simulations[0].with_note(sentence)
+    return PlanChoice(
+        simulations=tuple(simulations),
+        values=tuple(objectively.value(one.shape, one.mini_batch_ns / 1e9) for one in ranked),
+        objective=objective,
+        num_gpus=gpus,
+        num_shapes=sum(count for _, count in shapes) if fastest else len(shapes),
+    )
+
+
+def plan_table(
+    profile: Profile,
+    max_gpus: int,
+    request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
+    *,
+    min_gpus: int = 1,
+    most_replicas: int | None = None,
+    **more: Any,
+) -> dict[int, Plan]:
+    """The plan with most examples per second for every number of GPUs from ``min_gpus`` to ``max_gpus``.
+
+    A number with which nothing fits is absent. All of them have the same m, for that may not change in a run: the one
+    with most examples per second on average, each number being as likely as the others. Each entry is what :func:`plan`
+    answers for that number and m. No plan has a D above ``most_replicas``. ``more``: fields of the request.
+
+    Raises:
+        PlanError: a range without a number, or a micro-batch size that cannot be.
+    """
+    request = replace(request, **more)
+    ranges.GPUS.check("max_gpus", max_gpus)
+    ranges.check_counts(min_gpus=min_gpus, pipeline_depth=request.pipeline_depth, most_replicas=most_replicas)
+    if not 1 <= min_gpus <= max_gpus:
+        raise PlanError("is out of range", field="min_gpus", value=min_gpus, allowed=f"1 to {max_gpus}")
+    sweep = Sweep(profile, request, request.conditions(None))
+    numbers = range(min_gpus, max_gpus + 1)
+    tables = [_Table(each, numbers, request, most_replicas) for each in sweep.by_micro_batch_size()]
+    if len(tables) == 1:
+        return dict(tables[0].found())
+    steps = [table.bounds() for table in tables]
+    heap = [(-next(step), place) for place, step in enumerate(steps)]
+    heapq.heapify(heap)
+    while (bound := next(steps[heap[0][1]], None)) is not None:  # the most promising table is taken further
+        heapq.heapreplace(heap, (-bound, heap[0][1]))
+    return tables[heap[0][1]].plans
+
+
+class _Table:
+    """Finds the best plan with one m for each number of GPUs."""
+
+    def __init__(self, sweep: Sweep, numbers: range, request: PlanRequest, most_replicas: int | None) -> None:
+        self.plans: dict[int, Plan] = {}
+        self._batch_size, self._most = sweep.profile.job.batch_size, min(sweep.total, most_replicas or sweep.total)
+        self._alone = request.num_gpus_per_node is not None  # the same shape lies elsewhere on other nodes
+        self._searches: list[tuple[int, Sweep, list[Shape]]] = []
+        for num_gpus in numbers:
+            if request.num_gpus_per_node is not None:
+                sizes = node_sizes(num_gpus, request.num_gpus_per_node)
+                sweep = sweep.under(replace(sweep.rehearsal.conditions, node_sizes=sizes))
+            depths = sweep.depths(num_gpus, request.pipeline_depth)
+            if not depths:
+                continue
+            shapes = [(depth, min(num_gpus // depth, self._most)) for depth in depths]
+            if self._searches and not self._alone:  # what is new are the shapes that use all of them
+                shapes = [shape for shape in shapes if shape[0] * shape[1] == num_gpus]
+            self._searches.append((num_gpus, sweep, shapes))
+
+    def bounds(self) -> Iterator[float]:
+        """Of the examples per second, summed over the numbers of GPUs: closer and closer; the last is the sum."""
+        rates: dict[int, float] = {}
+        for planned in (False, True):
+            least_s = math.inf
+            for place, (num_gpus, sweep, shapes) in enumerate(self._searches):
+                first = place == 0 or self._alone
+                least_s = sweep.bounds_s(shapes, math.inf if first else least_s, planned=planned, fewer=first)
+                rates[num_gpus] = self._batch_size / least_s
+                if planned:
+                    yield sum(rates.values())
+            yield sum(rates.values())
+        for num_gpus, plan in self.found():
+            rates[num_gpus] = plan.expected.examples_per_s
+            yield sum(rates.values())
+
+    def found(self) -> Iterator[tuple[int, Plan]]:
+        """The plans, one after the other."""
+        described: dict[Shape, Plan] = {}
+        one: Outcome | None = None
+        for num_gpus, sweep, shapes in self._searches:
+            if one is None or self._alone:
+                described, one = {}, sweep.fastest(num_gpus, [depth for depth, _ in shapes], 1, self._most)[0]
+            else:
+                best = sweep.best([one.shape, *shapes], 1)[0]
+                one = min(one, best, key=lambda outcome: outcome.mini_batch_ns)
+            if one.shape not in described:
+                described[one.shape] = describe(one, sweep.rehearsal).plan
+            self.plans[num_gpus] = described[one.shape]
+            yield num_gpus, self.plans[num_gpus]
+
+
+def _shapes(
+    sweep: Sweep, num_gpus: int, pipeline_depth: int | None, num_replicas: int | None, *, smaller: bool
+) -> list[Shape]:
+    """The (P, D) to look at: with ``smaller`` every D that may be best, else the largest alone."""
+    shapes = []
+    for depth in sweep.checked_depths(num_gpus, pipeline_depth, num_replicas):
+        most = num_replicas or min(num_gpus // depth, sweep.total)
+        counts = sweep.replicas(most) if smaller and num_replicas is None else [most]
+        shapes += [(depth, count) for count in counts]
+    return shapes

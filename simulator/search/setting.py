@@ -1,0 +1,169 @@
+"""What pipelines of one micro-batch size can be cut into, with recompute or without, within memory."""
+
+from __future__ import annotations
+
+from copy import copy
+from operator import le
+from typing import NamedTuple
+
+from morph.contract.plan import Schedule
+from morph.contract.profile import Profile
+from simulator.answers.costs import SectionCosts, StageCosts, most_windows, stage_costs
+from simulator.given.layout import Layout
+from simulator.playing.schedules import recomputes, stage_windows
+from simulator.playing.times import Ints
+from simulator.search.micro_batch import num_micro_batches
+from simulator.search.partition import PartitionTable, bounds_ns, least_bytes, partition_table
+
+SCHEDULES: tuple[Schedule, ...] = ("varuna", "1f1b", "gpipe")
+"""Where several are as fast, the first is taken: Varuna's rules bear what nobody foresaw best."""
+
+
+class Rule(NamedTuple):
+    """A schedule and its windows; see :func:`simulator.playing.schedules.stage_windows` for the slope."""
+
+    schedule: Schedule
+    slope: int
+
+
+class Setting:
+    """One m, with recompute or without, under one or several schedules.
+
+    Args:
+        profile: What calibration measured.
+        micro_batch_size: m.
+        recompute: Whether stages run the forward again.
+        schedules: That may be used.
+        memory_bytes: Of one device; None: no limit.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        micro_batch_size: int,
+        recompute: bool,
+        schedules: tuple[Schedule, ...],
+        memory_bytes: int | None,
+    ) -> None:
+        self.sections = SectionCosts(profile, micro_batch_size, recompute=recompute)
+        self.num_micro_batches = num_micro_batches(profile, micro_batch_size)
+        self.schedules, self.memory_bytes = schedules, memory_bytes
+        self._free: dict[bool, PartitionTable] = {}
+        self._even: dict[tuple[bool, int], tuple[int, ...]] = {}
+        self._room: dict[tuple[bool, tuple[int, ...]], tuple[int, ...]] = {}
+        self._tight: dict[tuple[Rule, int], PartitionTable] = {}
+        self._cuts: dict[tuple[Rule, int, int], tuple[int, ...] | None] = {}
+        self._bounds: dict[int, Ints] = {}
+        self._reduces: dict[tuple[bool, int], int] = {}
+        self._unlimited: Setting | None = None
+        self._stages: dict[tuple[object, ...], StageCosts] = {}
+
+    def bound_ns(self, depth: int, most: int) -> int:
+        """No cut, windows, place or memory make P stages faster, where a replica has ``most`` micro-batches."""
+        if most not in self._bounds:
+            links = (self.sections.inter_node, self.sections.intra_node)
+            times = [(link.activation_ns + link.gradient_ns)[:-1] for link in links]
+            least = min(int(each.min()) if len(each) else 0 for each in times)
+            self._bounds[most] = bounds_ns(self.sections, self.schedules[0], most, least) + self.sections.commit_ns
+        return int(self._bounds[most][depth])
+
+    def first_reduce_ns(self, depth: int, replicas: int) -> int:
+        """No cut and no place make the first of P stages reduce faster, after the last backward of all.
+
+        It holds the first section, and with the last stage what the first and the last section share.
+        """
+        key = (depth > 1, replicas)
+        if key not in self._reduces:
+            sections, ends = self.sections, (0, self.sections.num_sections - 1)
+            tied = sum(unit.reduced_bytes for unit in sections.shared_units if unit.sections == ends and depth > 1)
+            own = float(sections.own_reduced_sum_bytes[1])
+            in_flight = {entry.in_flight for entry in sections.profile.all_reduce} or {1}
+            each = [sections.all_reduce(number) for number in in_flight]
+            self._reduces[key] = min(one.least_ns(replicas, own) + one.least_ns(2 * replicas, tied) for one in each)
+        return self._reduces[key]
+
+    def fits(self, depth: int, most: int) -> bool:
+        """Whether P stages fit in memory somehow, where the busiest replica has ``most`` micro-batches."""
+        return self.memory_bytes is None or any(self.cut(rule, depth, most) for rule in self._frugal(most))
+
+    def least_bytes(self, depth: int, most: int) -> int:
+        """The least memory per device that P stages need."""
+        return min(
+            int(least_bytes(self.sections, rule.schedule, num_micro_batches=most, slope=rule.slope)[depth])
+            for rule in self._frugal(most)
+        )
+
+    def cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
+        """First section of each of P stages, cut as evenly as memory allows; None where nothing fits."""
+        key = (rule, depth, most)
+        if key not in self._cuts:
+            even = self._most_even(rule.schedule, depth)
+            self._cuts[key] = even if self._holds(rule, even, most) else self._tight_cut(rule, depth, most)
+        return self._cuts[key]
+
+    def stages(
+        self, rule: Rule, most: int, layout: Layout, boundaries: tuple[int, ...] | None = None, *, depth: int = 0
+    ) -> StageCosts | None:
+        """Stages with these first sections, or P as evenly cut as can be; None where they do not fit in memory."""
+        cuts = self.cut(rule, depth, most) if boundaries is None else boundaries
+        if cuts is None:
+            return None
+        return self.windowed(rule.schedule, stage_windows(rule.schedule, len(cuts), most, rule.slope), cuts, layout)
+
+    def windowed(
+        self, schedule: Schedule, windows: tuple[int, ...], boundaries: tuple[int, ...], layout: Layout
+    ) -> StageCosts | None:
+        """Stages with these first sections and windows; None where they do not fit in memory."""
+        where = (float(layout.slowdown[0, 0]), layout.rings_at_once) if layout.placement is None else id(layout)
+        key = (boundaries, where, schedule, windows)
+        costs = self._stages.get(key)
+        if costs is None:
+            alike = (boundaries, where, schedule == "gpipe")
+            if alike not in self._stages:
+                self._stages[alike] = stage_costs(self.sections, boundaries, windows, schedule, layout)
+            costs = self._stages[key] = self._stages[alike].with_windows(schedule, windows)
+        return costs if self.memory_bytes is None or costs.peak_bytes <= self.memory_bytes else None
+
+    def without_memory_limit(self) -> Setting:
+        """The same on devices with as much memory as it takes."""
+        if self.memory_bytes is None:
+            return self
+        if self._unlimited is None:
+            self._unlimited = copy(self)
+            self._unlimited.memory_bytes, self._unlimited._cuts, self._unlimited._tight = None, {}, {}
+        return self._unlimited
+
+    def _frugal(self, most: int) -> tuple[Rule, ...]:
+        """Of each schedule the windows that need least memory."""
+        return tuple(Rule(schedule, most if schedule == "gpipe" else 1) for schedule in self.schedules)
+
+    def _most_even(self, schedule: Schedule, depth: int) -> tuple[int, ...]:
+        again = schedule == "gpipe" and self.sections.recompute
+        if again not in self._free:
+            self._free[again] = partition_table(self.sections, "gpipe" if again else "varuna", num_micro_batches=1)
+        if (again, depth) not in self._even:
+            self._even[again, depth] = self._free[again].boundaries(depth)
+        return self._even[again, depth]
+
+    def _holds(self, rule: Rule, boundaries: tuple[int, ...], most: int) -> bool:
+        if self.memory_bytes is None:
+            return True
+        depth, key = len(boundaries), (rule.schedule == "gpipe", boundaries)
+        if key not in self._room:
+            again = recomputes(rule.schedule, depth, self.sections.recompute)
+            self._room[key] = most_windows(self.sections, boundaries, again, self.memory_bytes)
+        return all(map(le, stage_windows(rule.schedule, depth, most, rule.slope), self._room[key]))
+
+    def _tight_cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
+        widest = most if rule.schedule == "gpipe" else rule.slope * (self.sections.num_sections - 1) + 1
+        key = (rule, min(most, widest))
+        if key not in self._tight:
+            self._tight[key] = partition_table(
+                self.sections,
+                rule.schedule,
+                num_micro_batches=key[1],
+                slope=rule.slope,
+                memory_bytes=self.memory_bytes,
+            )
+        table = self._tight[key]
+        return table.boundaries(depth) if table.fits(depth) else None

@@ -1,0 +1,323 @@
+"""Every shape of one profile, each simulated at most once in each setting and only as far as its rank needs."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from typing import NamedTuple
+
+from morph.contract import ranges
+from morph.contract.errors import PlanError
+from morph.contract.profile import Profile
+from simulator.answers.answer import deal
+from simulator.answers.outcome import Outcome, Rehearsal
+from simulator.given.conditions import Conditions
+from simulator.given.layout import Layout, layouts
+from simulator.given.request import PlanRequest
+from simulator.search.micro_batch import possible_micro_batch_sizes
+from simulator.search.objectives import Fastest, Objective, Shape
+from simulator.search.setting import SCHEDULES, Setting
+from simulator.search.windows import Trial
+
+_ROUGH, _EVEN, _REDUCED, _BOUND, _PLANNED, _KNOWN = range(6)
+_SLACK = 0.99
+"""What was planned is hardly ever too slow by more: cores and links that are shared make it slower."""
+
+
+class Case(NamedTuple):
+    """A shape in one of the settings, by number, and in one of the places that it can have."""
+
+    shape: Shape
+    setting: int
+    place: int = 0
+
+
+class Sweep:
+    """Shapes of one profile.
+
+    Args:
+        profile: What calibration measured.
+        request: What is asked: schedule, memory, m, recompute.
+        conditions: Where and how the shapes run.
+
+    Raises:
+        PlanError: no memory, or an m that cannot be.
+    """
+
+    def __init__(self, profile: Profile, request: PlanRequest, conditions: Conditions) -> None:
+        memory_bytes = request.memory_bytes
+        if memory_bytes is None:
+            memory_bytes = profile.environment.device_memory_bytes
+        else:
+            ranges.MEMORY_BYTES.check("memory_bytes", memory_bytes)
+        self.profile, self.memory_bytes, self.rehearsal = profile, memory_bytes, Rehearsal(conditions)
+        schedules = SCHEDULES if request.schedule is None else (request.schedule,)
+        again = (True, False) if request.recompute is None else (request.recompute,)
+        sizes = possible_micro_batch_sizes(profile, request.micro_batch_size)
+        settings: list[Setting] = []
+        refused: PlanError | None = None
+        for m in sizes:
+            try:
+                settings += [Setting(profile, m, flag, schedules, memory_bytes) for flag in again]
+            except PlanError as error:  # too many micro-batches of this size to look at: larger ones may do
+                refused = error
+        if refused is not None and not settings:
+            raise refused
+        self.settings = tuple(settings)
+        self._forget()
+
+    def by_micro_batch_size(self) -> list[Sweep]:
+        """One sweep for each m, growing."""
+        found = []
+        for m in sorted({setting.sections.micro_batch_size for setting in self.settings}):
+            other = copy(self)
+            other.settings = tuple(each for each in self.settings if each.sections.micro_batch_size == m)
+            other._forget()
+            found.append(other)
+        return found
+
+    @property
+    def total(self) -> int:
+        """Most micro-batches that a mini-batch can have."""
+        return max(setting.num_micro_batches for setting in self.settings)
+
+    @property
+    def num_sections(self) -> int:
+        """K."""
+        return self.profile.num_sections
+
+    def under(self, conditions: Conditions) -> Sweep:
+        """The same sweep under other conditions."""
+        other = copy(self)
+        other.rehearsal = Rehearsal(conditions)
+        other._forget()
+        return other
+
+    def without_memory_limit(self) -> Sweep:
+        """The same sweep on devices with as much memory as it takes."""
+        other = copy(self)
+        other.memory_bytes = None
+        other.settings = tuple(setting.without_memory_limit() for setting in self.settings)
+        other._forget()
+        return other
+
+    def _forget(self) -> None:
+        self._layouts: dict[Shape, list[Layout]] = {}
+        self._bounds: dict[Case, int] = {}
+        self._trials: dict[Case, Trial] = {}
+        self._outcomes: dict[Case, Outcome] = {}
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether a shape fits in memory in some setting."""
+        return any(self._fits(setting, shape) for setting in self.settings)
+
+    def _fits(self, setting: Setting, shape: Shape) -> bool:
+        depth, replicas = shape
+        return replicas <= setting.num_micro_batches and setting.fits(depth, -(-setting.num_micro_batches // replicas))
+
+    def replicas(self, most: int) -> list[int]:
+        """Every D up to ``most``, growing, but for those that are no faster than a smaller one; see ``_with_fewer``."""
+        if self.rehearsal.conditions.uneven:
+            return list(range(1, most + 1))
+        found = set()
+        for total in {setting.num_micro_batches for setting in self.settings}:
+            left = min(most, total)
+            while left > 0:
+                found.add(_fewest_as_busy(total, left))
+                left = _fewest_as_busy(total, left) - 1
+        return sorted(found)
+
+    def depths(self, num_gpus: int, wanted: int | None = None, num_replicas: int | None = None) -> tuple[int, ...]:
+        """Every P that fits on this many GPUs, with as many replicas as possible or a given number."""
+        largest = min(self.num_sections, num_gpus // (num_replicas or 1))
+        if self.memory_bytes is None:
+            return tuple(range(1, largest + 1)) if wanted is None else (wanted,) * (wanted <= largest)
+        return tuple(
+            depth
+            for depth in range(1, largest + 1)
+            if wanted in (None, depth) and self.fits((depth, num_replicas or min(num_gpus // depth, self.total)))
+        )
+
+    def checked_depths(self, num_gpus: int, wanted: int | None, num_replicas: int | None) -> tuple[int, ...]:
+        """The same; raises PlanError when there is none."""
+        most = self.num_sections
+        most_replicas = min(num_gpus, self.total)
+        if num_replicas is not None and num_replicas not in ranges.Range(1, most_replicas, whole=True):
+            allowed = f"1 to {most_replicas} ({num_gpus} GPUs, {self.total} micro-batches in a mini-batch)"
+            raise PlanError("is not possible", field="num_replicas", value=num_replicas, allowed=allowed)
+        largest = min(most, num_gpus // (num_replicas or 1))
+        if wanted is not None and wanted not in ranges.Range(1, largest, whole=True):
+            allowed = f"1 to {largest} ({most} sections, {num_gpus} GPUs, {num_replicas or 1} replicas)"
+            raise PlanError("is not possible", field="pipeline_depth", value=wanted, allowed=allowed)
+        depths = self.depths(num_gpus, wanted, num_replicas)
+        if not depths:
+            raise self._too_little_memory(num_gpus, largest if wanted is None else wanted, num_replicas)
+        return depths
+
+    def fastest(
+        self, num_gpus: int, depths: Iterable[int], count: int, most_replicas: int | None = None
+    ) -> list[Outcome]:
+        """The ``count`` fastest on this many GPUs, best first, each P with the D that suits it best, and no other.
+
+        Fewer replicas are looked at only while their computing alone might be as fast.
+        """
+        most = min(self.total, most_replicas or self.total)
+        return self._ranked([(depth, min(num_gpus // depth, most)) for depth in depths], count, None, fewer=True)
+
+    def best(
+        self, shapes: Iterable[Shape], count: int, objective: Objective | None = None, below: float = math.inf
+    ) -> list[Outcome]:
+        """The ``count`` best of these (P, D), best first; ties go to fewer workers, then to the shallower pipeline.
+
+        A shape in a setting is known first by a bound for any cut, then with what its first stage reduces at least,
+        then by that of the most even cut, then as planned, last under the conditions in which it will run. Always the
+        most promising one is taken further, until enough of the most promising are known for good, or none of the
+        others can cost less than ``below``.
+        """
+        return self._ranked(shapes, count, objective, fewer=False, below=below)
+
+    def bounds_s(self, shapes: Sequence[Shape], enough_s: float, *, planned: bool, fewer: bool) -> float:
+        """No shape of these is faster, nor than ``enough_s``: by the bound for any cut, or as ``planned``."""
+        for cost_s, known, _ in self._taken(shapes, None, [], fewer=fewer):
+            if not planned or known >= _PLANNED or cost_s >= enough_s:
+                return min(cost_s, enough_s)
+        return enough_s
+
+    def _ranked(
+        self,
+        shapes: Iterable[Shape],
+        count: int,
+        objective: Objective | None,
+        *,
+        fewer: bool,
+        below: float = math.inf,
+    ) -> list[Outcome]:
+        found: list[Outcome] = []
+        for cost, known, case in self._taken(shapes, objective, found, fewer=fewer):
+            if cost > below:
+                break
+            if known == _KNOWN:
+                found.append(self._outcome(case))
+                if len(found) == count:
+                    break
+        return found
+
+    def _taken(
+        self, shapes: Iterable[Shape], objective: Objective | None, found: Sequence[Outcome], *, fewer: bool
+    ) -> Iterator[tuple[float, int, Case]]:
+        """The most promising case, its cost and how well that is known, again and again; without shapes ``found``."""
+        aim = objective or Fastest(self.profile.job.batch_size)
+        heap: list[tuple[float, int, int, Case]] = []
+
+        def push(case: Case, time_ns: float, known: int) -> None:
+            depth, replicas = case.shape
+            cost = aim.least_cost if known == _ROUGH else aim.cost
+            heapq.heappush(heap, (cost(case.shape, time_ns / 1e9), known, depth * replicas, case))
+
+        def push_shape(shape: Shape, number: int) -> None:
+            setting = self.settings[number]
+            if shape[1] <= setting.num_micro_batches:
+                push(Case(shape, number), self._even_ns(setting, shape), _EVEN if objective is None else _ROUGH)
+
+        for depth, replicas in shapes:
+            for number, setting in enumerate(self.settings):
+                push_shape((depth, min(replicas, setting.num_micro_batches) if fewer else replicas), number)
+        while heap:
+            cost, known, _, case = heapq.heappop(heap)
+            shape, setting = case.shape, self.settings[case.setting]
+            if any(shape[0] == outcome.shape[0] if fewer else shape == outcome.shape for outcome in found):
+                continue
+            yield cost, known, case
+            if known == _ROUGH:
+                push(case, self._even_ns(setting, shape), _EVEN)
+            elif known == _EVEN:
+                if fewer and (next_shape := self._with_fewer(shape, setting)) is not None:
+                    push_shape(next_shape, case.setting)
+                if self._fits(setting, shape):
+                    push(case, self._even_ns(setting, shape) + setting.first_reduce_ns(*shape), _REDUCED)
+            elif known == _REDUCED:
+                for place in range(len(self.layouts(shape)) if objective is None else 1):
+                    there = case._replace(place=place)
+                    push(there, self._bound_ns(there), _BOUND)
+            elif known == _BOUND:
+                push(case, self._planned_ns(case), _PLANNED)
+            elif known == _PLANNED:
+                push(case, self._outcome(case).mini_batch_ns, _KNOWN)
+
+    def layouts(self, shape: Shape) -> list[Layout]:
+        """Where the workers of a shape can run, with all nodes first."""
+        if shape not in self._layouts:
+            self._layouts[shape] = layouts(self.profile.contention, *shape, self.rehearsal.conditions)
+        return self._layouts[shape]
+
+    def _trial(self, case: Case) -> Trial:
+        if case not in self._trials:
+            setting = self.settings[case.setting]
+            counts = deal(setting.num_micro_batches, case.shape[1])
+            layout = self.layouts(case.shape)[case.place]
+            self._trials[case] = Trial(setting, self.rehearsal, layout, case.shape[0], counts)
+        return self._trials[case]
+
+    def _outcome(self, case: Case) -> Outcome:
+        if case not in self._outcomes:
+            self._outcomes[case] = self._trial(case).best()
+        return self._outcomes[case]
+
+    def _with_fewer(self, shape: Shape, setting: Setting) -> Shape | None:
+        """The next (P, D) below this one that may be as fast; None when there is none.
+
+        Where nothing makes workers differ, of all D whose busiest replica has as many micro-batches the smallest is
+        the fastest, for it reduces fastest: 6 micro-batches take 3 replicas as long as 4.
+        """
+        depth, replicas = shape
+        if replicas == 1:
+            return None
+        if self.rehearsal.conditions.uneven:
+            return depth, replicas - 1
+        total = setting.num_micro_batches
+        same = _fewest_as_busy(total, replicas)
+        return depth, same if same < replicas else _fewest_as_busy(total, replicas - 1)
+
+    def _even_ns(self, setting: Setting, shape: Shape) -> int:
+        """No cut is faster; of times that are drawn less is known."""
+        if self.rehearsal.conditions.jitter_seed is not None:
+            return setting.sections.commit_ns
+        return setting.bound_ns(shape[0], -(-setting.num_micro_batches // shape[1]))
+
+    def _bound_ns(self, case: Case) -> int:
+        if case not in self._bounds:
+            least = self._trial(case).least_ns()
+            self._bounds[case] = max(self._even_ns(self.settings[case.setting], case.shape), least)
+        return self._bounds[case]
+
+    def _planned_ns(self, case: Case) -> float:
+        """As planned; where windows are judged under the conditions, no more is known than the bound."""
+        if self.rehearsal.conditions.uneven:
+            return self._bound_ns(case)
+        return max(self._bound_ns(case), _SLACK * self._trial(case).likely_ns())
+
+    def _too_little_memory(self, num_gpus: int, largest: int, num_replicas: int | None) -> PlanError:
+        needed = min(
+            setting.least_bytes(depth, -(-setting.num_micro_batches // replicas))
+            for setting in self.settings
+            for depth in range(1, largest + 1)
+            if (replicas := num_replicas or min(num_gpus // depth, setting.num_micro_batches))
+            <= setting.num_micro_batches
+        )
+        how = f"at least {needed} bytes per device"
+        deeper = range(largest + 1, self.num_sections + 1)
+        enough = next((depth for depth in deeper if self.fits((depth, num_replicas or 1))), None)
+        if enough is not None:
+            how += f", or at least {enough * (num_replicas or 1)} GPUs"
+        return PlanError(
+            f"the job does not fit in the memory of {num_gpus} devices",
+            field="memory_bytes",
+            value=self.memory_bytes,
+            allowed=how,
+        )
+
+
+def _fewest_as_busy(total: int, replicas: int) -> int:
+    return math.ceil(total / math.ceil(total / replicas))

@@ -1,0 +1,327 @@
+"""The windows, and the cuts next to the most even ones, that suit one shape best under its conditions.
+
+Tried are windows of growing slope, until no windows could be more than 1 % faster; then the other schedules. The
+period of a pipeline with windows w (notes of Varuna's rules: max over i < j of the round trip from i to j over
+w_i - w_j + 1, and the slowest stage) says from which slope on nothing is to be gained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, pairwise
+
+import numpy as np
+
+from morph.contract.plan import Schedule
+from simulator.answers.answer import bound_ns
+from simulator.answers.costs import StageCosts
+from simulator.answers.finish import Finish
+from simulator.answers.outcome import Outcome, Rehearsal
+from simulator.given.layout import Layout
+from simulator.playing.times import Ints, StageTimes
+from simulator.search.moves import moved_bounds_ns, neighbours
+from simulator.search.setting import Rule, Setting
+
+_TOLERATED = 101
+_FEW = 32
+_FILL = 8
+_SHALLOW = 12
+Judge = Callable[[StageCosts], int]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One shape in one place: P stages, each replica with a number of micro-batches.
+
+    ``boundaries``: first sections that are given, or None; ``slope``: of windows that are given; ``moves``: whether
+    cuts next to the most even one are tried.
+    """
+
+    setting: Setting
+    rehearsal: Rehearsal
+    layout: Layout
+    depth: int
+    counts: tuple[int, ...]
+    boundaries: tuple[int, ...] | None = None
+    slope: int | None = None
+    moves: bool = True
+    _bounds: dict[tuple[int, ...] | None, int] = field(default_factory=dict)
+    _plans: dict[tuple[object, ...], Finish] = field(default_factory=dict)
+    _outcomes: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
+
+    @property
+    def most(self) -> int:
+        """Micro-batches of the busiest replica."""
+        return max(self.counts)
+
+    @cached_property
+    def planned(self) -> tuple[StageCosts, int]:
+        """The best stages as planned, and the fastest mini-batch: on devices and links of one's own.
+
+        Cuts next to the most even one are taken where they are 1 % faster.
+        """
+        costs, fastest = self._chosen(self._planned_ns, self.boundaries)
+        while self.moves and (moved := self._best_move(costs, fastest, self._planned_ns)) is not None:
+            costs, fastest = moved
+        return costs, fastest
+
+    @property
+    def _few(self) -> bool:
+        """Whether there are so few micro-batches that filling and draining the pipeline takes much of the time."""
+        return self.most <= _FILL * self.depth
+
+    def best(self) -> Outcome:
+        """The smallest windows whose mini-batch is within 1 % of the fastest, of the most even cut and the best one."""
+        outcomes = [self._best_windows(self.boundaries)]
+        if self.planned[0].boundaries != outcomes[0].costs.boundaries:
+            outcomes.append(self._best_windows(self.planned[0].boundaries))
+        best = min(outcomes, key=lambda outcome: outcome.mini_batch_ns)
+        move = self.moves and self._few
+        while move and (moved := self._best_move(best.costs, best.mini_batch_ns, self._followed_ns)) is not None:
+            best = self._best_windows(moved[0].boundaries)
+        return best
+
+    def likely_ns(self) -> int:
+        """As planned, or as followed under the widest windows: of few micro-batches that can be a lot faster."""
+        costs, planned_ns = self.planned
+        if not self._few or self.rehearsal.conditions.jitter_seed is not None:
+            return planned_ns
+        widest = [rule for schedule in self.setting.schedules[:1] for rule in self._rules(schedule, costs.boundaries)]
+        there = self._stages(widest[-1], costs.boundaries) if widest else None
+        return planned_ns if there is None else min(planned_ns, self._followed_ns(there))
+
+    def least_ns(self) -> int:
+        """No windows that fit in memory make the most even cut, or one next to it, faster by more than is tolerated."""
+        costs = self._widest(None)
+        windows = tuple(costs.times.window.tolist())
+        if self.setting.windowed(costs.schedule, windows, costs.boundaries, self.layout) is not None:
+            stages, least = [costs], self._least_ns(None)
+        else:
+            rules = [rule for schedule in self.setting.schedules for rule in self._rules(schedule, None)]
+            fitting = [found for rule in rules if (found := self._stages(rule, None)) is not None]
+            widest = {  # of those alike but for their windows: one is wider than another at every stage
+                (found.schedule == "gpipe", found.boundaries): found
+                for found in sorted(fitting, key=lambda found: int(found.times.window.sum()))
+            }
+            stages = list(widest.values())
+            least = min(bound_ns(found, self.counts, self.rehearsal.conditions) for found in stages)
+        if self._few:
+            least = min(int(self._moved_bounds_ns(found)[1].min(initial=least)) for found in stages)
+        return least * 98 // 100
+
+    def _best_windows(self, boundaries: tuple[int, ...] | None) -> Outcome:
+        if not self.rehearsal.conditions.uneven:
+            outcome = self._outcome(self._chosen(self._planned_ns, boundaries)[0])
+            if outcome.mini_batch_ns * 100 <= self._least_ns(boundaries) * _TOLERATED:
+                return outcome  # else who follows its orders may want other windows than the plan knows
+        return self._outcome(self._chosen(self._followed_ns, boundaries, between=True)[0])
+
+    def _chosen(
+        self, judge: Judge, boundaries: tuple[int, ...] | None, *, between: bool = False
+    ) -> tuple[StageCosts, int]:
+        """The first rule within 1 % of the fastest, and the time of the fastest.
+
+        ``between``: slopes between those that are always tried are tried too, halfway to the fastest again and again.
+        """
+        tried: list[tuple[int, StageCosts]] = []
+        for schedule in self.setting.schedules:
+            first, times_ns = len(tried), dict[int, int]()
+            rules = self._rules(schedule, boundaries)
+            if between and schedule == "varuna":
+                rules = chain(rules, (Rule(schedule, slope) for slope in _halfway(times_ns)))
+            for rule in rules:
+                costs = self._stages(rule, boundaries)
+                assert costs is not None, "a rule that does not fit"
+                times_ns[rule.slope] = judge(costs)
+                tried.insert(first + sorted(times_ns).index(rule.slope), (times_ns[rule.slope], costs))
+                fastest = min(entry[0] for entry in tried)
+                chosen = next(entry for entry in tried if entry[0] * 100 <= fastest * _TOLERATED)
+                if chosen[0] * 100 <= self._least_ns(boundaries) * _TOLERATED:
+                    return chosen[1], fastest
+        assert tried, "a shape that does not fit in memory was tried"
+        return chosen[1], fastest
+
+    def _stages(self, rule: Rule, boundaries: tuple[int, ...] | None) -> StageCosts | None:
+        return self.setting.stages(rule, self.most, self.layout, boundaries, depth=self.depth)
+
+    def _rules(self, schedule: Schedule, boundaries: tuple[int, ...] | None) -> Iterator[Rule]:
+        """Of one schedule, those that fit in memory: by growing windows, GPipe's by growing number of rounds."""
+
+        def fits(slope: int) -> bool:
+            return self._stages(Rule(schedule, slope), boundaries) is not None
+
+        slopes: Iterable[int] = (self.slope or 1,)
+        if self.slope is None and schedule == "gpipe":
+            slopes = _fewest_rounds(fits, self.most)
+        elif self.slope is None and schedule == "varuna" and self.depth > 1:
+            slopes = _growing(fits, _slopes(self._needed_slope, self.most))
+        return (Rule(schedule, slope) for slope in slopes if fits(slope))
+
+    def _widest(self, boundaries: tuple[int, ...] | None) -> StageCosts:
+        """These stages, or the most even cut as it would be without a limit to memory, under the widest windows."""
+        free, schedule = self.setting.without_memory_limit(), self.setting.schedules[0]
+        cuts = free.cut(Rule(schedule, 1), self.depth, self.most) if boundaries is None else boundaries
+        costs = free.windowed(schedule, (self.most,) * self.depth, cuts or (), self.layout)
+        assert costs is not None, "only memory forbids stages"
+        return costs
+
+    def _least_ns(self, boundaries: tuple[int, ...] | None) -> int:
+        """No windows and no schedule make these stages, or the most even ones, faster."""
+        if boundaries not in self._bounds:
+            conditions, costs = self.rehearsal.conditions, self._widest(boundaries)
+            bound = bound_ns(costs, self.counts, conditions)
+            if conditions.share_links and not conditions.uneven and self.layout.placement is None:
+                bound = max(bound, _links_ns(costs.times, self.most) + self.setting.sections.commit_ns)
+            self._bounds[boundaries] = bound
+        return self._bounds[boundaries]
+
+    @cached_property
+    def _needed_slope(self) -> int:
+        return slope_for_period(self._widest(self.boundaries).times)
+
+    def _outcome(self, costs: StageCosts) -> Outcome:
+        key = (costs.schedule, costs.boundaries, costs.times.window.tobytes())
+        if key not in self._outcomes:
+            self._outcomes[key] = self.rehearsal.full(costs, self.counts, self._planned(costs))
+        return self._outcomes[key]
+
+    def _followed_ns(self, costs: StageCosts) -> int:
+        return self._outcome(costs).mini_batch_ns
+
+    def _planned_ns(self, costs: StageCosts) -> int:
+        return self._planned(costs).mini_batch_ns
+
+    def _planned(self, costs: StageCosts) -> Finish:
+        key = (costs.schedule, costs.boundaries, costs.times.window.tobytes())
+        if key not in self._plans:
+            self._plans[key] = self.rehearsal.planned(costs, self.counts)
+        return self._plans[key]
+
+    def _best_move(self, costs: StageCosts, fastest_ns: int, judge: Judge) -> tuple[StageCosts, int] | None:
+        """The best of the cuts next to this one where it is 1 % faster.
+
+        Each is judged under the windows that suit it; of many micro-batches, for which these matter less, under the
+        windows here, and only the best under those that suit it.
+        """
+        cuts, bounds = self._moved_bounds_ns(costs)
+        enough, best = fastest_ns * 100 // _TOLERATED, None
+        for place in np.argsort(bounds, kind="stable").tolist():
+            if bounds[place] >= enough:
+                break
+            moved = tuple(cuts[place].tolist())
+            there: tuple[StageCosts, int] | None = None
+            if not self._few:
+                same = self.setting.windowed(costs.schedule, tuple(costs.times.window.tolist()), moved, self.layout)
+                there = None if same is None else (same, judge(same))
+            elif any(next(self._rules(schedule, moved), None) for schedule in self.setting.schedules):
+                there = self._chosen(judge, moved)
+            if there is not None and there[1] < enough:
+                enough, best = there[1], there
+        return best if best is None or self._few else self._chosen(judge, best[0].boundaries)
+
+    def _moved_bounds_ns(self, costs: StageCosts) -> tuple[Ints, Ints]:
+        """The cuts next to this one, and what none of them can be faster than."""
+        rows = self._few and self.depth <= _SHALLOW
+        cuts = neighbours(costs.boundaries, self.setting.sections.num_sections, rows=rows)
+        return cuts, moved_bounds_ns(costs, cuts, self.counts, self.setting.memory_bytes)
+
+
+def _slopes(needed: int, most: int) -> Iterator[int]:
+    """Slopes worth a try where a replica has so many micro-batches: all if these are few, else some.
+
+    The last one gives each stage but the last as large a window as there are micro-batches.
+    """
+    widest = max(1, most - 1)
+    if widest <= _FEW:
+        return iter(range(1, widest + 1))
+    return (slope for slope in _ladder(widest) if slope <= 4 * needed or slope == widest)
+
+
+def _growing(fits: Callable[[int], bool], slopes: Iterable[int]) -> Iterator[int]:
+    """Growing slopes while they fit, the last of them exactly."""
+    before = 0
+    for slope in slopes:
+        if not fits(slope):
+            while slope - before > 1:
+                middle = (slope + before) // 2
+                before, slope = (middle, slope) if fits(middle) else (before, middle)
+            yield before
+            return
+        yield slope
+        before = slope
+
+
+def _halfway(times_ns: Mapping[int, int]) -> Iterator[int]:
+    """Slopes halfway between the fastest of those whose times are known and its neighbours, until there are none."""
+    while times_ns:
+        known = sorted(times_ns)
+        at = known.index(min(known, key=times_ns.__getitem__))
+        slopes = [sum(pair) // 2 for pair in pairwise(known[max(0, at - 1) : at + 2]) if pair[1] - pair[0] > 1]
+        if not slopes:
+            return
+        yield from slopes
+
+
+def _fewest_rounds(fits: Callable[[int], bool], most: int) -> Iterator[int]:
+    """The fewest rounds that fit, and twice as many, which leave room for more even cuts."""
+    before = 0
+    for rounds in _ladder(most):
+        if fits(rounds):
+            while rounds - before > 1:
+                middle = (rounds + before) // 2
+                before, rounds = (before, middle) if fits(middle) else (middle, rounds)
+            yield rounds
+            if 1 < rounds < most:
+                yield min(most, 2 * rounds)
+            return
+        before = rounds
+
+
+def _ladder(most: int) -> Iterator[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... and ``most``."""
+    step = 1
+    while step < most:
+        yield step
+        if step > 1 and step * 3 // 2 < most:
+            yield step * 3 // 2
+        step *= 2
+    yield most
+
+
+def slope_for_period(times: StageTimes) -> int:
+    """The least slope of windows with which no round trip is longer than what its micro-batches keep busy.
+
+    The period is max over i <= j of [ sum from i to j of (F + B) + R_j + sum from i to j - 1 of (a + g) ] over
+    (w_i - w_j + 1), but never less than the slowest stage, or wire, takes.
+    """
+    wires = np.maximum(*times.wires_ns)[:-1]
+    work = times.forward_ns + times.recompute_ns * times.recompute + times.backward_ns
+    period = max(int(work.max()), int(wires.max(initial=0)))
+    both = np.concatenate([[0], np.cumsum(times.forward_ns + times.backward_ns)])
+    links = np.concatenate([[0], np.cumsum((times.activation_ns + times.gradient_ns)[:-1])])
+    last = both[1:] + links + times.recompute_ns * times.recompute
+    trips = last[None, :] - (both[:-1] + links)[:, None]
+    distance = np.arange(len(links))[None, :] - np.arange(len(links))[:, None]
+    far = distance > 0
+    slopes = (trips[far] / period - 1) / distance[far]
+    return max(1, int(np.ceil(slopes.max(initial=1.0))))
+
+
+def _links_ns(times: StageTimes, count: int) -> int:
+    """No mini-batch is faster over links that all messages of a stage share.
+
+    Stage s sends the activations behind it (u_s on the wire) and the gradients before it (v_(s-1)), the last of them
+    the gradient of its last backward; what it receives likewise comes after the head.
+    """
+    if times.num_stages == 1:
+        return 0
+    activation_wire, gradient_wire = (wire[:-1] for wire in times.wires_ns)
+    activation, gradient = times.activation_ns[:-1], times.gradient_ns[:-1]
+    zero = np.zeros(1, np.int64)
+    out = np.append(activation_wire, 0) + np.append(zero, gradient_wire)
+    head = np.append(zero, np.cumsum(times.forward_ns[:-1] + activation)) + times.forward_ns
+    back = np.append(zero, np.cumsum(times.backward_ns[:-1] + gradient))
+    before_last = np.append(zero, gradient_wire)
+    return int((head + count * out + back - before_last).max())

@@ -1,0 +1,490 @@
+"""Cut models that are kept: the same bits as made anew, and never read where anything may be another."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manager.machine.handed_on import handed_on
+from morph.cutting.exporting import export
+from morph.cutting.exporting.exported import ExportedJob
+from morph.cutting.exporting.functional import WRITTEN
+from morph.cutting.kept import key
+from morph.cutting.kept.cut_job import CutJob, LoadedJob, load_and_cut
+from morph.cutting.kept.values import CannotKeep, read_code, read_value, write_value
+from morph.cutting.making.tape import TensorRef
+from morph.job import Job
+from morph.job_files import imported_once
+from morph.runtime.process.single import run_single
+from morph.user_cache import keep
+
+HEAD = """
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn import functional
+from morph import CutPoint, Job
+
+class Samples:
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return {"x": (torch.arange(8.0) * (index + 1) / 7).sin()}
+
+def loss(model, batch):
+    return model(batch["x"]).square().mean()
+
+def adam(parameters):
+    return torch.optim.AdamW([parameter for _, parameter in parameters], lr=1e-2)
+
+def job_of(model):
+    return Job(name="kept", model=model, loss=loss, dataset=Samples, optimizer=adam, batch_size=6, seed=3)
+"""
+PLAIN = "job = job_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))\n"
+TIED = """
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+        nn.init.trunc_normal_(self.second.weight, std=0.3)
+    def forward(self, x):
+        return self.last(functional.dropout(self.second(functional.dropout(self.first(x), 0.3)).tanh(), 0.2))
+job = job_of(Tied)
+"""
+BUFFERS = """
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("scale", torch.tensor([1.5, 0.5, 2.0, 1.0, 1.0, 3.0, 0.25, 1.0]))
+        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.last(torch.tanh(x - self.average) * self.scale + self.frozen)
+job = job_of(Normed)
+"""
+ROOMS = {"dropout and tied weights": TIED, "buffers": BUFFERS}
+
+
+class Exports:
+    """Counts exports; the model is really exported the first time alone where the text does not change."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.ready: ExportedJob | None = None
+
+    def __call__(self, job: Job) -> ExportedJob:
+        self.count += 1
+        return self.ready if self.ready is not None else EXPORT_JOB(job)
+
+
+EXPORT_JOB = export.export_job
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> Exports:
+    counted = Exports()
+    monkeypatch.setattr(export, "export_job", counted)
+    return counted
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "cuts"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], str]:
+    def written(text: str) -> str:
+        (tmp_path / "user").mkdir(exist_ok=True)
+        path = tmp_path / "user" / "job.py"
+        path.write_text(HEAD + textwrap.dedent(text), encoding="utf-8")
+        return f"{path}:job"
+
+    return written
+
+
+def load(job_path: str, num_sections: int | None = 2, m: int = 2, fingerprint: str | None = None) -> CutJob:
+    with imported_once(job_path):
+        return load_and_cut(job_path, num_sections=num_sections, micro_batch_size=m, fingerprint=fingerprint)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ExportedJob:
+    """The plain job's export, for tests that only ask whether there would be another one."""
+    path = tmp_path_factory.mktemp("plain") / "job.py"
+    path.write_text(HEAD + PLAIN, encoding="utf-8")
+    with imported_once(f"{path}:job"):
+        return LoadedJob(f"{path}:job").export()
+
+
+@pytest.fixture
+def again(exports: Exports, plain: ExportedJob, write: Callable[[str], str]) -> Callable[..., str]:
+    """Kept once; what it returns loads it anew and tells whether that was read or made."""
+    exports.ready = plain
+    job_path = write(PLAIN)
+    kept = load(job_path).model.fingerprint
+    assert exports.count == 1
+
+    def told(**given: Any) -> str:
+        before = exports.count
+        found = load(job_path, **given)
+        assert found.model.fingerprint == kept or "num_sections" in given
+        return "made" if exports.count > before else "read"
+
+    assert told() == "read"
+    return told
+
+
+@pytest.mark.parametrize("text", ROOMS.values(), ids=ROOMS.keys())
+def test_a_second_worker_does_not_export_and_its_weights_are_the_same_bits(
+    text: str, exports: Exports, write: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_path = write(text)
+
+    def run(name: str) -> list[tuple[str, str]]:
+        url = str(tmp_path / name)
+        manifest = run_single(job_path, steps=3, num_sections=3, micro_batch_size=2, checkpoint_url=url)
+        return [(entry.unit, entry.sha256) for entry in manifest.units]
+
+    cold = run("cold")
+    assert exports.count == 1  # of the run's own worker none
+    assert run("warm") == cold
+    assert exports.count == 1
+    monkeypatch.setenv("MORPH_CACHE_DIR", "/dev/null")
+    assert run("never kept") == cold
+    assert exports.count == 3
+
+
+@pytest.mark.parametrize("text", ROOMS.values(), ids=ROOMS.keys())
+def test_what_is_read_is_what_was_cut(text: str, exports: Exports, write: Callable[[str], str]) -> None:
+    job_path = write(text)
+    made, kept = load(job_path), load(job_path)
+    assert exports.count == 1
+    for one, other in zip(made.model.sections, kept.model.sections, strict=True):
+        assert other.code.code == one.code.code  # type: ignore[attr-defined]
+        left_out = {"code", "constant_values", "_on_device"}
+        assert {k: v for k, v in vars(other).items() if k not in left_out} == {
+            k: v for k, v in vars(one).items() if k not in left_out
+        }
+        for name in one.constants:
+            assert torch.equal(one.constant_values[name], other.constant_values[name])
+        metas = [
+            [[node.meta.get(name) for name in ("stack_trace", WRITTEN)] for node in section.code.graph.nodes]  # type: ignore[attr-defined]
+            for section in (one, other)
+        ]
+        assert metas[0] == metas[1]
+    for field in ("units", "fingerprint", "specs", "unused_parameters", "metric_names", "micro_batch_size"):
+        assert getattr(kept.model, field) == getattr(made.model, field)
+    assert list(kept.initial) == list(made.initial)
+    for name in made.initial:
+        assert torch.equal(made.initial[name], kept.initial[name])
+        empty = kept.initial.empty(name, torch.device("cpu"))
+        assert (empty.stride(), empty.dtype) == (made.initial[name].stride(), made.initial[name].dtype)
+
+
+def test_it_is_kept_under_the_number_of_sections_that_was_found(exports: Exports, write: Callable[[str], str]) -> None:
+    job_path = write(PLAIN)
+    found = load(job_path, None)
+    assert load(job_path, None).model.fingerprint == found.model.fingerprint
+    assert load(job_path, len(found.model.sections)).model.fingerprint == found.model.fingerprint
+    assert exports.count == 1
+
+
+def test_who_checked_a_job_keeps_it_for_workers_of_any_micro_batch(
+    exports: Exports, write: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from morph.cutting import cut
+
+    job_path = write(PLAIN)
+    for name in os.environ.keys() - handed_on(os.environ).keys():
+        monkeypatch.delenv(name)  # as in a VM of this machine
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with imported_once(job_path):
+        checked = LoadedJob(job_path)
+        exported = checked.export()
+        model = cut(exported, num_sections=2, micro_batch_size=1)
+        checked.keep_for_workers(exported, model, [1, 2, 3], handed_on({**os.environ, "CLOUD_SECRET": "s"}))
+    for m in (1, 2, 3):
+        found = load(job_path, m=m, fingerprint=model.fingerprint)
+        assert found.model.sections[1].inputs[0].shape == (m, 8)
+    assert exports.count == 1
+
+
+def rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """A file with a good digest, as this user could have written it."""
+
+    def harm(path: Path) -> None:
+        form = json.loads(path.read_bytes()[32:])
+        change(form)
+        keep(path.parent, path.name, json.dumps(form).encode())
+
+    return harm
+
+
+def call(form: dict[str, Any], name: str) -> None:
+    node = next(node for node in form["sections"][0]["code"] if node[0] == "call_function")
+    node[2] = name
+
+
+HARM: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda path: os.truncate(path, 1000),
+    "unreadable": lambda path: path.chmod(0o622),
+    "no JSON": lambda path: keep(path.parent, path.name, b"\x80\x04cos\nsystem\n."),
+    "another form": rewritten(lambda form: form.update(form=0)),
+    "a part missing": rewritten(lambda form: form.pop("tape")),
+    "another m": rewritten(lambda form: form.update(micro_batch_size=4)),
+    "a call of code": rewritten(lambda form: call(form, "operator.methodcaller")),
+    "a call of a module": rewritten(lambda form: call(form, "os.system")),
+    "a call of nothing": rewritten(lambda form: call(form, "aten.no_such_operation.default")),
+    "a node that is not there": rewritten(lambda form: form["sections"][0]["code"][-1].__setitem__(3, {"node": 99})),
+    "what has no type": rewritten(lambda form: form["parameter_specs"][0].__setitem__(2, "load")),
+}
+
+
+@pytest.mark.parametrize("harm", HARM.values(), ids=HARM.keys())
+def test_what_is_damaged_is_made_again_and_kept_anew(
+    harm: Callable[[Path], object], again: Callable[[], str], folder: Path
+) -> None:
+    (file,) = folder.iterdir()
+    harm(file)
+    assert again() == "made"
+    assert again() == "read"
+
+
+def edited(path: Path) -> None:
+    path.write_text(path.read_text() + "# edited\n")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda user, patch: edited(user / "job.py"),
+        lambda user, patch: edited_data(user / "job.py"),
+        lambda user, patch: patch.setenv("NUM_LAYERS", "3"),
+        lambda user, patch: patch.chdir(user),
+        lambda user, patch: patch.setattr(torch, "__version__", "2.99"),
+        lambda user, patch: patch.setattr("morph.__version__", "99"),
+        lambda user, patch: patch.setattr("sys.version", "3.99"),
+        lambda user, patch: patch.setattr(key, "_own_code", lambda: "changed"),
+        lambda user, patch: patch.setattr(key, "_installed", lambda: "another package"),
+        lambda user, patch: patch.setattr(torch.cuda, "is_available", lambda: True),
+    ],
+    ids=["code", "data", "variable", "folder", "torch", "morph", "python", "own code", "packages", "device"],
+)
+def test_what_may_be_another_model_is_made_again(
+    change: Callable[[Path, pytest.MonkeyPatch], object],
+    again: Callable[[], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change(tmp_path / "user", monkeypatch)
+    assert again() == "made"
+    assert again() == "read"
+
+
+def edited_data(path: Path) -> None:
+    path.write_text(path.read_text().replace("return 12", "return 13"))
+
+
+@pytest.mark.parametrize("given", [{"m": 3}, {"num_sections": 1}, {"fingerprint": "of the run"}])
+def test_another_cut_is_made(given: dict[str, Any], again: Callable[..., str]) -> None:
+    assert again(**given) == "made"
+
+
+@pytest.mark.parametrize(
+    "importing", ["from neighbour import WIDTH", "def later():\n    import neighbour"], ids=["at once", "later"]
+)
+def test_an_edited_neighbour_is_another_job(
+    importing: str, exports: Exports, plain: ExportedJob, write: Callable[[str], str], tmp_path: Path
+) -> None:
+    exports.ready = plain
+    job_path = write(f"{importing}\n{PLAIN}")
+    for width, count in ((8, 1), (8, 1), (9, 2)):
+        (tmp_path / "user" / "neighbour.py").write_text(f"WIDTH = {width}\n")
+        load(job_path)
+        assert exports.count == count
+
+
+NOT_KEPT = {
+    "a file read by the constructor": (
+        "job = job_of(lambda: nn.Linear(8, len(Path(__file__[:-2] + 'txt').read_text())))"
+    ),
+    "a file read when it is loaded": (
+        "WIDTH = len(Path(__file__[:-2] + 'txt').read_text())\njob = job_of(lambda: nn.Linear(8, 8))"
+    ),
+    "a process started": (
+        "import subprocess\njob = job_of(lambda: nn.Linear(8, len(subprocess.check_output(['echo', '1234567']))))"
+    ),
+    "a neighbour imported by a name made up": (
+        "def model():\n    from importlib import import_module\n"
+        "    return nn.Linear(8, import_module('neigh' + 'bour').WIDTH)\njob = job_of(model)"
+    ),
+    "weights from elsewhere": (
+        "job = job_of(lambda: nn.Sequential(nn.Linear(8, 8), Held(torch.tensor([[0.5] * 8] * 4096))))"
+    ),
+    "an autograd.Function": (
+        "class Twice(torch.autograd.Function):\n"
+        "    @staticmethod\n    def forward(ctx, x):\n        return 2 * x\n"
+        "    @staticmethod\n    def backward(ctx, g):\n        return 2 * g\n"
+        "class Own(nn.Module):\n    def forward(self, x):\n        return Twice.apply(x)\n"
+        "job = job_of(lambda: nn.Sequential(nn.Linear(8, 8), Own(), nn.Linear(8, 8)))"
+    ),
+    "marks": (
+        "class Marked(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.first, self.cut, self.last = nn.Linear(8, 8), CutPoint(), nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n        x = self.cut(self.first(x))\n"
+        "        return self.last(x * 2 if x.sum().item() > 0 else x)\n"
+        "job = job_of(Marked)"
+    ),
+}
+HELD = """
+class Held(nn.Module):
+    def __init__(self, values):
+        super().__init__()
+        self.register_buffer("values", values)
+    def forward(self, x):
+        return x + self.values.mean(0)
+"""
+
+
+@pytest.mark.parametrize("text", NOT_KEPT.values(), ids=NOT_KEPT.keys())
+def test_what_may_come_from_elsewhere_is_not_kept(
+    text: str, exports: Exports, write: Callable[[str], str], folder: Path, tmp_path: Path
+) -> None:
+    job_path = write(HELD + text)
+    (tmp_path / "user" / "job.txt").write_text("8 letter")
+    (tmp_path / "user" / "neighbour.py").write_text("WIDTH = 8\n")
+    for count in (1, 2):
+        load(job_path, 1 if "CutPoint()" not in text else 2)
+        assert exports.count == count
+    assert not folder.exists()
+
+
+def test_what_the_data_set_reads_is_no_part_of_the_model(
+    exports: Exports, plain: ExportedJob, write: Callable[[str], str], tmp_path: Path
+) -> None:
+    exports.ready = plain
+    job_path = write(
+        "class OfFile(Samples):\n    def __getitem__(self, index):\n"
+        "        return {'x': torch.full((8,), float(Path(__file__[:-2] + 'txt').read_text()))}\n"
+        + PLAIN.replace("job_of(", "Job(name='kept', loss=loss, dataset=OfFile, optimizer=adam, batch_size=6, model=")
+    )
+    for number, count in (("1", 1), ("1", 1), ("2", 2)):
+        (tmp_path / "user" / "job.txt").write_text(number)
+        load(job_path)
+        assert exports.count == count
+
+
+def test_code_that_is_neither_installed_nor_the_jobs_is_not_known(
+    exports: Exports, plain: ExportedJob, write: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports.ready = plain
+    (tmp_path / "elsewhere.py").write_text("WIDTH = 8\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    job_path = write("from elsewhere import WIDTH\n" + PLAIN)
+    for count in (1, 2):
+        load(job_path)
+        assert exports.count == count
+
+
+def test_a_job_whose_files_may_change_under_it_is_exported_each_time(
+    exports: Exports, plain: ExportedJob, write: Callable[[str], str], folder: Path
+) -> None:
+    exports.ready = plain
+    job_path = write(PLAIN)
+    load_and_cut(job_path, num_sections=2, micro_batch_size=2)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -(1 << 70),
+        0.1,
+        -0.0,
+        float("inf"),
+        "text",
+        [1, [2.5]],
+        (1, (None,)),
+        {"a": (1,)},
+        1 + 2j,
+        torch.float16,
+        torch.channels_last,
+        torch.strided,
+        torch.device("cpu"),
+        TensorRef(3, torch.bfloat16, (2, 3), (3, 1), 0),
+    ],
+    ids=repr,
+)
+def test_a_value_is_read_as_it_was(value: Any) -> None:
+    found = read_value(json.loads(json.dumps(write_value(value))))
+    assert (found, repr(found)) == (value, repr(value))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_data_is_read_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.randn(shape) * 3).to(dtype)
+    found = read_value(json.loads(json.dumps(write_value(tensor))))
+    assert (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize(
+    "value", [object(), b"", len, nn.Linear, slice(1), Tensor, torch.zeros(4, 4).t(), torch.Size([1])]
+)
+def test_what_has_no_form_is_not_kept(value: Any) -> None:
+    with pytest.raises(CannotKeep):
+        write_value([value])
+
+
+@pytest.mark.parametrize("form", [{"module": "os"}, {"dtype": "load"}, {"dtype": "strided"}, {"layout": "float32"}])
+def test_a_form_that_names_something_else_is_refused(form: Any) -> None:
+    with pytest.raises(ValueError, match="is no"):
+        read_value(form)
+
+
+@pytest.mark.parametrize("op", ["call_module", "call_method", "get_attr"])
+def test_a_graph_calls_operations_alone(op: str) -> None:
+    with pytest.raises(ValueError, match=op):
+        read_code([[op, "x", "eval", {"tuple": []}, {"dict": []}, {}]])
+
+
+def test_only_this_threads_reads_count(tmp_path: Path) -> None:
+    from threading import Thread
+
+    from morph.cutting.source.reads import Reads, of_data
+
+    path = tmp_path / "file"
+    path.touch()
+    with Reads() as reads:
+        other = Thread(target=path.read_bytes)
+        other.start()
+        other.join()
+        with of_data():
+            path.read_bytes()
+        path.write_bytes(b"")
+        (tmp_path / "gone").exists()
+        Path(os.__file__).read_bytes()
+    path.read_bytes()
+    assert reads.found == []
+    with reads:
+        path.read_bytes()
+    assert reads.found == [str(path)]

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from manager.engine.joining.link_server import LinkServer
+from morph.link.greeting import Greeting
+from morph.link.home import Home
+from morph.link.wire import Wire
+from morph.runtime.process.link import LIVENESS, PURPOSE, TALK, Call, Talk, keep_liveness
+from tests.engine.link_scene import BOUND_S, LinkScene, wait_until
+from tests.link.pair import certificates, show
+
+KILLED_WITHIN_S = 2.0
+"""Of a machine under load; a kill is known within milliseconds."""
+
+
+@pytest.fixture(params=["sealed", "encrypted"])
+def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LinkScene]:
+    files = None
+    if request.param == "encrypted":
+        files = certificates(tmp_path / "run")
+        show(files, monkeypatch)
+    made = LinkScene(files)
+    yield made
+    made.close()
+
+
+def test_messages_go_both_ways_in_their_order_also_long_ones(scene: LinkScene) -> None:
+    call = Call(scene.home("vm0"), TALK)
+    assert scene.told.next() == ("came", "vm0")
+    long = bytes(range(256)) * 20_000
+    for body in (b"one", long, b"two"):
+        scene.told.lines["vm0"].send(body)
+    assert [call.receive() for _ in range(3)] == [b"one", long, b"two"]
+    call.send(long)
+    call.send(b"")
+    assert scene.told.next() == ("heard", "vm0", long)
+    assert scene.told.next() == ("heard", "vm0", b"")
+    call.reset()
+
+
+def test_a_slow_reader_keeps_nobody_waiting_and_is_known(scene: LinkScene) -> None:
+    slow, quick = Call(scene.home("vm0"), TALK), Call(scene.home("vm1"), TALK)
+    assert {scene.told.next(), scene.told.next()} == {("came", "vm0"), ("came", "vm1")}
+    line = scene.told.lines["vm0"]
+    begin_s = time.monotonic()
+    for _ in range(20):
+        line.send(b"x" * 1_000_000)
+    scene.told.lines["vm1"].send(b"at once")
+    assert quick.receive() == b"at once"
+    assert time.monotonic() - begin_s < BOUND_S / 2
+    wait_until(lambda: line.stuck_s > 0.3)
+    assert scene.told.lines["vm1"].stuck_s == 0
+    assert [len(slow.receive()) for _ in range(20)] == [1_000_000] * 20
+    wait_until(lambda: line.stuck_s == 0)
+    slow.reset()
+    quick.reset()
+
+
+@pytest.mark.parametrize("wrong", ["secret", "worker", "nonce", "role", "noise", "too long"])
+def test_a_stranger_is_turned_away_and_disturbs_nobody(wrong: str) -> None:
+    scene = LinkScene()
+    home, wire = scene.home("vm0"), Wire(None, "x")
+    with socket.create_connection(scene.address, timeout=BOUND_S) as stranger:
+        message = None
+        while message is None:
+            wire.take(stranger.recv(1000))
+            message = wire.next()
+        nonce = b"of another connection" if wrong == "nonce" else message
+        greeting = Greeting.to(nonce, PURPOSE, "vm1" if wrong == "worker" else "vm0", "x" if wrong == "role" else TALK)
+        hello = greeting.hello("wrong" if wrong == "secret" else home.secret)
+        if wrong == "too long":
+            stranger.sendall(b"\0\1\0\0")
+        else:
+            stranger.sendall(wire.put(b"\xff{" if wrong == "noise" else hello))
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    call = Call(home, TALK)
+    assert scene.told.next() == ("came", "vm0")
+    call.reset()
+    scene.close()
+    assert scene.told.all.empty()
+
+
+def test_a_worker_hears_nobody_who_has_not_its_secret(scene: LinkScene) -> None:
+    home = scene.home("vm0").model_copy(update={"secret": "wrong"})
+    with pytest.raises(OSError):
+        Call(home, TALK)
+    with pytest.raises(OSError):
+        Call(scene.home("vm0").model_copy(update={"worker": "vm1"}), TALK)  # one worker's is no other's
+    assert scene.told.all.empty()
+
+
+@pytest.mark.parametrize("tampered", [b"\0\0\0\0", b"\0\0\0\41" + b"x" * 33])
+def test_a_message_that_was_not_sealed_ends_the_line_and_says_nothing_of_the_worker(tampered: bytes) -> None:
+    scene = LinkScene()
+    call = Call(scene.home("vm0"), TALK)
+    assert scene.told.next() == ("came", "vm0")
+    call._connection.sendall(tampered)
+    with pytest.raises(OSError):
+        call.receive()
+    call.reset()
+    call = Call(scene.home("vm0"), TALK)
+    assert scene.told.next() == ("came", "vm0")
+    call.reset()
+    scene.close()
+
+
+WORKER = """
+import sys, threading, time
+from morph.link.home import Home
+from morph.runtime.process.link import Talk, keep_liveness, called, TALK
+home = Home.model_validate_json(sys.argv[1])
+held = threading.Event()
+threading.Thread(target=keep_liveness, args=(home, held.set), daemon=True).start()
+held.wait()
+called(home, TALK)  # and reads nothing of it
+time.sleep(1000)
+"""
+
+
+def started(home: Home) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", WORKER, home.model_dump_json()])
+
+
+def test_a_worker_that_is_killed_with_an_order_unread_is_known_to_be_gone_once_and_at_once(scene: LinkScene) -> None:
+    with started(scene.home("vm0")) as process:
+        assert scene.told.next() == ("came", "vm0")
+        scene.told.lines["vm0"].send(b"never read")
+        killed_s = time.monotonic()
+        os.kill(process.pid, signal.SIGKILL)
+        assert scene.told.next() == ("died", "vm0")
+        assert time.monotonic() - killed_s < KILLED_WITHIN_S
+    call = Call(scene.home("vm1"), TALK)
+    assert scene.told.next() == ("came", "vm1")  # and nothing before it
+    call.reset()
+
+
+def test_connections_that_break_are_no_death_and_are_made_anew(scene: LinkScene) -> None:
+    home, held = scene.home("vm0"), threading.Semaphore(0)
+    talk = Talk(home, lambda: None, lambda _: None)
+    scene.callers.run(lambda: keep_liveness(home, held.release))
+    assert held.acquire(timeout=BOUND_S)
+    scene.callers.run(talk.hear)
+    assert scene.told.next() == ("came", "vm0")
+    for _ in range(3):
+        reset(scene.server, "vm0", LIVENESS)
+        assert held.acquire(timeout=BOUND_S)
+        reset(scene.server, "vm0", TALK)
+        assert scene.told.next() == ("came", "vm0")
+        scene.told.lines["vm0"].hang_up()
+        assert scene.told.next() == ("came", "vm0")
+    talk.wait()
+    talk.send(b"still here")
+    assert scene.told.next() == ("heard", "vm0", b"still here")
+    assert scene.told.all.empty()
+
+
+def reset(server: LinkServer, worker: str, role: str) -> None:
+    """What a firewall or a switch that forgot a connection does: both ends are told that it is over."""
+    wait_until(lambda: (worker, role) in server._known)
+    caller = server._known.pop((worker, role))
+    with caller.lock:
+        caller.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        server._selector.unregister(caller.connection)
+        caller.connection.close()
+
+
+def test_many_workers_of_one_address_come_at_once(scene: LinkScene) -> None:
+    homes = [scene.home(f"vm{number}") for number in range(300)]
+    talks = [Talk(home, lambda: None, lambda _: None) for home in homes]
+    for talk in talks:
+        scene.callers.run(talk.hear)
+    came = {scene.told.next()[1] for _ in homes}
+    assert came == {home.worker for home in homes}
+
+
+def test_a_closed_server_tells_nothing_and_the_next_one_at_its_port_has_the_same_workers(scene: LinkScene) -> None:
+    kept = scene.entrance.listening.dup()  # as the process that owns the VMs keeps it
+    talk = Talk(scene.home("vm0"), lambda: None, lambda _: None)
+    scene.callers.run(talk.hear)
+    assert scene.told.next() == ("came", "vm0")
+    scene.server.close()
+    address = kept.getsockname()
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(address)
+    assert scene.told.all.empty()
+    entrance = type(scene.entrance)(kept, scene.entrance.secret, scene.entrance.certificates)
+    server = LinkServer(entrance, scene.told)
+    assert scene.told.next() == ("came", "vm0")
+    assert entrance.home("vm0").port == address[1]
+    server.close()

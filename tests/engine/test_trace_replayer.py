@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from manager.controller.state.events import NodeAppeared, Tick, WorkerLost
+from manager.engine.local_vms.trace_replayer import TraceReplayer
+from manager.engine.loop.event_queue import EventQueue
+from manager.journal.records import TRACE_PLAYED, VM_KILLED, VM_UP, Fact, TraceMoment
+from morph.contract.errors import ClusterError
+from morph.contract.trace import parse_trace
+
+BOUND_S = 30.0
+TRACE_NOTE = Fact(name=TRACE_PLAYED)
+
+
+class FakeHost:
+    """VMs that are names. A boot in ``held`` waits for its event, one in ``broken`` fails."""
+
+    boots_at_once = 1
+
+    def __init__(self) -> None:
+        self.up: list[str] = []
+        self.killed: list[str] = []
+        self.booting: dict[str, threading.Event] = {}
+        self.held: dict[str, threading.Event] = {}
+        self.broken: set[str] = set()
+        self.changed = threading.Condition()
+
+    def hold(self, name: str) -> threading.Event:
+        """Keep a boot waiting for the event returned; another event tells that it has begun."""
+        self.held[name], self.booting[name] = threading.Event(), threading.Event()
+        return self.held[name]
+
+    def add_vm(self, name: str) -> None:
+        if name in self.held:
+            self.booting[name].set()
+            assert self.held[name].wait(BOUND_S)
+        if name in self.broken:
+            raise ClusterError(f"VM {name} did not come up: no room")
+        with self.changed:
+            self.up.append(name)
+            self.changed.notify_all()
+
+    def prepare_kill(self, names: Sequence[str]) -> Callable[[], None]:
+        def kill() -> None:
+            with self.changed:
+                self.killed += names
+                self.changed.notify_all()
+
+        return kill
+
+    def wait_until_killed(self, *names: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: set(names) <= set(self.killed), BOUND_S)
+
+
+class Play:
+    """A replayer of a trace given as lines, and what it reported."""
+
+    def __init__(self, *lines: str, begun: TraceMoment | None = None) -> None:
+        self.host, self.event_queue = FakeHost(), EventQueue()
+        trace = parse_trace(["time_s,event,node_id\n", *(f"{line}\n" for line in lines)], "test")
+        self.replayer = TraceReplayer(self.host, trace, self.event_queue, begun)
+        self.seen: list[str] = []
+        self.moments: list[TraceMoment] = []
+
+    def start(self, *, clock: bool = True) -> None:
+        self.replayer.start()
+        if clock:
+            self.replayer.start_clock()
+
+    def next(self) -> str:
+        item: object = TRACE_NOTE
+        while isinstance(item, Fact) and item.name in (TRACE_PLAYED, VM_UP):
+            self.moments += [TraceMoment.model_validate_json(item.detail)] if item.detail else []
+            stamped = self.event_queue.get(BOUND_S)
+            assert stamped is not None, f"nothing came after {self.seen}"
+            item = stamped.item
+        if isinstance(item, NodeAppeared):
+            self.seen.append(f"up {item.node}")
+        elif isinstance(item, WorkerLost):
+            self.seen.append(f"lost {item.worker}")
+        elif isinstance(item, Tick):
+            assert self.replayer.finished
+            self.seen.append("played")
+        else:
+            assert isinstance(item, Fact)
+            self.seen.append(f"{item.name} {item.worker}")
+        return self.seen[-1]
+
+    def until(self, *wanted: str) -> list[str]:
+        while not set(wanted) <= set(self.seen):
+            self.next()
+        return self.seen
+
+
+@pytest.fixture
+def played() -> Iterator[list[Play]]:
+    plays: list[Play] = []
+    yield plays
+    for play in plays:
+        play.replayer.close()
+        assert play.replayer.finished
+
+
+def play(played: list[Play], *lines: str, begun: TraceMoment | None = None) -> Play:
+    played.append(Play(*lines, begun=begun))
+    return played[-1]
+
+
+def test_what_comes_at_time_0_is_booted_in_order_before_the_clock_runs(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0,add,b", "0.01,add,c")
+    one.start(clock=False)
+    one.until("up a", "up b")
+    assert one.host.up == ["a", "b"]
+    assert not one.replayer.finished
+    assert "vm_requested c" not in one.seen
+    one.replayer.start_clock()
+    one.until("up c")
+
+
+def test_a_revoked_vm_is_killed_and_told(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0,add,b", "0.01,remove,a")
+    one.start(clock=False)
+    one.until("up a", "up b")
+    one.replayer.start_clock()
+    assert one.until(f"{VM_KILLED} a")[-1] == f"{VM_KILLED} a"
+    one.host.wait_until_killed("a")
+    assert one.host.killed == ["a"]
+
+
+def test_a_vm_that_nobody_needs_is_ended_and_is_no_revocation(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0,add,b")
+    one.start(clock=False)
+    one.until("up a", "up b")
+    one.replayer.fleet.release("a", "never there")
+    assert one.next() == "vm_released a"
+    one.replayer.fleet.release("a")
+    assert one.host.killed == ["a"]
+
+
+def test_a_node_that_comes_back_is_another_machine(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0.01,remove,a", "0.01,add,a")
+    one.start(clock=False)
+    one.until("up a")
+    one.replayer.start_clock()
+    one.until("up a.2")
+    assert one.host.up == ["a", "a.2"]
+    assert one.host.killed == ["a"]
+
+
+def test_a_vm_that_is_revoked_while_it_boots_never_appears(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0.01,remove,a", "0.02,add,b")
+    boot = one.host.hold("a")
+    one.start(clock=False)
+    assert one.host.booting["a"].wait(BOUND_S)
+    one.replayer.start_clock()
+    one.until("vm_requested b")  # a was revoked before that
+    boot.set()
+    one.until("up b")
+    assert "up a" not in one.seen
+    assert one.host.killed == ["a"]
+
+
+def test_a_vm_that_is_revoked_before_its_turn_is_not_booted(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0,add,b", "0.01,remove,b", "0.02,add,c")
+    boot = one.host.hold("a")
+    one.start(clock=False)
+    assert one.host.booting["a"].wait(BOUND_S)
+    one.replayer.start_clock()
+    one.until("vm_requested c")
+    boot.set()
+    one.until("up a", "up c")
+    assert one.host.up == ["a", "c"]
+    assert one.host.killed == []
+
+
+def test_a_vm_added_and_removed_at_one_moment_ends_revoked(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0.01,add,b", "0.01,remove,b", "0.01,remove,a", "0.01,add,a", "0.02,add,c")
+    one.start(clock=False)
+    one.until("up a")
+    one.replayer.start_clock()
+    one.until("up a.2", "up c")
+    assert "a" in one.host.killed
+    assert set(one.host.up) - set(one.host.killed) == {"a.2", "c"}
+
+
+def test_a_vm_that_does_not_come_up_is_told_and_the_next_is_tried(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0,add,b")
+    one.host.broken.add("a")
+    one.start()
+    one.until("vm_failed a", "lost a", "up b")
+    assert "up a" not in one.seen
+
+
+def test_the_whole_trace_is_played_at_some_time(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0.001,add,b", "0.002,remove,b")
+    one.start()
+    one.until("vm_requested b")
+    for thread in threading.enumerate():
+        if thread.name == "morph-vm-trace":
+            thread.join(BOUND_S)
+    assert one.replayer.finished
+
+
+def test_closing_ends_the_play_and_its_threads_also_in_the_middle() -> None:
+    before = set(threading.enumerate())
+    one = Play("0,add,a", "0,add,b", "1000,remove,a")
+    boot = one.host.hold("a")
+    one.start()
+    assert one.host.booting["a"].wait(BOUND_S)
+    one.replayer.close()
+    assert one.replayer.finished
+    boot.set()
+    one.host.wait_until_killed("a")  # it came up after the end
+    for thread in set(threading.enumerate()) - before:
+        thread.join(BOUND_S)
+        assert not thread.is_alive()
+    assert one.host.up == ["a"]
+    seen = []
+    while (stamped := one.event_queue.get(0.0)) is not None:
+        seen.append(stamped.item)
+    assert all(isinstance(item, Fact) and item.name in ("vm_requested", TRACE_PLAYED) for item in seen)
+
+
+LINES = ("0,add,a", "0,add,b", "0.01,remove,a", "0.02,add,a", "0.02,add,c", "0.03,remove,b", "0.04,add,d")
+
+
+def test_how_far_the_trace_came_is_noted_before_it_is_played(played: list[Play]) -> None:
+    one = play(played, *LINES[:3])
+    one.start()
+    one.until("played")
+    assert [moment.num_played for moment in one.moments if moment.runs][-1] == 3
+    assert one.moments[0].clock_s == 0
+    assert one.moments[-1].clock_s >= 0.01
+
+
+def test_another_manager_plays_the_rest_and_finishes_what_was_left_half_done(played: list[Play]) -> None:
+    """Of what was played: b was not killed yet, a.2 was still booting, of c the controller was not told."""
+    one = play(played, *LINES, begun=TraceMoment(num_played=6, clock_s=0.03))
+    one.replayer.resume(up=["b", "c"], appeared=["a", "b"])
+    assert one.replayer.fleet.booting
+    one.start()
+    assert set(one.until("up c", "up a.2", "up d", "played")) >= {"vm_requested d"}
+    assert one.host.killed == ["b"]
+    assert one.host.up == ["a.2", "d"]
+    assert not one.replayer.fleet.booting
+
+
+def test_a_vm_that_died_by_itself_is_not_asked_for_again_by_another_manager(played: list[Play]) -> None:
+    one = play(played, "0,add,a", "0,add,b", begun=TraceMoment(num_played=2))
+    one.replayer.resume(up=["b"], appeared=["a", "b"])
+    one.start()
+    one.until("played")
+    assert one.host.up == []
+    assert not one.replayer.fleet.booting
+
+
+def test_a_player_that_was_never_started_closes() -> None:
+    """What comes between may fail: a full disk, a manager that cannot be written down."""
+    Play("0,add,a").replayer.close()

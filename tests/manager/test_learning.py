@@ -1,0 +1,179 @@
+"""What compute times during a run teach about its profile, and what is planned with that."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from controller_script import Script
+from simulated_job import make_plan
+
+from manager.controller.state.actions import Action, NoteCorrection
+from manager.controller.state.events import ComputeTimesSeen, Event, WorkerLost, WorkerTimes
+from manager.controller.state.learned import Correction, StageRatios, correction_of, is_material, with_observation
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import Phase
+from manager.journal import journal as journal_module
+from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.replay import replay
+from manager.report.reading import read_report
+from manager.report.summary import summarise
+
+SECTIONS_S = (1.0, 1.0, 2.0, 1.0, 1.0, 2.0)
+NOISE = 0.08
+
+
+def seen(factors: list[float], cuts: list[list[int]], num: int, seed: int) -> tuple[StageRatios, ...]:
+    """Observations of every stage of these shapes, with noise."""
+    draw, found = random.Random(seed), ()
+    for _ in range(num):
+        for bounds in cuts:
+            for first, end in zip(bounds, [*bounds[1:], len(SECTIONS_S)], strict=True):
+                true_s = sum(SECTIONS_S[index] * factors[index] for index in range(first, end))
+                ratio = math.log(true_s / sum(SECTIONS_S[first:end])) + draw.gauss(0, NOISE)
+                found = with_observation(found, range(first, end), ratio)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slower_section_is_found_where_different_cuts_tell_it_apart(seed: int) -> None:
+    ratios = seen([1, 1, 1.3, 1, 1, 1], [[0, 3], [0, 2, 4], [0, 2, 3, 5]], 60, seed)
+    found = correction_of(ratios, SECTIONS_S)
+    assert found.factors[2] == pytest.approx(1.3, abs=0.05)
+    others = [factor for index, factor in enumerate(found.factors) if index != 2]
+    assert max(abs(factor - 1) for factor in others) < 0.08
+    assert is_material(None, found, ratios, SECTIONS_S)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_not_found(seed: int) -> None:
+    for num in (1, 3, 10, 100):
+        ratios = seen([1.0] * 6, [[0, 3]], num, seed)
+        found = correction_of(ratios, SECTIONS_S)
+        assert not is_material(None, found, ratios, SECTIONS_S), (
+            f"{num} observations of nothing but noise: {found.sentence}"
+        )
+
+
+def test_what_slows_all_sections_is_taken_to_slow_those_that_were_never_seen() -> None:
+    found = correction_of((StageRatios(first_section=0, end_section=3, num=200, mean=math.log(1.2)),), SECTIONS_S)
+    assert found.factors[5] == pytest.approx(1.2, abs=0.02)
+    assert found.errors[3] > found.errors[0]
+
+
+def test_few_observations_are_shrunk_to_one_and_uncertain() -> None:
+    once, often = (
+        correction_of((StageRatios(first_section=0, end_section=6, num=num, mean=math.log(1.2)),), SECTIONS_S)
+        for num in (1, 100)
+    )
+    assert 1 < once.factors[0] < often.factors[0] < 1.21
+    assert once.errors[0] > often.errors[0]
+
+
+def test_a_change_within_the_error_or_of_little_is_not_material() -> None:
+    often, once = (StageRatios(first_section=0, end_section=1, num=num) for num in (400, 1))
+    told = Correction(factors=(1.2,), errors=(0.01,))
+    little, much = (Correction(factors=(factor,), errors=(0.01,)) for factor in (1.22, 1.3))
+    assert not is_material(told, little, (often,), (1.0,))
+    assert not is_material(told, much, (once,), (1.0,))
+    assert is_material(told, much, (often,), (1.0,))
+
+
+def trained(make: Callable[..., Script] = Script) -> Script:
+    """Four workers train in 2x2."""
+    plans = {2: make_plan(2, 1), 3: make_plan(3, 1), 4: make_plan(2, 2)}
+    script = make(plans=plans, expected_nodes=4, section_compute_s=SECTIONS_S)
+    script.ready("n0", "n1", "n2", "n3")
+    script.reshaped()
+    return script
+
+
+def tell_times(script: Script, slower: float, num: int = 40) -> list[NoteCorrection]:
+    """So many reports of every member, section 5 slower than profiled; returns the corrections that were told."""
+    told: list[NoteCorrection] = []
+    assert script.state.plan is not None
+    for _ in range(num):
+        times = []
+        for slot in script.state.slots:
+            sections = script.state.plan.stages[slot.stage].sections
+            device_s = sum(SECTIONS_S[index] * (slower if index == 5 else 1) for index in sections)
+            times.append(
+                WorkerTimes(
+                    worker=slot.worker, generation=script.state.generation, compute_s=(99.0,), device_s=(device_s,)
+                )
+            )
+        told += [act for act in script.tell(ComputeTimesSeen(times=tuple(times))) if isinstance(act, NoteCorrection)]
+    return told
+
+
+def test_a_correction_is_told_when_it_changes_and_not_with_every_report() -> None:
+    script = trained()
+    assert tell_times(script, 1.0) == []
+    told = tell_times(script, 3.0, 200)
+    assert 1 <= len(told) < 10
+    assert script.state.correction == told[-1].correction
+    assert told[-1].correction.factors[5] > told[-1].correction.factors[0]
+
+
+def test_what_is_learned_is_no_reason_to_change_the_shape_and_counts_once_one_is_chosen() -> None:
+    script = trained()
+    generation = script.state.generation
+    tell_times(script, 3.0)
+    assert script.state.phase is Phase.TRAINING
+    assert script.state.generation == generation
+    assert script.state.config.factors == ()
+    script.tell(WorkerLost(worker=script.members[-1], cause="revoked"))
+    while script.state.generation == generation:
+        script.aborted()
+    assert script.state.correction is not None
+    assert script.state.config.factors == script.state.correction.factors
+    assert script.state.plan is not None
+    planned = script.state.config.plans[script.state.plan.num_workers]
+    assert script.state.plan.expected.mini_batch_s > planned.expected.mini_batch_s
+
+
+def test_a_slow_workers_times_teach_nothing() -> None:
+    script = trained()
+    workers = {
+        name: entry.model_copy(update={"node": NodeState.SUSPECT}) for name, entry in script.state.workers.items()
+    }
+    script.state = script.state.model_copy(update={"workers": workers})
+    assert tell_times(script, 3.0, 1) == []
+    assert script.state.stage_ratios == ()
+
+
+class JournalledScript(Script):
+    """A script that is written down."""
+
+    def __init__(self, journal: Journal, **fields: object) -> None:
+        super().__init__(**fields)
+        self.journal = journal
+        journal.append_config(0.0, self.state.config)
+
+    def tell(self, event: Event, at_s: float | None = None) -> tuple[Action, ...]:
+        actions = super().tell(event, at_s)
+        assert self.last is not None
+        self.journal.append_decision(self.now_s, event, self.last)
+        return actions
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 10_000])
+def test_a_journal_with_corrections_is_replayed_to_the_same_state_and_tells_them(
+    snapshot_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", snapshot_every)
+    with Journal.open(tmp_path / FILE_NAME) as journal:
+        script = trained(partial(JournalledScript, journal))
+        tell_times(script, 3.0)
+        script.tell(WorkerLost(worker=script.members[-1], cause="revoked"))
+        while not script.state.planned_with:
+            script.aborted()
+        assert replay(journal) == script.state
+        assert replay(journal).config.best_plan(3) == script.state.config.best_plan(3)
+    report = read_report(tmp_path)
+    assert report.correction == script.state.correction
+    assert "times of sections against the profile: 0-2 x" in summarise(report)

@@ -1,0 +1,360 @@
+"""Slow workers: found, left out at a boundary, probed, and taken back."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+from controller_script import Script, receivers
+from simulated_job import PLANS, RULES, make_plan
+
+from manager.controller.state.actions import EndWorker, ProbeWorker, SendReshape, SendStep
+from manager.controller.state.events import ComputeTimesSeen, WorkerLost, WorkerProbed, WorkerTimes
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import Phase
+from manager.controller.stragglers.outliers import Expected, error_of_median, judge, usual
+from morph.contract.rules import StutterRules
+
+STUTTER = StutterRules()
+SLOW = 1.3
+
+
+def test_one_of_many_replicas_that_is_30_percent_slower_is_slow_and_no_other() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        medians_s = {f"n{number}": draw.gauss(1.0, 0.02) for number in range(8)}
+        medians_s["n3"] *= SLOW
+        judged = judge(medians_s, None, STUTTER)
+        assert [worker for worker, judgement in judged.items() if judgement.slow] == ["n3"]
+
+
+def test_replicas_that_only_differ_by_chance_are_never_slow() -> None:
+    draw = random.Random(1)
+    for _ in range(2000):
+        medians_s = {f"n{number}": draw.gauss(1.0, 0.03) for number in range(draw.randrange(3, 9))}
+        assert not any(judgement.slow for judgement in judge(medians_s, None, STUTTER).values())
+
+
+def test_of_two_replicas_the_slower_one_is_slow() -> None:
+    judged = judge({"a": 1.0, "b": SLOW}, None, STUTTER)
+    assert (judged["a"].slow, judged["b"].slow) == (False, True)
+    assert judged["b"].ratio == pytest.approx(SLOW)
+
+
+def test_one_replica_is_held_against_the_profile_and_not_judged_without_it() -> None:
+    assert judge({"a": SLOW}, Expected(1.0, 0.0), STUTTER)["a"].slow
+    assert not judge({"a": 1.1}, Expected(1.0, 0.0), STUTTER)["a"].slow
+    assert judge({"a": SLOW}, None, STUTTER) == {}
+
+
+def test_what_slows_everybody_is_nobodys_fault() -> None:
+    measure = usual([SLOW, SLOW, SLOW, 2 * SLOW])
+    assert measure is not None
+    assert measure.expects(2.0) == Expected(2 * SLOW, 0.0)
+
+
+def test_one_or_two_workers_cannot_show_whether_a_worker_or_the_profile_is_wrong() -> None:
+    assert usual([SLOW]) is None
+    assert usual([1.0, SLOW]) is None
+
+
+def test_where_workers_compare_with_the_profile_unequally_nobody_is_singled_out() -> None:
+    even, uneven = usual([1.0, 1.02, SLOW]), usual([1.0, 1.15, 1.15 * SLOW])
+    assert even is not None and uneven is not None  # noqa: PT018
+    assert judge({"a": SLOW}, even.expects(1.0), STUTTER)["a"].slow
+    assert not judge({"a": 1.15 * SLOW}, uneven.expects(1.0), STUTTER)["a"].slow
+
+
+def test_a_window_that_spreads_proves_less() -> None:
+    medians_s = {"a": 1.0, "b": SLOW}
+    assert judge(medians_s, None, STUTTER, {"a": 0.04, "b": 0.04})["b"].slow
+    assert not judge(medians_s, None, STUTTER, {"a": 0.08, "b": 0.08})["b"].slow
+    assert not judge({"b": SLOW}, Expected(1.0, 0.0), STUTTER, {"b": 0.08})["b"].slow
+
+
+def test_replicas_on_shared_cores_that_differ_by_chance_are_not_slow_for_windows_in_a_row() -> None:
+    draw = random.Random(2)
+    num_slow = 0
+    for _ in range(2000):
+        windows = {worker: [draw.lognormvariate(0, 0.4) for _ in range(STUTTER.samples)] for worker in "ab"}
+        errors_s = {worker: error_of_median(samples_s) for worker, samples_s in windows.items()}
+        medians_s = {worker: statistics.median(samples_s) for worker, samples_s in windows.items()}
+        num_slow += any(judgement.slow for judgement in judge(medians_s, None, STUTTER, errors_s).values())
+    assert (num_slow / 2000) ** STUTTER.windows < 1e-5
+
+
+def test_between_well_and_slow_nothing_changes() -> None:
+    judgement = judge({"a": 1.1, "b": 1.0}, None, STUTTER)["a"]
+    assert (judgement.slow, judgement.well) == (False, False)
+
+
+def trained(**fields: object) -> Script:
+    """Six workers have trained for a while, in three stages of two replicas."""
+    script = Script(expected_nodes=6, num_steps=1000, **fields)
+    script.ready("n1", "n2", "n3", "n4", "n5", "n6")
+    script.reshaped()
+    warmed_up(script)
+    return script
+
+
+def warmed_up(script: Script) -> None:
+    """With fewer than three peers nobody is judged before that many windows."""
+    for _ in range(RULES.stutter.windows):
+        times(script, {})
+
+
+def times(script: Script, slow: dict[str, float], count: int = 4) -> None:
+    """Every member reports compute times of ``count`` micro-batches."""
+    reports = tuple(
+        WorkerTimes(worker=worker, generation=script.state.generation, compute_s=(2.0 * slow.get(worker, 1.0),) * count)
+        for worker in script.members
+    )
+    assert script.tell(ComputeTimesSeen(times=reports)) == ()
+
+
+def test_a_member_that_is_slow_for_some_windows_is_left_out_at_the_next_boundary() -> None:
+    script = trained()
+    for _ in range(RULES.stutter.windows - 1):
+        times(script, {"n3": 2.0})
+    assert script.state.workers["n3"].node is NodeState.READY
+    times(script, {"n3": 2.0})
+    assert (script.state.workers["n3"].node, script.code) == (NodeState.SUSPECT, "worker_slow")
+    actions = script.prepared()
+    assert "n3" not in {slot.worker for slot in script.state.slots}
+    assert receivers(actions, SendReshape)
+    assert script.state.version == 1
+
+
+def test_one_slow_window_is_forgiven_when_a_good_one_follows() -> None:
+    script = trained()
+    for _ in range(4):
+        times(script, {"n3": 2.0})
+        times(script, {})
+    assert script.state.workers["n3"].node is NodeState.READY
+
+
+def test_fewer_micro_batches_than_a_window_are_not_judged() -> None:
+    script = trained()
+    before = script.state.workers["n3"].pace.streak
+    times(script, {"n3": 5.0}, count=3)
+    assert script.state.workers["n3"].pace.streak == before
+    times(script, {"n3": 5.0}, count=1)
+    assert script.state.workers["n3"].pace.streak == 1
+
+
+def test_times_of_an_older_generation_and_of_strangers_are_ignored() -> None:
+    script = trained()
+    late = tuple(
+        WorkerTimes(worker=worker, generation=script.state.generation - 1, compute_s=(9.0,) * 8)
+        for worker in [*script.members, "stranger"]
+    )
+    script.tell(ComputeTimesSeen(times=late))
+    assert all(not entry.pace.samples_s for entry in script.state.workers.values())
+
+
+def test_a_slow_member_stays_where_leaving_it_out_would_be_slower_still() -> None:
+    script = Script(plans={2: PLANS[2], 4: PLANS[4]}, num_steps=1000)
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    warmed_up(script)
+    for _ in range(RULES.stutter.windows):
+        times(script, {"n3": SLOW})
+    assert script.state.workers["n3"].node is NodeState.SUSPECT
+    assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3", "n4"]
+    for _ in range(RULES.stutter.windows):
+        times(script, {})
+    assert (script.state.workers["n3"].node, script.code) == (NodeState.READY, "worker_well")
+
+
+def test_a_spare_takes_the_place_of_a_slow_member_that_is_30_percent_slower() -> None:
+    script = trained()
+    script.ready("n7")
+    for _ in range(RULES.stutter.windows):
+        times(script, {"n3": SLOW})
+    script.prepared()
+    assert {slot.worker for slot in script.state.slots} == {"n1", "n2", "n4", "n5", "n6", "n7"}
+
+
+def pipeline(depth: int, slow: dict[str, float], num_windows: int = 5, spare: bool = False) -> Script:
+    """One replica of that depth, held against the profile, reports times so much longer than that."""
+    script = Script(
+        plans={depth: make_plan(depth, 1)}, expected_nodes=depth, num_steps=1000, section_compute_s=(1.0,) * 6
+    )
+    script.ready(*(f"n{number}" for number in range(1, depth + 1)))
+    script.reshaped()
+    if spare:
+        script.ready(f"n{depth + 1}")
+    for _ in range(num_windows):
+        against_profile(script, slow)
+    return script
+
+
+def against_profile(script: Script, slow: dict[str, float]) -> None:
+    """Every member reports a window of times, so much longer than the profile has them."""
+    assert script.state.plan is not None
+    reports = []
+    for slot in script.state.slots:
+        profiled_s = script.state.config.expected_compute_s(script.state.plan.stages[slot.stage])
+        assert profiled_s is not None
+        compute_s = (profiled_s * slow.get(slot.worker, 1.0),) * RULES.stutter.samples
+        reports.append(WorkerTimes(worker=slot.worker, generation=script.state.generation, compute_s=compute_s))
+    script.tell(ComputeTimesSeen(times=tuple(reports)))
+
+
+def suspects(script: Script) -> list[str]:
+    return [worker for worker, entry in script.state.workers.items() if entry.node is NodeState.SUSPECT]
+
+
+def test_with_one_replica_the_profile_says_who_is_slow() -> None:
+    assert suspects(pipeline(3, {"n2": SLOW})) == ["n2"]
+
+
+def test_a_machine_slower_than_its_profile_makes_nobody_slow() -> None:
+    assert suspects(pipeline(3, {"n1": SLOW, "n2": SLOW, "n3": SLOW})) == []
+    assert suspects(pipeline(3, {"n1": SLOW, "n2": SLOW * SLOW, "n3": SLOW})) == ["n2"]
+
+
+@pytest.mark.parametrize("slow", [{"n1": SLOW}, {"n1": SLOW, "n2": 2 * SLOW}])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_with_one_or_two_stages_nobody_is_singled_out_by_the_profile(depth: int, slow: dict[str, float]) -> None:
+    script = pipeline(depth, slow)
+    assert suspects(script) == []
+    assert all(entry.pace.streak == 0 for entry in script.state.workers.values())
+
+
+def test_nobody_is_held_against_the_profile_before_everybody_was_timed() -> None:
+    script = pipeline(3, {}, num_windows=0)
+    for _ in range(RULES.stutter.windows):
+        late = tuple(
+            WorkerTimes(worker=worker, generation=script.state.generation, compute_s=(9.0,) * RULES.stutter.samples)
+            for worker in script.members[1:]
+        )
+        script.tell(ComputeTimesSeen(times=late))
+    assert suspects(script) == []
+
+
+def probed_against_s(now: dict[str, float]) -> float:
+    """A stage of two sections was left by a worker found slow at it; what is its probe held against, in seconds?"""
+    script = pipeline(3, {"n2": SLOW}, spare=True)
+    script.prepared()
+    script.reshaped()
+    assert "n2" not in script.members
+    against_profile(script, now)
+    for _ in range(10):
+        for action in script.wake():
+            if isinstance(action, ProbeWorker):
+                return action.healthy_s
+    raise AssertionError("it is never probed")
+
+
+def test_a_probe_is_held_against_how_all_others_compare_with_the_profile_by_then() -> None:
+    assert probed_against_s({}) == pytest.approx(2.0)
+    assert probed_against_s({"n1": SLOW, "n3": SLOW, "n4": SLOW}) == pytest.approx(2.0 * SLOW)
+    assert probed_against_s({"n1": 0.8, "n3": 0.8, "n4": 0.8}) == pytest.approx(2.0 * 0.8)
+
+
+def test_a_probe_is_held_against_whoever_took_the_stage_where_that_one_takes_longer_too() -> None:
+    assert probed_against_s({"n4": SLOW}) == pytest.approx(2.0 * SLOW)
+    assert probed_against_s({"n4": 0.8}) == pytest.approx(2.0)
+
+
+def left_out() -> Script:
+    """A slow member was replaced by a spare."""
+    script = trained()
+    script.ready("n7")
+    for _ in range(RULES.stutter.windows):
+        times(script, {"n3": SLOW})
+    script.prepared()
+    script.reshaped()
+    return script
+
+
+def probe(script: Script) -> int:
+    """Wait until the left-out worker is probed."""
+    for _ in range(10):
+        for action in script.wake():
+            if isinstance(action, ProbeWorker):
+                assert action.worker == "n3"
+                return action.probe
+    raise AssertionError("it is never probed")
+
+
+def test_good_probes_in_a_row_bring_a_worker_back() -> None:
+    script = left_out()
+    for _ in range(RULES.stutter.probe_passes):
+        assert script.state.workers["n3"].node is NodeState.SUSPECT
+        script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=1.02))
+    assert (script.state.workers["n3"].node, script.code) == (NodeState.READY, "worker_well")
+
+
+def test_a_probe_is_of_the_stage_on_which_it_was_slow_against_what_its_peer_takes() -> None:
+    script = trained()
+    stage = next(slot.stage for slot in script.state.slots if slot.worker == "n3")
+    assert script.state.plan is not None
+    sections = script.state.plan.stages[stage].sections
+    script.ready("n7")
+    for _ in range(RULES.stutter.windows):
+        times(script, {"n3": SLOW})
+    script.prepared()
+    script.reshaped()
+    action = None
+    while not isinstance(action, ProbeWorker):
+        action = next(iter(script.wake()), None)
+    assert (action.first_section, action.end_section) == (sections.start, sections.stop)
+    assert action.healthy_s == 2.0
+    assert action.step == script.state.version
+
+
+def test_a_probe_that_was_not_come_to_is_repeated_and_does_not_count() -> None:
+    script = left_out()
+    script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=None))
+    probation = script.state.workers["n3"].probation
+    assert probation is not None
+    assert (probation.num_failed, probation.num_passed, probation.asked_s) == (0, 0, None)
+    for _ in range(RULES.stutter.max_probes - 1):
+        script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=None))
+    assert "n3" not in script.state.workers  # not for ever
+
+
+def test_probes_that_find_it_slow_grow_rarer_and_end() -> None:
+    script = left_out()
+    waits_s: list[float] = []
+    for _ in range(RULES.stutter.max_probes):
+        number = probe(script)
+        actions = script.tell(WorkerProbed(worker="n3", probe=number, slowdown=SLOW))
+        entry = script.state.workers.get("n3")
+        if entry is not None and entry.probation is not None:
+            waits_s.append(entry.probation.due_s - script.now_s)
+    assert actions == (EndWorker(worker="n3"),)
+    assert "n3" not in script.state.workers
+    assert waits_s == pytest.approx([1.0, 1.5])
+
+
+def test_a_probe_that_is_late_or_was_never_sent_changes_nothing() -> None:
+    script = left_out()
+    number = probe(script)
+    script.tell(WorkerProbed(worker="n3", probe=number + 1, slowdown=1.0))
+    assert script.code == "ignored"
+    script.tell(WorkerProbed(worker="n1", probe=number, slowdown=1.0))
+    assert script.code == "ignored"
+
+
+def test_a_worker_that_is_given_up_while_it_serves_units_dissolves_the_generation() -> None:
+    script = left_out()
+    for _ in range(RULES.stutter.max_probes - 1):
+        script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=SLOW))
+    number = probe(script)
+    holds = script.state.workers[script.members[0]].holds
+    workers = {**script.state.workers}
+    workers["n3"] = workers["n3"].model_copy(update={"holds": holds})
+    script.state = script.state.model_copy(update={"workers": workers})
+    for worker in [slot.worker for slot in script.state.slots if slot.stage == 0]:
+        script.tell(WorkerLost(worker=worker, cause="killed"))
+    script.aborted()
+    assert "n3" in script.busy
+    script.reshaped(*[worker for worker in script.busy if worker != "n3"])
+    actions = script.tell(WorkerProbed(worker="n3", probe=number, slowdown=SLOW))
+    assert actions[0] == EndWorker(worker="n3")
+    assert script.state.phase is Phase.RESHAPING
+    assert script.state.generation == 4

@@ -1,0 +1,116 @@
+"""What is kept for one user: whole, private, bounded; whatever is wrong with it is as if there were nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from morph import user_cache
+from morph.user_cache import keep, read_kept
+
+CONTENT = b"what was found" * 100
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def replace_by_link(path: Path) -> None:
+    path.rename(path.with_name("target"))
+    path.symlink_to("target")
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "gone": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: os.truncate(path, len(CONTENT) // 2),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "a bit flipped": flip,
+    "another can write it": lambda path: path.chmod(0o622),
+    "another can write its folder": lambda path: path.parent.chmod(0o770),
+    "a link": replace_by_link,
+    "a folder": replace_by_folder,
+    "a pipe": replace_by_pipe,
+}
+
+
+@pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE.keys())
+def test_what_was_harmed_is_not_read(harm: Callable[[Path], object], tmp_path: Path) -> None:
+    folder = tmp_path / "cuts"
+    keep(folder, "one", CONTENT)
+    assert read_kept(folder, "one") == CONTENT
+    harm(folder / "one")
+    assert read_kept(folder, "one") is None
+
+
+def test_what_another_user_owns_is_neither_read_nor_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(tmp_path, "one", CONTENT)
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    assert read_kept(tmp_path, "one") is None
+    keep(tmp_path, "two", CONTENT)
+    assert not (tmp_path / "two").exists()
+
+
+def test_file_and_folder_are_of_this_user_alone(tmp_path: Path) -> None:
+    keep(tmp_path / "cuts", "one", CONTENT)
+    assert (tmp_path / "cuts").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "cuts" / "one").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("error", [PermissionError, OSError(28, "no room")])
+def test_where_nothing_can_be_written_nothing_is_kept(
+    error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(user_cache.tempfile, "mkstemp", refuse)
+    keep(tmp_path, "one", CONTENT)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    keep(tmp_path / "file", "one", CONTENT)  # no folder
+
+
+def test_what_was_not_used_longest_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_cache, "MOST_BYTES", 4 * len(CONTENT))
+    for age, name in enumerate(("used", "old", "new")):
+        keep(tmp_path, name, CONTENT)
+        os.utime(tmp_path / name, ns=(age, age))
+    assert read_kept(tmp_path, "used") == CONTENT
+    keep(tmp_path, "newest", CONTENT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "newest", "used"]
+    keep(tmp_path, "too long", CONTENT * 3)
+    assert not (tmp_path / "too long").exists()
+
+
+def test_several_writers_and_readers_at_once_see_one_of_what_was_written(tmp_path: Path) -> None:
+    contents = [bytes([number]) * 200_000 for number in range(4)]
+
+    def work(number: int) -> set[bytes | None]:
+        seen = set()
+        for _ in range(20):
+            keep(tmp_path, "one", contents[number])
+            seen.add(read_kept(tmp_path, "one"))
+        return seen
+
+    with ThreadPoolExecutor(4) as pool:
+        seen = set().union(*pool.map(work, range(4)))
+    assert seen <= set(contents)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
