@@ -163,7 +163,7 @@ model = cut(export_job(replace(job, model=partial(big.model, 6, 6144, 48))), num
 said = {
     "recording_kib": recording_kib,
     "num_parameters": sum(prod(shape) for shape, _ in model.parameter_specs.values()),
-    "peak_kib": peak_kib(),
+    "cutting_kib": peak_kib() - before,
 }
 sys.path.insert(0, sys.argv[1])
 from test_construct import Assorted, digest
@@ -178,7 +178,7 @@ def digest(model: type[nn.Module]) -> str:
 
 @pytest.fixture(scope="module")
 def other_process() -> dict[str, Any]:
-    """What a process says that does nothing else: its memory, and the weights it makes."""
+    """What a process says that does nothing else: its memory beyond what imports take, and the weights it makes."""
     job = f"{Path(__file__).parents[2]}/configs/jobs/gpt2_big.py:gpt2_2_5b"
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(Path(__file__).parent), job]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout
@@ -207,7 +207,7 @@ def test_recording_takes_no_memory_for_weights(other_process: dict[str, Any]) ->
 @pytest.mark.slow
 def test_a_model_of_gigabytes_is_cut_without_memory_for_it(other_process: dict[str, Any]) -> None:
     assert other_process["num_parameters"] > 3_000_000_000
-    assert other_process["peak_kib"] < 1 << 20  # the weights would take 12 GiB
+    assert other_process["cutting_kib"] < 1 << 19  # the weights would take 12 GiB
 
 
 @pytest.mark.parametrize("model", [UsesNumpy, PicksByValue])
