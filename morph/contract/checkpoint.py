@@ -18,10 +18,23 @@ class UnitFile(Value):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class Manifest(Value):
-    """A complete checkpoint of one version."""
+SaveKind = Literal["periodic", "insurance", "emergency", "final", "imported"]
+"""Why a checkpoint was written: it was due; notices could not all be answered otherwise; a VM was about to be taken
+that held what no other did; the run ended; it is where a run begins that was given weights."""
 
-    schema_version: Literal[1] = 1
+
+class Manifest(Value):
+    """A complete checkpoint of one version. Those of schema 1 said nothing of ``kind``, ``shape`` and ``saved_s``."""
+
+    schema_version: Literal[1, 2] = 2
     fingerprint: str
     version: int = Field(ge=0)
     units: tuple[UnitFile, ...] = Field(min_length=1)
+    kind: SaveKind = "periodic"
+    shape: str = Field(default="", description="PxD that trained it; empty: not known, or none")
+    saved_s: float | None = Field(default=None, description="wall-clock seconds (epoch) when its units were written")
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its files."""
+        return sum(unit.size_bytes for unit in self.units)

@@ -83,9 +83,20 @@ class PreCopyRules(Value):
     patience_s: Seconds = Field(default=60.0, description="bound: what has not arrived by then is sent in the change")
 
 
+class CheckpointRules(Value):
+    """Which checkpoints stay; others go once a newer one is safe. Those that a user keeps stay in any case."""
+
+    keep_newest: Count = Field(default=2, description="so many of the newest stay")
+    keep_every_steps: Count | None = Field(
+        default=None, description="of each span of so many steps the first stays for good; absent: of none"
+    )
+    file_timeout_s: Seconds = Field(default=600.0, description="a file that takes longer to be written is given up")
+
+
 class Rules(Value):
     """All of them."""
 
+    checkpoints: CheckpointRules = CheckpointRules()
     ahead: PreCopyRules = PreCopyRules()
     wait: WaitRules = WaitRules()
     flaps: FlapRules = FlapRules()

@@ -96,7 +96,7 @@ def test_a_truncated_manifest_is_named(tmp_path: Path, cut: int) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"schema_version": 2}, "schema_version"),
+        ({"schema_version": 3}, "schema_version"),
         ({"units": []}, "units"),
         ({"surprise": 1}, "surprise"),
         ({"version": -1}, "version"),

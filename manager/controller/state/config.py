@@ -7,6 +7,7 @@ from functools import cached_property
 
 from pydantic import Field, model_validator
 
+from manager.controller.state.expected import ExpectedLosses
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import Policy
@@ -40,6 +41,9 @@ class ControllerConfig(Value):
         default=(), description="forward and backward of one micro-batch, by section; absent: not known"
     )
 
+    expected_losses: ExpectedLosses = Field(
+        default=ExpectedLosses(), description="of VMs, until this run has seen its own"
+    )
     factors: tuple[float, ...] = Field(
         default=(), description="by section, of the profile's times, as learned; shapes are chosen by them; absent: 1"
     )

@@ -129,7 +129,8 @@ def _run_single(
         if beat.checkpoint_error or not beat.written:
             raise TrainingStopped(f"checkpoint not written within 60 s: {beat.checkpoint_error}")
         files += [UnitFile(**written.model_dump(exclude={"worker", "version"})) for written in beat.written]
-    manifest = Manifest(fingerprint=model.fingerprint, version=steps, units=tuple(sorted(files, key=lambda f: f.unit)))
+    units = tuple(sorted(files, key=lambda file: file.unit))
+    manifest = Manifest(fingerprint=model.fingerprint, version=steps, units=units, kind="final")
     write_manifest(checkpoint_url, manifest)
     return manifest
 
