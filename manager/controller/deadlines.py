@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from manager.controller.failures.lost_workers import FORMED_PHASES, dissolve, lose
 from manager.controller.requests.node_requests import look_after_requests, nothing_comes, resend_at_s, why_no_more
 from manager.controller.requests.notices import spare
+from manager.controller.saves.timing import patience_s
 from manager.controller.shape.forming import form, form_or_hold
 from manager.controller.shape.starting import start_if_due
 from manager.controller.state.actions import EndWorker
@@ -36,13 +37,13 @@ def wake_at_s(state: ControllerState) -> float | None:
     elif state.phase is Phase.RESTING and state.rest_until_s is not None:
         times.append(state.rest_until_s)
     elif state.phase is Phase.COMMITTING and state.pending is not None:
-        times.append(state.pending.started_s + policy.order_timeout_s)
+        times.append(state.pending.started_s + patience_s(state))
     if state.waiting_since_s is not None:
         times.append(state.waiting_since_s + policy.rules.wait.vms_patience_s)
     if state.phase is Phase.STARTING and state.first_feasible_s is not None:
-        times.append(state.first_feasible_s + policy.start_patience_s)
+        times.append(max([state.first_feasible_s + policy.start_patience_s, *state.torn.values()]))
     if state.phase is Phase.SEALING and state.sealing_since_s is not None:
-        times.append(state.sealing_since_s + policy.order_timeout_s)
+        times.append(state.sealing_since_s + patience_s(state))
     if state.phase in SAVING and state.save_again_s is not None:
         times.append(state.save_again_s)
     return min(times, default=None)
@@ -95,7 +96,7 @@ def nobody_heard(draft: Draft, event: NobodyHeard) -> None:
 def _end_long_waits(draft: Draft) -> None:
     """End a phase that only waits, when its time is over."""
     state, now_s = draft.state, draft.now_s
-    limit_s = state.config.policy.order_timeout_s
+    limit_s = patience_s(state)
     match state.phase:
         case Phase.STARTING | Phase.WAITING:
             _end_if_waited_too_long(draft)
@@ -148,8 +149,8 @@ def _late_workers(state: ControllerState, now_s: float) -> dict[WorkerId, str]:
     if state.order is not None:
         until_s, why = _order_until(state.order, policy)
         late |= dict.fromkeys(state.busy_workers, why) if now_s >= until_s else {}
-    elif state.phase is Phase.COMMITTING and state.pending and now_s >= state.pending.started_s + limit_s:
-        why = f"its last units were not written within {limit_s:g} s"
+    elif state.phase is Phase.COMMITTING and state.pending and now_s >= state.pending.started_s + patience_s(state):
+        why = f"for {patience_s(state):g} s none of its last units was written"
         late |= dict.fromkeys(sorted(state.pending.debtors & set(state.workers)), why)
     return late
 

@@ -20,6 +20,7 @@ from manager.controller.requests.node_requests import (
 )
 from manager.controller.requests.notices import notice_given, notice_withdrawn
 from manager.controller.resuming import resumed, resumed_after_the_end
+from manager.controller.saves.noting import vm_came
 from manager.controller.shape.forming import form
 from manager.controller.shape.pre_copy import ahead_reported
 from manager.controller.shape.starting import start_if_due
@@ -106,6 +107,7 @@ def _node_appeared(draft: Draft, event: NodeAppeared) -> None:
     if event.node in state.workers:
         return draft.say(ReasonCode.IGNORED, f"{event.node} is known already")
     notice = notice_of(state, event.node, now_s)
+    vm_came(draft, event)
     note_appeared(draft, event)
     workers = {**state.workers, event.node: WorkerState(appeared_s=now_s, host=event.host or event.node)}
     draft.change(workers=workers, num_appeared=state.num_appeared + 1)

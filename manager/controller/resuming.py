@@ -39,11 +39,14 @@ def resumed(draft: Draft, event: ManagerResumed) -> None:
         if entry.ready and worker not in event.living
     }
     again = tuple(action for action in (*_again(state), *dropped) if getattr(action, "worker", None) not in gone)
-    sentence = f"a new manager took over: {len(event.living)} workers live, {len(again)} actions are repeated"
+    requests = _requests(state)
+    num_again = len(again) + len(requests)
+    sentence = f"a new manager took over: {len(event.living)} workers live, {num_again} actions are repeated"
     actions = (*(EndWorker(worker=worker) for worker in strangers), *again)
     draft.say(ReasonCode.MANAGER_RESUMED, sentence, *actions)
     if gone:
         lose(draft, gone)
+    draft.actions += requests  # what is lost is given back before
     if state.phase is Phase.STARTING:
         start_if_due(draft)
 
@@ -84,7 +87,7 @@ def _begin_waits_anew(draft: Draft) -> None:
 
 
 def _again(state: ControllerState) -> tuple[Action, ...]:
-    """Build every action whose outcome is not known."""
+    """Build every action whose outcome is not known, but for requests."""
     actions: list[Action] = []
     for worker, entry in state.workers.items():
         if not entry.ready:
@@ -100,7 +103,10 @@ def _again(state: ControllerState) -> tuple[Action, ...]:
         if state.order.abort_sent_s is not None:
             actions += [Abort(worker=worker, generation=state.generation) for worker in state.busy_workers]
     actions += [WriteManifest(manifest=manifest) for manifest in state.sealing]
-    for name, request in state.requests.items():
-        if request.count:
-            actions.append(RequestNodes(request=name, count=request.count))
     return tuple(actions)
+
+
+def _requests(state: ControllerState) -> list[RequestNodes]:
+    """Build the requests for VMs that are not answered."""
+    requests = state.requests.items()
+    return [RequestNodes(request=name, count=request.count) for name, request in requests if request.count]

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+import fsspec
 
 from morph.contract.errors import CheckpointError, MorphError
 
 MOST_CHARACTERS = 300
+T = TypeVar("T")
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL is of this machine's file system, which does not fail for a moment as a network does."""
+    protocol = fsspec.core.url_to_fs(url)[0].protocol
+    return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+
+def bounded(call: Callable[[], T], limit_s: float, what: str) -> T:
+    """Return what ``call`` returns, and raise what it raises; give it up after ``limit_s``.
+
+    No bound is kept by every kind of storage: a network file system that is gone blocks for good. The thread of a call
+    that was given up is left behind, and ends with it.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((call(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="morph-storage", daemon=True).start()
+    try:
+        value, error = outcome.get(timeout=limit_s)
+    except queue.Empty:
+        raise TimeoutError(f"{what} took longer than {limit_s:.3g} s") from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
 
 
 @contextmanager

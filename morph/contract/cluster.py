@@ -229,7 +229,9 @@ Vms = Annotated[
 class Policy(Value):
     """When the controller acts. Times in seconds."""
 
-    checkpoint_every_steps: Count = 20
+    checkpoint_every_steps: Count | None = Field(
+        default=None, description="a checkpoint so often; absent: as often as costs least, see rules.checkpoints"
+    )
     start_patience_s: Seconds = Field(default=60.0, description="how long to wait at the start for VMs still booting")
     heartbeat_timeout_s: Seconds = Field(default=5.0, description="a silent worker is given up after this")
     outage_timeout_s: Seconds = Field(

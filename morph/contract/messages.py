@@ -93,6 +93,7 @@ class WorkerSetup(Value):
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int = Field(default=1, ge=1)
     heartbeat_wait_s: float = Field(default=1.0, gt=0, description="between two heartbeats")
+    file_timeout_s: float = Field(default=600.0, gt=0, description="bound on writing one file of a checkpoint")
     faults: tuple[Fault, ...] = ()
     slow_spells: tuple[SlowSpell, ...] = ()
     emulation: EmulatedDevice | None = Field(default=None, description="take these times; there is no job to load")
@@ -357,6 +358,7 @@ class UnitWritten(Value):
     file: str = Field(description="name inside the checkpoint's directory")
     size_bytes: int = Field(ge=0)
     sha256: str
+    stall_s: float = Field(default=0.0, ge=0, description="for which it kept training from the device")
 
 
 class Probed(Value):

@@ -84,8 +84,16 @@ class PreCopyRules(Value):
 
 
 class CheckpointRules(Value):
-    """Which checkpoints stay; others go once a newer one is safe. Those that a user keeps stay in any case."""
+    """When checkpoints are written beside the policy's, and which stay.
 
+    Others go once a newer one is safe; those that a user keeps stay in any case.
+    """
+
+    insurance: bool | None = Field(
+        default=None,
+        description="as often as costs least, by what saves take and how often VMs are lost, beside what "
+        "checkpoint_every_steps asks for; absent: only where that is absent",
+    )
     keep_newest: Count = Field(default=2, description="so many of the newest stay")
     keep_every_steps: Count | None = Field(
         default=None, description="of each span of so many steps the first stays for good; absent: of none"

@@ -23,7 +23,7 @@ def make_tensors() -> dict[str, Tensor]:
 
 def save(url: str, unit: str = "s0+s4", tensors: dict[str, Tensor] | None = None) -> Manifest:
     written = write_unit(url, 8, unit, "w0", tensors or make_tensors())
-    entry = UnitFile(**written.model_dump(exclude={"worker", "version"}))
+    entry = UnitFile(**written.model_dump(exclude={"worker", "version", "stall_s"}))
     return Manifest(fingerprint="f", version=8, units=(entry,))
 
 

@@ -8,6 +8,7 @@ from simulated_cluster import Observer, SimulatedCluster
 from simulated_worker import order_key
 
 from manager.controller.requests.node_requests import MAX_SENT
+from manager.controller.saves.timing import patience_s
 from manager.controller.state.actions import (
     Abort,
     AcknowledgeNotice,
@@ -124,7 +125,7 @@ def check_waits(cluster: SimulatedCluster, before: ControllerState, event: Event
     nobody = state.phase is Phase.STARTING and not state.workers
     cluster.check(decision.wake_at_s is not None or nobody, f"{state.phase} waits without a bound")
     if decision.wake_at_s is not None:
-        bound_s = max(policy.order_timeout_s, policy.start_patience_s)
+        bound_s = max(patience_s(state), policy.start_patience_s)
         if state.phase is Phase.RESTING:
             bound_s = max(bound_s, LONGEST_PAUSE_S)
         if state.phase in (Phase.WAITING, Phase.STARTING):

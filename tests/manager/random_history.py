@@ -96,7 +96,9 @@ def play(seed: int, num_steps: int = 8) -> SimulatedCluster:
     stutter = rules.stutter.model_copy(update={"windows": 1 + seed % 2})
     rules = rules.model_copy(update={"ahead": AHEAD[seed % len(AHEAD)], "stutter": stutter})
     most = (40, 40, 2, 1)[seed // 3 % 4]  # in the first ones there are not that many faults
-    policy = config.policy.model_copy(update={"max_fruitless_generations": most, "rules": rules})
+    every = None if seed % 4 == 3 else config.policy.checkpoint_every_steps  # None: as often as costs least
+    update = {"max_fruitless_generations": most, "rules": rules, "checkpoint_every_steps": every}
+    policy = config.policy.model_copy(update=update)
     config = config.model_copy(update={"policy": policy})
     cluster = SimulatedCluster(seed, config, faults, observers=INVARIANTS)
     finish = cluster.run(num_nodes)

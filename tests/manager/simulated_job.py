@@ -12,7 +12,7 @@ from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import Policy
 from morph.contract.decided import Decided, LossScale
 from morph.contract.plan import Expectation, Plan, StagePlan
-from morph.contract.rules import FlapRules, RequestRules, Rules, StutterRules, WaitRules
+from morph.contract.rules import CheckpointRules, FlapRules, RequestRules, Rules, StutterRules, WaitRules
 
 
 def make_plan(depth: int, replicas: int, num_sections: int = 6, num_micro_batches: int = 8) -> Plan:
@@ -45,6 +45,7 @@ def make_plan(depth: int, replicas: int, num_sections: int = 6, num_micro_batche
 
 PLANS = {2: make_plan(2, 1), 3: make_plan(3, 1), 4: make_plan(2, 2), 5: make_plan(2, 2), 6: make_plan(3, 2)}
 RULES = Rules(
+    checkpoints=CheckpointRules(file_timeout_s=5.0),
     wait=WaitRules(vms_patience_s=500.0, setup_s=1.0),
     flaps=FlapRules(hold_s=2.0, hold_max_s=8.0, memory_s=60.0),
     requests=RequestRules(backoff_s=1.0, backoff_max_s=8.0, answer_s=3.0, boot_s=8.0, notice_grace_s=2.0),

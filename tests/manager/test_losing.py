@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from controller_script import Script, receivers, script_in
-from simulated_job import MANIFEST, PLANS
+from simulated_job import MANIFEST, PLANS, UNITS
 
 from manager.controller.shape.torn_vms import GATHER_S
 from manager.controller.state.actions import (
@@ -11,6 +11,7 @@ from manager.controller.state.actions import (
     EndWorker,
     Finish,
     RequestNodes,
+    SendCommit,
     SendReshape,
     SendStep,
 )
@@ -126,14 +127,22 @@ def test_a_worker_that_is_left_over_serves_what_only_it_holds() -> None:
     assert receivers(script.reshaped(), SendStep) == sorted(members)
 
 
-def test_below_the_minimum_survivors_wait_and_keep_their_state() -> None:
+def test_below_the_minimum_survivors_save_what_they_hold_and_wait() -> None:
     script = Script(plans={count: PLANS[count] for count in (4, 6)}, expected_nodes=4)
     script.ready("n1", "n2", "n3", "n4")
     script.reshaped()
     script.prepared()
     script.tell(WorkerLost(worker="n1", cause="killed"))
-    assert script.aborted() == ()
+    commits = [action.order for action in script.aborted() if isinstance(action, SendCommit)]
+    assert sorted(unit for order in commits for unit in order.checkpoint_units) == sorted(UNITS)
+    assert all(order.held and order.version == 1 for order in commits)
+    script.committed()
+    script.wake()
     assert (script.state.phase, script.code) == (Phase.WAITING, "too_few_workers")
+    script.saved(1)
+    assert script.state.checkpoint is not None
+    assert script.state.checkpoint.version == 1
+    assert script.state.phase is Phase.WAITING
     order = next(action.order for action in script.ready("n5") if isinstance(action, SendReshape))
     assert order.version == 1
     assert {source.kind for source in order.sources} == {"keep", "peer"}

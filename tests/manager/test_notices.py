@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from controller_script import Script, receivers, script_in
-from simulated_job import PLANS
+from simulated_job import PLANS, UNITS
 
 from manager.controller.state.actions import (
     AcknowledgeNotice,
@@ -75,14 +75,16 @@ def test_a_node_that_drains_is_given_no_place_after_a_loss_either() -> None:
 
 
 def test_a_member_that_cannot_be_spared_trains_on_and_a_checkpoint_is_made_at_once() -> None:
-    script = Script(plans={4: PLANS[4]}, num_steps=20)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
-    noticed(script, "n2", lead_s=30.0)
-    actions = script.prepared()
-    steps = [action.order for action in actions if isinstance(action, SendStep)]
-    assert len(steps) == 4
-    assert sum(len(order.checkpoint_units) for order in steps) == len(script.state.config.units)
+    """It is the only one that holds its stage; where a replica holds it too nothing has to be saved."""
+    for plan, num_saved in ((PLANS[2], len(UNITS)), (PLANS[4], 0)):
+        script = Script(plans={plan.num_workers: plan}, num_steps=20, expected_nodes=plan.num_workers)
+        script.ready(*(f"n{number + 1}" for number in range(plan.num_workers)))
+        script.reshaped()
+        noticed(script, "n2", lead_s=30.0)
+        steps = [action.order for action in script.prepared() if isinstance(action, SendStep)]
+        assert len(steps) == plan.num_workers
+        assert sum(len(order.checkpoint_units) for order in steps) == num_saved
+        assert script.state.pending is None or script.state.pending.kind == "emergency"
 
 
 def test_a_notice_that_nobody_follows_up_is_void_after_its_grace() -> None:

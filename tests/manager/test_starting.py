@@ -6,6 +6,7 @@ import pytest
 from controller_script import Script, receivers, script_in
 from simulated_job import FILES, MANIFEST, PLANS, make_config
 
+from manager.controller.shape.torn_vms import GATHER_S
 from manager.controller.state.actions import (
     EndWorker,
     Finish,
@@ -16,6 +17,7 @@ from manager.controller.state.events import (
     NodeAppeared,
     Tick,
     WorkerAnswered,
+    WorkerLost,
 )
 from manager.controller.state.state import Phase
 from morph.contract.messages import (
@@ -94,3 +96,14 @@ def test_a_setup_that_fails_ends_the_run_before_the_start_and_only_the_worker_la
 def test_contradictions_in_the_configuration_are_refused(fields: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         make_config(**fields)
+
+
+def test_patience_that_runs_out_while_workers_may_follow_one_that_is_lost_does_not_spin() -> None:
+    script = Script(expected_nodes=9)
+    script.ready("n1.d0", "n1.d1", "n2.d0", "n2.d1")
+    first_s = script.state.first_feasible_s
+    assert first_s is not None
+    patience_s = first_s + script.state.config.policy.start_patience_s
+    script.tell(WorkerLost(worker="n1.d0", cause="killed"), at_s=patience_s - 0.1)
+    assert script.last is not None
+    assert script.last.wake_at_s == patience_s - 0.1 + GATHER_S

@@ -34,7 +34,7 @@ def test_units_are_written_in_order_and_reported_once(tmp_path: Path) -> None:
     written = collect(writer, 4)
     assert [entry.unit for entry in written] == list(tensors)
     assert writer.collect(0.0) == Heartbeat(worker="w")
-    files = tuple(UnitFile(**entry.model_dump(exclude={"worker", "version"})) for entry in written)
+    files = tuple(UnitFile(**entry.model_dump(exclude={"worker", "version", "stall_s"})) for entry in written)
     manifest = Manifest(fingerprint="f", version=8, units=files)
     for unit, state in tensors.items():
         assert torch.equal(read_unit(str(tmp_path), manifest, unit)["x"], state["x"])
@@ -60,9 +60,10 @@ def test_what_was_written_is_told_again_when_a_manager_takes_over_and_old_versio
     tmp_path: Path,
 ) -> None:
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    first = []
     for version in (1, 2, 3):
         writer.hand_over(version, "s0", {"x": torch.ones(1)})
-    first = collect(writer, 3)
+        first += collect(writer, 1)
     writer.tell_again()
     writer.tell_again()  # a third manager, before the second one heard of it
     assert collect(writer, 2) == first[1:]
@@ -82,9 +83,10 @@ def test_a_unit_that_could_not_be_written_may_be_handed_over_again(tmp_path: Pat
 
 def test_what_a_worker_wrote_itself_is_still_there_for_it_if_it_is_what_the_manifest_names(tmp_path: Path) -> None:
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    digests = {}
     for version in (1, 2, 3):
         writer.hand_over(version, "s0", {"x": torch.full((2,), float(version))})
-    digests = {entry.version: entry.sha256 for entry in collect(writer, 3)}
+        digests |= {entry.version: entry.sha256 for entry in collect(writer, 1)}
     copied = writer.copy(3, "s0", digests[3])
     assert copied is not None
     copied["x"] += 1  # of the caller alone
@@ -133,3 +135,74 @@ def test_what_was_written_before_the_job_went_back_is_of_another_history(
     assert writer.copy(20, "s0", kept.sha256) is not None
     writer.forget_after(40)  # the usual change: nothing is void
     assert all(writer.has(40, unit) for unit in names)
+
+
+def test_one_version_waits_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    write = checkpoint_writer.write_unit
+
+    def write_when_allowed(*given: Any) -> UnitWritten:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return write(*given)
+
+    monkeypatch.setattr(checkpoint_writer, "write_unit", write_when_allowed)
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    for unit in ("s0", "s1", "s2"):
+        writer.hand_over(1, unit, {"x": torch.ones(1)})
+    assert begun.wait(WAIT_S)
+    writer.hand_over(2, "s0", {"x": torch.ones(1)})  # nobody waits for version 1 any more
+    go_on.set()
+    assert [(entry.version, entry.unit) for entry in collect(writer, 1)] == [(2, "s0")]
+    assert not any(writer.has(1, unit) for unit in ("s0", "s1", "s2"))
+    assert writer.collect(0.0) == Heartbeat(worker="w")
+
+
+def test_storage_that_hangs_is_given_up_and_the_next_file_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+    write = checkpoint_writer.write_unit
+
+    def hang_once(url: str, version: int, *more: Any) -> UnitWritten:
+        if version == 1:
+            never.wait()
+        return write(url, version, *more)
+
+    monkeypatch.setattr(checkpoint_writer, "write_unit", hang_once)
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]), file_timeout_s=0.2)
+    writer.hand_over(1, "s0", {"x": torch.ones(1)})
+    beat = writer.collect(WAIT_S)
+    assert beat.checkpoint_error == "unit s0, version 1: TimeoutError: storage took longer than 0.2 s"
+    writer.hand_over(2, "s0", {"x": torch.ones(1)})
+    assert collect(writer, 1)[0].version == 2
+    never.set()
+
+
+def test_a_network_that_fails_for_a_moment_costs_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [ConnectionError("reset"), OSError(5, "throttled")]
+    write = checkpoint_writer.write_unit
+
+    def fail_twice(*given: Any) -> UnitWritten:
+        if failures:
+            raise failures.pop()
+        return write(*given)
+
+    monkeypatch.setattr(checkpoint_writer, "write_unit", fail_twice)
+    monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.01, 0.01))
+    writer = CheckpointWriter("w", "memory://moment", FaultPlan([]))
+    writer.hand_over(1, "s0", {"x": torch.ones(1)})
+    assert collect(writer, 1)[0].version == 1
+    failures += [ConnectionError("reset")] * 3
+    writer.hand_over(2, "s0", {"x": torch.ones(1)})
+    assert writer.collect(WAIT_S).checkpoint_error == "unit s0, version 2: ConnectionError: reset"
+
+
+def test_what_a_save_keeps_from_training_is_its_copy_and_what_writing_takes_of_the_processor(tmp_path: Path) -> None:
+    state = {"x": torch.ones(1 << 20)}
+    on_device = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    on_device.hand_over(1, "s0", state, copy_s=0.25)
+    assert collect(on_device, 1)[0].stall_s == 0.25
+    on_processor = CheckpointWriter("w", str(tmp_path), FaultPlan([]), on_processor=True)
+    on_processor.hand_over(2, "s0", state, copy_s=0.25)
+    assert collect(on_processor, 1)[0].stall_s > 0.25

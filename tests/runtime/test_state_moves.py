@@ -147,7 +147,9 @@ def save(network: Network, version: int) -> Manifest:
     tensors = make_unit("s1", 7.0, version).tensors()
     written = write_unit(network.url, version, "s1", "a", tensors)
     manifest = Manifest(
-        fingerprint="f", version=version, units=(UnitFile(**written.model_dump(exclude={"worker", "version"})),)
+        fingerprint="f",
+        version=version,
+        units=(UnitFile(**written.model_dump(exclude={"worker", "version", "stall_s"})),),
     )
     write_manifest(network.url, manifest)
     return manifest

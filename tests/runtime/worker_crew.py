@@ -273,7 +273,9 @@ class Crew:
                 beat = self.members[name].control("heartbeat", 0.05)
                 assert beat.checkpoint_error is None
                 written |= {entry.unit: entry for entry in beat.written if entry.version == self.version}
-        files = [UnitFile(**written[unit].model_dump(exclude={"worker", "version"})) for unit in sorted(written)]
+        files = [
+            UnitFile(**written[unit].model_dump(exclude={"worker", "version", "stall_s"})) for unit in sorted(written)
+        ]
         return Manifest(fingerprint=self.job.fingerprint, version=self.version, units=tuple(files))
 
     def digests(self, *, held: bool = False) -> dict[str, str]:

@@ -316,5 +316,7 @@ class _Run:
                 beat = self.crew.members[name].control("heartbeat", 0.05)
                 assert beat.checkpoint_error is None
                 written |= {entry.unit: entry for entry in beat.written if entry.version == self.version}
-        files = [UnitFile(**written[unit].model_dump(exclude={"worker", "version"})) for unit in sorted(written)]
+        files = [
+            UnitFile(**written[unit].model_dump(exclude={"worker", "version", "stall_s"})) for unit in sorted(written)
+        ]
         return Manifest(fingerprint=fingerprint, version=self.version, units=tuple(files))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from manager.controller.saves.noting import shape_left, vms_lost
 from manager.controller.shape.flapping import flapped
 from manager.controller.shape.forming import form_or_hold
 from manager.controller.shape.pre_copy import without_pre_copy
@@ -11,7 +12,7 @@ from manager.controller.state.actions import Abort
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Phase
-from manager.controller.steps.resting import rest
+from manager.controller.steps.resting import rest, save_before_waiting
 from morph.contract.messages import WorkerId
 
 FORMED_PHASES = frozenset({Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING})
@@ -26,6 +27,7 @@ def lose(draft: Draft, lost: Mapping[WorkerId, str]) -> None:
         if entry.ready and entry.host not in ("", worker):
             flapped(draft, entry.host)
     draft.forget(lost)
+    vms_lost(draft, {worker: state.workers[worker] for worker in lost})
     is_party = state.ahead is not None and not lost.keys().isdisjoint(state.ahead.parties)
     dropped = without_pre_copy(draft) if is_party else ()
     by_cause: dict[str, list[WorkerId]] = {}
@@ -57,6 +59,7 @@ def dissolve(draft: Draft) -> None:
         num_fruitless=state.num_fruitless + 1,
         morph_began_s=None,
     )
+    shape_left(draft)
     dropped = without_pre_copy(draft)
     aborts = [Abort(worker=worker, generation=state.generation) for worker in busy]
     sentence = f"generation {state.generation} is dissolved, {len(busy)} orders aborted"
@@ -72,7 +75,7 @@ def settle(draft: Draft) -> None:
         draft.say(ReasonCode.ABORTING, f"{len(state.awaited)} workers have still to give up their orders")
     elif state.num_fruitless >= state.config.policy.max_fruitless_generations:
         rest(draft)
-    else:
+    elif not save_before_waiting(draft):
         form_or_hold(draft)
 
 

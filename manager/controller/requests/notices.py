@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from manager.controller.failures.lost_workers import dissolve
 from manager.controller.requests.early import forget_kept, keeps
 from manager.controller.requests.node_requests import gives_back
+from manager.controller.saves.leaving import step_outlasts
 from manager.controller.shape.flapping import flapped, hold_s
 from manager.controller.shape.forming import form_or_hold
 from manager.controller.shape.starting import start_if_due
@@ -12,6 +14,7 @@ from manager.controller.state.events import NoticeGiven, NoticeWithdrawn
 from manager.controller.state.nodes import NodeEvent, NodeState
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import Pace, Phase
+from manager.controller.steps.resting import save_before_waiting
 from morph.contract.messages import WorkerId
 
 
@@ -32,8 +35,14 @@ def notice_given(draft: Draft, event: NoticeGiven) -> None:
     if event.notice:
         draft.change(leaving=state.leaving | {event.worker})
     draft.wake_by(until_s)
-    sentence = f"{event.worker} will be taken in {event.lead_s:g} s: it is left out at the next boundary"
-    return draft.say(ReasonCode.NOTICE_TAKEN, sentence)
+    sentence = f"{event.worker} will be taken in {event.lead_s:g} s"
+    if step_outlasts(draft):
+        draft.say(ReasonCode.NOTICE_TAKEN, f"{sentence}, before the step could end and be followed by a change")
+        return dissolve(draft)
+    draft.say(ReasonCode.NOTICE_TAKEN, f"{sentence}: it is left out at the next boundary")
+    if state.phase is Phase.WAITING:
+        save_before_waiting(draft)
+    return None
 
 
 def notice_withdrawn(draft: Draft, event: NoticeWithdrawn) -> None:

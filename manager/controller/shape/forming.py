@@ -197,5 +197,6 @@ def _set_back(draft: Draft) -> str:
         f"no living worker holds {', '.join(missing)} at version {state.version}: back to version {version}, "
         f"{where}, {max(0, state.version - version)} steps are to be redone; "
     )
-    draft.change(version=version, decided=None, workers=workers, pending=None, checkpoint_base=version)
+    saves = state.saves.model_copy(update={"since_s": draft.now_s, "ordered_s": None})
+    draft.change(version=version, decided=None, workers=workers, pending=None, checkpoint_base=version, saves=saves)
     return sentence

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from manager.controller.state.learned import Correction
+from manager.controller.state.saves import NextSave
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
 from morph.contract.messages import (
@@ -146,6 +147,13 @@ class NoteCorrection(Value):
     correction: Correction
 
 
+class NoteNextSave(Value):
+    """Nothing is to be done: when the next checkpoint comes, and why, is to be in the journal."""
+
+    kind: Literal["note_next_save"] = "note_next_save"
+    next_save: NextSave
+
+
 class Finish(Value):
     """The run is over: end every worker.
 
@@ -175,6 +183,7 @@ Action = (
     | WriteManifest
     | EndWorker
     | NoteCorrection
+    | NoteNextSave
     | Finish
 )
 ACTION: TypeAdapter[Action] = TypeAdapter(Annotated[Action, Field(discriminator="kind")])

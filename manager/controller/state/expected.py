@@ -19,6 +19,7 @@ class ExpectedLosses(Value):
     weight_vm_h: float = Field(default=10.0, gt=0)
     bulk_share: float = Field(default=0.5, ge=0, le=1)
     bulk_fraction: float = Field(default=0.2, ge=0, le=1)
+    cluster_h: float = Field(default=168.0, gt=0, description="mean hours until all VMs are gone at once")
     allocation_s: float = Field(default=132.0, ge=0, description="from a request to a VM that is up")
     preparation_s: float = Field(default=60.0, ge=0, description="from a VM that is up to a ready worker")
     source: str = Field(default="published traces", description="where this is from, for whoever reads it")

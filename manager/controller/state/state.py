@@ -12,8 +12,9 @@ from manager.controller.state.config import ControllerConfig
 from manager.controller.state.learned import Correction, StageRatios
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import Reason
+from manager.controller.state.saves import SaveTimes
 from morph.contract.base import Value
-from morph.contract.checkpoint import Manifest
+from morph.contract.checkpoint import Manifest, SaveKind
 from morph.contract.decided import Decided, LossScale
 from morph.contract.messages import (
     FailureCause,
@@ -189,13 +190,17 @@ class PendingCheckpoint(Value):
     """A checkpoint on its way to storage: who writes which unit, and what is there already.
 
     ``stale``: a writer was lost or its generation dissolved, so it may never be completed and another may begin.
-    ``refused``: writers whose storage took nothing; they are told to write again.
+    ``refused``: writers whose storage took nothing; they are told to write again. ``started_s``: since when it is
+    waited for; with each unit that is written the wait begins anew.
     """
 
     version: Version
     writers: dict[UnitId, WorkerId]
     written: dict[UnitId, UnitWritten] = Field(default_factory=dict)
     started_s: float
+    copied_s: float | None = Field(default=None, description="when its state was copied; None: when it was started")
+    kind: SaveKind = "periodic"
+    shape: str = Field(default="", description="PxD in which it was copied")
     stale: bool = False
     refused: frozenset[WorkerId] = frozenset()
 
@@ -272,6 +277,7 @@ class ControllerState(Value):
     sealing_since_s: float | None = None
     unsaved_since_s: float | None = Field(default=None, description="since when storage refuses what the end waits for")
     save_again_s: float | None = Field(default=None, description="when that is tried again")
+    saves: SaveTimes = SaveTimes()
     checkpoint_base: Version = Field(default=0, description="the next checkpoint is counted from this version")
     stop_reason: str | None = None
     failing: Failing | None = Field(default=None, description="the last error inside a worker")

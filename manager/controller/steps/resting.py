@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from manager.controller.saves.noting import save_begun
+from manager.controller.shape.choosing import chosen
 from manager.controller.shape.forming import form, form_or_hold
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, OutstandingOrder, PendingCheckpoint, Phase
+from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
 from manager.controller.steps.stepping import commit_orders
 from morph.contract.messages import UnitId, WorkerId
 
@@ -43,6 +45,24 @@ def rest(draft: Draft) -> None:
     )
     draft.say(ReasonCode.RESTING, f"{sentence}: the next one is formed in {pause_s:g} s")
     return _save_held(draft)
+
+
+def save_before_waiting(draft: Draft) -> bool:
+    """Nobody has an order and no shape can be formed: have what is held written, before anything else is done.
+
+    It costs nobody a step, and who waits for VMs may lose some that are left. Returns whether it is done: not where
+    some unit has no holder, and not twice.
+    """
+    state = draft.state
+    known = {manifest.version for manifest in state.sealing}
+    if state.pending is not None and not state.pending.stale:
+        known.add(state.pending.version)
+    if chosen(draft) is not None or is_saved(state) or state.version in known or _writers(state) is None:
+        return False
+    draft.change(phase=Phase.RESTING, rest_until_s=draft.now_s, hold_until_s=None, waiting_since_s=None)
+    draft.change(reshape=None, member_units={}, join_since_s=None)
+    _save_held(draft)
+    return True
 
 
 def pause_after(num_before: int) -> float:
@@ -83,9 +103,9 @@ def _save_held(draft: Draft) -> None:
     if writers is None:
         return
     order = OutstandingOrder(kind="commit", generation=state.generation + 1, version=state.version, sent_s=now_s)
-    pending = PendingCheckpoint(version=state.version, writers=writers, started_s=now_s)
     receivers = [worker for worker in state.workers if worker in writers.values()]
-    draft.order(order, receivers, generation=order.generation, pending=pending)
+    draft.order(order, receivers, generation=order.generation)
+    save_begun(draft, writers, "emergency")
     sentence = f"version {state.version} is written by the {len(receivers)} workers that hold it"
     draft.say(ReasonCode.RESTING, sentence, *commit_orders(draft.state, writers, receivers))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manager.controller.saves.noting import save_complete, save_refused, tell_next
 from manager.controller.state.actions import WriteManifest
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import MANIFEST_WRITER, CheckpointFailed, ManifestWritten, UnitsWritten
@@ -34,7 +35,7 @@ def units_written(draft: Draft, event: UnitsWritten) -> None:
     }
     if not new:
         return draft.say(ReasonCode.IGNORED, f"nothing of these is awaited for version {pending.version}")
-    pending = pending.model_copy(update={"written": {**pending.written, **new}})
+    pending = pending.model_copy(update={"written": {**pending.written, **new}, "started_s": draft.now_s})
     draft.change(pending=pending)
     sentence = f"{len(pending.written)} of {len(pending.writers)} units of version {pending.version} are written"
     draft.say(ReasonCode.UNITS_NOTED, sentence)
@@ -57,7 +58,7 @@ def checkpoint_failed(draft: Draft, event: CheckpointFailed) -> None:
         left = tuple(entry for entry in state.sealing if event.version not in (None, entry.version))
         since_s = state.sealing_since_s if left else None
         draft.change(sealing=left, sealing_since_s=since_s, checkpoint_base=_last_try(state))
-        return draft.say(ReasonCode.CHECKPOINT_ABANDONED, f"the manifest cannot be written: {event.error}")
+        return _abandon(draft, f"the manifest cannot be written: {event.error}")
     if state.pending is None or event.worker not in state.pending.debtors:
         return draft.say(ReasonCode.IGNORED, f"{event.worker} had nothing to write: {event.error}")
     if state.phase is Phase.COMMITTING:
@@ -65,7 +66,14 @@ def checkpoint_failed(draft: Draft, event: CheckpointFailed) -> None:
         draft.change(pending=pending)
         return _save_later(draft, sentence)
     draft.change(pending=None, checkpoint_base=_last_try(state))
-    return draft.say(ReasonCode.CHECKPOINT_ABANDONED, sentence)
+    return _abandon(draft, sentence)
+
+
+def _abandon(draft: Draft, sentence: str) -> None:
+    """Tell the first time in a row what is wrong; after the others there is nothing new to tell."""
+    first = save_refused(draft)
+    tell_next(draft)
+    draft.say(ReasonCode.CHECKPOINT_ABANDONED if first else ReasonCode.UNITS_NOTED, sentence)
 
 
 def manifest_written(draft: Draft, event: ManifestWritten) -> None:
@@ -86,7 +94,9 @@ def manifest_written(draft: Draft, event: ManifestWritten) -> None:
     )
     if state.phase is Phase.RESTING and state.stop_reason is not None and is_saved(draft.state):
         return draft.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
-    draft.say(ReasonCode.CHECKPOINT_COMPLETE, f"the checkpoint of version {event.version} is complete")
+    before = save_complete(draft, manifest)
+    draft.say(ReasonCode.CHECKPOINT_COMPLETE, f"the checkpoint of version {event.version} is complete{before}")
+    tell_next(draft)
     if state.phase is Phase.SEALING:
         end_if_saved(draft)
     return None

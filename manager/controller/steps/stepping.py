@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from manager.controller.shape.boundary import change_due, drain_due, draining_members
+from manager.controller.saves.leaving import emergency_due
+from manager.controller.saves.noting import save_begun, step_decided, step_ordered, tell_next, units_complete
+from manager.controller.saves.timing import is_due, patience_s
+from manager.controller.shape.boundary import change_due, drain_due
 from manager.controller.shape.forming import form
 from manager.controller.shape.placement import share_units, units_by_stage
 from manager.controller.shape.postponing import sends_ahead
@@ -13,7 +16,7 @@ from manager.controller.state.actions import SendCommit, SendStep, WriteManifest
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, OutstandingOrder, PendingCheckpoint, Phase, mean_of
-from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.checkpoint import Manifest, SaveKind, UnitFile
 from morph.contract.decided import decided_step
 from morph.contract.errors import TrainingStopped
 from morph.contract.messages import CommitOrder, StepOrder, UnitId, WorkerId
@@ -31,7 +34,10 @@ def begin(draft: Draft) -> None:
         draft.say(ReasonCode.FORMED, leaving)
         return form(draft, planned=True)
     _settle_holdings(draft, others_keep=True)
-    return _commit(draft) if _is_last(state) else _step(draft, ReasonCode.STEP_STARTED)
+    if _is_last(state):
+        return _commit(draft)
+    _step(draft, ReasonCode.STEP_STARTED)
+    return tell_next(draft)
 
 
 def decide_step(draft: Draft) -> None:
@@ -48,6 +54,7 @@ def decide_step(draft: Draft) -> None:
     except TrainingStopped as error:
         return draft.end("failed", str(error))
     _settle_holdings(draft, others_keep=False)
+    step_decided(draft)
     step = state.version
     draft.change(version=step + 1, attempt=0, num_fruitless=0, resting_since_s=None)
     if state.failing is not None and state.failing.version <= step and not state.failing.final:
@@ -85,9 +92,13 @@ def seal(draft: Draft, pending: PendingCheckpoint) -> None:
     """Every unit is on storage: write the manifest."""
     state = draft.state
     files = [pending.written[unit] for unit in state.config.units]
+    units_complete(draft, pending)
     manifest = Manifest(
         fingerprint=state.config.fingerprint,
         version=pending.version,
+        kind=pending.kind,
+        shape=pending.shape,
+        saved_s=pending.started_s if pending.copied_s is None else pending.copied_s,
         units=tuple(
             UnitFile(unit=entry.unit, file=entry.file, size_bytes=entry.size_bytes, sha256=entry.sha256)
             for entry in files
@@ -173,10 +184,11 @@ def _is_last(state: ControllerState) -> bool:
 
 def _step(draft: Draft, code: ReasonCode) -> None:
     """Order the step of the decided version from every member, with a checkpoint of it when one is due."""
-    share = _begin_checkpoint_if_due(draft)
+    share, why = _begin_checkpoint_if_due(draft)
     sentence = f"step {draft.state.version} is ordered"
     if share:
-        sentence += f", with a checkpoint of version {draft.state.version}"
+        sentence += f", with a checkpoint of version {draft.state.version}: {why}"
+    step_ordered(draft)
     _send_step(draft, share, sentence, code)
 
 
@@ -226,9 +238,10 @@ def _commit(draft: Draft) -> None:
     state, now_s = draft.state, draft.now_s
     saved = state.checkpoint is not None and state.checkpoint.version == state.version
     share = {} if saved else _shares(state)
-    pending = None if saved else PendingCheckpoint(version=state.version, writers=share, started_s=now_s)
+    draft.change(unsaved_since_s=None, save_again_s=None, phase=Phase.COMMITTING, pending=None)
+    if not saved:
+        save_begun(draft, share, "final")
     order = OutstandingOrder(kind="commit", generation=state.generation, version=state.version, sent_s=now_s)
-    draft.change(unsaved_since_s=None, save_again_s=None, phase=Phase.COMMITTING, pending=pending)
     draft.order(order, state.member_units)
     sentence = f"version {state.version} is to be committed: {state.stop_reason or 'it is the last'}"
     draft.say(ReasonCode.COMMIT_STARTED, sentence, *commit_orders(draft.state, share, state.member_units))
@@ -247,15 +260,20 @@ def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
     return share_units(state.slots, needed, state.config.unit_bytes)
 
 
-def _begin_checkpoint_if_due(draft: Draft) -> dict[UnitId, WorkerId]:
-    """Begin a checkpoint when one is due: every so many steps, and while a member that cannot be spared drains."""
+def _begin_checkpoint_if_due(draft: Draft) -> tuple[dict[UnitId, WorkerId], str]:
+    """Begin a checkpoint when one is due, one at a time; return who writes what, and why."""
     state, now_s = draft.state, draft.now_s
-    policy, pending = state.config.policy, state.pending
-    due_after = 1 if draining_members(state) else policy.checkpoint_every_steps
-    if state.version - state.checkpoint_base < due_after or state.sealing:
-        return {}
-    if pending is not None and not pending.stale and now_s < pending.started_s + policy.order_timeout_s:
-        return {}
+    pending = state.pending
+    under_way = pending is not None and not pending.stale and now_s < pending.started_s + patience_s(state)
+    if under_way or state.sealing or state.version == state.checkpoint_base:
+        return {}, ""
+    kind: SaveKind
+    if emergency_due(draft):
+        kind, why = "emergency", "VMs that hold what no other does are about to be taken"
+    elif (save := is_due(state, now_s)) is not None:
+        kind, why = save.kind, save.why
+    else:
+        return {}, ""
     share = _shares(state)
-    draft.change(pending=PendingCheckpoint(version=state.version, writers=share, started_s=now_s))
-    return share
+    save_begun(draft, share, kind)
+    return share, why

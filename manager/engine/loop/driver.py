@@ -15,6 +15,7 @@ from manager.controller.state.actions import (
     EndWorker,
     Finish,
     NoteCorrection,
+    NoteNextSave,
     ProbeWorker,
     ReleaseNodes,
     RequestNodes,
@@ -245,7 +246,7 @@ class Driver:
                 self._event_queue.put(Fact(name="not_carried_out", detail=action.model_dump_json()))
             case AcknowledgeNotice(worker=worker, notice=notice):
                 self._acknowledge(worker, notice)
-            case NoteCorrection():  # it is in the journal
+            case NoteCorrection() | NoteNextSave():  # it is in the journal
                 pass
             case Finish():
                 self._finish = action

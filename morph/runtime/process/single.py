@@ -128,9 +128,9 @@ def _run_single(
         beat = worker.heartbeat(60.0)
         if beat.checkpoint_error or not beat.written:
             raise TrainingStopped(f"checkpoint not written within 60 s: {beat.checkpoint_error}")
-        files += [UnitFile(**written.model_dump(exclude={"worker", "version"})) for written in beat.written]
-    units = tuple(sorted(files, key=lambda file: file.unit))
-    manifest = Manifest(fingerprint=model.fingerprint, version=steps, units=units, kind="final")
+        files += [UnitFile(**written.model_dump(exclude={"worker", "version", "stall_s"})) for written in beat.written]
+    written = tuple(sorted(files, key=lambda file: file.unit))
+    manifest = Manifest(fingerprint=model.fingerprint, version=steps, units=written, kind="final")
     write_manifest(checkpoint_url, manifest)
     return manifest
 

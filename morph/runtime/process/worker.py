@@ -99,7 +99,13 @@ class Worker:
                     [spell for spell in setup.slow_spells if spell.worker == setup.worker],
                 )
                 self._workload = load_workload(setup)
-                self._writer = CheckpointWriter(setup.worker, setup.checkpoint_url, self._faults)
+                self._writer = CheckpointWriter(
+                    setup.worker,
+                    setup.checkpoint_url,
+                    self._faults,
+                    file_timeout_s=setup.file_timeout_s,
+                    on_processor=setup.device == "cpu",
+                )
                 self._ahead = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
             elif setup.code is not None and setup.code.sha256 != self._code_sha256:
                 raise JobError("is not the code that this worker was set up with", source=setup.code.job_path)
@@ -374,5 +380,6 @@ class Worker:
 
     def _hand_over(self, units: dict[str, UnitState], names: tuple[str, ...]) -> None:
         for name in names:
-            state = units[name]
-            self._writer.hand_over(state.version, name, state.tensors())
+            state, start_s = units[name], time.perf_counter()
+            tensors = state.tensors()
+            self._writer.hand_over(state.version, name, tensors, time.perf_counter() - start_s)

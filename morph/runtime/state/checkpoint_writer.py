@@ -9,25 +9,63 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from morph.checkpoint.storage import bounded, is_local
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.messages import Heartbeat, UnitWritten
 from morph.runtime.groups.faults import FaultPlan
 
 KEPT_VERSIONS = 2
+FILE_TIMEOUT_S = 600.0
+PAUSES_S = (0.5, 2.0, 8.0)
+"""Between tries to write a file to storage that a network lies before."""
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A unit's copy to be written. ``copy_s``: while training stood; ``num_returns``: so often the job went back."""
+
+    version: int
+    unit: str
+    tensors: Mapping[str, Tensor]
+    copy_s: float
+    num_returns: int
 
 
 class CheckpointWriter:
-    """One background thread that writes what it is handed, in order."""
+    """One background thread that writes what it is handed, in order.
 
-    def __init__(self, worker: str, url: str, faults: FaultPlan) -> None:
+    A file that storage does not take within ``file_timeout_s``, all tries together, is given up. At most one version
+    waits: what is left of an older one when a newer is handed over is dropped, for nobody waits for it any more.
+
+    Args:
+        worker: Its name.
+        url: Where the run's checkpoints are.
+        faults: To be caused.
+        file_timeout_s: Bound on writing one file, seconds.
+        on_processor: Training computes on the processor, so that what writing takes of it counts as a stall.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        url: str,
+        faults: FaultPlan,
+        *,
+        file_timeout_s: float = FILE_TIMEOUT_S,
+        on_processor: bool = False,
+    ) -> None:
         self._worker = worker
         self._url = url
         self._faults = faults
-        self._queue: queue.Queue[tuple[int, str, Mapping[str, Tensor], int]] = queue.Queue()
+        self._file_timeout_s = file_timeout_s
+        self._on_processor = on_processor
+        self._queue: queue.Queue[Handed] = queue.Queue()
         self._returns: list[int] = []
         self._condition = threading.Condition()
         self._written: list[UnitWritten] = []
@@ -38,11 +76,11 @@ class CheckpointWriter:
         self._copies: dict[tuple[int, str], Mapping[str, Tensor]] = {}
         threading.Thread(target=self._run, name="morph-checkpoint", daemon=True).start()
 
-    def hand_over(self, version: int, unit: str, tensors: Mapping[str, Tensor]) -> None:
-        """Queue one unit's copy for writing."""
+    def hand_over(self, version: int, unit: str, tensors: Mapping[str, Tensor], copy_s: float = 0.0) -> None:
+        """Queue one unit's copy, which took ``copy_s``, for writing; drop what waits of older versions."""
         with self._condition:
-            self._waiting.add((version, unit))
-            self._queue.put((version, unit, tensors, len(self._returns)))
+            self._waiting = {key for key in self._waiting if key[0] >= version} | {(version, unit)}
+            self._queue.put(Handed(version, unit, tensors, copy_s, len(self._returns)))
 
     def wake(self) -> None:
         """Let ``collect`` return now: there is other news."""
@@ -90,30 +128,48 @@ class CheckpointWriter:
 
     def _run(self) -> None:
         while True:
-            version, unit, tensors, num_returns = self._queue.get()
-            if self._is_void(version, num_returns):
+            handed = self._queue.get()
+            if not self._is_wanted(handed):
                 continue
-            try:
-                self._faults.reach("checkpoint", version)
-                written = write_unit(self._url, version, unit, self._worker, tensors)
-            except Exception as error:  # reported to the manager, which keeps the previous checkpoint
-                with self._condition:
-                    if self._is_void(version, num_returns):
-                        continue
-                    self._waiting.discard((version, unit))
-                    self._error = f"unit {unit}, version {version}: {type(error).__name__}: {error}"
-                    self._condition.notify_all()
-                continue
+            written, error = self._write(handed)
             with self._condition:
-                if self._is_void(version, num_returns):
+                if not self._is_wanted(handed):
                     continue  # the file stays, and no manifest names it
-                self._waiting.discard((version, unit))
-                self._remember(written, tensors)
-                self._tell_again([written])
+                self._waiting.discard((handed.version, handed.unit))
+                if written is not None:
+                    self._remember(written, handed.tensors)
+                    self._tell_again([written])
+                else:  # reported to the manager, which keeps the previous checkpoint
+                    self._error = f"unit {handed.unit}, version {handed.version}: {type(error).__name__}: {error}"
+                    self._condition.notify_all()
 
-    def _is_void(self, version: int, num_returns: int) -> bool:
-        """Whether the job went back to before this version since it was handed over."""
-        return any(version > returned for returned in self._returns[num_returns:])
+    def _write(self, handed: Handed) -> tuple[UnitWritten | None, Exception | None]:
+        """Write one file; where a network may have failed, try again after each of ``PAUSES_S``."""
+
+        def write() -> UnitWritten:
+            started_s = time.thread_time()
+            self._faults.reach("checkpoint", handed.version)
+            written = write_unit(self._url, handed.version, handed.unit, self._worker, handed.tensors)
+            busy_s = time.thread_time() - started_s if self._on_processor else 0.0
+            return written.model_copy(update={"stall_s": handed.copy_s + busy_s})
+
+        deadline_s = time.monotonic() + self._file_timeout_s
+        for pause_s in [*(() if is_local(self._url) else PAUSES_S), None]:
+            try:
+                return bounded(write, max(0.0, deadline_s - time.monotonic()), "storage"), None
+            except Exception as error:
+                if pause_s is None or time.monotonic() + pause_s >= deadline_s:
+                    return None, error
+            with self._condition:
+                self._condition.wait_for(lambda: not self._is_wanted(handed), pause_s)
+                if not self._is_wanted(handed):
+                    break
+        return None, None
+
+    def _is_wanted(self, handed: Handed) -> bool:
+        """Whether a unit is still to be written: neither of a history that is void nor older than what is handed."""
+        returns = self._returns[handed.num_returns :]
+        return (handed.version, handed.unit) in self._waiting and all(handed.version <= version for version in returns)
 
     def _remember(self, written: UnitWritten, tensors: Mapping[str, Tensor]) -> None:
         self._recent[written.version, written.unit] = written

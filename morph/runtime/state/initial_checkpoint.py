@@ -45,7 +45,7 @@ def write_initial_checkpoint(job: Job, model: CutModel, parameters: Parameters, 
             rules=rules,
         )
         written = write_unit(checkpoint_url, 0, unit.id, "import", state.tensors())
-        files.append(UnitFile(**written.model_dump(exclude={"worker", "version"})))
+        files.append(UnitFile(**written.model_dump(exclude={"worker", "version", "stall_s"})))
     manifest = Manifest(fingerprint=model.fingerprint, version=0, units=_sorted(files), kind="imported")
     write_manifest(checkpoint_url, manifest)
     return manifest

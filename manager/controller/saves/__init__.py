@@ -1,0 +1,1 @@
+"""When the next checkpoint is due, and what that is worked out from."""

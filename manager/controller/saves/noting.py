@@ -1,0 +1,101 @@
+"""Noting what saves and steps take and how VMs fare, and telling when the next save comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manager.controller.saves.timing import next_save, retry_after_s
+from manager.controller.state.actions import NoteNextSave
+from manager.controller.state.draft import Draft
+from manager.controller.state.events import NodeAppeared
+from manager.controller.state.state import PendingCheckpoint, Phase, WorkerState, mean_of
+from morph.contract.checkpoint import Manifest, SaveKind
+from morph.contract.messages import WorkerId
+from morph.contract.vm_names import vm_of
+
+
+def step_ordered(draft: Draft) -> None:
+    """A step begins; with the first one there is something to lose."""
+    since_s = draft.state.saves.since_s
+    _note(draft, ordered_s=draft.now_s, since_s=draft.now_s if since_s is None else since_s)
+
+
+def step_decided(draft: Draft) -> None:
+    """Take the time of a step into the mean."""
+    times = draft.state.saves
+    if times.ordered_s is not None:
+        _note(draft, step_s=mean_of(times.step_s, draft.now_s - times.ordered_s), ordered_s=None)
+
+
+def shape_left(draft: Draft) -> None:
+    """The step under way is dissolved: its time is of no use."""
+    _note(draft, ordered_s=None)
+
+
+def save_begun(draft: Draft, writers: dict[str, WorkerId], kind: SaveKind) -> PendingCheckpoint:
+    """The decided version's state is copied now, and written by these."""
+    state, now_s = draft.state, draft.now_s
+    pending = PendingCheckpoint(
+        version=state.version,
+        writers=writers,
+        started_s=now_s,
+        copied_s=now_s,
+        kind=kind,
+        shape="" if state.plan is None else state.plan.shape,
+    )
+    draft.change(pending=pending)
+    _note(draft, since_s=now_s, retry_s=None)
+    return pending
+
+
+def units_complete(draft: Draft, pending: PendingCheckpoint) -> None:
+    """Every unit of a save is on storage: take its stall into the mean, that of the worker that stood longest."""
+    stall_s: dict[WorkerId, float] = {}
+    for entry in pending.written.values():
+        stall_s[entry.worker] = stall_s.get(entry.worker, 0.0) + entry.stall_s
+    _note(draft, stall_s=mean_of(draft.state.saves.stall_s, max(stall_s.values(), default=0.0)))
+
+
+def save_complete(draft: Draft, manifest: Manifest) -> str:
+    """A checkpoint is complete; returns what is to be told of those before it that storage did not take."""
+    times = draft.state.saves
+    if manifest.saved_s is not None:
+        _note(draft, durable_s=mean_of(times.durable_s, draft.now_s - manifest.saved_s))
+    _note(draft, num_refused=0, retry_s=None)
+    return f", after {times.num_refused} that storage did not take" if times.num_refused else ""
+
+
+def save_refused(draft: Draft) -> bool:
+    """Storage did not take a save: the next one is tried after a while. Returns whether it is the first in a row."""
+    num = draft.state.saves.num_refused + 1
+    _note(draft, num_refused=num, retry_s=draft.now_s + retry_after_s(num))
+    return num == 1
+
+
+def vms_lost(draft: Draft, lost: Mapping[WorkerId, WorkerState]) -> None:
+    """Workers were lost and are forgotten: count the VMs that are gone with them."""
+    left = {vm_of(worker) for worker in draft.state.workers}
+    appeared_s = {vm_of(worker): entry.appeared_s for worker, entry in lost.items() if vm_of(worker) not in left}
+    if appeared_s:
+        times = draft.state.saves
+        lived_s = sum(max(0.0, draft.now_s - since_s) for since_s in appeared_s.values())
+        _note(draft, num_lost=times.num_lost + len(appeared_s), vm_s=times.vm_s + lived_s)
+
+
+def vm_came(draft: Draft, event: NodeAppeared) -> None:
+    """Take the time from a request to its VM into the mean."""
+    request = draft.state.requests.get(event.request) if event.request is not None else None
+    if request is not None:
+        _note(draft, allocation_s=mean_of(draft.state.saves.allocation_s, draft.now_s - request.asked_s))
+
+
+def tell_next(draft: Draft) -> None:
+    """Put into the journal when the next save comes, and why."""
+    save = next_save(draft.state, draft.now_s) if draft.state.phase is Phase.TRAINING else None
+    if save is not None:
+        draft.actions.append(NoteNextSave(next_save=save))
+
+
+def _note(draft: Draft, **fields: Any) -> None:
+    draft.change(saves=draft.state.saves.model_copy(update=fields))

@@ -1,0 +1,57 @@
+"""How often state is lost that only a checkpoint brings back."""
+
+from __future__ import annotations
+
+import math
+
+from manager.controller.shape.choosing import cost_of_morph_s
+from manager.controller.state.state import ControllerState
+from morph.contract.vm_names import vm_of
+
+
+def losses_per_vm_s(state: ControllerState, now_s: float) -> float:
+    """Return the rate at which one VM is lost, per second: what was expected, corrected by what this run has seen.
+
+    The mean of a Gamma distribution, after that many losses in that much time of VMs (Poisson).
+    """
+    expected, seen = state.config.expected_losses, state.saves
+    appeared_s: dict[str, float] = {}
+    for worker, entry in state.workers.items():
+        vm = vm_of(worker)
+        appeared_s[vm] = min(entry.appeared_s, appeared_s.get(vm, entry.appeared_s))
+    seen_s = seen.vm_s + sum(max(0.0, now_s - since_s) for since_s in appeared_s.values())
+    weight_s = expected.weight_vm_h * 3600
+    return (expected.per_vm_h / 3600 * weight_s + seen.num_lost) / (weight_s + seen_s)
+
+
+def mean_s_to_fatal_loss(state: ControllerState, now_s: float) -> float:
+    """Return the mean time, seconds, until some unit has no holder left, or the whole cluster is lost.
+
+    Of a VM's losses a share comes alone and the rest in bulk, when each VM is taken with the same probability. A loss
+    that comes alone is fatal where a VM is the only one that holds something, or where the others that do are lost too
+    before the state was sent to a new one. (The interval of Spotify's thesis, section 4.3, takes each loss for fatal,
+    which is so for one VM.)
+    """
+    sets, expected = _holders(state), state.config.expected_losses
+    rate = losses_per_vm_s(state, now_s)
+    alone, bulk = rate * (1 - expected.bulk_share), rate * expected.bulk_share
+    heal_s = cost_of_morph_s(state) + state.config.policy.heartbeat_timeout_s
+    sole: set[str] = set().union(*(vms for vms in sets if len(vms) == 1))
+    fatal = 1 / (expected.cluster_h * 3600) + alone * len(sole)
+    for vms in sets:
+        if len(vms) > 1:
+            fatal += math.factorial(len(vms)) * alone ** len(vms) * heal_s ** (len(vms) - 1)
+    if expected.bulk_fraction > 0:
+        survives = math.prod(1 - expected.bulk_fraction ** len(vms) for vms in sets)
+        fatal += bulk / expected.bulk_fraction * (1 - survives)
+    return 1 / fatal
+
+
+def _holders(state: ControllerState) -> set[frozenset[str]]:
+    """Return the sets of VMs of the shape of which each holds some unit alone, without those that contain another."""
+    holders: dict[str, set[str]] = {}
+    for worker, units in state.member_units.items():
+        for unit in units:
+            holders.setdefault(unit, set()).add(vm_of(worker))
+    sets = {frozenset(vms) for vms in holders.values()}
+    return {vms for vms in sets if not any(other < vms for other in sets)}

@@ -1,0 +1,118 @@
+"""When the next checkpoint is due: as was asked for, and as often as costs least (Spotify, sections 4.2 to 4.4).
+
+An interval of tau seconds costs its save's stall, and with each fatal loss half of tau is run again: least at
+sqrt(2 stall (MTTF + R)), where a fatal loss comes every MTTF and R is what a new VM takes. Of a job of many VMs only
+those losses count that no survivor mends.
+"""
+
+from __future__ import annotations
+
+import math
+
+from manager.controller.saves.risk import mean_s_to_fatal_loss
+from manager.controller.state.saves import NextSave
+from manager.controller.state.state import ControllerState
+
+COPY_BYTES_PER_S = 1e9
+WRITE_BYTES_PER_S = 1e8
+"""Of one worker's state to host memory and on to storage, until a save was seen."""
+FIRST_RETRY_S = 10.0
+LONGEST_RETRY_S = 600.0
+"""Between saves that storage does not take: doubled each time."""
+
+
+def next_save(state: ControllerState, now_s: float) -> NextSave | None:
+    """Return when the next checkpoint is due, and why; None: nothing trains, or none is wanted."""
+    times, policy = state.saves, state.config.policy
+    if times.since_s is None or not state.member_units:
+        return None
+    every, rules = policy.checkpoint_every_steps, policy.rules.checkpoints
+    found: list[NextSave] = []
+    if every is not None and state.checkpoint_base + every < state.config.num_steps:
+        step_s = step_seconds(state)
+        due_s = now_s + max(0, every - (state.version - state.checkpoint_base)) * step_s
+        why = f"every {every} steps, as the cluster file says"
+        found.append(NextSave(due_s=due_s, interval_s=every * step_s, kind="periodic", why=why))
+    if rules.insurance or (rules.insurance is None and every is None):
+        interval_s, why = cheapest_interval(state, now_s)
+        due_s = times.since_s + interval_s
+        if times.retry_s is not None:
+            due_s, why = times.retry_s, f"storage did not take the last {times.num_refused}"
+        found.append(NextSave(due_s=due_s, interval_s=interval_s, kind="insurance", why=why))
+    return min(found, key=lambda save: save.due_s, default=None)
+
+
+def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]:
+    """Return the interval between saves (seconds) that costs least, and what it is worked out from.
+
+    Never shorter than a save takes to be complete, so that one version is on its way at a time, nor than a step.
+    """
+    times, expected = state.saves, state.config.expected_losses
+    mttf_s = mean_s_to_fatal_loss(state, now_s)
+    most_bytes = _most_bytes(state)
+    stall_s = most_bytes / COPY_BYTES_PER_S if times.stall_s is None else times.stall_s
+    allocation_s = expected.allocation_s if times.allocation_s is None else times.allocation_s
+    again_s = allocation_s + (expected.preparation_s if state.setup_s is None else state.setup_s)
+    tau_s = math.sqrt(2 * stall_s * (mttf_s + again_s))
+    durable_s = save_seconds(state)
+    interval_s = max(tau_s, durable_s, step_seconds(state))
+    why = (
+        f"one every {duration(interval_s)} costs least: a save stalls training for {duration(stall_s)}, "
+        f"and only a checkpoint mends a loss every {duration(mttf_s)}"
+    )
+    if interval_s == durable_s:
+        why += f"; a save takes {duration(durable_s)} to be complete"
+    return interval_s, why
+
+
+def is_due(state: ControllerState, now_s: float) -> NextSave | None:
+    """Return the save that is to begin with the step that is ordered now; None: none is due."""
+    save = next_save(state, now_s)
+    if save is None:
+        return None
+    early_s = step_seconds(state) / 2 if save.kind == "insurance" else 0.0  # the boundary that is nearest
+    return save if now_s + early_s >= save.due_s else None
+
+
+def step_seconds(state: ControllerState) -> float:
+    """Return what a step takes: as measured, else as the plan expects."""
+    if state.saves.step_s is not None:
+        return state.saves.step_s
+    return state.plan.expected.mini_batch_s if state.plan is not None else 0.0
+
+
+def save_seconds(state: ControllerState) -> float:
+    """Return what a save takes from the copy until it is complete: as measured, else as a slow storage would."""
+    return _most_bytes(state) / WRITE_BYTES_PER_S if state.saves.durable_s is None else state.saves.durable_s
+
+
+def patience_s(state: ControllerState) -> float:
+    """Return how long a save may go without a further unit on storage (seconds) before another may begin."""
+    policy = state.config.policy
+    return policy.rules.checkpoints.file_timeout_s + policy.order_timeout_s
+
+
+def retry_after_s(num_refused: int) -> float:
+    """Return how long to wait (seconds) after so many saves in a row that storage did not take."""
+    return min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(num_refused - 1, 16))
+
+
+def duration(seconds: float) -> str:
+    """Return a span of time as people say it."""
+    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {name}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _most_bytes(state: ControllerState) -> int:
+    """Return how much the member writes that writes most, if the replicas of a stage share its units evenly."""
+    plan = state.plan
+    if plan is None:
+        return 0
+    sizes, units = state.config.unit_bytes, state.config.units
+    by_stage = [
+        sum(sizes[unit] for unit, sections in units.items() if set(sections) & set(stage.sections))
+        for stage in plan.stages
+    ]
+    return max(by_stage) // plan.num_replicas

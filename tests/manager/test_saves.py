@@ -1,0 +1,276 @@
+"""When the next checkpoint comes: by how often state is lost for good, what a save costs, and notices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from controller_script import Script
+from simulated_job import PLANS, UNITS, make_config
+
+from manager.controller.saves.risk import losses_per_vm_s, mean_s_to_fatal_loss
+from manager.controller.saves.timing import cheapest_interval, next_save
+from manager.controller.state.actions import NoteNextSave, SendCommit, SendReshape, SendStep
+from manager.controller.state.events import (
+    CheckpointFailed,
+    ManagerResumed,
+    ManifestWritten,
+    NodeAppeared,
+    NodesGranted,
+    NoticeGiven,
+    UnitsWritten,
+    WorkerLost,
+)
+from manager.controller.state.expected import ExpectedLosses
+from manager.controller.state.state import ControllerState, Phase
+from morph.contract.messages import UnitWritten
+
+H = 3600.0
+LOSSES = ExpectedLosses(
+    per_vm_h=0.2, weight_vm_h=10, bulk_share=0.4, bulk_fraction=0.25, cluster_h=1000, allocation_s=100, preparation_s=50
+)
+
+
+def training(size: int, **policy: object) -> Script:
+    """A job that trains on that many workers, and saves as often as costs least."""
+    given = make_config().policy.model_copy(update={"checkpoint_every_steps": None, **policy})
+    plans = {size: PLANS[size]}
+    script = Script(plans=plans, num_steps=10**6, expected_nodes=size, policy=given, expected_losses=LOSSES)
+    script.ready(*(f"n{number + 1}" for number in range(size)))
+    script.reshaped()
+    assert script.state.phase is Phase.TRAINING
+    return script
+
+
+def seen(state: ControllerState, **times: object) -> ControllerState:
+    """The same, with these times seen."""
+    return state.model_copy(update={"saves": state.saves.model_copy(update=times)})
+
+
+def step_to(script: Script, time_s: float) -> list[SendStep]:
+    """Decide steps, each a second after the other, until a time; returns the orders of the last."""
+    actions: list[SendStep] = []
+    while script.now_s + 1 <= time_s:
+        script.now_s += 1 - 0.1 * len(script.state.member_units)
+        actions = [action for action in script.prepared() if isinstance(action, SendStep)]
+    return actions
+
+
+def test_the_rate_of_losses_is_what_was_expected_until_the_run_has_seen_its_own() -> None:
+    state = training(2).state
+    appeared_s = [entry.appeared_s for entry in state.workers.values()]
+    assert losses_per_vm_s(state, max(appeared_s)) * H == pytest.approx(0.2, rel=1e-3)
+    # in 5 h each, with one lost after 30 h before: (0.2 * 10 + 1) / (10 + 30 + 2 * 5)
+    state = seen(state, num_lost=1, vm_s=30 * H)
+    assert losses_per_vm_s(state, 5 * H + sum(appeared_s) / 2) * H == pytest.approx(3 / 50)
+
+
+def test_without_replicas_each_loss_is_fatal() -> None:
+    state = training(2).state
+    now_s = max(entry.appeared_s for entry in state.workers.values())
+    # alone: two VMs at 0.12/h; in bulk: events at 0.08/0.25 an hour, each takes one of two with 1 - 0.75 ** 2
+    per_h = 1 / 1000 + 2 * 0.12 + 0.32 * (1 - 0.75**2)
+    assert mean_s_to_fatal_loss(state, now_s) == pytest.approx(H / per_h, rel=1e-3)
+
+
+def test_with_replicas_only_losses_of_all_that_hold_a_unit_are_fatal() -> None:
+    state = training(4).state  # 2x2: two pairs; a unit of both stages is lost with either
+    now_s = max(entry.appeared_s for entry in state.workers.values())
+    policy = state.config.policy
+    heal_h = (policy.rules.wait.morph_s + policy.heartbeat_timeout_s) / H
+    alone = 2 * (2 * 0.12**2 * heal_h)
+    bulk = 0.32 * (1 - (1 - 0.25**2) ** 2)
+    assert mean_s_to_fatal_loss(state, now_s) == pytest.approx(H / (1 / 1000 + alone + bulk), rel=1e-3)
+    assert mean_s_to_fatal_loss(state, now_s) > 3 * mean_s_to_fatal_loss(training(2).state, now_s)
+
+
+def test_the_interval_is_that_of_the_thesis_where_each_loss_is_fatal() -> None:
+    """GPT-117M of its table 6.2: a save of 2.55 s, a preemption each 3 h, 285 s for a new VM: 51.7 steps of 4.6 s."""
+    once = ExpectedLosses(
+        per_vm_h=1 / 3, weight_vm_h=1e9, bulk_share=0, cluster_h=1e12, allocation_s=132, preparation_s=153
+    )
+    state = seen(training(2).state, stall_s=2.55, durable_s=20.0, step_s=4.6, allocation_s=132.0)
+    config = state.config.model_copy(update={"expected_losses": once})
+    alone = {"n1": state.member_units["n1"] | state.member_units["n2"]}
+    state = state.model_copy(update={"config": config, "member_units": alone, "setup_s": 153.0})
+    interval_s, why = cheapest_interval(state, 0.0)
+    assert interval_s / 4.6 == pytest.approx(51.7, abs=0.05)
+    assert "a save stalls training for 2.55 s" in why
+    assert "only a checkpoint mends a loss every 3 h" in why
+
+
+@pytest.mark.parametrize(
+    ("times", "interval_s"),
+    [
+        ({"stall_s": 1e-9, "durable_s": 40.0, "step_s": 1.0}, 40.0),  # one version is on its way at a time
+        ({"stall_s": 1e-9, "durable_s": 1.0, "step_s": 90.0}, 90.0),
+    ],
+)
+def test_no_save_begins_before_the_last_one_is_complete_or_within_a_step(
+    times: dict[str, float], interval_s: float
+) -> None:
+    assert cheapest_interval(seen(training(2).state, **times), 0.0)[0] == interval_s
+
+
+def test_a_save_begins_at_the_boundary_nearest_to_when_it_is_due_and_the_journal_says_why() -> None:
+    script = training(2)
+    script.state = seen(script.state, stall_s=0.01, durable_s=2.0, step_s=1.0)
+    save = next_save(script.state, script.now_s)
+    assert save is not None
+    assert save.kind == "insurance"
+    first_s = script.state.saves.since_s
+    assert first_s is not None
+    assert save.due_s == first_s + save.interval_s
+    assert not any(order.order.checkpoint_units for order in step_to(script, save.due_s - 0.6))
+    orders = step_to(script, save.due_s + 0.6)
+    assert sorted(unit for order in orders for unit in order.order.checkpoint_units) == sorted(UNITS)
+    assert abs(script.now_s - save.due_s) <= 0.5 + 1e-9
+    assert "one every" in script.sentence
+    version = script.state.version
+    script.written(version)
+    manifest = script.state.sealing[0]
+    assert (manifest.kind, manifest.shape, manifest.version) == ("insurance", "2x1", version)
+    (note,) = [act for act in script.tell(ManifestWritten(version=version)) if isinstance(act, NoteNextSave)]
+    assert note.next_save.due_s > script.now_s
+
+
+def test_what_a_save_took_is_measured() -> None:
+    script = training(2, checkpoint_every_steps=2)
+    script.prepared()
+    begun_s = script.now_s + 0.2
+    script.prepared()
+    pending = script.state.pending
+    assert pending is not None
+    for worker in ("n1", "n2"):
+        units = [unit for unit, writer in pending.writers.items() if writer == worker]
+        stall_s = 0.5 if worker == "n1" else 0.1
+        written = tuple(
+            UnitWritten(worker=worker, version=2, unit=unit, file="f", size_bytes=1, sha256="0" * 64, stall_s=stall_s)
+            for unit in units
+        )
+        script.tell(UnitsWritten(worker=worker, written=written))
+    num_first = sum(writer == "n1" for writer in pending.writers.values())
+    assert script.state.saves.stall_s == pytest.approx(0.5 * num_first)
+    assert script.state.sealing[0].saved_s == pytest.approx(begun_s)
+    script.now_s = begun_s + 7.0 - 0.1
+    script.tell(ManifestWritten(version=2))
+    assert script.state.saves.durable_s == pytest.approx(7.0)
+
+
+def test_what_a_user_asks_for_comes_first_and_insurance_only_where_nothing_comes_sooner() -> None:
+    state = seen(training(2, checkpoint_every_steps=10).state, stall_s=1e-6, durable_s=3.0, step_s=1.0)
+    save = next_save(state, 0.0)
+    assert save is not None
+    assert (save.kind, save.why) == ("periodic", "every 10 steps, as the cluster file says")
+    both = state.config.policy.rules.checkpoints.model_copy(update={"insurance": True})
+    rules = state.config.policy.rules.model_copy(update={"checkpoints": both})
+    policy = state.config.policy.model_copy(update={"rules": rules})
+    state = state.model_copy(update={"config": state.config.model_copy(update={"policy": policy})})
+    sooner = next_save(state, 0.0)
+    assert sooner is not None
+    assert sooner.kind == "insurance"
+    costly = next_save(seen(state, stall_s=60.0), 0.0)
+    assert costly is not None
+    assert costly.kind == "periodic"
+
+
+def test_storage_that_takes_nothing_is_told_of_once_and_tried_again_ever_less_often() -> None:
+    script = training(2)
+    script.state = seen(script.state, stall_s=1e-6, durable_s=1.0, step_s=1.0)
+    tried_s: list[float] = []
+    codes: list[str] = []
+    while len(tried_s) < 4:
+        step_to(script, script.now_s + 1)
+        if script.state.pending is not None:
+            tried_s.append(script.now_s)
+            script.tell(CheckpointFailed(worker="n1", error="disk full"))
+            codes.append(script.code)
+            assert script.state.pending is None
+    waits_s = [after - before for before, after in itertools.pairwise(tried_s)]
+    assert waits_s == pytest.approx([10, 20, 40], abs=1.5)
+    assert codes == ["checkpoint_abandoned", "units_noted", "units_noted", "units_noted"]
+    while script.state.pending is None:
+        step_to(script, script.now_s + 1)
+    script.saved(script.state.pending.version)
+    assert script.sentence.endswith("is complete, after 4 that storage did not take")
+    assert script.state.saves.num_refused == 0
+
+
+def test_a_lost_vm_counts_once_and_its_life_is_noted() -> None:
+    script = training(4)
+    born_s = script.state.workers["n4"].appeared_s
+    script.tell(WorkerLost(worker="n4", cause="killed"), at_s=born_s + 50)
+    assert (script.state.saves.num_lost, script.state.saves.vm_s) == (1, pytest.approx(50))
+
+
+def test_how_long_a_vm_took_to_come_is_measured() -> None:
+    script = Script(target_nodes=2, expected_nodes=2)
+    script.ready("own")
+    ((name, request),) = script.state.requests.items()
+    script.tell(NodesGranted(request=name, nodes=("new",)))
+    script.tell(NodeAppeared(node="new", request=name), at_s=request.asked_s + 30)
+    assert script.state.saves.allocation_s == pytest.approx(30)
+
+
+@pytest.mark.parametrize(("lead_s", "saved"), [(20.0, True), (3.0, False)])
+def test_a_save_for_a_notice_begins_only_if_it_can_be_complete_in_time(lead_s: float, saved: bool) -> None:
+    script = training(2)
+    script.state = seen(script.state, stall_s=1.0, durable_s=8.0, step_s=1.0)
+    script.tell(NoticeGiven(worker="n2", lead_s=lead_s, notice="taken"))
+    orders = [action for action in script.prepared() if isinstance(action, SendStep)]
+    assert any(order.order.checkpoint_units for order in orders) == saved
+
+
+def test_a_step_that_outlasts_a_notice_is_dissolved_for_a_change_while_the_vm_is_there() -> None:
+    given = make_config().policy.model_copy(update={"checkpoint_every_steps": None})
+    script = Script(plans={count: PLANS[count] for count in (2, 3)}, num_steps=100, expected_nodes=3, policy=given)
+    script.ready("n1", "n2", "n3")
+    script.reshaped()
+    script.state = seen(script.state, step_s=60.0)
+    script.tell(NoticeGiven(worker="n3", lead_s=30.0, notice="taken"))
+    assert script.state.phase is Phase.ABORTING
+    orders = [action for action in script.aborted() if isinstance(action, SendReshape)]
+    assert "n3" in {action.worker for action in orders}  # it serves what it holds
+    assert orders[0].order.plan.shape == "2x1"
+    assert {source.kind for source in orders[0].order.sources} == {"keep", "peer"}
+
+
+def test_a_step_that_ends_in_time_or_a_vm_that_is_gone_too_soon_dissolves_nothing() -> None:
+    for lead_s, step_s in ((30.0, 5.0), (0.5, 60.0)):
+        given = make_config().policy.model_copy(update={"checkpoint_every_steps": None})
+        script = Script(plans={count: PLANS[count] for count in (2, 3)}, num_steps=100, expected_nodes=3, policy=given)
+        script.ready("n1", "n2", "n3")
+        script.reshaped()
+        script.state = seen(script.state, step_s=step_s)
+        script.tell(NoticeGiven(worker="n3", lead_s=lead_s, notice="taken"))
+        assert script.state.phase is Phase.TRAINING
+
+
+def test_what_only_a_vm_holds_that_will_be_taken_is_saved_from_the_middle_of_a_long_step() -> None:
+    script = training(2)
+    script.prepared()
+    script.state = seen(script.state, stall_s=1.0, durable_s=8.0, step_s=300.0)
+    script.tell(NoticeGiven(worker="n2", lead_s=30.0, notice="taken"))
+    commits = [action.order for action in script.aborted() if isinstance(action, SendCommit)]
+    assert sorted(unit for order in commits for unit in order.checkpoint_units) == sorted(UNITS)
+    assert all(order.held and order.version == 1 for order in commits)
+    script.committed()
+    script.saved(1)
+    assert script.state.checkpoint is not None
+    assert (script.state.checkpoint.version, script.state.checkpoint.kind) == (1, "emergency")
+
+
+def test_requests_are_repeated_after_what_is_lost_is_given_back() -> None:
+    script = Script(target_nodes=3, expected_nodes=2)
+    script.ready("n1", "n2")
+    assert script.state.requests
+    actions = script.tell(ManagerResumed(living=("n1",)))
+    kinds = [action.kind for action in actions if action.kind in ("release_nodes", "request_nodes")]
+    assert kinds[0] == "release_nodes"
+    assert "request_nodes" in kinds
+
+
+def test_nothing_is_due_while_nothing_trains() -> None:
+    assert next_save(Script().state, 0.0) is None
+    assert math.isfinite(mean_s_to_fatal_loss(Script().state, 0.0))
