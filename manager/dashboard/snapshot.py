@@ -31,6 +31,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "losses": [list(point) for point in run.losses.points],
             "speeds": [list(point) for point in run.speeds.points],
             "events": [{"time_s": e.time_s, "code": e.code, "sentence": e.sentence} for e in run.recent],
+            "next_save": None if run.next_save is None else run.next_save.model_dump(),
             "node_seconds": {part.value: account.part_s(part) for part in Part},
             "dollars": None if bill is None else bill.total_usd,
             "part_dollars": None if bill is None else {part.value: bill.part_usd(part) for part in Part},

@@ -6,9 +6,10 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-from manager.controller.state.actions import SendStep
+from manager.controller.state.actions import NoteNextSave, SendStep
 from manager.controller.state.events import Event, WorkerAnswered
 from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.saves import NextSave
 from manager.controller.state.state import ControllerState, Decision
 from manager.journal.records import DecisionRecord
 from manager.report.accounting import Ledger
@@ -94,6 +95,7 @@ class LiveRun:
     ledger: Ledger = field(default_factory=Ledger)
     milestones: Milestones = field(default_factory=Milestones)
     takes_over: bool = False
+    next_save: NextSave | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     _answers: dict[tuple[int, int, int], dict[str, Prepared]] = field(default_factory=dict)
 
@@ -124,8 +126,11 @@ class LiveRun:
             self._decided(answers, time_s)
         else:
             self.ledger.take(event, record)
-        if any(isinstance(action, SendStep) for action in decision.actions):
-            self._answers.clear()
+        for action in decision.actions:
+            if isinstance(action, SendStep):
+                self._answers.clear()
+            elif isinstance(action, NoteNextSave):
+                self.next_save = action.next_save
         self._stand(state)
         told = [Happened(time_s, *milestone) for milestone in self.milestones.take(state.config, event, record, time_s)]
         self.recent.extend(told)

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manager.controller.state.actions import EndWorker, Finish, NoteCorrection, SendCommit, SendStep
+from manager.controller.state.actions import EndWorker, Finish, NoteCorrection, NoteNextSave, SendCommit, SendStep
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (
     EVENT,
@@ -18,6 +18,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.learned import Correction
+from manager.controller.state.saves import NextSave
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, VM_KILLED, DecisionRecord, Entry, Fact
 from manager.report.accounting import Ledger
@@ -110,6 +111,7 @@ class _Reader:
     morphs: MorphReader = field(default_factory=MorphReader)
     ledger: Ledger = field(default_factory=Ledger)
     correction: Correction | None = None
+    next_save: NextSave | None = None
 
     def take(self, entry: Entry) -> None:
         """Read one line."""
@@ -168,12 +170,14 @@ class _Reader:
             account=self.ledger.account(),
             vms=tuple(self.vms),
             correction=self.correction,
+            next_save=None if self.finish else self.next_save,
         )
 
     def _begin_session(self, config: ControllerConfig, time_s: float) -> None:
         self.morphs.end_session(config.initial_version)
         self.config, self.num_sessions, self.finish = config, self.num_sessions + 1, None
         self._set_back(config.initial_version)
+        self.next_save = None
         self.checkpoint_version = config.initial_checkpoint.version if config.initial_checkpoint else None
         self.living.clear()
         self.ledger.begin_session(time_s)
@@ -201,6 +205,8 @@ class _Reader:
                 self.living.discard(action.worker)
             elif isinstance(action, NoteCorrection):
                 self.correction = action.correction
+            elif isinstance(action, NoteNextSave):
+                self.next_save = action.next_save
             elif isinstance(action, Finish):
                 self.finish = action
         self._count_vms(time_s)

@@ -24,6 +24,8 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
     ``verbose``: also the cause of each morph, and where the state came from.
     """
     saved = "none" if report.checkpoint_version is None else f"at step {report.checkpoint_version}"
+    if report.next_save is not None:
+        saved += f", the next in {max(0.0, report.next_save.due_s - report.end_s):.0f} s: {report.next_save.why}"
     when = "now" if report.outcome == "running" else "at the end"
     lines = [
         f"{report.job}: {report.outcome} ({report.sentence})",

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from manager.controller.state.learned import Correction
+from manager.controller.state.saves import NextSave
 from manager.report.account import Account
 from morph.contract.base import Value
 from morph.contract.messages import WorkerId
@@ -130,6 +131,7 @@ class RunReport(Value):
     account: Account
     vms: tuple[VmCount, ...]
     correction: Correction | None = Field(default=None, description="of the profile, as learned in the last session")
+    next_save: NextSave | None = Field(default=None, description="as last told; None: the run is over, or none is due")
 
     @property
     def losses(self) -> dict[int, float]:

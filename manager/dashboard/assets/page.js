@@ -40,6 +40,11 @@ function showFigures(run) {
     figure("examples/s", number(run.examples_per_s, 1)), figure("loss", number(run.loss, 4)),
     figure("generation", `${run.generation}`),
   ];
+  if (run.next_save !== null) {
+    const next = figure("next checkpoint", `in ${duration(Math.max(0, run.next_save.due_s - run.time_s))}`);
+    next.title = run.next_save.why;
+    figures.push(next);
+  }
   if (run.dollars !== null) figures.push(figure("dollars so far", `$${run.dollars.toFixed(4)}`));
   if (run.dollars_on_demand !== null) figures.push(figure("the same on demand", `$${run.dollars_on_demand.toFixed(4)}`));
   at("figures").replaceChildren(...figures);
