@@ -13,6 +13,7 @@ from morph.contract.messages import Heartbeat, UnitWritten
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.state import checkpoint_writer
 from morph.runtime.state.checkpoint_writer import CheckpointWriter
+from morph.runtime.state.state_copy import StateCopy
 
 WAIT_S = 30.0
 
@@ -30,7 +31,7 @@ def test_units_are_written_in_order_and_reported_once(tmp_path: Path) -> None:
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     tensors = {f"s{index}": {"x": torch.full((3,), float(index))} for index in range(4)}
     for unit, state in tensors.items():
-        writer.hand_over(8, unit, state)
+        writer.hand_over(8, unit, StateCopy(state))
     written = collect(writer, 4)
     assert [entry.unit for entry in written] == list(tensors)
     assert writer.collect(0.0) == Heartbeat(worker="w")
@@ -43,11 +44,11 @@ def test_units_are_written_in_order_and_reported_once(tmp_path: Path) -> None:
 def test_a_failed_write_is_reported_and_the_next_one_is_tried(tmp_path: Path) -> None:
     (tmp_path / "v00000001").write_text("a file where a directory should be")
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
-    writer.hand_over(1, "s0", {"x": torch.ones(1)})
+    writer.hand_over(1, "s0", StateCopy({"x": torch.ones(1)}))
     beat = writer.collect(WAIT_S)
     assert beat.checkpoint_error is not None
     assert "unit s0, version 1" in beat.checkpoint_error
-    writer.hand_over(2, "s0", {"x": torch.ones(1)})
+    writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))
     assert collect(writer, 1)[0].version == 2
     assert writer.collect(0.0).checkpoint_error is None
 
@@ -62,7 +63,7 @@ def test_what_was_written_is_told_again_when_a_manager_takes_over_and_old_versio
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     first = []
     for version in (1, 2, 3):
-        writer.hand_over(version, "s0", {"x": torch.ones(1)})
+        writer.hand_over(version, "s0", StateCopy({"x": torch.ones(1)}))
         first += collect(writer, 1)
     writer.tell_again()
     writer.tell_again()  # a third manager, before the second one heard of it
@@ -76,7 +77,7 @@ def test_what_was_written_is_told_again_when_a_manager_takes_over_and_old_versio
 def test_a_unit_that_could_not_be_written_may_be_handed_over_again(tmp_path: Path) -> None:
     (tmp_path / "v00000001").write_text("a file where a directory should be")
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
-    writer.hand_over(1, "s0", {"x": torch.ones(1)})
+    writer.hand_over(1, "s0", StateCopy({"x": torch.ones(1)}))
     assert writer.collect(WAIT_S).checkpoint_error is not None
     assert not writer.has(1, "s0")
 
@@ -85,7 +86,7 @@ def test_what_a_worker_wrote_itself_is_still_there_for_it_if_it_is_what_the_mani
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     digests = {}
     for version in (1, 2, 3):
-        writer.hand_over(version, "s0", {"x": torch.full((2,), float(version))})
+        writer.hand_over(version, "s0", StateCopy({"x": torch.full((2,), float(version))}))
         digests |= {entry.version: entry.sha256 for entry in collect(writer, 1)}
     copied = writer.copy(3, "s0", digests[3])
     assert copied is not None
@@ -114,13 +115,13 @@ def test_what_was_written_before_the_job_went_back_is_of_another_history(
     monkeypatch.setattr(checkpoint_writer, "write_unit", write_when_allowed)
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     old, new = {"x": torch.zeros(1)}, {"x": torch.ones(1)}
-    writer.hand_over(20, "s0", old)
+    writer.hand_over(20, "s0", StateCopy(old))
     (kept,) = collect(writer, 1)
-    writer.hand_over(40, "told of", old)
+    writer.hand_over(40, "told of", StateCopy(old))
     (told,) = collect(writer, 1)
-    writer.hand_over(40, "not told of", old)
-    writer.hand_over(40, "under way", old)
-    writer.hand_over(40, "waiting", old)
+    writer.hand_over(40, "not told of", StateCopy(old))
+    writer.hand_over(40, "under way", StateCopy(old))
+    writer.hand_over(40, "waiting", StateCopy(old))
     assert begun.wait(WAIT_S)
     writer.forget_after(20)  # with one write under way, and one behind it
     names = ("told of", "not told of", "under way", "waiting")
@@ -128,7 +129,7 @@ def test_what_was_written_before_the_job_went_back_is_of_another_history(
     assert writer.copy(40, "told of", told.sha256) is None
     go_on.set()
     for unit in names:
-        writer.hand_over(40, unit, new)
+        writer.hand_over(40, unit, StateCopy(new))
     again = collect(writer, 4)
     assert {entry.unit for entry in again} == set(names)
     assert len({entry.sha256 for entry in again} | {told.sha256}) == 2  # only of the new history
@@ -149,9 +150,9 @@ def test_one_version_waits_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(checkpoint_writer, "write_unit", write_when_allowed)
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     for unit in ("s0", "s1", "s2"):
-        writer.hand_over(1, unit, {"x": torch.ones(1)})
+        writer.hand_over(1, unit, StateCopy({"x": torch.ones(1)}))
     assert begun.wait(WAIT_S)
-    writer.hand_over(2, "s0", {"x": torch.ones(1)})  # nobody waits for version 1 any more
+    writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))  # nobody waits for version 1 any more
     go_on.set()
     assert [(entry.version, entry.unit) for entry in collect(writer, 1)] == [(2, "s0")]
     assert not any(writer.has(1, unit) for unit in ("s0", "s1", "s2"))
@@ -171,10 +172,10 @@ def test_storage_that_hangs_is_given_up_and_the_next_file_is_tried(
 
     monkeypatch.setattr(checkpoint_writer, "write_unit", hang_once)
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]), file_timeout_s=0.2)
-    writer.hand_over(1, "s0", {"x": torch.ones(1)})
+    writer.hand_over(1, "s0", StateCopy({"x": torch.ones(1)}))
     beat = writer.collect(WAIT_S)
     assert beat.checkpoint_error == "unit s0, version 1: TimeoutError: storage took longer than 0.2 s"
-    writer.hand_over(2, "s0", {"x": torch.ones(1)})
+    writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))
     assert collect(writer, 1)[0].version == 2
     never.set()
 
@@ -191,18 +192,57 @@ def test_a_network_that_fails_for_a_moment_costs_no_checkpoint(monkeypatch: pyte
     monkeypatch.setattr(checkpoint_writer, "write_unit", fail_twice)
     monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.01, 0.01))
     writer = CheckpointWriter("w", "memory://moment", FaultPlan([]))
-    writer.hand_over(1, "s0", {"x": torch.ones(1)})
+    writer.hand_over(1, "s0", StateCopy({"x": torch.ones(1)}))
     assert collect(writer, 1)[0].version == 1
     failures += [ConnectionError("reset")] * 3
-    writer.hand_over(2, "s0", {"x": torch.ones(1)})
+    writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))
     assert writer.collect(WAIT_S).checkpoint_error == "unit s0, version 2: ConnectionError: reset"
 
 
-def test_what_a_save_keeps_from_training_is_its_copy_and_what_writing_takes_of_the_processor(tmp_path: Path) -> None:
+def test_what_a_save_keeps_from_training_is_what_it_waits_for_and_what_writing_takes_of_the_processor(
+    tmp_path: Path,
+) -> None:
     state = {"x": torch.ones(1 << 20)}
     on_device = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
-    on_device.hand_over(1, "s0", state, copy_s=0.25)
-    assert collect(on_device, 1)[0].stall_s == 0.25
+    copy = StateCopy(state)
+    copy.finish()
+    on_device.hand_over(1, "s0", copy)
+    assert collect(on_device, 1)[0].stall_s == copy.waited_s > 0
+    on_device.hand_over(2, "s0", StateCopy(state))
+    assert collect(on_device, 1)[0].stall_s == 0
     on_processor = CheckpointWriter("w", str(tmp_path), FaultPlan([]), on_processor=True)
-    on_processor.hand_over(2, "s0", state, copy_s=0.25)
-    assert collect(on_processor, 1)[0].stall_s > 0.25
+    on_processor.hand_over(3, "s0", StateCopy(state))
+    assert collect(on_processor, 1)[0].stall_s > 0
+
+
+def test_a_state_is_copied_before_it_changes_and_never_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    write = checkpoint_writer.write_unit
+
+    def write_when_allowed(*given: Any) -> UnitWritten:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return write(*given)
+
+    monkeypatch.setattr(checkpoint_writer, "write_unit", write_when_allowed)
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
+    state = {f"s{index}": torch.full((1 << 16,), float(index)) for index in range(8)}
+    copies = {unit: StateCopy({"x": tensor}) for unit, tensor in state.items()}
+    for unit, copy in copies.items():
+        writer.hand_over(1, unit, copy)
+    assert begun.wait(WAIT_S)  # the first is being written, the others are copied, are being copied, or wait
+    for unit, copy in copies.items():
+        copy.finish()
+        state[unit] += 100
+    go_on.set()
+    written = {entry.unit: entry for entry in collect(writer, 8)}
+    files = tuple(UnitFile(**e.model_dump(exclude={"worker", "version", "stall_s"})) for e in written.values())
+    manifest = Manifest(fingerprint="f", version=1, units=files)
+    for index, unit in enumerate(state):
+        assert torch.equal(read_unit(str(tmp_path), manifest, unit)["x"], torch.full((1 << 16,), float(index)))
+
+
+def test_a_copy_that_nobody_wants_is_not_made() -> None:
+    copy = StateCopy({"x": torch.ones(1)})
+    copy.drop()
+    assert copy.take() is None

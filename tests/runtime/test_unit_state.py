@@ -96,6 +96,26 @@ def test_a_saved_state_is_a_copy() -> None:
     assert not same(before, state.tensors())
 
 
+@pytest.mark.parametrize("change", ["apply", "rescale", "load"])
+def test_a_copy_for_later_is_of_the_state_as_it_was_when_it_was_asked_for(change: str) -> None:
+    state = make()
+    step(state, 0)
+    before, other = state.tensors(), make(seed=99).tensors()
+    copy = state.copy_later()
+    if change == "load":  # then it is of a history that is void
+        state.load(other)
+        assert copy.take() is None
+        return
+    if change == "apply":
+        step(state, 1)
+    else:
+        state.exponents = dict.fromkeys(state.exponents, 3)
+    copied = copy.take()
+    assert copied is not None
+    assert same(copied, before)
+    assert not same(state.tensors(), before)
+
+
 def test_a_state_has_leaves_of_its_own() -> None:
     shared = {"tok.weight": torch.ones(3, 4), "bias": torch.ones(5)}
     one, other = (UnitState(UNIT, shared, plain, num_micro_batches=1, exact=True) for _ in range(2))

@@ -380,6 +380,5 @@ class Worker:
 
     def _hand_over(self, units: dict[str, UnitState], names: tuple[str, ...]) -> None:
         for name in names:
-            state, start_s = units[name], time.perf_counter()
-            tensors = state.tensors()
-            self._writer.hand_over(state.version, name, tensors, time.perf_counter() - start_s)
+            state = units[name]
+            self._writer.hand_over(state.version, name, state.copy_later())

@@ -1,4 +1,4 @@
-"""Writes units of a checkpoint in the background, so that training waits only for the copy in memory.
+"""Copies units of a checkpoint and writes them in the background: training waits only for what it is about to change.
 
 What was written of the newest versions is remembered: a manager that takes over is told of it again, and a unit that is
 asked for again is not written twice. Its tensors stay in host memory too, so that a worker that must go back to a
@@ -19,6 +19,7 @@ from morph.checkpoint.storage import bounded, is_local
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.messages import Heartbeat, UnitWritten
 from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.state.state_copy import StateCopy
 
 KEPT_VERSIONS = 2
 FILE_TIMEOUT_S = 600.0
@@ -28,17 +29,16 @@ PAUSES_S = (0.5, 2.0, 8.0)
 
 @dataclass(frozen=True)
 class Handed:
-    """A unit's copy to be written. ``copy_s``: while training stood; ``num_returns``: so often the job went back."""
+    """A unit to be copied and written. ``num_returns``: so often the job went back before."""
 
     version: int
     unit: str
-    tensors: Mapping[str, Tensor]
-    copy_s: float
+    copy: StateCopy
     num_returns: int
 
 
 class CheckpointWriter:
-    """One background thread that writes what it is handed, in order.
+    """One background thread copies what is handed over, another one writes it, both in order.
 
     A file that storage does not take within ``file_timeout_s``, all tries together, is given up. At most one version
     waits: what is left of an older one when a newer is handed over is dropped, for nobody waits for it any more.
@@ -65,7 +65,8 @@ class CheckpointWriter:
         self._faults = faults
         self._file_timeout_s = file_timeout_s
         self._on_processor = on_processor
-        self._queue: queue.Queue[Handed] = queue.Queue()
+        self._to_copy: queue.SimpleQueue[Handed] = queue.SimpleQueue()
+        self._to_write: queue.SimpleQueue[tuple[Handed, dict[str, Tensor], float]] = queue.SimpleQueue()
         self._returns: list[int] = []
         self._condition = threading.Condition()
         self._written: list[UnitWritten] = []
@@ -74,13 +75,14 @@ class CheckpointWriter:
         self._waiting: set[tuple[int, str]] = set()
         self._recent: dict[tuple[int, str], UnitWritten] = {}
         self._copies: dict[tuple[int, str], Mapping[str, Tensor]] = {}
-        threading.Thread(target=self._run, name="morph-checkpoint", daemon=True).start()
+        threading.Thread(target=self._copy_all, name="morph-copies", daemon=True).start()
+        threading.Thread(target=self._write_all, name="morph-checkpoint", daemon=True).start()
 
-    def hand_over(self, version: int, unit: str, tensors: Mapping[str, Tensor], copy_s: float = 0.0) -> None:
-        """Queue one unit's copy, which took ``copy_s``, for writing; drop what waits of older versions."""
+    def hand_over(self, version: int, unit: str, copy: StateCopy) -> None:
+        """Queue one unit for copying and writing; drop what waits of older versions."""
         with self._condition:
             self._waiting = {key for key in self._waiting if key[0] >= version} | {(version, unit)}
-            self._queue.put(Handed(version, unit, tensors, copy_s, len(self._returns)))
+            self._to_copy.put(Handed(version, unit, copy, len(self._returns)))
 
     def wake(self) -> None:
         """Let ``collect`` return now: there is other news."""
@@ -126,32 +128,44 @@ class CheckpointWriter:
             self._error = None
             return beat
 
-    def _run(self) -> None:
+    def _copy_all(self) -> None:
         while True:
-            handed = self._queue.get()
+            handed = self._to_copy.get()
+            started_s = time.thread_time()
+            if not self._is_wanted(handed):
+                handed.copy.drop()
+            copied = handed.copy.take()
+            if copied is not None:
+                self._to_write.put((handed, copied, time.thread_time() - started_s))
+
+    def _write_all(self) -> None:
+        while True:
+            handed, copied, copy_s = self._to_write.get()
             if not self._is_wanted(handed):
                 continue
-            written, error = self._write(handed)
+            written, error = self._write(handed, copied, copy_s)
             with self._condition:
                 if not self._is_wanted(handed):
                     continue  # the file stays, and no manifest names it
                 self._waiting.discard((handed.version, handed.unit))
                 if written is not None:
-                    self._remember(written, handed.tensors)
+                    self._remember(written, copied)
                     self._tell_again([written])
                 else:  # reported to the manager, which keeps the previous checkpoint
                     self._error = f"unit {handed.unit}, version {handed.version}: {type(error).__name__}: {error}"
                     self._condition.notify_all()
 
-    def _write(self, handed: Handed) -> tuple[UnitWritten | None, Exception | None]:
+    def _write(
+        self, handed: Handed, copied: Mapping[str, Tensor], copy_s: float
+    ) -> tuple[UnitWritten | None, Exception | None]:
         """Write one file; where a network may have failed, try again after each of ``PAUSES_S``."""
 
         def write() -> UnitWritten:
             started_s = time.thread_time()
             self._faults.reach("checkpoint", handed.version)
-            written = write_unit(self._url, handed.version, handed.unit, self._worker, handed.tensors)
-            busy_s = time.thread_time() - started_s if self._on_processor else 0.0
-            return written.model_copy(update={"stall_s": handed.copy_s + busy_s})
+            written = write_unit(self._url, handed.version, handed.unit, self._worker, copied)
+            busy_s = copy_s + time.thread_time() - started_s if self._on_processor else 0.0
+            return written.model_copy(update={"stall_s": handed.copy.waited_s + busy_s})
 
         deadline_s = time.monotonic() + self._file_timeout_s
         for pause_s in [*(() if is_local(self._url) else PAUSES_S), None]:

@@ -35,6 +35,7 @@ from morph.runtime.state.optimizer_state import (
     optimizer_state,
     scheduler_numbers,
 )
+from morph.runtime.state.state_copy import StateCopy, to_host
 from morph.runtime.state.update_rules import UpdateRules
 
 _NUMBERS = "numbers"
@@ -73,11 +74,12 @@ class UnitState:
         self.buffers = {name: tensors[name].detach().clone() for name in unit.buffers}
         self._updated = self.parameters
         if rules.optimizer_in_host_memory:
-            self._updated = {name: Parameter(_copy(parameter)) for name, parameter in self.parameters.items()}
+            self._updated = {name: Parameter(to_host(parameter)) for name, parameter in self.parameters.items()}
         self.optimizer = build_optimizer(make_optimizer, self._updated)
         make_scheduler = rules.make_scheduler if unit.parameters else None
         self.scheduler = build_scheduler(make_scheduler, self.optimizer) if make_scheduler else None
         self.reduced: Reduced | None = None
+        self._copy: StateCopy | None = None
         self.loss_scale = rules.loss_scale
         self._rules = rules
         self._exact = exact
@@ -126,6 +128,9 @@ class UnitState:
         """
         reduced, self.reduced = self.reduced, None
         assert reduced is not None
+        if self._copy is not None:
+            self._copy.finish()
+            self._copy = None
         skipped = decided is not None and decided.skipped
         if not skipped:
             assert not reduced.non_finite, "a step without gradients was not decided as skipped"
@@ -166,10 +171,21 @@ class UnitState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the whole state as named CPU tensors (``param/..``, ``buffer/..``, ``optim/../..``) and numbers."""
-        tensors = {f"param/{name}": _copy(parameter) for name, parameter in self._updated.items()}
-        tensors |= {f"buffer/{name}": _copy(buffer) for name, buffer in self.buffers.items()}
+        return {name: to_host(tensor) for name, tensor in self._own_tensors().items()}
+
+    def copy_later(self) -> StateCopy:
+        """The same, to be copied beside what reads the state; what changes it waits until that is done."""
+        if self._copy is not None:
+            self._copy.finish()
+        self._copy = StateCopy(self._own_tensors())
+        return self._copy
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Name the state's tensors as they are, and its numbers as one more."""
+        tensors: dict[str, Tensor] = {f"param/{name}": parameter for name, parameter in self._updated.items()}
+        tensors |= {f"buffer/{name}": buffer for name, buffer in self.buffers.items()}
         found, plain = optimizer_state(self.optimizer, self._updated)
-        tensors |= {f"optim/{name}/{key}": _copy(value) for (name, key), value in found.items()}
+        tensors |= {f"optim/{name}/{key}": value for (name, key), value in found.items()}
         numbers: dict[str, Any] = {
             "version": self.version,
             "exponents": self.exponents,
@@ -188,6 +204,9 @@ class UnitState:
         Raises:
             ValueError: if a parameter or buffer is missing or has another shape or dtype.
         """
+        if self._copy is not None:  # what it held is of a history that is void
+            self._copy.drop()
+            self._copy = None
         numbers = json.loads(bytes(tensors[_NUMBERS].tolist()))
         found: dict[tuple[str, str], Tensor] = {}
         with torch.no_grad():
@@ -219,10 +238,6 @@ class UnitState:
         if self.loss_scale is not None and numbers.get("loss_scale"):
             saved = LossScale.model_validate(numbers["loss_scale"])
             self.loss_scale = saved.model_copy(update={"growth_steps": self.loss_scale.growth_steps})
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 _CHUNK = 1 << 20

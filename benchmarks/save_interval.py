@@ -1,0 +1,208 @@
+"""How often to save: the controller's own rule against every fixed interval, in simulated weeks.
+
+The rule is ``next_save`` as the manager calls it. It is told nothing of the rate at which VMs are lost, and begins with
+the prior of a run without history; what it is compared with is the best of many fixed intervals, chosen afterwards for
+the same losses. Run: python benchmarks/save_interval.py [--days 14] [--seeds 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from manager.controller.saves.timing import next_save
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.saves import SaveTimes
+from manager.controller.state.state import ControllerState, Phase, WorkerState, initial_state
+from morph.contract.plan import Expectation, Plan, StagePlan
+
+H = 3600.0
+HEAL_S = 1.0
+AGAIN_S = 200.0
+"""What a loss costs that a survivor mends, and one that only a checkpoint mends, beside the steps that it undoes."""
+FIXED_S = [10 * 1.15**power for power in range(60)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job and its VMs; times in seconds. ``bulk_share`` and ``bulk_fraction`` as in ``ExpectedLosses``."""
+
+    depth: int
+    replicas: int
+    per_vm_h: float
+    stall_s: float
+    durable_s: float
+    step_s: float
+    bulk_share: float = 0.5
+    bulk_fraction: float = 0.2
+
+    def __str__(self) -> str:
+        return (
+            f"{self.depth}x{self.replicas}, {self.per_vm_h:g} losses/VM-h, step {self.step_s:g} s, "
+            f"stall {self.stall_s:g} s, durable {self.durable_s:g} s"
+        )
+
+
+CASES = [
+    Case(1, 1, 1 / 3, 2.55, 22.0, 4.6),  # GPT-117M of Spotify's table 6.2
+    Case(1, 1, 1 / 3, 19.5, 120.0, 19.75),  # GPT-1.3B of its table 6.3
+    Case(4, 1, 0.02, 0.5, 30.0, 5.0),
+    Case(4, 1, 0.1, 0.5, 30.0, 5.0),
+    Case(4, 1, 1.0, 0.5, 30.0, 5.0),
+    Case(4, 2, 0.1, 0.5, 30.0, 5.0),
+    Case(4, 4, 0.5, 2.0, 60.0, 10.0),
+    Case(12, 2, 0.3, 1.0, 60.0, 20.0),
+]
+Losses = list[tuple[float, bool]]
+"""Each with its time, and whether it is fatal."""
+DueAfter = Callable[[float, int], float]
+"""From now and the number of losses so far to when the next save is due."""
+
+
+def losses_of(case: Case, seed: int, until_s: float) -> Losses:
+    """Draw when VMs are lost, alone and in bulk, and whether some stage is left without a VM."""
+    draw, num = random.Random(f"{case} {seed}"), case.depth * case.replicas
+    alone = case.per_vm_h * (1 - case.bulk_share) / H * num
+    bulk = case.per_vm_h * case.bulk_share / case.bulk_fraction / H
+    found: Losses = []
+    time_s = 0.0
+    while time_s < until_s:
+        time_s += draw.expovariate(alone + bulk)
+        if draw.random() < alone / (alone + bulk):
+            found.append((time_s, case.replicas == 1))
+            continue
+        taken = [[draw.random() < case.bulk_fraction for _ in range(case.replicas)] for _ in range(case.depth)]
+        if any(map(any, taken)):
+            found.append((time_s, any(map(all, taken))))
+    return found
+
+
+def run(case: Case, losses: Losses, num_steps: int, due_after: DueAfter) -> float:
+    """Return how long so many steps take (seconds) when each save is due as ``due_after(now, number of losses)``."""
+    now_s, done, pending = 0.0, 0, list(reversed(losses))
+    durable: list[tuple[float, int]] = [(0.0, 0)]  # when a version got complete, and which
+    due_s = due_after(now_s, 0)
+    while done < num_steps:
+        due_s = max(due_s, durable[-1][0])  # one version is on its way at a time
+        steps = max(1, min(num_steps - done, round((due_s - now_s) / case.step_s)))
+        end_s = now_s + steps * case.step_s
+        if pending and pending[-1][0] < end_s:
+            at_s, fatal = pending.pop()
+            at_s = max(at_s, now_s)
+            done += int((at_s - now_s) // case.step_s)
+            if fatal:
+                done = max(version for since_s, version in durable if since_s <= at_s)
+                durable = [(0.0, done)]
+                now_s = at_s + AGAIN_S
+                due_s = due_after(now_s, len(losses) - len(pending))
+            else:
+                now_s = at_s + HEAL_S
+            continue
+        now_s, done = end_s + case.stall_s, done + steps
+        durable = [*durable[-2:], (now_s + case.durable_s, done)]
+        due_s = due_after(now_s, len(losses) - len(pending))
+    return now_s
+
+
+def state_of(case: Case) -> ControllerState:
+    """Return the controller's state while that job trains."""
+    stages = tuple(
+        StagePlan(first_section=stage, end_section=stage + 1, window=2, recompute=False) for stage in range(case.depth)
+    )
+    expected = Expectation(mini_batch_s=case.step_s, examples_per_s=1, lower_bound_s=0, peak_memory_bytes=0, parts_s={})
+    plan = Plan(
+        fingerprint="f",
+        schedule="1f1b",
+        micro_batch_size=1,
+        num_micro_batches=case.replicas,
+        num_replicas=case.replicas,
+        stages=stages,
+        orders={1: ("FB",) * case.depth},
+        expected=expected,
+    )
+    units = {f"s{stage}": (stage,) for stage in range(case.depth)}
+    config = ControllerConfig(
+        fingerprint="f",
+        plans={plan.num_workers: plan},
+        units=units,
+        unit_bytes=dict.fromkeys(units, 1),
+        num_steps=10**9,
+        expected_nodes=plan.num_workers,
+    )
+    names = [f"n{index}" for index in range(plan.num_workers)]
+    members = {name: frozenset({f"s{index % case.depth}"}) for index, name in enumerate(names)}
+    workers = {name: WorkerState(appeared_s=0.0, ready_s=0.0) for name in names}
+    return initial_state(config).model_copy(
+        update={"phase": Phase.TRAINING, "workers": workers, "member_units": members, "setup_s": AGAIN_S / 2}
+    )
+
+
+def rule_of(case: Case) -> DueAfter:
+    """Return the controller's rule: it sees the times of this case, and each loss once it has happened."""
+    state = state_of(case)
+
+    def due_after(now_s: float, num_lost: int) -> float:
+        times = SaveTimes(
+            since_s=now_s,
+            step_s=case.step_s,
+            stall_s=case.stall_s,
+            durable_s=case.durable_s,
+            allocation_s=AGAIN_S / 2,
+            num_lost=round(_vms_lost(case, num_lost)),
+        )
+        save = next_save(state.model_copy(update={"saves": times}), now_s)
+        assert save is not None
+        return save.due_s
+
+    return due_after
+
+
+def _vms_lost(case: Case, num_events: int) -> float:
+    """Return how many VMs so many events took on average; all VMs live on, as others took their places at once."""
+    num = case.depth * case.replicas
+    in_bulk = num * case.bulk_fraction / (1 - (1 - case.bulk_fraction) ** num)
+    alone = num * (1 - case.bulk_share)
+    bulk = case.bulk_share / case.bulk_fraction * (1 - (1 - case.bulk_fraction) ** num)
+    return num_events * (alone + bulk * in_bulk) / (alone + bulk)
+
+
+def _mean(case: Case, histories: list[Losses], num_steps: int, due_after: DueAfter) -> float:
+    return statistics.fmean(run(case, losses, num_steps, due_after) for losses in histories)
+
+
+def _every(interval_s: float) -> DueAfter:
+    return lambda now_s, _: now_s + interval_s
+
+
+def main() -> None:
+    """Print, for each case, what the rule took against the best fixed interval."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--days", type=float, default=14.0)
+    parser.add_argument("--seeds", type=int, default=20)
+    options = parser.parse_args()
+    worst = -math.inf
+    for case in CASES:
+        num_steps = round(options.days * 24 * H / case.step_s)
+        histories = [losses_of(case, seed, 20 * options.days * 24 * H) for seed in range(options.seeds)]
+        fixed = {every_s: _mean(case, histories, num_steps, _every(every_s)) for every_s in FIXED_S}
+        best_s = min(fixed, key=fixed.__getitem__)
+        over = _mean(case, histories, num_steps, rule_of(case)) / fixed[best_s] - 1
+        first_s = rule_of(case)(0.0, 0)
+        end_s = fixed[best_s]
+        last_s = rule_of(case)(end_s, sum(at_s < end_s for at_s, _ in histories[0])) - end_s
+        worst = max(worst, over)
+        cost = fixed[best_s] / (num_steps * case.step_s) - 1
+        print(
+            f"{case}: every {first_s:.0f} s at first, {last_s:.0f} s at the end; best fixed {best_s:.0f} s; "
+            f"{over:+.2%} of the best fixed's time, which is {cost:.1%} over that without saves and losses",
+            flush=True,
+        )
+    print(f"worst: {worst:+.2%}")
+
+
+if __name__ == "__main__":
+    main()
