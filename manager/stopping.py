@@ -13,6 +13,10 @@ from morph.contract.errors import RunDirError, WaitTimeout
 POLL_S = 0.1
 
 
+class NotRunning(RunDirError):
+    """Nobody manages the run."""
+
+
 def holder_of(run_dir: Path) -> int | None:
     """Return the process that manages a run now; None when nobody does.
 
@@ -34,22 +38,38 @@ def holder_of(run_dir: Path) -> int | None:
         return None
 
 
+def living_holder_of(run_dir: Path) -> int:
+    """Return the process that manages a run now.
+
+    Raises:
+        NotRunning: nobody does.
+        RunDirError: the lock cannot be read.
+    """
+    holder = holder_of(run_dir)
+    if holder is None:
+        raise NotRunning("is not running: no process manages it", source=str(run_dir))
+    return holder
+
+
 def ask_to_stop(run_dir: Path) -> int:
     """Send the manager the signal that a first Ctrl-C is; returns its process id.
 
     Raises:
         RunDirError: nobody manages the run, or the process is not ours to ask.
     """
-    holder = holder_of(run_dir)
-    if holder is None:
-        raise RunDirError("is not running: no process manages it", source=str(run_dir))
+    holder = living_holder_of(run_dir)
     try:
         os.kill(holder, signal.SIGTERM)
     except ProcessLookupError as error:
-        raise RunDirError("is not running: its manager just ended", source=str(run_dir)) from error
+        raise NotRunning("is not running: its manager just ended", source=str(run_dir)) from error
     except PermissionError as error:
-        raise RunDirError(f"process {holder} belongs to another user", source=str(run_dir)) from error
+        raise others_process(holder, run_dir) from error
     return holder
+
+
+def others_process(holder: int, run_dir: Path) -> RunDirError:
+    """Return what is to be raised where the manager is not ours to ask."""
+    return RunDirError(f"process {holder} belongs to another user", source=str(run_dir))
 
 
 def wait_for_end(run_dir: Path, timeout_s: float) -> None:

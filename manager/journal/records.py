@@ -15,6 +15,10 @@ from morph.contract.messages import ReshapeOrder, WorkerId
 EntryKind = Literal["config", "event", "decision", "fact"]
 VM_KILLED = "vm_killed"
 VM_UP = "vm_up"
+PREEMPTION_INJECTED = "preemption_injected"
+"""A VM (``worker`` is its name) is taken on purpose; ``detail``: why, and with what notice."""
+PREEMPTION_FAILED = "preemption_failed"
+"""It was to be, and is not."""
 TRACE_PLAYED = "trace_played"
 TOOK_OVER = "took_over"
 """Another manager goes on with the nodes: since the line before there was none."""

@@ -66,6 +66,10 @@ class LocalProvider:
         if ours:
             self._fleet.release(*ours)
 
+    def evict(self, _name: str) -> bool:
+        """See ``Provider``."""
+        return False
+
     def stop(self) -> None:
         """See ``Provider``: a request takes no time."""
 

@@ -130,8 +130,7 @@ class EventReader:
 
     def _fact(self, entry: Entry) -> Told:
         fact = Fact.model_validate_json(entry.payload_json)
-        if fact.name == VM_KILLED and fact.worker is not None:
-            self._milestones.morphs.killed_s[fact.worker] = entry.time_s
+        self._milestones.morphs.take_fact(fact, entry.time_s)
         sentence = ": ".join(text for text in (fact.worker, fact.detail) if text)
         inner = fact.name in INNER_FACTS
         return Told(sequence=entry.sequence, time_s=entry.time_s, code=fact.name, sentence=sentence, inner=inner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ class Milestones:
         gone = lost_by(event, record)
         if gone and (reader.open is None or not set(gone) <= set(reader.open.lost_workers)):
             goes_on = f"; {reader.shape} goes on" if reader.shape is not None and reader.open is None else ""
-            told.append(Milestone("lost", f"{_named(gone)} lost{goes_on}"))
+            told.append(Milestone("lost", f"{_named(gone)} lost{_injected(gone, reader.injected)}{goes_on}"))
         if shape is None and record.reshape is not None:
             num_workers = len(record.reshape.slots)
             told.append(Milestone("shape", f"{reader.shape} on {num_workers} workers, from step {record.version}"))
@@ -89,7 +89,7 @@ class Milestones:
 def morph_line(morph: MorphRecord) -> str:
     """Why the shape changed, from which to which, how long it took (the next step included), what it cost."""
     parts = [
-        f"{_named(names)} {word}"
+        f"{_named(names)} {word}{_injected(names, map(vm_of, morph.injected))}"
         for names, word in ((morph.lost_workers, "lost"), (morph.joined, "joined"), (morph.left, "left"))
         if names and (word == "lost" or morph.planned)
     ]
@@ -103,3 +103,10 @@ def _named(workers: Collection[str]) -> str:
     """Their VMs by name, or how many if they are many."""
     vms = list(dict.fromkeys(map(vm_of, workers)))
     return ", ".join(vms) if len(vms) <= MOST_NAMES else f"{len(vms)} VMs"
+
+
+def _injected(workers: Collection[str], injected: Iterable[str]) -> str:
+    """Which of their VMs were taken on purpose."""
+    vms = set(map(vm_of, workers))
+    taken = vms.intersection(injected)
+    return "" if not taken else " (injected)" if taken == vms else f" ({len(taken)} of {len(vms)} injected)"

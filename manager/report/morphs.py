@@ -10,9 +10,10 @@ from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event, WorkerAnswered, WorkerLost
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import Phase
-from manager.journal.records import DecisionRecord
+from manager.journal.records import PREEMPTION_FAILED, PREEMPTION_INJECTED, VM_KILLED, DecisionRecord, Fact
 from manager.report.values import MorphRecord, SourceKind, SourceSum
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder
+from morph.contract.vm_names import vm_of
 
 KINDS: tuple[SourceKind, ...] = ("keep", "peer", "ahead", "checkpoint", "initial")
 STANDING = (Phase.ABORTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
@@ -23,10 +24,11 @@ GENERATION_LOST = (*STANDING, Phase.RESHAPING)
 class MorphReader:
     """The open morph, and those that are over.
 
-    ``killed_s``: when the shell killed each VM. ``version``: decided last.
+    ``killed_s``: when the shell killed each VM. ``injected``: VMs taken on purpose. ``version``: decided last.
     """
 
     killed_s: dict[str, float] = field(default_factory=dict)
+    injected: set[str] = field(default_factory=set)
     over: list[MorphRecord] = field(default_factory=list)
     open: MorphRecord | None = None
     shape: str | None = None
@@ -38,11 +40,23 @@ class MorphReader:
 
     def all(self) -> tuple[MorphRecord, ...]:
         """Return every morph, one that is still open last."""
-        return (*self.over, *((self.open,) if self.open else ()))
+        return (*self.over, *((self._whole(self.open),) if self.open else ()))
+
+    def take_fact(self, fact: Fact, time_s: float) -> None:
+        """Take in what the shell knows of a VM's end."""
+        if fact.worker is None:
+            return
+        if fact.name == VM_KILLED:
+            self.killed_s[fact.worker] = time_s
+        elif fact.name == PREEMPTION_INJECTED:
+            self.injected.add(fact.worker)
+        elif fact.name == PREEMPTION_FAILED:
+            self.injected.discard(fact.worker)
 
     def end_session(self, version: int) -> None:
         """The run was resumed in a new process, from a version: nothing of the old one is open."""
         self._close()
+        self.injected.clear()  # VMs of a further session may have the same names
         self.shape, self.phase, self.generation, self.members, self.version = None, Phase.STARTING, 0, (), version
 
     def go_on(self, shape: str, members: Sequence[str]) -> None:
@@ -134,8 +148,12 @@ class MorphReader:
 
     def _close(self) -> None:
         if self.open is not None:
-            self.over.append(self.open)
+            self.over.append(self._whole(self.open))
         self.open = None
+
+    def _whole(self, morph: MorphRecord) -> MorphRecord:
+        injected = tuple(worker for worker in (*morph.lost_workers, *morph.left) if vm_of(worker) in self.injected)
+        return morph.model_copy(update={"injected": injected})
 
 
 def lost_by(event: Event, record: DecisionRecord) -> tuple[str, ...]:

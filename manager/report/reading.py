@@ -20,7 +20,7 @@ from manager.controller.state.events import (
 from manager.controller.state.learned import Correction
 from manager.controller.state.saves import NextSave
 from manager.journal.journal import FILE_NAME, Journal
-from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, VM_KILLED, DecisionRecord, Entry, Fact
+from manager.journal.records import OUTLIVES, SESSION_OVER, TOOK_OVER, DecisionRecord, Entry, Fact
 from manager.report.accounting import Ledger
 from manager.report.means import EvaluationReader, mean_loss, mean_metrics
 from manager.report.morphs import MorphReader
@@ -138,9 +138,8 @@ class _Reader:
                     self.event = None
 
     def _take_fact(self, fact: Fact, time_s: float) -> None:
-        if fact.name == VM_KILLED and fact.worker is not None:
-            self.morphs.killed_s[fact.worker] = time_s
-        elif fact.name == OUTLIVES:
+        self.morphs.take_fact(fact, time_s)
+        if fact.name == OUTLIVES:
             self.ledger.outlives_ns = round(float(fact.detail) * NS_PER_S)
         elif fact.name == SESSION_OVER:
             self.ledger.end_session()

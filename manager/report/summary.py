@@ -51,6 +51,8 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
     unplanned = sum(not morph.planned for morph in report.morphs)
     if report.morphs:
         line = f"morphs: {len(report.morphs)}, {unplanned} of them forced"
+        if injected := sum(bool(morph.injected) for morph in report.morphs):
+            line += f", {injected} by injected preemptions"
         if pauses:
             line += f"; pause median {statistics.median(pauses):.0f} ms, worst {max(pauses):.0f} ms"
         lines.append(line)

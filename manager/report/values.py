@@ -75,6 +75,7 @@ class MorphRecord(Value):
     lost_workers: tuple[WorkerId, ...]
     joined: tuple[WorkerId, ...] = Field(default=(), description="of the generation that went on, not of the one left")
     left: tuple[WorkerId, ...] = Field(default=(), description="the other way round, and not lost")
+    injected: tuple[WorkerId, ...] = Field(default=(), description="of those lost or left: by `morph inject`")
     killed_at_s: float | None = Field(description="first of its VMs killed, when the shell noted it")
     detected_at_s: float
     reformed_at_s: float | None = Field(description="first order of the generation that went on")

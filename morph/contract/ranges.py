@@ -92,6 +92,8 @@ RUNNERS_UP = Range(0, 2**31, whole=True)
 DRAWS = Range(1, 1000, whole=True)
 REVOCATIONS_PER_HOUR = Range(0, 3600)
 PAUSE_S = SECONDS
+MTTP_S = Range(1, 1e9)
+"""Mean time to preemption of a VM."""
 TRACE_SPEED = Range(0.001, 1e9)
 REPLACEMENT_S = Range(0, 1e7)
 USD_PER_HOUR = Range(0, 1e6)

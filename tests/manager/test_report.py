@@ -14,7 +14,9 @@ from simulated_job import SIZES, facts_of, scale_of
 from manager.controller.state.actions import SendReshape
 from manager.controller.state.state import Phase
 from manager.journal.journal import FILE_NAME, Journal
+from manager.journal.records import PREEMPTION_INJECTED, Fact
 from manager.report.means import mean_loss
+from manager.report.page import report_page
 from manager.report.reading import read_report
 from manager.report.summary import summarise
 from manager.report.values import RunReport
@@ -67,6 +69,29 @@ def test_a_kill_is_a_forced_morph_timed_from_the_kill_to_the_next_decided_step(t
         units = [source.unit for source in order.sources if source.kind == kind]
         assert (total.count, total.size_bytes) == (len(units), sum(SIZES[unit] for unit in units))
     assert sum(total.count for total in morph.sources.values()) == len(order.sources)
+
+
+class InjectedCluster(JournalledCluster):
+    """Every VM that dies was taken on purpose."""
+
+    def kill(self, name: str) -> None:
+        if self.workers[name].alive:
+            self.journal.append_fact(self.now_s, Fact(name=PREEMPTION_INJECTED, worker=name, detail="a test"))
+        super().kill(name)
+
+
+@pytest.mark.parametrize("kind", [JournalledCluster, InjectedCluster])
+def test_a_loss_that_was_injected_is_told_from_a_real_one(kind: type[JournalledCluster], tmp_path: Path) -> None:
+    cluster = kind(0, tmp_path, Faults(deaths_after_s=((6.0, 1),)), expected_nodes=6)
+    assert cluster.run(6).outcome == "finished"
+    cluster.journal.close()
+    report, is_injected = read_report(tmp_path), kind is InjectedCluster
+    (victim,) = cluster.killed_s
+    assert report.morphs[0].injected == ((victim,) if is_injected else ())
+    for told in (summarise(report), report_page(report, None)):
+        assert ("1 by injected preemptions" in told) == is_injected
+    assert (f"{victim} lost (injected); 3x2 -> 2x2" in summarise(report)) == is_injected
+    assert (f"(injected: {victim})" in report_page(report, None)) == is_injected
 
 
 def test_newcomers_are_a_planned_morph(tmp_path: Path) -> None:

@@ -293,11 +293,21 @@ def test_everything_is_gone_in_the_end_and_ending_twice_changes_nothing(arm: Fak
 def test_an_evicted_vm_is_listed_no_more_and_another_can_be_asked_for(arm: FakeArm, tmp_path: Path) -> None:
     azure = provider(arm, tmp_path)
     azure.request("a", 2)
-    azure.simulate_eviction("a-1")
+    assert azure.evict("a-1")
+    assert "POST virtualMachines/a-1/simulateEviction" in arm.calls
     assert names(azure.list()) == ["a-0"]
     assert names(azure.request("b", 1)) == ["b-0"]
     with pytest.raises(Misconfigured, match="not there"):
-        azure.simulate_eviction("a-1")
+        azure.evict("a-1")
+
+
+def test_azure_evicts_only_spot_vms_and_only_those_of_the_run(arm: FakeArm, tmp_path: Path) -> None:
+    provider(arm, tmp_path, run="tiny-2").request("b", 1)
+    with pytest.raises(Misconfigured, match="not of this run: it is left alone"):
+        provider(arm, tmp_path).evict("b-0")
+    assert not provider(arm, tmp_path, run="tiny-2", spec=SPEC.model_copy(update={"spot": False})).evict("b-0")
+    assert not any(call.endswith("simulateEviction") for call in arm.calls)
+    assert set(arm.machines) == {"b-0"}
 
 
 def test_no_secret_is_logged_or_kept(arm: FakeArm, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

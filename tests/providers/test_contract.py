@@ -166,6 +166,12 @@ def test_another_run_neither_sees_nor_ends_them(case: Case) -> None:
     assert set(case.provider.list()) == set(granted)
 
 
+def test_an_eviction_takes_the_vm_or_changes_nothing(case: Case) -> None:
+    first, second = case.provider.request("a", 2)
+    expected = {first} if case.provider.evict(second.name) else {first, second}
+    assert set(case.provider.list()) == expected
+
+
 def test_price_and_capabilities_are_told(case: Case) -> None:
     price = case.provider.price()
     assert price is not None

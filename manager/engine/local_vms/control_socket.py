@@ -56,7 +56,7 @@ class ControlSocket:
             except OSError:  # no descriptor is left, mostly: a run must not end for that
                 time.sleep(PAUSE_S)
                 continue
-            if _user_of(connection) in (os.geteuid(), 0):
+            if is_ours(connection):
                 connection.setblocking(True)
                 return connection
             connection.close()
@@ -88,7 +88,18 @@ def hear(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[str,
     return (request if isinstance(request, dict) else None), descriptors
 
 
-def _user_of(connection: socket.socket) -> int:
-    """Who is at the other end of a Unix socket."""
+def is_ours(connection: socket.socket) -> bool:
+    """Whether this user, or root, is at the other end of a Unix socket."""
+    return _peer(connection)[1] in (os.geteuid(), 0)
+
+
+def process_of(connection: socket.socket) -> int:
+    """Return which process is at the other end of a Unix socket, or began to listen there."""
+    return _peer(connection)[0]
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Which process, and which user."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", data)[1])
+    pid, uid, _ = struct.unpack("3i", data)
+    return pid, uid

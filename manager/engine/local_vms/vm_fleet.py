@@ -99,6 +99,21 @@ class VmFleet:
             self._event_queue.put(Fact(name=VM_KILLED, worker=vm))
         kill()
 
+    def may_take(self, vm: str) -> bool:
+        """Whether a VM is up."""
+        with self._lock:
+            return vm in self._up
+
+    def evict(self, _vm: str) -> bool:
+        """Nobody takes local VMs but ``take``."""
+        return False
+
+    def take(self, vms: Collection[str]) -> None:
+        """Revoke VMs by their ids."""
+        with self._lock:
+            nodes = [node for node, vm in self._wanted.items() if vm in vms]
+        self.revoke(*nodes)
+
     def release(self, *nodes: str) -> None:
         """End the nodes' VMs because nobody needs them: no revocation. One that is gone already is passed over."""
         doomed = self._unwanted(nodes)

@@ -17,6 +17,7 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.silence import heartbeat_wait_s
 from manager.engine.run.attachment import Found, NothingLives, forget_attachment, write_attachment
 from manager.engine.run.machines import Machines, Opening, OpenMachines
+from manager.engine.run.preempting import Preempting
 from manager.engine.run.provided import Providing
 from manager.engine.run.take_over import take_over
 from manager.engine.run.vm_sources import machines_of, provisioning_of, watch_joining, write_last_facts
@@ -137,6 +138,9 @@ def run_session(
             provisioning,
             machines.provided.notices.left if machines.provided else None,
         )
+        taker = provisioning if machines.provided is not None and provisioning is not None else replayer.fleet
+        folder = machines.attachment.control_socket.parent
+        ending.callback(Preempting(folder, lambda: driver.state.workers, event_queue, taker).close)
         observers.append(lambda observed: _stop_when_hopeless(observed, replayer))
         if spec.stop_with_trace:
             observers.append(_StopWithTrace(replayer))

@@ -6,14 +6,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from manager.controller.state.actions import ReleaseNodes, RequestId, RequestNodes
 from manager.controller.state.events import Paid, RequestRefused, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.spending import Spending
 from manager.engine.vms.vm_registry import End, VmRegistry, paid
-from manager.journal.records import Fact
+from manager.journal.records import VM_KILLED, Fact
 from manager.machine.serial_executor import SerialExecutor
 from manager.providers.interface.provider import (
     CapacityShort,
@@ -125,6 +125,25 @@ class Provisioning:
         except Exception:  # whatever it is, the node joins; what it costs is told with its grant
             return {}
         return paid([vm for vm in listed if vm.name in early], time.time())
+
+    def may_take(self, vm: str) -> bool:
+        """Whether a VM is granted and was not given up; one of a request under way might be made anew."""
+        return self._registry.is_settled(vm)
+
+    def evict(self, vm: str) -> bool:
+        """See ``Provider.evict``."""
+        return self._provider.evict(vm)
+
+    def take(self, vms: Mapping[str, Collection[str]]) -> None:
+        """End VMs, given with their workers, behind the controller's back, as a provider does that takes them; blocks.
+
+        Raises:
+            ProviderError: naming those that are left.
+        """
+        for worker in (worker for workers in vms.values() for worker in workers):
+            self._event_queue.put(Fact(name=VM_KILLED, worker=worker))
+        self._provider.delete([*vms])
+        self._count()
 
     def know(self, nodes: Collection[str]) -> None:
         """Take note of the nodes that the controller knows: whatever comes of their request, their VMs go on."""

@@ -110,6 +110,11 @@ class VmRegistry:
         with self._lock:
             return sorted(self._granted)
 
+    def is_settled(self, vm: str) -> bool:
+        """Whether a VM was granted, and no request that it answers is under way."""
+        with self._lock:
+            return vm in self._granted and self._granted[vm] not in self._under_way
+
     def ungranted(self, nodes: Collection[str]) -> frozenset[str]:
         """Return the VMs of those nodes that came before the answer to their request, or though it was refused."""
         with self._lock:

@@ -137,6 +137,16 @@ class AzureProvider:
             self._operations.ended(name)
         self.group.end(ours, time.monotonic() + self._bounds.delete_s)
 
+    def evict(self, name: str) -> bool:
+        """See ``Provider``: Azure simulates the eviction of a spot VM. How soon, and with what notice, is its own."""
+        if not self._spec.spot:
+            return False
+        if name not in [vm.name for vm in self.list()]:
+            raise Misconfigured(f"VM {name} is not there, or is not of this run: it is left alone")
+        with translating(f"the eviction of {name}"):
+            self._machines.simulate_eviction(self._spec.resource_group, name)
+        return True
+
     def stop(self) -> None:
         """See ``Provider``: Azure goes on with what was begun, and the VM is listed."""
         self.group.stopped.set()
@@ -155,11 +165,6 @@ class AzureProvider:
     def capabilities(self) -> Capabilities:
         """See ``Provider``."""
         return Capabilities(spot=self._spec.spot, zones=self._spec.zones, notices="azure", ending=self._ending)
-
-    def simulate_eviction(self, name: str) -> None:
-        """Have Azure evict a spot VM as if it needed the room: for trying things out."""
-        with translating(f"the eviction of {name}"):
-            self._machines.simulate_eviction(self._spec.resource_group, name)
 
     def _usd_per_h(self, size: AzureSize) -> float | None:
         return size.usd_per_h if size.usd_per_h is not None else self._find_price(size)

@@ -183,6 +183,10 @@ class StaticProvider:
         if left:
             raise not_ended(left)
 
+    def evict(self, _name: str) -> bool:
+        """See ``Provider``."""
+        return False
+
     def stop(self) -> None:
         """See ``Provider``: the host that is being started is the last one."""
         self._stopped.set()

@@ -148,6 +148,15 @@ class Provider(Protocol):
             ProviderError: naming those that are left; the others are ended.
         """
 
+    def evict(self, name: str) -> bool:
+        """Take a VM of this run as the provider itself does, after its own notice: for trying things out.
+
+        Returns at once; False: it has no means for that, and nothing was done.
+
+        Raises:
+            ProviderError: it was not taken.
+        """
+
     def stop(self) -> None:
         """Have a request that is under way in another thread give up soon; what came of it is still listed."""
 

@@ -1,0 +1,101 @@
+"""``morph inject``: takes VMs of a living run, to try out how it bears preemptions."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from morph.cli.reading.durations import seconds_of
+from morph.cli.reading.errors import EXIT_INTERRUPTED
+from morph.cli.reading.options import RunDirArgument
+from morph.contract import ranges
+from morph.contract.errors import InputError
+
+if TYPE_CHECKING:
+    from manager.injection.schedule import Schedule
+
+
+def inject_command(
+    run_dir: RunDirArgument,
+    mttp: Annotated[
+        str | None,
+        typer.Option(help="Mean time to preemption of each VM, such as 3h: lifetimes are exponential.", metavar="TIME"),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Spot trace (CSV): as many VMs at once as it removes, when it does.")
+    ] = None,
+    trace_speed: Annotated[
+        float, typer.Option(min=0.001, help="Play the trace this many times faster than it was recorded.")
+    ] = 1.0,
+    vm: Annotated[str | None, typer.Option(help="Take this VM now, and no other.", metavar="NAME")] = None,
+    notice: Annotated[
+        str, typer.Option(help="How long before its end a VM is given notice; 0s: no notice.", metavar="TIME")
+    ] = "30s",
+    seed: Annotated[int, typer.Option(help="The same seed and names of VMs give the same lifetimes.")] = 0,
+    count: Annotated[int | None, typer.Option(min=1, help="End once so many VMs were taken.")] = None,
+    min_vms: Annotated[int, typer.Option(min=0, help="Always leave so many VMs.")] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say which of the present VMs would be taken when.")
+    ] = False,
+) -> None:
+    """Take VMs of a living run, as their provider would: by lifetimes, by a trace, or one by name.
+
+    It goes on until the run ends, or Ctrl-C, which ends this command alone: a VM that was given notice is taken all the
+    same, unless the run ends first. Only VMs that the run has itself are taken. On Azure, spot VMs with a notice are
+    evicted by Azure, which decides how long the notice is.
+
+    \b
+    Example:
+      morph inject runs/tiny --mttp 3h --notice 30s --seed 1
+      morph inject runs/tiny --trace trace.csv --notice 0s --min-vms 2
+      morph inject runs/tiny --vm vm3
+    """
+    from manager.engine.run.preempting import Asked
+    from manager.injection.injector import Injection, first_answer, inject, lines_of, planned_line
+    from manager.injection.schedule import Lifetimes, Traced
+    from manager.preparation import from_its_first_event
+    from manager.run_dir import read_facts
+    from morph.contract.trace import load_trace
+
+    given = [name for name, value in (("--mttp", mttp), ("--trace", trace), ("--vm", vm)) if value is not None]
+    if len(given) != 1:
+        raise InputError(
+            "who is taken when is said by one option", value=" ".join(given) or None, allowed="--mttp, --trace or --vm"
+        )
+    if dry_run and vm is not None:
+        raise InputError("takes a VM now, so that there is nothing to foretell", field="--vm", allowed="no --dry-run")
+    ranges.SEED.check("--seed", seed)
+    ranges.TRACE_SPEED.check("--trace-speed", trace_speed)
+    lead_s = seconds_of("--notice", notice, ranges.SECONDS)
+    mttp_s = seconds_of("--mttp", mttp, ranges.MTTP_S) if mttp is not None else 0.0
+    played = from_its_first_event(load_trace(trace)).scaled(1 / trace_speed) if trace is not None else None
+    read_facts(run_dir)
+
+    def schedule(start_s: float) -> Schedule:
+        return Lifetimes(seed, mttp_s, start_s) if played is None else Traced(seed, played, start_s)
+
+    def told(line: str) -> None:
+        print(line, flush=True)
+
+    by = f"lifetimes of {mttp} on average" if mttp is not None else f"trace {trace}"
+    injection = Injection(lead_s, min_vms, "by name" if vm is not None else f"{by}, seed {seed}", count)
+    try:
+        if vm is not None:
+            answer = first_answer(run_dir, injection.taking(vm), told)
+            if vm in answer.left:
+                raise InputError(f"is not taken: {answer.left[vm]}", source=str(run_dir), field="--vm", value=vm)
+            for line in lines_of(answer, injection):
+                told(line)
+        elif dry_run:
+            answer = first_answer(run_dir, Asked(), told)
+            for taking in schedule(answer.now_s).between(answer.vms, answer.now_s, math.inf):
+                told(planned_line(taking, answer.now_s))
+        else:
+            told(inject(run_dir, injection, schedule, told))
+    except KeyboardInterrupt as error:
+        print("no further VM is taken; those that were given notice are", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from error

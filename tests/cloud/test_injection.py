@@ -1,0 +1,75 @@
+"""VMs of the fake Azure that are taken on purpose: evicted with Azure's notice, or ended without one, and replaced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manager.controller.state.nodes import NodeState
+from manager.engine.run.preempting import Asked, Preempting
+from manager.machine.folders import make_folder, remove
+from tests.cloud.fault_world import World, world
+from tests.cloud.notice_faults import EVENTS, OTHER, VM, agent, nothing, preempt
+from tests.notices.metadata_server import Reply
+from tests.notices.metadata_server import served as metadata_served
+from tests.providers.azure_world import provider
+from tests.providers.fake_arm import served
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[tuple[World, Preempting]]:
+    folder = make_folder()
+    with served() as arm, world(arm, tmp_path) as opened:
+        opened.begin()
+        opened.until_whole()
+        desk = Preempting(folder, lambda: opened.state.workers, opened.event_queue, opened.shell)
+        yield opened, desk
+        desk.close()
+    remove(folder)
+
+
+def test_an_eviction_is_azures_with_its_own_notice_and_another_vm_comes(run: tuple[World, Preempting]) -> None:
+    opened, desk = run
+    with metadata_served() as metadata:
+        metadata.script("GET", "/metadata/instance/compute/name", Reply(body=VM))
+        metadata.script("GET", EVENTS, nothing())
+        metadata.script("POST", EVENTS, Reply())
+        with agent(opened, metadata):
+            assert desk.answer(Asked(vms=(VM,), lead_s=2.0, why="a test")).taken == (VM,)
+            metadata.script("GET", EVENTS, preempt())
+            opened.until(lambda: opened.state.workers[VM].node is NodeState.DRAINING, "Azure's notice")
+            opened.until_whole(without=VM)
+    assert f"POST virtualMachines/{VM}/simulateEviction" in opened.arm.calls
+    assert "preemption injected: a test, evicted by the provider, with its notice" in opened.told
+    assert VM not in opened.arm.machines
+    assert not any(call == f"DELETE virtualMachines/{VM}" for call in opened.arm.calls)
+    assert desk.answer(Asked(vms=(VM,))).left == {VM: "it is to be taken already"}
+
+
+def test_without_a_notice_the_vm_is_deleted_and_nobody_elses(
+    run: tuple[World, Preempting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, desk = run
+    ended = threading.Event()
+    delete = opened.azure.delete
+
+    def told(names: list[str]) -> None:
+        delete(names)
+        ended.set()
+
+    monkeypatch.setattr(opened.azure, "delete", told)
+    (tmp_path / "other").mkdir()
+    stranger = provider(opened.arm, tmp_path / "other", run="tiny-2")
+    (foreign,) = stranger.request("b", 1)
+    answer = desk.answer(Asked(vms=(OTHER, foreign.name), why="a test"))
+    assert (answer.taken, sorted(answer.left)) == ((OTHER,), [foreign.name])
+    assert ended.wait(30)
+    opened.lose(OTHER)
+    opened.until_whole(without=OTHER)
+    assert foreign.name in opened.arm.machines
+    assert not any("simulateEviction" in call for call in opened.arm.calls)
+    assert opened.has("preemption injected: a test, no notice")
+    stranger.dismantle()

@@ -1,0 +1,271 @@
+"""Another process asks the manager of a run to take VMs: over its socket, without VMs."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from manager.controller.state.events import NoticeGiven
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import WorkerState
+from manager.engine.loop.event_queue import EventQueue
+from manager.engine.run import preempting
+from manager.engine.run.attachment import FILE_NAME, Attachment
+from manager.engine.run.preempting import SOCKET_NAME, Answered, Asked, Preempting
+from manager.injection import asking, injector
+from manager.injection.asking import ask
+from manager.injection.injector import Injection, inject
+from manager.injection.schedule import Lifetimes, Taking, Traced, lifetime_s
+from manager.journal.records import PREEMPTION_FAILED, PREEMPTION_INJECTED, Fact
+from manager.machine.folders import make_folder, remove
+from manager.providers.interface.provider import Misconfigured
+from manager.run_dir import RunDir, RunFacts
+from manager.stopping import NotRunning
+from morph.cli.main import app
+from morph.contract.errors import RunDirError
+from morph.contract.trace import parse_trace
+
+BOUND_S = 20.0
+FACTS = RunFacts(job="job.py:job", fingerprint="f", micro_batch_size=2, batch_size=8, num_sections=6)
+WORKERS = {"vm0": 1.0, "vm1": 2.0, "vm2.d0": 3.5, "vm2.d1": 3.0}
+
+
+class Taker:
+    """Takes names; ``evicts``: by means of its own. ``bound``: of requests under way; ``left``: those it cannot end."""
+
+    def __init__(self) -> None:
+        self.evicts, self.bound, self.left = False, set[str](), set[str]()
+        self.evicted: list[str] = []
+        self.taken: list[dict[str, list[str]]] = []
+        self.done = threading.Event()
+
+    def may_take(self, vm: str) -> bool:
+        return vm not in self.bound
+
+    def evict(self, vm: str) -> bool:
+        if vm in self.left:
+            raise Misconfigured(f"{vm} is locked")
+        if self.evicts:
+            self.evicted.append(vm)
+        return self.evicts
+
+    def take(self, vms: Mapping[str, Collection[str]]) -> None:
+        try:
+            if self.left & set(vms):
+                raise Misconfigured("it is locked")
+            self.taken.append({vm: sorted(workers) for vm, workers in vms.items()})
+        finally:
+            self.done.set()
+
+
+class World:
+    """A run directory that this process holds, and what hears who asks."""
+
+    def __init__(self, run_dir: Path, folder: Path) -> None:
+        self.run_dir, self.taker, self.event_queue = run_dir, Taker(), EventQueue()
+        self.workers = {name: WorkerState(appeared_s=since_s) for name, since_s in WORKERS.items()}
+        self.desk = Preempting(folder, lambda: self.workers, self.event_queue, self.taker)
+        attachment = Attachment(
+            kind="processes", control_socket=folder / "control_socket", store_host="-", store_port=1
+        )
+        (run_dir / FILE_NAME).write_text(attachment.model_dump_json())
+
+    def ask(self, *vms: str, **asked: object) -> Answered:
+        answer = ask(self.run_dir, Asked.model_validate({"vms": vms, "why": "a test", **asked}))
+        assert answer is not None
+        return answer
+
+    def told(self, count: int) -> list[object]:
+        found = []
+        for _ in range(count):
+            stamped = self.event_queue.get(BOUND_S)
+            assert stamped is not None, found
+            found.append(stamped.item)
+        assert self.event_queue.get(0.0) is None
+        return found
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    folder = make_folder()
+    with RunDir(tmp_path / "run", FACTS):
+        opened = World(tmp_path / "run", folder)
+        yield opened
+        opened.desk.close()
+        assert not (folder / SOCKET_NAME).exists()
+    remove(folder)
+
+
+def injected(vm: str, how: str) -> Fact:
+    return Fact(name=PREEMPTION_INJECTED, worker=vm, detail=f"a test, {how}")
+
+
+def test_who_asks_for_none_hears_which_vms_there_are_and_since_when(world: World) -> None:
+    world.workers["vm1"] = world.workers["vm1"].model_copy(update={"node": NodeState.DRAINING})
+    answer = world.ask()
+    assert answer.vms == {"vm0": 1.0, "vm2": 3.0}
+    assert (answer.taken, answer.left) == ((), {})
+    assert world.told(0) == []
+
+
+def test_vms_are_ended_together_when_their_notice_is_over_and_not_taken_twice(world: World) -> None:
+    answer = world.ask("vm0", "vm2", "vm0", lead_s=0.05)
+    assert answer.taken == ("vm0", "vm2")
+    assert world.taker.done.wait(BOUND_S)
+    assert world.taker.taken == [{"vm0": ["vm0"], "vm2": ["vm2.d0", "vm2.d1"]}]
+    *facts, first, second, third = world.told(5)
+    assert facts == [injected("vm0", "a notice of 0.05 s"), injected("vm2", "a notice of 0.05 s")]
+    notices = [each for each in (first, second, third) if isinstance(each, NoticeGiven)]
+    assert [(notice.worker, notice.lead_s) for notice in notices] == [
+        ("vm0", 0.05),
+        ("vm2.d0", 0.05),
+        ("vm2.d1", 0.05),
+    ]
+    assert len({notice.notice for notice in notices}) == 1
+    assert world.ask("vm0").left == {"vm0": "it is to be taken already"}
+
+
+def test_without_a_notice_a_vm_is_ended_at_once(world: World) -> None:
+    world.taker.evicts = True  # which would come with a notice
+    assert world.ask("vm1").taken == ("vm1",)
+    assert world.taker.done.wait(BOUND_S)
+    assert (world.taker.evicted, world.taker.taken) == ([], [{"vm1": ["vm1"]}])
+    assert world.told(1) == [injected("vm1", "no notice")]
+
+
+def test_a_provider_with_means_of_its_own_gives_the_notice_and_ends_the_vm_itself(world: World) -> None:
+    world.taker.evicts = True
+    assert world.ask("vm1", lead_s=30.0).taken == ("vm1",)
+    assert world.taker.evicted == ["vm1"]
+    assert world.told(1) == [injected("vm1", "evicted by the provider, with its notice")]
+    world.desk.close()
+    assert world.taker.taken == []
+
+
+def test_what_is_not_of_the_run_or_not_free_or_needed_is_spared(world: World) -> None:
+    world.taker.bound = {"vm1"}
+    answer = world.ask("elsewhere", "vm1", "vm0", "vm2", min_vms=2)
+    assert answer.taken == ("vm0",)
+    assert answer.left == {
+        "elsewhere": "this run has no such VM; it has vm0, vm1, vm2",
+        "vm1": "its request is under way",
+        "vm2": "at least 2 VMs must remain",
+    }
+    assert world.taker.done.wait(BOUND_S)
+    assert world.taker.taken == [{"vm0": ["vm0"]}]
+
+
+def test_a_vm_that_could_not_be_ended_is_told_of_and_may_be_asked_for_again(world: World) -> None:
+    world.taker.left = {"vm0", "vm1"}
+    assert world.ask("vm0", "vm1", lead_s=30).left == {"vm0": "vm0 is locked", "vm1": "vm1 is locked"}
+    assert world.ask("vm1").taken == ("vm1",)
+    assert world.told(2) == [
+        injected("vm1", "no notice"),
+        Fact(name=PREEMPTION_FAILED, worker="vm1", detail="it goes on: it is locked"),
+    ]
+    assert "vm1" in world.ask().vms
+
+
+def test_a_notice_that_is_not_over_when_the_run_ends_takes_nobody(world: World) -> None:
+    assert world.ask("vm0", lead_s=600).taken == ("vm0",)
+    world.desk.close()
+    assert not any(thread.name == "morph-preemption" and _lives(thread) for thread in threading.enumerate())
+    assert world.taker.taken == []
+
+
+def _lives(thread: threading.Thread) -> bool:
+    thread.join(BOUND_S)
+    return thread.is_alive()
+
+
+def test_another_user_is_answered_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preempting, "is_ours", lambda _connection: False)
+    assert ask(world.run_dir, Asked(vms=("vm0",))) is None
+    assert world.taker.taken == []
+
+
+def test_nobody_but_the_process_that_holds_the_run_is_asked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "living_holder_of", lambda _run_dir: os.getppid())
+    assert ask(world.run_dir, Asked(vms=("vm0",))) is None
+    assert world.told(0) == []
+
+
+def test_a_run_that_starts_still_is_waited_for_and_one_whose_file_is_damaged_is_refused(world: World) -> None:
+    path = world.run_dir / FILE_NAME
+    written = path.read_text()
+    path.write_text("{")
+    with pytest.raises(RunDirError, match=r"attach\.json"):
+        ask(world.run_dir, Asked())
+    path.unlink()
+    assert ask(world.run_dir, Asked()) is None
+    path.write_text(written)
+    world.desk.close()
+    assert ask(world.run_dir, Asked()) is None
+
+
+class Everybody:
+    """A schedule by which all that there are is due at every look."""
+
+    end_s = math.inf
+
+    def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Taking, ...]:
+        return (Taking(until_s, tuple(vms)),)
+
+
+def test_the_injector_takes_no_more_than_it_is_told_to(world: World) -> None:
+    told: list[str] = []
+    injection = Injection(lead_s=0.0, min_vms=0, why="a test", count=2)
+    assert inject(world.run_dir, injection, lambda _start_s: Everybody(), told.append) == "2 VMs were taken"
+    assert [line.partition("  ")[2] for line in told[1:]] == [f"{vm}  taken, without a notice" for vm in ("vm0", "vm1")]
+
+
+def test_the_injector_ends_with_the_run_or_with_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    injection = Injection(lead_s=0.0, min_vms=0, why="a test")
+    answers: list[Answered | None] = []
+
+    def answered(_run_dir: Path, asked: Asked) -> Answered | None:
+        assert asked.vms == ()
+        if not answers:
+            raise NotRunning("is not running", source="run")
+        return answers.pop(0)
+
+    monkeypatch.setattr(injector, "POLL_S", 0.0)
+    monkeypatch.setattr(injector, "ask", answered)
+    answers = [Answered(now_s=5.0, vms={}), None, Answered(now_s=6.0, vms={})]
+    assert (
+        inject(Path("run"), injection, lambda start_s: Lifetimes(1, 60.0, start_s), told.append) == "the run has ended"
+    )
+    assert told[1:] == ["the run does not answer now, for it starts, or is about to end: waiting for it"]
+    trace = parse_trace(["time_s,event,node_id", "0,add,a", "1,remove,a"], "trace.csv")
+    answers = [Answered(now_s=5.0, vms={}), Answered(now_s=6.5, vms={}), Answered(now_s=9.0, vms={})]
+    assert inject(Path("run"), injection, lambda start_s: Traced(1, trace, start_s), told.append) == "the trace is over"
+    assert len(answers) == 1
+
+
+def test_the_command_foretells_who_is_taken_and_names_the_vms_that_there_are(world: World) -> None:
+    def told(*options: str) -> list[str]:
+        done = CliRunner().invoke(app, ["inject", str(world.run_dir), *options])
+        assert done.exit_code == (2 if "--vm" in options else 0), done.output
+        return done.output.splitlines()
+
+    dry = told("--mttp", "1h", "--seed", "1", "--dry-run")
+    lifetimes_s = {vm: lifetime_s(1, vm, 3600.0) for vm in ("vm0", "vm1", "vm2")}
+    expected = sorted(lifetimes_s, key=lambda vm: lifetimes_s[vm])
+    assert [line.split("  ", 1)[1] for line in dry] == [f"{vm}  in {lifetimes_s[vm]:.1f} s" for vm in expected]
+    (line,) = told("--vm", "vm7")
+    assert line.endswith("--vm: is not taken: this run has no such VM; it has vm0, vm1, vm2 (got 'vm7')")
+    assert world.told(0) == []
+
+
+def test_a_run_that_nobody_manages_is_not_asked(tmp_path: Path) -> None:
+    with RunDir(tmp_path / "run", FACTS):
+        pass
+    with pytest.raises(NotRunning, match="is not running: no process manages it"):
+        ask(tmp_path / "run", Asked())

@@ -1,0 +1,78 @@
+"""Who is taken when: the exponential's distribution, and the same times whatever the order in which VMs come."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from manager.injection.schedule import Lifetimes, Taking, Traced, lifetime_s
+from morph.contract.trace import Trace, parse_trace
+
+MTTP_S, START_S = 10_800.0, 1.8e9
+NAMES = [f"job-{request}-{index}" for request in range(100) for index in range(20)]
+TRACE = ["time_s,event,node_id", "0,add,a", "0,add,b", "0,add,c", "5,remove,a", "5,remove,b", "6,add,a", "9,remove,c"]
+
+
+def trace() -> Trace:
+    return parse_trace(TRACE, "trace.csv")
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("number", [0, 3])
+def test_lifetimes_are_exponential_with_the_mean_that_is_asked_for(seed: int, number: int) -> None:
+    """By Kolmogorov and Smirnov: a right one is refused once in a million times, and these draws never change."""
+    drawn = sorted(lifetime_s(seed, vm, MTTP_S, number) for vm in NAMES)
+    expected = [1 - math.exp(-duration_s / MTTP_S) for duration_s in drawn]
+    count = len(drawn)
+    distance = max(max((index + 1) / count - value, value - index / count) for index, value in enumerate(expected))
+    assert distance < math.sqrt(-0.5 * math.log(1e-6 / 2) / count)
+
+
+def test_the_same_seed_and_names_give_the_same_times_whatever_comes_first_or_beside() -> None:
+    since = {vm: START_S + index for index, vm in enumerate(NAMES)}
+    schedule = Lifetimes(7, MTTP_S, START_S)
+    taken = schedule.between(since, START_S, math.inf)
+    assert taken == schedule.between(dict(reversed(since.items())), START_S, math.inf)
+    assert [taking.time_s for taking in taken] == sorted(taking.time_s for taking in taken)
+    assert {vm for taking in taken for vm in taking.vms} == set(NAMES)
+    (alone,) = schedule.between({NAMES[3]: START_S + 3}, START_S, math.inf)
+    assert alone in taken
+    assert alone == Taking(START_S + 3 + lifetime_s(7, NAMES[3], MTTP_S), (NAMES[3],))
+    other = Lifetimes(8, MTTP_S, START_S).between(since, START_S, math.inf)
+    assert not {taking.time_s for taking in taken} & {taking.time_s for taking in other}
+
+
+def test_looking_often_takes_the_same_vms_as_looking_once() -> None:
+    since = dict.fromkeys(NAMES[:40], START_S)
+    schedule = Lifetimes(1, 100.0, START_S)
+    once = schedule.between(since, START_S, START_S + 60)
+    often = [
+        taking for second in range(60) for taking in schedule.between(since, START_S + second, START_S + second + 1)
+    ]
+    firsts = {vm: taking for taking in reversed(often) for vm in taking.vms}
+    assert {vm: taking for taking in once for vm in taking.vms} == firsts
+
+
+def test_a_vm_that_was_there_long_before_is_not_overdue_and_a_spared_one_lives_another_lifetime() -> None:
+    old = {"a": START_S - 1e7}
+    schedule = Lifetimes(3, 60.0, START_S)
+    first = schedule.between(old, START_S, math.inf)[0].time_s
+    assert first == START_S + lifetime_s(3, "a", 60.0)
+    again = schedule.between(old, first, math.inf)[0].time_s
+    assert again == first + lifetime_s(3, "a", 60.0, 1)
+
+
+def test_a_trace_says_how_many_vms_are_taken_at_once_and_the_seed_which() -> None:
+    schedule = Traced(2, trace(), START_S)
+    since = dict.fromkeys(NAMES[:4], START_S)
+    taken = schedule.between(since, START_S, math.inf)
+    assert [(taking.time_s, len(taking.vms)) for taking in taken] == [(START_S + 5, 2), (START_S + 9, 1)]
+    assert len({vm for taking in taken for vm in taking.vms}) == 3
+    assert taken == schedule.between(dict(reversed(since.items())), START_S, math.inf)
+    assert schedule.between(since, START_S + 5, START_S + 8.9) == ()
+    assert schedule.between(since, START_S + 8.9, START_S + 9)[0].time_s == START_S + 9
+    assert schedule.end_s == START_S + 9
+    drawn = {Traced(seed, trace(), START_S).between(since, START_S, math.inf)[0].vms for seed in range(20)}
+    assert len(drawn) > 3
+    assert schedule.between({"a": START_S}, START_S, math.inf) == (Taking(START_S + 5, ("a",)),)

@@ -1,0 +1,53 @@
+"""``morph inject`` takes VMs of a real run: noticed ones cost no step, the others some, and no bit changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manager.report.reading import read_report
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.contract.profile import load_profile
+from tests.system.commands import RunningMorph, morph
+from tests.system.harness import JOB, uninterrupted
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+CLUSTER = "vms: {num_vms: 2, keep: 2}\npolicy: {checkpoint_every_steps: 10, takeover_patience_s: 0}\n"
+BY_NAME, BY_LIFETIMES = "by name, no notice", "lifetimes of 1s on average, seed 1, a notice of 1 s"
+
+
+def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weights_of_an_undisturbed_one(
+    calibrated: Path, tmp_path: Path
+) -> None:
+    run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
+    cluster.write_text(CLUSTER, encoding="utf-8")
+    command = ("run", JOB, "--profile", calibrated, "--cluster", cluster, "--steps", 100_000, "--run-dir", run_dir)
+    with RunningMorph(*command, "--plain", "-P", 2) as run:  # each of two VMs is needed
+        run.wait_for_line("the checkpoint of version")
+        with RunningMorph("inject", run_dir, "--mttp", "30d") as patient:
+            vm = "tiny-gpt-1-0"
+            assert f"{vm}  taken, without a notice" in morph("inject", run_dir, "--vm", vm, "--notice", "0s")
+            run.wait_for_line(f"{vm} lost")
+            by_lifetimes = morph("inject", run_dir, "--mttp", "1s", "--notice", "1s", "--seed", 1, "--count", 2)
+            _, *taken, last = by_lifetimes.splitlines()
+            assert last == "2 VMs were taken"
+            patient.wait_for_line("VMs that may be taken now: ")
+            run.press_ctrl_c()
+            assert run.wait_for_end() == 130, run.output
+            patient.wait_for_line("the run has ended")
+            assert patient.wait_for_exit() == 0
+    noticed = {line.split()[2] for line in taken}
+    report = read_report(run_dir)
+    forced = [change for change in report.morphs if vm in change.lost_workers]
+    assert [(change.planned, change.injected) for change in forced] == [(False, (vm,))]
+    assert {worker for change in report.morphs for worker in change.injected} <= {vm, *noticed}
+    told = morph("events", run_dir)
+    assert [told.count(f"{vm}: {BY_NAME}"), told.count(BY_LIFETIMES)] == [1, 2]
+    assert f"{vm} lost (injected)" in told
+    url = str(run_dir / "checkpoints")
+    newest = read_manifest(url, complete_versions(url)[-1])
+    assert newest.version == report.version
+    alone = uninterrupted(report.version, tmp_path / "undisturbed", load_profile(calibrated).num_sections)
+    assert {entry.unit: entry.sha256 for entry in newest.units} == alone
