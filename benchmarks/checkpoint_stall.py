@@ -1,0 +1,174 @@
+"""What a save keeps from training, and how long it takes to be durable: Morph beside torch's asynchronous save.
+
+One process trains the same tensors (Adam) in three ways that alternate: without saves, with Morph's writer, and with
+``torch.distributed.checkpoint.async_save`` (its default: a thread). The stall is what the steps of a block with a save
+take longer than without, so what writing takes of the processor beside training is in it. Run:
+python benchmarks/checkpoint_stall.py [--mib 64 256 1024] [--rounds 5] [--steps 6] [--step-s 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from morph.cutting import ParameterUnit
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.state.accumulators import Reduced
+from morph.runtime.state.checkpoint_writer import CheckpointWriter
+from morph.runtime.state.optimizer_state import optimizer_state
+from morph.runtime.state.unit_state import UnitState
+
+NUM_UNITS = 8
+WAIT_S = 600.0
+
+
+class Training:
+    """Units of a state of so many bytes, and steps that compute for about so long."""
+
+    def __init__(self, size_bytes: int, step_s: float) -> None:
+        width = max(64, int((size_bytes / 12 / NUM_UNITS / 4) ** 0.5))  # a weight and two moments, four matrices a unit
+        self.units = [_unit(f"s{index}", width) for index in range(NUM_UNITS)]
+        self.gradients = {
+            unit.unit.id: {n: torch.randn_like(p) for n, p in unit.parameters.items()} for unit in self.units
+        }
+        self._left, self._right = torch.randn(512, 512), torch.randn(512, 512)
+        start_s = time.perf_counter()
+        self._compute(20)
+        self._num_products = max(1, round(step_s / (time.perf_counter() - start_s) * 20))
+        self.step()
+
+    def _compute(self, num_products: int) -> None:
+        for _ in range(num_products):
+            torch.mm(self._left, self._right)
+
+    def step(self) -> None:
+        """Compute, then update every unit."""
+        self._compute(self._num_products)
+        for unit in self.units:
+            unit.reduced = Reduced(gradients=self.gradients[unit.unit.id], exponents={}, overflowed=False)
+            unit.apply()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state as it is, for torch's own save."""
+        found: dict[str, torch.Tensor] = {}
+        for unit in self.units:
+            found |= {f"{unit.unit.id}/{name}": parameter.detach() for name, parameter in unit.parameters.items()}
+            state, _ = optimizer_state(unit.optimizer, unit.parameters)
+            found |= {f"{unit.unit.id}/{name}/{key}": value for (name, key), value in state.items()}
+        return found
+
+
+def _unit(name: str, width: int) -> UnitState:
+    names = tuple(f"{name}.w{index}" for index in range(4))
+    unit = ParameterUnit(id=name, parameters=names, buffers=(), sections=(0,))
+    tensors = {name: torch.randn(width, width) for name in names}
+    return UnitState(
+        unit, tensors, lambda given: torch.optim.Adam(dict(given).values()), num_micro_batches=1, exact=False
+    )
+
+
+def block(training: Training, num_steps: int, save: Callable[[], Callable[[], None]] | None) -> tuple[float, float]:
+    """Return how long so many steps take, a save being begun before the first, and how long that save takes."""
+    start_s = time.perf_counter()
+    wait = save() if save is not None else None
+    for _ in range(num_steps):
+        training.step()
+    took_s = time.perf_counter() - start_s
+    if wait is not None:
+        wait()
+    return took_s, time.perf_counter() - start_s
+
+
+def morph_save(training: Training, writer: CheckpointWriter, done_s: list[float]) -> Callable[[], Callable[[], None]]:
+    """Return what begins a save with Morph's writer; what that returns waits for its end."""
+    version = 0
+
+    def save() -> Callable[[], None]:
+        nonlocal version
+        version += 1
+        start_s = time.perf_counter()
+        for unit in training.units:
+            writer.hand_over(version, unit.unit.id, unit.copy_later())
+
+        def wait() -> None:
+            num_left = NUM_UNITS
+            while num_left:
+                beat = writer.collect(WAIT_S)
+                assert beat.checkpoint_error is None, beat.checkpoint_error
+                num_left -= len(beat.written)
+            done_s.append(time.perf_counter() - start_s)
+
+        return wait
+
+    return save
+
+
+def torch_save(training: Training, folder: Path, done_s: list[float]) -> Callable[[], Callable[[], None]]:
+    """Return what begins an asynchronous save of torch's; what that returns waits for its end."""
+    number = 0
+
+    def save() -> Callable[[], None]:
+        nonlocal number
+        number += 1
+        start_s = time.perf_counter()
+        future: Any = dcp.async_save(training.tensors(), checkpoint_id=str(folder / f"{number}"), no_dist=True)
+        assert isinstance(future, Future)
+        future.add_done_callback(lambda _: done_s.append(time.perf_counter() - start_s))
+        return lambda: future.result(WAIT_S)
+
+    return save
+
+
+def main() -> None:
+    """Print the stall of a save and the time until it is durable, of each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--step-s", type=float, default=2.0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for mib in options.mib:
+        training = Training(mib << 20, options.step_s)
+        folder = Path(tempfile.mkdtemp(prefix="morph-stall-"))
+        try:
+            writer = CheckpointWriter("w", str(folder / "morph"), FaultPlan([]), on_processor=True)
+            ended: dict[str, list[float]] = {"morph": [], "torch": []}
+            saves = {
+                "none": None,
+                "morph": morph_save(training, writer, ended["morph"]),
+                "torch": torch_save(training, folder / "torch", ended["torch"]),
+            }
+            times: dict[str, list[float]] = {name: [] for name in saves}
+            for _ in range(options.rounds):
+                for name, save in saves.items():
+                    times[name].append(block(training, options.steps, save)[0])
+                shutil.rmtree(folder / "torch", ignore_errors=True)
+                shutil.rmtree(folder / "morph", ignore_errors=True)
+            plain_s = statistics.median(times["none"])
+            size = sum(tensor.nbytes for tensor in training.tensors().values())
+            print(f"{size / 2**20:.0f} MiB, steps of {plain_s / options.steps:.2f} s, {options.steps} a save:")
+            for name in ("morph", "torch"):
+                stalls = [took_s - plain_s for took_s in times[name]]
+                print(
+                    f"  {name}: stall {statistics.median(stalls) * 1e3:.0f} ms ({min(stalls) * 1e3:.0f} to "
+                    f"{max(stalls) * 1e3:.0f}), blocks without saves {min(times['none']) - plain_s:+.3f} to "
+                    f"{max(times['none']) - plain_s:+.3f} s; complete after {statistics.median(ended[name]):.2f} s",
+                    flush=True,
+                )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
