@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from manager.engine.run.attachment import FILE_NAME
 from manager.engine.run.preempting import Answered, Asked
 from manager.injection.asking import ask
 from manager.injection.schedule import Schedule, Taking
@@ -72,7 +73,7 @@ def inject(
             try:
                 done = first_answer(run_dir, injection.taking(*wanted), told)
             except NotRunning:
-                return "the run has ended"
+                return _over(run_dir)
             for line in lines_of(done, injection):
                 told(line)
             num_taken += len(done.taken)
@@ -85,7 +86,7 @@ def inject(
         try:
             answer = first_answer(run_dir, Asked(), told)
         except NotRunning:
-            return "the run has ended"
+            return _over(run_dir)
 
 
 def lines_of(answer: Answered, injection: Injection) -> list[str]:
@@ -98,6 +99,13 @@ def lines_of(answer: Answered, injection: Injection) -> list[str]:
 def planned_line(taking: Taking, now_s: float) -> str:
     """Say which VMs would be taken, and when."""
     return f"{_clock(taking.time_s)}  {', '.join(taking.vms)}  in {taking.time_s - now_s:.1f} s"
+
+
+def _over(run_dir: Path) -> str:
+    """Say why nobody manages a run any more; what a successor needs is there where its manager could not end it."""
+    if (run_dir / FILE_NAME).exists():
+        return "the run's manager was killed: once another goes on with the run, this command can be given again"
+    return "the run has ended"
 
 
 def _clock(time_s: float) -> str:

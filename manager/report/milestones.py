@@ -96,7 +96,8 @@ def morph_line(morph: MorphRecord) -> str:
     number = morph.steps_redone
     cost = "no step lost" if not number else f"{number} step{'s' if number > 1 else ''} run again"
     took = "not resumed" if morph.pause_ms is None else f"in {morph.pause_ms / 1e3:.3g} s, {cost}"
-    return f"{', '.join(parts) or morph.cause}; {morph.from_shape} -> {morph.to_shape or 'none'} {took}"
+    why = ", ".join(parts) or morph.cause + (" (injected)" if morph.injected else "")
+    return f"{why}; {morph.from_shape} -> {morph.to_shape or 'none'} {took}"
 
 
 def _named(workers: Collection[str]) -> str:

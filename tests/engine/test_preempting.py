@@ -225,7 +225,7 @@ def test_the_injector_takes_no_more_than_it_is_told_to(world: World) -> None:
     assert [line.partition("  ")[2] for line in told[1:]] == [f"{vm}  taken, without a notice" for vm in ("vm0", "vm1")]
 
 
-def test_the_injector_ends_with_the_run_or_with_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_injector_ends_with_the_run_or_with_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     injection = Injection(lead_s=0.0, min_vms=0, why="a test")
     answers: list[Answered | None] = []
@@ -239,10 +239,15 @@ def test_the_injector_ends_with_the_run_or_with_its_trace(monkeypatch: pytest.Mo
     monkeypatch.setattr(injector, "POLL_S", 0.0)
     monkeypatch.setattr(injector, "ask", answered)
     answers = [Answered(now_s=5.0, vms={}), None, Answered(now_s=6.0, vms={})]
-    assert (
-        inject(Path("run"), injection, lambda start_s: Lifetimes(1, 60.0, start_s), told.append) == "the run has ended"
-    )
+
+    def ended() -> str:
+        return inject(tmp_path, injection, lambda start_s: Lifetimes(1, 60.0, start_s), told.append)
+
+    assert ended() == "the run has ended"
     assert told[1:] == ["the run does not answer now, for it starts, or is about to end: waiting for it"]
+    (tmp_path / FILE_NAME).touch()
+    answers = [Answered(now_s=5.0, vms={})]
+    assert ended().startswith("the run's manager was killed")
     trace = parse_trace(["time_s,event,node_id", "0,add,a", "1,remove,a"], "trace.csv")
     answers = [Answered(now_s=5.0, vms={}), Answered(now_s=6.5, vms={}), Answered(now_s=9.0, vms={})]
     assert inject(Path("run"), injection, lambda start_s: Traced(1, trace, start_s), told.append) == "the trace is over"
