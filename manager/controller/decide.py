@@ -108,9 +108,9 @@ def _node_appeared(draft: Draft, event: NodeAppeared) -> None:
         return draft.say(ReasonCode.IGNORED, f"{event.node} is known already")
     notice = notice_of(state, event.node, now_s)
     vm_came(draft, event)
-    note_appeared(draft, event)
-    workers = {**state.workers, event.node: WorkerState(appeared_s=now_s, host=event.host or event.node)}
-    draft.change(workers=workers, num_appeared=state.num_appeared + 1)
+    facts = note_appeared(draft, event)
+    entry = WorkerState(appeared_s=now_s, host=event.host or event.node, facts=facts)
+    draft.change(workers={**state.workers, event.node: entry}, num_appeared=state.num_appeared + 1)
     forget_kept(draft, event.node)
     if state.phase is Phase.STARTING and state.waiting_since_s is None:
         draft.change(waiting_since_s=now_s)

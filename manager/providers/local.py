@@ -36,7 +36,9 @@ class LocalProvider:
         self._max_vms = max_vms
         self._usd_per_h = usd_per_h
         self._asked: dict[str, tuple[Vm, ...]] = {}
-        self._living: dict[str, Vm] = {vm.name: vm.model_copy(update={"usd_per_h": usd_per_h}) for vm in inherited}
+        self._living: dict[str, Vm] = {
+            vm.name: vm.model_copy(update={"provider": "local", "usd_per_h": usd_per_h}) for vm in inherited
+        }
         self._lock = threading.Lock()
 
     def request(self, request: str, count: int, max_vms: int | None = None) -> tuple[Vm, ...]:
@@ -86,4 +88,4 @@ class LocalProvider:
         return Capabilities(spot=False, max_vms=self._max_vms)
 
     def _asked_for(self, name: str, request: str) -> Vm:
-        return Vm(name=self._fleet.request(name), request=request, usd_per_h=self._usd_per_h)
+        return Vm(name=self._fleet.request(name), request=request, provider="local", usd_per_h=self._usd_per_h)

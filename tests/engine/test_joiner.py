@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from manager.controller.state.events import NodeAppeared, Paid, WorkerLost
+from manager.controller.state.events import NodeAppeared, NodeFacts, Paid, WorkerLost
 from manager.engine.joining.joiner import Joiner
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import Fact
@@ -46,20 +46,20 @@ def test_a_vm_is_told_of_once_it_is_granted_and_in_the_cluster_and_only_once() -
 
 def test_what_a_vm_costs_that_joins_before_its_grant_is_asked_once_and_told_of_each_worker() -> None:
     world, asked = World(), list[list[str]]()
-    paid = Paid(usd_per_h=1.4, num_nodes=2, before_s=20.0)
+    paid, facts = Paid(usd_per_h=1.4, num_nodes=2, before_s=20.0), NodeFacts(provider="azure", zone="2")
 
-    def paid_of(workers: Collection[str]) -> dict[str, Paid]:
+    def known_of(workers: Collection[str]) -> tuple[dict[str, Paid], dict[str, NodeFacts]]:
         asked.append(list(workers))
-        return {worker: paid for worker in workers if worker != "b"}
+        return {worker: paid for worker in workers if worker != "b"}, {"b": facts}
 
-    world.joiner = Joiner(world._nodes, world.granted.get, world.event_queue, (), paid_of)
+    world.joiner = Joiner(world._nodes, world.granted.get, world.event_queue, (), known_of)
     world.nodes = {"a.d0": "10.0.0.5", "a.d1": "10.0.0.5", "b": "10.0.0.6", "stranger": "10.0.0.7"}
     world.granted |= dict.fromkeys(("a.d0", "a.d1", "b"), "job-1")
     told = [item for item in world.seen() if isinstance(item, NodeAppeared)]
     assert told == [
         NodeAppeared(node="a.d0", request="job-1", paid=paid),
         NodeAppeared(node="a.d1", request="job-1", paid=paid),
-        NodeAppeared(node="b", request="job-1"),
+        NodeAppeared(node="b", request="job-1", facts=facts),
     ]
     assert world.seen() == []
     assert asked == [["a.d0", "a.d1", "b"]]

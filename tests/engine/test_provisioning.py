@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manager.controller.state.actions import ReleaseNodes, RequestNodes
-from manager.controller.state.events import NodesGranted, Paid, RequestRefused
+from manager.controller.state.events import NodeFacts, NodesGranted, Paid, RequestRefused
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.provisioning import RETRY_AFTER_MAX_S, TRIES, Provisioning
 from manager.engine.vms.spending import Before, Spending
@@ -149,6 +149,20 @@ def test_a_grant_says_what_each_vm_costs_and_how_long_it_has_been_paid(world: Wo
     assert granted.paid == {"job-1-1": Paid(usd_per_h=1.4), "job-1-2": Paid(usd_per_h=0.3)}
 
 
+def test_a_grant_says_of_what_kind_each_vm_is_as_far_as_its_provider_says_it(world: World) -> None:
+    world.provider.num_devices = 2
+    kind = {"provider": "azure", "region": "westeurope", "size": "NC24"}
+    world.provider.made_as = [{**kind, "zone": "2"}, kind, {}]
+    granted = world.ask(count=6)
+    assert isinstance(granted, NodesGranted)
+    facts = NodeFacts(**kind)
+    zoned = facts.model_copy(update={"zone": "2"})
+    assert granted.facts == {
+        **dict.fromkeys(("job-1-0.d0", "job-1-0.d1"), zoned),
+        **dict.fromkeys(("job-1-1.d0", "job-1-1.d1"), facts),
+    }
+
+
 def test_a_request_that_comes_again_makes_no_further_call(world: World) -> None:
     world.provider.held = threading.Event()
     action = RequestNodes(request="job-1", count=2)
@@ -217,7 +231,7 @@ def test_a_vm_whose_worker_joined_goes_on_though_its_request_is_refused(world: W
 
 
 def test_a_worker_that_joins_after_its_request_was_refused_brings_its_price(world: World) -> None:
-    world.provider.num_devices, world.provider.made_as = 2, [{"usd_per_h": 0.3}]
+    world.provider.num_devices, world.provider.made_as = 2, [{"usd_per_h": 0.3, "provider": "azure"}]
     world.provider.errors = [Throttled("slow down", 1)] * TRIES
     pause = world.shell._pause
 
@@ -228,7 +242,9 @@ def test_a_worker_that_joins_after_its_request_was_refused_brings_its_price(worl
     world.shell._pause = joins
     assert isinstance(world.ask(), RequestRefused)
     assert world.shell.request_of("job-1-0.d1") == "job-1"
-    assert world.shell.paid_of(["job-1-0.d1"])["job-1-0.d1"] == Paid(usd_per_h=0.3, num_nodes=2)
+    paid, facts = world.shell.known_of(["job-1-0.d1"])
+    assert paid["job-1-0.d1"] == Paid(usd_per_h=0.3, num_nodes=2)
+    assert facts["job-1-0.d1"] == NodeFacts(provider="azure")
     know(world.shell, ["job-1-0.d0", "job-1-0.d1"])
     know(world.shell, ["job-1-0.d1"])
     assert world.ended() == []

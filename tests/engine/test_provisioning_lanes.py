@@ -263,12 +263,12 @@ def test_what_a_vm_costs_is_known_before_its_grant(world: World) -> None:
     world.cloud.requests.shut()
     world.ask("job-1", 2)
     assert world.cloud.requests.reached.wait(BOUND_S)
-    assert world.shell.paid_of(["job-1-0", "never-there"]) == {"job-1-0": paid}
+    assert world.shell.known_of(["job-1-0", "never-there"]) == ({"job-1-0": paid}, {})
     world.cloud.requests.open.set()
     assert world.answer() == NodesGranted(
         request="job-1", nodes=("job-1-0", "job-1-1"), paid={"job-1-0": paid, "job-1-1": paid}
     )
-    assert world.shell.paid_of(["job-1-0"]) == {}, "its grant says it"
+    assert world.shell.known_of(["job-1-0"]) == ({}, {}), "its grant says it"
 
 
 def test_a_request_all_of_whose_vms_were_given_up_is_no_grant_and_leaves_nothing(world: World) -> None:

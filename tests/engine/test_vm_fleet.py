@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from manager.controller.state.events import NodeAppeared, WorkerLost
+from manager.controller.state.events import NodeAppeared, NodeFacts, WorkerLost
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.event_queue import EventQueue
 from morph.contract.errors import ClusterError
@@ -26,8 +26,8 @@ def test_vms_of_requests_go_on_boot_or_end_as_somebody_waits_for_them() -> None:
             assert stamped is not None, told
             if isinstance(stamped.item, NodeAppeared):
                 told.append(stamped.item)
-        assert told[0] == NodeAppeared(node="job-1-1", request="job-1")
-        assert told[1] == NodeAppeared(node="job-1-2")
+        assert told[0] == NodeAppeared(node="job-1-1", request="job-1", facts=NodeFacts(provider="local"))
+        assert told[1] == NodeAppeared(node="job-1-2", facts=NodeFacts(provider="local"))
         assert (host.up, host.ended) == (["job-1-2"], ["job-0-0"])
         fleet.release("job-1-0", "job-1-2")
         assert host.ended == ["job-0-0", "job-1-0", "job-1-2"]

@@ -118,6 +118,19 @@ def test_a_journal_of_another_controller_is_refused_where_it_differs(tmp_path: P
             replay(journal)
 
 
+def test_a_journal_of_before_nodes_had_facts_is_replayed(tmp_path: Path) -> None:
+    cluster = JournalledCluster(2, tmp_path, FAULTS, target_nodes=5)
+    cluster.run(3)
+    with cluster.journal as journal:
+        for table, column in (("entries", "payload_json"), ("snapshots", "state_json")):
+            empty = '"facts":{}', '"facts":null', '"facts":{"provider":"","size":"","region":"","zone":""}'
+            for known in (f",{text}" for text in empty):
+                journal._connection.execute(f"UPDATE {table} SET {column} = replace({column}, ?, '')", (known,))
+            kept = journal._connection.execute(f"SELECT count(*) FROM {table} WHERE {column} LIKE '%facts%'")
+            assert kept.fetchone() == (0,)
+        assert replay(journal) == cluster.state
+
+
 def test_lines_come_back_in_order_and_outlive_the_process_that_wrote_them(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / FILE_NAME)
     journal.append(1.0, "fact", '{"name": "first"}')

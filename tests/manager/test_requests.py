@@ -10,7 +10,15 @@ from simulated_job import RULES, make_config
 
 from manager.controller.requests.node_requests import MAX_SENT
 from manager.controller.state.actions import Action, Finish, ReleaseNodes, RequestNodes
-from manager.controller.state.events import NodeAppeared, NodesGranted, NoticeGiven, RequestRefused, Tick, WorkerLost
+from manager.controller.state.events import (
+    NodeAppeared,
+    NodeFacts,
+    NodesGranted,
+    NoticeGiven,
+    RequestRefused,
+    Tick,
+    WorkerLost,
+)
 from manager.controller.state.state import Phase
 
 REQUESTS = RULES.requests
@@ -32,6 +40,18 @@ def test_what_is_missing_is_asked_for_once() -> None:
     for node in ("n1", "n2", "n3", "n4"):
         assert requested(script.tell(NodeAppeared(node=node, request="job-1"))) == []
     assert script.state.requests == {}
+
+
+def test_what_kind_a_vm_is_is_known_by_its_grant_or_by_itself_whichever_comes_first() -> None:
+    script, kinds = asking(), {f"n{number}": NodeFacts(provider="azure", zone=str(number)) for number in (1, 2, 3)}
+    script.tell(Tick())
+    script.tell(NodeAppeared(node="n1", request="job-1", facts=kinds["n1"]))
+    script.tell(NodeAppeared(node="n2", request="job-1"))
+    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4"), facts=kinds))
+    assert script.state.requests["job-1"].facts == {"n3": kinds["n3"]}
+    for node in ("n3", "n4"):
+        script.tell(NodeAppeared(node=node, request="job-1"))
+    assert {node: entry.facts for node, entry in script.state.workers.items()} == {**kinds, "n4": NodeFacts()}
 
 
 def test_a_run_that_brings_its_own_vms_asks_for_none() -> None:

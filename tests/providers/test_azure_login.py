@@ -60,6 +60,7 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> Iterator[Identity]:
 
 def test_a_resource_manager_of_this_machine_is_asked_with_a_token_for_it(arm: FakeArm, identity: Identity) -> None:
     spec = AzureSpec.model_validate({**SPEC.model_dump(), "resource_manager": arm.url})
+    assert (SPEC.provider, spec.provider) == ("azure", "local"), "what a stand-in does says nothing of Azure's VMs"
     client = azure_client(spec.subscription_id, base_url=spec.resource_manager, authority=spec.authority)
     assert [*client.virtual_machines.list(spec.resource_group)] == []
     assert identity.resources == [arm.url]

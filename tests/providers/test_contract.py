@@ -98,6 +98,20 @@ def test_a_request_gets_vms_named_after_it(case: Case) -> None:
     assert set(case.provider.list()) == set(vms)
 
 
+def test_a_vm_says_what_kind_it_is_and_a_list_says_the_same(case: Case, request: pytest.FixtureRequest) -> None:
+    vms = case.provider.request("a", 2)
+    told = [(vm.provider, vm.size, vm.region, vm.zone) for vm in vms]
+    assert (
+        told
+        == {
+            "local": [("local", "", "", "unknown")] * 2,
+            "static": [("static", "", "", "host0:22"), ("static", "", "", "host1:22")],
+            "azure": [("azure", "Standard_NC6", SPEC.location, zone) for zone in ("1", "2")],
+        }[request.node.callspec.id]
+    )
+    assert {(vm.name, vm.zone) for vm in case.provider.list()} == {(vm.name, vm.zone) for vm in vms}
+
+
 def test_the_same_request_again_gets_the_same_vms_and_no_others(case: Case) -> None:
     first = case.provider.request("a", 2)
     assert set(case.provider.request("a", 2)) == set(first)

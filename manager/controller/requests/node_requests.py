@@ -7,7 +7,14 @@ from manager.controller.shape.torn_vms import torn_until_s
 from manager.controller.state.actions import ReleaseNodes, RequestId, RequestNodes
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.draft import Draft
-from manager.controller.state.events import NodeAppeared, NodesGranted, NoticeGiven, RequestRefused, WorkerLost
+from manager.controller.state.events import (
+    NodeAppeared,
+    NodeFacts,
+    NodesGranted,
+    NoticeGiven,
+    RequestRefused,
+    WorkerLost,
+)
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, NodeRequest, Phase
@@ -57,7 +64,11 @@ def nodes_granted(draft: Draft, event: NodesGranted) -> None:
     new = {node: now_s for node in event.nodes if node not in state.workers and node not in request.granted}
     short = len(new) < request.count
     notices = [notice for node in new if (notice := notice_of(state, node, now_s)) is not None]
-    keep_request(draft, event.request, request.model_copy(update={"count": 0, "granted": request.granted | new}))
+    facts = {node: event.facts[node] for node in new if node in event.facts}
+    update = {"count": 0, "granted": request.granted | new, "facts": request.facts | facts}
+    keep_request(draft, event.request, request.model_copy(update=update))
+    for node in event.facts.keys() & state.workers.keys():  # up before its grant was heard of
+        draft.change_worker(node, facts=event.facts[node])
     draft.wake_by(now_s + state.config.policy.rules.requests.boot_s)
     draft.say(ReasonCode.NODES_GRANTED, f"{', '.join(event.nodes)} boot")
     if short:
@@ -81,17 +92,18 @@ def request_refused(draft: Draft, event: RequestRefused) -> None:
     return _refuse(draft, why)
 
 
-def note_appeared(draft: Draft, event: NodeAppeared) -> None:
-    """Take a node that is up out of what is awaited, whether its grant was heard of or not."""
+def note_appeared(draft: Draft, event: NodeAppeared) -> NodeFacts:
+    """Take a node that is up out of what is awaited, whether its grant was heard of or not; returns what it is."""
     draft.change(num_absent=0)
     requests = draft.state.requests
     for name, request in requests.items():
         if event.node in request.granted:
-            return keep_request(draft, name, without_granted(request, event.node))
+            keep_request(draft, name, without_granted(request, event.node))
+            return event.facts or request.facts.get(event.node) or NodeFacts()
     named = requests.get(event.request) if event.request is not None else None
     if event.request is not None and named is not None and named.count:
         keep_request(draft, event.request, named.model_copy(update={"count": named.count - 1}))
-    return None
+    return event.facts or NodeFacts()
 
 
 def lost_booting(draft: Draft, event: WorkerLost) -> None:
@@ -191,7 +203,8 @@ def keep_request(draft: Draft, name: RequestId, request: NodeRequest) -> None:
 def without_granted(request: NodeRequest, *nodes: WorkerId) -> NodeRequest:
     """Return a request that waits for these nodes no longer."""
     granted = {node: since_s for node, since_s in request.granted.items() if node not in nodes}
-    return request.model_copy(update={"granted": granted})
+    facts = {node: found for node, found in request.facts.items() if node not in nodes}
+    return request.model_copy(update={"granted": granted, "facts": facts})
 
 
 def _ask_again(draft: Draft, name: RequestId) -> None:

@@ -22,11 +22,20 @@ class Paid(Value):
     before_s: float = Field(default=0.0, ge=0, description="how long it has been paid for already")
 
 
+class NodeFacts(Value):
+    """What kind of VM a node is on, as its provider says it; empty: not known. What a run learns of VMs goes by it."""
+
+    provider: str = Field(default="", description="azure; static: the user's own hosts; local: played by processes")
+    size: str = ""
+    region: str = ""
+    zone: str = Field(default="", description="of a host: its address")
+
+
 class NodeAppeared(Value):
     """A VM is up; its worker is not started yet. The id is new for each incarnation, and becomes the worker's.
 
-    ``host`` names the machine if it can come back under another id; ``request`` the request that it answers. ``paid``:
-    of one that appears before its grant, where that is known.
+    ``host`` names the machine if it can come back under another id; ``request`` the request that it answers. ``paid``
+    and ``facts``: of one that appears before its grant, or has none, where they are known.
     """
 
     kind: Literal["node_appeared"] = "node_appeared"
@@ -34,6 +43,7 @@ class NodeAppeared(Value):
     host: str | None = None
     request: RequestId | None = None
     paid: Paid | None = None
+    facts: NodeFacts | None = None
 
 
 class NodesGranted(Value):
@@ -46,6 +56,7 @@ class NodesGranted(Value):
     request: RequestId
     nodes: tuple[WorkerId, ...] = Field(min_length=1)
     paid: dict[WorkerId, Paid] = Field(default_factory=dict)
+    facts: dict[WorkerId, NodeFacts] = Field(default_factory=dict)
 
 
 class RequestRefused(Value):

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from manager.controller.state.actions import Action, Finish, RequestId
 from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import NodeFacts
 from manager.controller.state.learned import Correction, StageRatios
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import Reason
@@ -134,6 +135,7 @@ class WorkerState(Value):
     appeared_s: float
     node: NodeState = NodeState.WARMING
     host: str = ""
+    facts: NodeFacts = NodeFacts()
     ready_s: float | None = None
     eligible_s: float | None = None
     notice: str | None = None
@@ -164,12 +166,16 @@ class Failing(Value):
 
 
 class NodeRequest(Value):
-    """VMs that were asked for and are not up: ``count`` not granted yet, ``granted`` booting (name -> since when)."""
+    """VMs that were asked for and are not up.
+
+    ``count``: not granted yet; ``granted``: booting (name -> since when); ``facts``: what kind these are.
+    """
 
     count: int
     asked_s: float
     num_sent: int = 1
     granted: dict[WorkerId, float] = Field(default_factory=dict)
+    facts: dict[WorkerId, NodeFacts] = Field(default_factory=dict)
 
 
 class KeptNotice(Value):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping
 
-from manager.controller.state.events import NodeAppeared, Paid, WorkerLost
+from manager.controller.state.events import NodeAppeared, NodeFacts, Paid, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import VM_UP, Fact
 from morph.contract.errors import ClusterError
@@ -23,7 +23,8 @@ class Joiner:
         request_of: The request that a worker's VM answers; None: it is none of ours, and is passed over.
         event_queue: Where ``NodeAppeared`` and ``WorkerLost`` go.
         appeared: Workers of whose VMs the controller was told by an earlier manager.
-        paid_of: What workers cost, of those whose grant was not told yet; may block for as long as a provider's list.
+        known_of: What workers cost and what they are, of those whose grant was not told yet; may block for as long as
+            a provider's list.
     """
 
     def __init__(
@@ -32,10 +33,10 @@ class Joiner:
         request_of: Callable[[str], str | None],
         event_queue: EventQueue,
         appeared: Collection[str] = (),
-        paid_of: Callable[[Collection[str]], Mapping[str, Paid]] = lambda _: {},
+        known_of: Callable[[Collection[str]], tuple[Mapping[str, Paid], Mapping[str, NodeFacts]]] = lambda _: ({}, {}),
     ) -> None:
         self._nodes, self._request_of, self._event_queue = nodes, request_of, event_queue
-        self._paid_of = paid_of
+        self._known_of = known_of
         self._appeared = set(appeared)
         self._here: frozenset[str] = frozenset()
         self._trouble = ""
@@ -64,10 +65,11 @@ class Joiner:
         self._trouble = ""
         requests = {worker: self._request_of(worker) for worker in sorted(set(nodes) - self._appeared)}
         new = {worker: request for worker, request in requests.items() if request is not None}
-        paid = self._paid_of(new) if new else {}
+        paid, facts = self._known_of(new) if new else ({}, {})
         for worker, request in new.items():
             self._appeared.add(worker)
-            self._event_queue.put(NodeAppeared(node=worker, request=request, paid=paid.get(worker)))
+            known = {"paid": paid.get(worker), "facts": facts.get(worker)}
+            self._event_queue.put(NodeAppeared(node=worker, request=request, **known))
             self._event_queue.put(Fact(name=VM_UP, worker=worker, detail=nodes[worker]))
         for worker in sorted((self._here - set(nodes)) & self._appeared):
             self._event_queue.put(WorkerLost(worker=worker, cause="its VM left the cluster"))

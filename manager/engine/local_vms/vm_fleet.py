@@ -8,11 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from manager.controller.state.events import NodeAppeared, WorkerLost
+from manager.controller.state.events import NodeAppeared, NodeFacts, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import VM_KILLED, VM_UP, Fact
 from morph.contract.errors import ClusterError
 from morph.contract.trace import TraceEvent
+
+LOCAL = NodeFacts(provider="local")
 
 
 class VmHost(Protocol):
@@ -147,7 +149,7 @@ class VmFleet:
         return vm
 
     def _appear(self, vm: str, request: str | None = None) -> None:
-        self._event_queue.put(NodeAppeared(node=vm, request=request))
+        self._event_queue.put(NodeAppeared(node=vm, request=request, facts=LOCAL))
         self._event_queue.put(Fact(name=VM_UP, worker=vm))
 
     def _boot_loop(self) -> None:

@@ -88,7 +88,7 @@ def watch_joining(
     """
     booting = {node for request in state.requests.values() for node in request.granted}
     provisioning.begin({*state.workers, *booting}, [name for name, request in state.requests.items() if request.count])
-    joiner = Joiner(provided.joined, provisioning.request_of, event_queue, appeared, provisioning.paid_of)
+    joiner = Joiner(provided.joined, provisioning.request_of, event_queue, appeared, provisioning.known_of)
     joiner.start()
     return joiner
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from manager.controller.state.actions import ReleaseNodes, RequestId, RequestNodes
-from manager.controller.state.events import Paid, RequestRefused, WorkerLost
+from manager.controller.state.events import NodeFacts, Paid, RequestRefused, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.vms.spending import Spending
-from manager.engine.vms.vm_registry import End, VmRegistry, paid
+from manager.engine.vms.vm_registry import End, VmRegistry, facts_of, paid
 from manager.journal.records import VM_KILLED, Fact
 from manager.machine.serial_executor import SerialExecutor
 from manager.providers.interface.provider import (
@@ -115,16 +115,20 @@ class Provisioning:
         """Return the request that a VM answers, granted or under way; None: it is none of ours, or was given back."""
         return self._registry.request_of(node)
 
-    def paid_of(self, nodes: Collection[str]) -> dict[str, Paid]:
-        """Return what nodes cost whose VMs came before their grant, as far as is known; blocks for a list of VMs."""
+    def known_of(self, nodes: Collection[str]) -> tuple[dict[str, Paid], dict[str, NodeFacts]]:
+        """Return what nodes cost, and what they are, whose VMs came before their grant; blocks for a list of VMs.
+
+        Of those of which something is known.
+        """
         early = self._registry.ungranted(nodes)
         if not early:
-            return {}
+            return {}, {}
         try:
             listed = self._listed()
         except Exception:  # whatever it is, the node joins; what it costs is told with its grant
-            return {}
-        return paid([vm for vm in listed if vm.name in early], time.time())
+            return {}, {}
+        vms = [vm for vm in listed if vm.name in early]
+        return paid(vms, time.time()), facts_of(vms)
 
     def may_take(self, vm: str) -> bool:
         """Whether a VM is granted and was not given up; one of a request under way might be made anew."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from manager.controller.state.actions import RequestId, RequestNodes
-from manager.controller.state.events import NodesGranted, Paid, RequestRefused
+from manager.controller.state.events import NodeFacts, NodesGranted, Paid, RequestRefused
 from manager.providers.interface.provider import Vm, vm_name
 from morph.contract.vm_names import vm_of
 
@@ -76,7 +76,8 @@ class VmRegistry:
             elif vms:
                 nodes = tuple(node for vm in vms for node in vm.workers if node in wanted[vm.name])
                 costs = {node: cost for node, cost in paid(vms, time.time()).items() if node in nodes}
-                answer = NodesGranted(request=action.request, nodes=nodes, paid=costs)
+                facts = {node: known for node, known in facts_of(vms).items() if node in nodes}
+                answer = NodesGranted(request=action.request, nodes=nodes, paid=costs, facts=facts)
             else:
                 lost = "its VMs were lost before it was granted"
                 answer = RequestRefused(request=action.request, cause="error", detail=lost)
@@ -244,5 +245,16 @@ def paid(vms: Sequence[Vm], now_s: float) -> dict[str, Paid]:
         before_s = 0.0 if vm.paid_since_s is None else max(0.0, now_s - vm.paid_since_s)
         if vm.usd_per_h is not None or before_s or vm.num_devices > 1:
             said = Paid(usd_per_h=vm.usd_per_h, num_nodes=vm.num_devices, before_s=before_s)
+            told |= dict.fromkeys(vm.workers, said)
+    return told
+
+
+def facts_of(vms: Sequence[Vm]) -> dict[str, NodeFacts]:
+    """Say what kind of VM workers are on; nothing of those of which nothing is known."""
+    told: dict[str, NodeFacts] = {}
+    for vm in vms:
+        zone = "" if vm.zone == "unknown" else vm.zone
+        if vm.provider:
+            said = NodeFacts(provider=vm.provider, size=vm.size, region=vm.region, zone=zone)
             told |= dict.fromkeys(vm.workers, said)
     return told

@@ -238,6 +238,8 @@ class Group:
         return Vm(
             name=machine.name,
             request=machine.tags.get(REQUEST_TAG, ""),
+            provider=self._spec.provider,
+            region=self._spec.location,
             zone=(machine.zones or ["unknown"])[0],
             size=size,
             usd_per_h=None if known is None else self._usd_per_h(known),

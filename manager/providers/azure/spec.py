@@ -68,6 +68,11 @@ class AzureSpec(Value):
             raise ValueError("image: neither publisher:offer:sku:version nor the id of an image")
         return self
 
+    @property
+    def provider(self) -> str:
+        """By what name its VMs are remembered: what a stand-in on this machine does says nothing of a cloud."""
+        return "azure" if self.resource_manager.startswith("https:") else "local"
+
     def price(self, find: Callable[[AzureSize], float | None]) -> Price | None:
         """Return the price of one hour of the dearest size; None when one is not known.
 

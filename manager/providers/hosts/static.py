@@ -257,7 +257,8 @@ class StaticProvider:
     def _priced(self, key: str, vm: Vm) -> Vm:
         host = self._hosts.get(key)
         usd_per_h = self._spec.usd_per_h if host is None or host.usd_per_h is None else host.usd_per_h
-        return vm.model_copy(update={"usd_per_h": usd_per_h})
+        known = {"provider": "static", "zone": key, "usd_per_h": usd_per_h}
+        return vm.model_copy(update=known)
 
     @contextmanager
     def _leases(self) -> Iterator[tuple[dict[str, Lease], Callable[[dict[str, Lease]], None]]]:

@@ -78,6 +78,8 @@ class Vm(Value):
 
     name: str
     request: str = Field(description="the request that it answers")
+    provider: str = ""
+    region: str = ""
     zone: str = "unknown"
     size: str = ""
     usd_per_h: float | None = Field(default=None, ge=0, description="None: not known")
