@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 
 from manager.controller.state.config import ControllerConfig
+from manager.controller.state.expected import ExpectedLosses
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms, Policy, Vms
 from morph.contract.errors import CheckpointError, PlanError
@@ -47,6 +48,7 @@ def controller_config(
     *,
     timeline_step: int | None = None,
     num_beyond: int = 0,
+    expected_losses: ExpectedLosses = ExpectedLosses(),  # noqa: B008 (frozen)
     **more: Any,
 ) -> ControllerConfig:
     """Plan for every number of workers that the trace or ``vms.keep`` can bring, and gather what the controller needs.
@@ -54,7 +56,7 @@ def controller_config(
     ``request``, with ``more`` of its fields: P of every shape, with fewer workers than which the run waits; D at most,
     fewer workers make fewer, others stand by; m of all plans, as a run that goes on has it; schedule and recompute.
     ``num_beyond``: so many more may come, where the last VM has several devices. ``timeline_step``: of this step the
-    workers record a timeline.
+    workers record a timeline. ``expected_losses``: of VMs, until the run has seen its own.
 
     Raises:
         PlanError: when not even the trace's largest number of VMs can run the job, or reach what is asked for.
@@ -89,6 +91,7 @@ def controller_config(
         target_nodes=vms.keep or 0,
         timeline_step=timeline_step,
         section_compute_s=section_compute_s(profile, micro_batch_size),
+        expected_losses=expected_losses,
     )
 
 

@@ -17,11 +17,20 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 def cache_folder() -> Path:
     """Return where this user's caches of Morph are."""
-    own, general = os.environ.get("MORPH_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own)
-    usual = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return (Path(general) if general and Path(general).is_absolute() else usual) / "morph"
+    return _folder("MORPH_CACHE_DIR", "XDG_CACHE_HOME", "Library/Caches", ".cache")
+
+
+def data_folder() -> Path:
+    """Return where this user's data of Morph is that is of use beyond one run and that nothing could make again."""
+    return _folder("MORPH_DATA_DIR", "XDG_DATA_HOME", "Library/Application Support", ".local/share")
+
+
+def _folder(own: str, general: str, on_a_mac: str, elsewhere: str) -> Path:
+    """The folder that one variable names, or one called morph in that of another, or in the usual one."""
+    if named := os.environ.get(own):
+        return Path(named)
+    common, usual = os.environ.get(general), on_a_mac if sys.platform == "darwin" else elsewhere
+    return (Path(common) if common and Path(common).is_absolute() else Path.home() / usual) / "morph"
 
 
 def read_kept(folder: Path, name: str) -> bytes | None:

@@ -22,6 +22,9 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 if "MORPH_CACHE_DIR" not in os.environ:  # a developer's cache is not read; processes of pytest-xdist share one
     os.environ["MORPH_CACHE_DIR"] = tempfile.mkdtemp(prefix="morph-tests-")
     atexit.register(shutil.rmtree, os.environ["MORPH_CACHE_DIR"], ignore_errors=True)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # whatever a developer has set: a real history learns nothing from tests
+    os.environ["MORPH_DATA_DIR"] = tempfile.mkdtemp(prefix="morph-tests-data-")
+    atexit.register(shutil.rmtree, os.environ["MORPH_DATA_DIR"], ignore_errors=True)
 
 import pytest
 import typer.testing

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
+from manager.controller.state.events import NodeFacts
 from manager.engine.run.provided import Providing
 from manager.providers.azure.prices import RetailPrices
 from manager.providers.azure.spec import PUBLIC_AZURE, AzureSpec
@@ -34,6 +35,20 @@ class Cloud:
         if isinstance(self.described, AzureSpec):
             return max(size.num_devices for size in self.described.sizes)
         return max(host.num_gpus for host in self.described.hosts)
+
+    @property
+    def vm_kind(self) -> NodeFacts:
+        """What all VMs of a run will be."""
+        spec = self.described
+        if not isinstance(spec, AzureSpec):
+            return NodeFacts(provider="static")
+        (size, *more_sizes), zones = spec.sizes, spec.zones
+        return NodeFacts(
+            provider=spec.provider,
+            size="" if more_sizes else size.name,
+            region=spec.location,
+            zone=zones[0] if len(zones) == 1 else "",
+        )
 
     def price(self) -> Price | None:
         """What one VM costs; may ask the provider's price list."""

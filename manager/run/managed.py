@@ -12,6 +12,7 @@ from manager.controller.state.actions import Finish
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.run import attachment, session
 from manager.engine.run.again import Again, until_it_ends
+from manager.history.run_history import RunHistory
 from manager.journal.patience import LIMIT_S, patiently
 from manager.providers.interface.run_name import name_of, write_name
 from manager.report.live import LiveRun
@@ -93,6 +94,7 @@ def managed_run(
             if found is None:
                 return None
             version, num_vms = found.state.version, len(found.vms) or len(found.state.workers)
+            history.take_in(opened.path)
             _tell(f"{num_vms} VMs of this run live: going on with them at version {version}")
             with view(version, takes_over=True) as observer:
                 return session.run_session(replace(asked, config=found.state.config), opened, observer, found=found)
@@ -131,6 +133,7 @@ def managed_run(
         finish = None if number else gone_on_with()
         if finish is not None:
             return finish
+        history.take_in(opened.path)
         checkpoint = restored()
         version = checkpoint.version if checkpoint else 0
         again.begin_at(version)
@@ -143,7 +146,7 @@ def managed_run(
             code = wait(lambda: trained.begin(opened))
             if run.asked is not None:
                 wait(partial(keep_request, opened.path, run.asked, run.files))
-        begun = replace(on(code), config=run.config(checkpoint))
+        begun = replace(on(code), config=run.config(checkpoint, history.expected(run.vm_kind)))
         if again.has_run:
             begun = session.gone_on_with_trace(begun, opened)
         if cloud is not None:
@@ -155,13 +158,16 @@ def managed_run(
         with view(version) as observer:
             return session.run_session(begun, opened, observer)
 
-    again = Again(run.cluster.policy.give_up_after_s)
+    again, history = Again(run.cluster.policy.give_up_after_s), RunHistory(_tell)
     with RunDir(run.run_dir, facts) as opened:
         if cloud is not None:
             name = name_of(opened.path, profile.job.name)
             wait(partial(write_name, opened.path, name))  # the provider marks VMs with it: it must find them again
             spec = replace(spec, providing=cloud.providing(name, opened.path))
-        return until_it_ends(readable, again, _tell), read_report(opened.path)
+        try:
+            return until_it_ends(readable, again, _tell), read_report(opened.path)
+        finally:
+            history.take_in(opened.path)
 
 
 def _tell(sentence: str) -> None:

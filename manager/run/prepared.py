@@ -9,6 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import NodeFacts
+from manager.controller.state.expected import ExpectedLosses
 from manager.preparation import constant_trace, controller_config
 from manager.report.spent import Prices, no_price, prices_of
 from manager.run.cloud import Cloud
@@ -83,7 +85,16 @@ class PreparedRun:
             "-D": str(request.num_replicas),
         }
 
-    def config(self, checkpoint: Manifest | None = None) -> ControllerConfig:
+    @property
+    def vm_kind(self) -> NodeFacts:
+        """What is known beforehand of its VMs: what they have in common."""
+        return NodeFacts(provider="local") if self.cloud is None else self.cloud.vm_kind
+
+    def config(
+        self,
+        checkpoint: Manifest | None = None,
+        expected: ExpectedLosses = ExpectedLosses(),  # noqa: B008 (frozen)
+    ) -> ControllerConfig:
         """Plan, and gather what the controller starts with; see ``controller_config``."""
         given = self.request
         asked = given.model_dump(include={"schedule", "recompute", "pipeline_depth", "num_replicas"})
@@ -99,6 +110,7 @@ class PreparedRun:
             request,
             timeline_step=given.timeline_step,
             num_beyond=beyond,
+            expected_losses=expected,
         )
 
     def facts(self, config: ControllerConfig) -> RunFacts:

@@ -24,6 +24,7 @@ from morph.cli.runs.demo import demo_command
 from morph.cli.runs.inject import inject_command
 from morph.cli.runs.run import resume_command, run_command
 from morph.cli.views.commands import events_command, page_command, report_command, status_command, stop_command
+from morph.cli.views.history import history_command
 from morph.cli.views.timeline import timeline_command
 
 HELP = """Train one PyTorch model on whatever spot GPUs are there right now.
@@ -83,6 +84,7 @@ app.command("report")(report_command)
 app.command("page")(page_command)
 app.command("stop")(stop_command)
 app.command("inject")(inject_command)
+app.command("history")(history_command)
 app.command("timeline")(timeline_command)
 app.command("export")(export_command)
 app.command("import")(import_command)

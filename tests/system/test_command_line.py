@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from manager.controller.state.events import NodeAppeared
+from manager.controller.state.events import NodeAppeared, NodeFacts
+from manager.history.lives import Ending, lives_of
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import VM_KILLED, Fact
 from manager.journal.replay import replay
@@ -30,7 +31,9 @@ TRACE = """time_s,event,node_id
 """
 
 
-def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(calibrated: Path, tmp_path: Path) -> None:
+def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(
+    calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     profile = load_profile(calibrated)
     assert (profile.job.name, profile.job.batch_size, profile.micro_batch_sizes) == ("tiny-gpt", 12, (2,))
 
@@ -43,6 +46,7 @@ def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(calibra
     assert "2 x 1" in shown
     assert (tmp_path / "timeline.png").read_bytes().startswith(PNG)
 
+    monkeypatch.setenv("MORPH_DATA_DIR", str(tmp_path / "data"))
     run_dir = tmp_path / "run"
     _run_along_the_trace(calibrated, tmp_path, run_dir)
     assert (run_dir / "run.png").read_bytes().startswith(PNG)
@@ -60,9 +64,21 @@ def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(calibra
         entries = journal.read()
     facts = [Fact.model_validate_json(entry.payload_json) for entry in entries if entry.kind == "fact"]
     assert [fact.worker for fact in facts if fact.name == VM_KILLED] == ["vm1"]
-    appeared = NodeAppeared(node="vm2").model_dump_json()
+    appeared = NodeAppeared(node="vm2", facts=NodeFacts(provider="local")).model_dump_json()
     assert any(entry.kind == "event" and entry.payload_json == appeared for entry in entries)
     assert any("vm1" in found.lost_workers for found in report.morphs)
+
+    (kind,) = json.loads(morph("history", "--json"))
+    assert kind["facts"] == {"provider": "local", "size": "", "region": "", "zone": ""}
+    assert (kind["seen"]["num_vms"], kind["seen"]["num_lost"], kind["estimate"]["num_preparations"]) == (3, 1, 0)
+    lives = {life.vm: life for life in lives_of(entries)}
+    assert {vm: life.ending for vm, life in lives.items()} == {
+        "vm0": Ending.RUN_OVER,
+        "vm1": Ending.REVOKED,
+        "vm2": Ending.RUN_OVER,
+    }
+    assert all(life.preparation_s is not None and life.hours > 0 for life in lives.values())
+    assert kind["seen"]["hours"] == pytest.approx(sum(life.hours for life in lives.values()))
 
 
 def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:

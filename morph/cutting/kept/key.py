@@ -22,7 +22,7 @@ from morph.job_files import OWN, JobFiles, file_of, held, is_installed
 
 _NOT_OF_THE_JOB = frozenset({
     *("_", "SHLVL", "PWD", "OLDPWD", "SPT_NOENV", "PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR", "MORPH_CACHE_DIR"),
-    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("MORPH_DATA_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
 })  # fmt: skip
 _THAT_CUT_OR_CHECK = ("cutting", "data", "tracing", "runtime/workloads", "cli/models")
 _NOT_OF_THE_JOB_PREFIXES = ("PYTEST_", "RAY_")

@@ -1,0 +1,68 @@
+"""What published spot traces say of VMs' losses: the prior of ``ExpectedLosses``.
+
+    python benchmarks/trace_statistics.py TRACE.csv...
+
+One line for each trace, and what is taken of them together: every trace counts once, however long it is, as one kind
+of VM of all that there are. The weights say how far the traces are apart: those of a Gamma and of a Beta distribution
+with their mean and variance; of the third, the variance within a trace over that between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from manager.history.estimate import seen
+from manager.history.lives import Ending, Life, together
+from morph.contract.trace import Trace, load_trace
+
+
+def lives_of_trace(trace: Trace) -> tuple[Life, ...]:
+    """Return the lives of a trace's VMs; those that are there at its end would have lived on."""
+    begun: dict[str, float] = {}
+    lives: list[Life] = []
+    for time_s, events in groupby(trace.events, key=lambda event: event.time_s):
+        for event in events:
+            if event.event == "add":
+                begun[event.node_id] = time_s
+            else:
+                begun_s = begun.pop(event.node_id)
+                lives.append(Life(vm=event.node_id, begun_s=begun_s, ended_s=time_s, ending=Ending.REVOKED))
+    lives += [
+        Life(vm=vm, begun_s=begun_s, ended_s=trace.duration_s, ending=Ending.RUN_OVER) for vm, begun_s in begun.items()
+    ]
+    return together(lives)
+
+
+def lines(paths: list[Path]) -> Iterator[str]:
+    """Print the table and the prior."""
+    yield f"{'trace':<24}{'VM-hours':>10}{'losses':>8}{'a VM-hour':>11}{'bulk share':>12}{'of the VMs':>12}"
+    found, bulks = [], []
+    for path in paths:
+        lives = lives_of_trace(load_trace(path))
+        events = {life.ended_s: life.lost_with / life.lost_of for life in lives if life.lost_with > 1}
+        one = seen(lives)
+        found.append(one)
+        bulks.append(list(events.values()))
+        yield (
+            f"{path.stem:<24}{one.hours:10.1f}{one.num_lost:8d}{one.num_lost / one.hours:11.3f}"
+            f"{one.num_bulk / one.num_lost:12.2f}{statistics.mean(events.values()):12.2f}"
+        )
+    rates = [one.num_lost / one.hours for one in found]
+    shares = [one.num_bulk / one.num_lost for one in found]
+    means = [statistics.mean(fractions) for fractions in bulks]
+    within = statistics.mean(statistics.variance(fractions) for fractions in bulks)
+    rate, share, fraction = (statistics.mean(figures) for figures in (rates, shares, means))
+    gamma, beta = rate / statistics.variance(rates), share * (1 - share) / statistics.variance(shares) - 1
+    yield f"losses of a VM in an hour: {rate:.3f}, as of {gamma:.1f} VM-hours"
+    yield f"of them with others: {share:.2f}, as of {beta:.1f} losses"
+    yield f"of the VMs at a time: {fraction:.2f}, as of {within / statistics.variance(means):.1f} such events"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+", type=Path, help="in Morph's format, of one kind of VM each")
+    print("\n".join(lines(parser.parse_args().traces)))

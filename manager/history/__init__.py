@@ -1,0 +1,1 @@
+"""What became of VMs, over all runs of a user: their lives, out of journals, and what is to be expected of the next."""

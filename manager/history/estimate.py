@@ -1,0 +1,218 @@
+"""From lives of VMs to what is to be expected of the next of a kind. Pure.
+
+The kinds are nested: zone in region in size in provider. The rate of losses begins at what published traces say (a
+Gamma prior) and goes from the widest kind to the narrowest. At each step the lives that are of this kind but not of the
+next narrower one are taken in, and all that is known so far counts for no more than the prior does: its weight says how
+far kinds are apart in the traces. So a zone of which much is known goes by its own losses, one of which little is known
+by its region's, and no life counts twice. Shares go the same way (Beta); times are medians of the narrowest kind with
+``ENOUGH`` of them. Losses of several VMs at once are not so many independent ones: losses and hours both count divided
+by the mean number that was lost together.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from manager.controller.state.events import NodeFacts
+from manager.controller.state.expected import ExpectedLosses
+from manager.history.lives import Life
+from morph.contract.base import Value
+
+PRIOR = ExpectedLosses()
+WEIGHT_LOSSES = 3.9
+"""Of the prior's ``bulk_share``, by how far the traces are apart in it; ``WEIGHT_EVENTS``: of its ``bulk_fraction``."""
+WEIGHT_EVENTS = 4.9
+MOST_WEIGHT_VM_H = 100.0
+"""Of what a run is told: a day unlike all before is to be seen in the run itself."""
+ENOUGH = 5
+INTERVAL = 0.9
+
+
+class Seen(Value):
+    """Sums over some lives. ``together``: of losses, how many each was of; ``bulk_fractions``: of the VMs, by event."""
+
+    num_vms: int = 0
+    hours: float = 0.0
+    num_lost: int = 0
+    num_noticed: int = 0
+    together: int = 0
+    num_bulk: int = 0
+    num_bulk_events: float = 0.0
+    bulk_fractions: float = 0.0
+
+
+class Estimate(Value):
+    """What is expected of a kind of VM, and how much it rests on.
+
+    ``low_per_vm_h`` to ``high_per_vm_h``: with a probability of ``INTERVAL`` the rate is there. The ``num_...`` are
+    what was seen of VMs as narrow as each figure went by; 0: the prior. ``lead_s``: None: no notice was ever given.
+    """
+
+    expected: ExpectedLosses
+    low_per_vm_h: float
+    high_per_vm_h: float
+    lead_s: float | None
+    num_allocations: int
+    num_preparations: int
+    num_notices: int
+
+
+class KindSeen(Value):
+    """What was seen of one kind of VM, and what is expected of it. Times are medians; None: there was none."""
+
+    facts: NodeFacts
+    seen: Seen
+    mean_lifetime_h: float | None = Field(description="of VM-hours to losses; None: none was lost")
+    lead_s: float | None
+    allocation_s: float | None
+    preparation_s: float | None
+    usd_per_h: float | None = Field(description="last seen")
+    estimate: Estimate
+
+
+def seen(lives: Sequence[Life]) -> Seen:
+    """Add up some lives."""
+    bulk = [life for life in lives if life.is_lost and life.lost_with > 1]
+    return Seen(
+        num_vms=len(lives),
+        hours=sum(life.hours for life in lives),
+        num_lost=sum(life.is_lost for life in lives),
+        num_noticed=sum(life.is_lost and life.lead_s is not None for life in lives),
+        together=sum(max(1, life.lost_with) for life in lives if life.is_lost),
+        num_bulk=len(bulk),
+        num_bulk_events=sum(1 / life.lost_with for life in bulk),
+        bulk_fractions=sum(1 / life.lost_of for life in bulk),
+    )
+
+
+def estimate(lives: Sequence[Life], facts: NodeFacts) -> Estimate:
+    """Say what is to be expected of VMs of a kind; of what is empty at the end of ``facts`` they may be any.
+
+    Lives of another provider are not looked at.
+    """
+    most = max((number for number, field in enumerate(facts.model_dump().values(), 1) if field), default=1)
+    depths = [min(most, _depth(life.facts, facts)) for life in lives]
+    steps = [[life for life, at in zip(lives, depths, strict=True) if at == depth] for depth in range(1, most + 1)]
+    sums = [seen(step) for step in steps]
+    num_lost = sum(found.num_lost for found in sums)
+    dispersion = sum(found.together for found in sums) / num_lost if num_lost else 1.0
+    rate, weight = _posterior(
+        [(found.num_lost / dispersion, found.hours / dispersion) for found in sums], PRIOR.per_vm_h, PRIOR.weight_vm_h
+    )
+    share, _ = _posterior([(found.num_bulk, found.num_lost) for found in sums], PRIOR.bulk_share, WEIGHT_LOSSES)
+    events = [(found.bulk_fractions, found.num_bulk_events) for found in sums]
+    fraction, _ = _posterior(events, PRIOR.bulk_fraction, WEIGHT_EVENTS)
+    allocation_s, num_allocations = _median([[life.allocation_s for life in step] for step in steps])
+    preparation_s, num_preparations = _median([[life.preparation_s for life in step] for step in steps])
+    lead_s, num_notices = _median([[life.lead_s for life in step if life.is_lost] for step in steps], enough=1)
+    hours = sum(found.hours for found in sums)
+    named = " ".join(filter(None, (facts.provider, facts.size, facts.region, facts.zone)))
+    expected = ExpectedLosses(
+        per_vm_h=rate,
+        weight_vm_h=min(weight, MOST_WEIGHT_VM_H),
+        bulk_share=share,
+        bulk_fraction=min(1.0, fraction),
+        allocation_s=PRIOR.allocation_s if allocation_s is None else allocation_s,
+        preparation_s=PRIOR.preparation_s if preparation_s is None else preparation_s,
+        source=f"{hours:.3g} VM-hours of {named or 'VMs'} in earlier runs, and {PRIOR.source}"
+        if hours
+        else PRIOR.source,
+    )
+    tail = (1 - INTERVAL) / 2
+    return Estimate(
+        expected=expected,
+        low_per_vm_h=gamma_quantile(tail, rate * weight) / weight,
+        high_per_vm_h=gamma_quantile(1 - tail, rate * weight) / weight,
+        lead_s=lead_s,
+        num_allocations=num_allocations,
+        num_preparations=num_preparations,
+        num_notices=num_notices,
+    )
+
+
+def kinds(lives: Sequence[Life]) -> tuple[KindSeen, ...]:
+    """Say of each kind of VM what was seen and is expected, by name."""
+    by_facts: dict[NodeFacts, list[Life]] = {}
+    for life in lives:
+        by_facts.setdefault(life.facts, []).append(life)
+    told = []
+    for facts, own in sorted(by_facts.items(), key=lambda kind: tuple(kind[0].model_dump().values())):
+        found = seen(own)
+        priced = [life for life in own if life.usd_per_h is not None]
+        told.append(
+            KindSeen(
+                facts=facts,
+                seen=found,
+                mean_lifetime_h=found.hours / found.num_lost if found.num_lost else None,
+                lead_s=_median([[life.lead_s for life in own if life.is_lost]], enough=1)[0],
+                allocation_s=_median([[life.allocation_s for life in own]], enough=1)[0],
+                preparation_s=_median([[life.preparation_s for life in own]], enough=1)[0],
+                usd_per_h=max(priced, key=lambda life: life.begun_s).usd_per_h if priced else None,
+                estimate=estimate(lives, facts),
+            )
+        )
+    return tuple(told)
+
+
+def gamma_quantile(probability: float, shape: float) -> float:
+    """Return the quantile of a Gamma distribution with scale 1, to a millionth of it; 0 where the shape is 0."""
+    if shape <= 0:
+        return 0.0
+    low, high = 0.0, shape + 1.0
+    while _gamma_below(high, shape) < probability:
+        high *= 2
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _gamma_below(middle, shape) < probability else (low, middle)
+    return high
+
+
+def _gamma_below(x: float, shape: float) -> float:
+    """The regularised lower incomplete gamma function, by its series: Abramowitz and Stegun, 6.5.29."""
+    if x <= 0:
+        return 0.0
+    term = total = 1.0
+    number = 0
+    while term > 1e-12 * total:
+        number += 1
+        term *= x / (shape + number)
+        total += term
+    return min(1.0, total * math.exp(shape * math.log(x) - x - math.lgamma(shape + 1)))
+
+
+def _depth(one: NodeFacts, other: NodeFacts) -> int:
+    """How many of provider, size, region and zone two kinds share, from the left."""
+    ours, theirs = one.model_dump().values(), other.model_dump().values()
+    depth = 0
+    for mine, yours in zip(ours, theirs, strict=True):
+        if mine != yours:
+            break
+        depth += 1
+    return depth
+
+
+def _posterior(steps: Sequence[tuple[float, float]], mean: float, most: float) -> tuple[float, float]:
+    """Take in (events, exposure) from the widest kind to the narrowest; returns mean and weight.
+
+    ``most``: what all that is known before a step counts for in it, and the prior's own weight.
+    """
+    weight = most
+    for events, exposure in steps:
+        weight = min(weight, most)
+        mean = (mean * weight + events) / (weight + exposure)
+        weight += exposure
+    return mean, weight
+
+
+def _median(steps: Sequence[Sequence[float | None]], enough: int = ENOUGH) -> tuple[float | None, int]:
+    """The median of the narrowest kind that has enough, and of how many; None and 0: none has."""
+    known: list[float] = []
+    for step in reversed(steps):
+        known += [value for value in step if value is not None]
+        if len(known) >= enough:
+            return statistics.median(known), len(known)
+    return None, 0

@@ -1,0 +1,318 @@
+"""From the lines of a journal to the lives of the run's VMs: since when, what kind, how each ended. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pydantic import Field
+
+from manager.controller.state.actions import EndWorker, Finish, ReleaseNodes, RequestNodes
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import (
+    EVENT,
+    Event,
+    ManagerResumed,
+    NodeAppeared,
+    NodeFacts,
+    NodesGranted,
+    NoticeGiven,
+    NoticeWithdrawn,
+    Paid,
+    WorkerAnswered,
+    WorkerLost,
+)
+from manager.controller.state.reasons import ReasonCode
+from manager.journal.records import (
+    OUTLIVES,
+    PREEMPTION_FAILED,
+    PREEMPTION_INJECTED,
+    SESSION_OVER,
+    TOOK_OVER,
+    VM_KILLED,
+    DecisionRecord,
+    Entry,
+    Fact,
+)
+from morph.contract.base import Value
+from morph.contract.messages import WorkerReady
+from morph.contract.vm_names import vm_of
+
+TOGETHER_S = 10.0
+"""Losses within so long are one event: a manager learns of some by a closed connection, of others by silence."""
+_TOLD = ("node_appeared", "nodes_granted", "notice_given", "notice_withdrawn", "worker_lost", "manager_resumed")
+_DONE = ("request_nodes", "release_nodes", "end_worker", "finish")
+
+
+class Ending(StrEnum):
+    """How the life of a VM ended, as far as its journal tells.
+
+    ``REVOKED``: its provider took it, or was about to by a notice that held, or all of its workers were lost at a
+    blow after they had been ready. A worker that crashed on a VM with one device is such a loss too: what it held is
+    as lost, and a journal does not tell the two apart. ``FAILED``: lost before any of its workers was ready, with no
+    notice: what it was to start may be to blame. ``INJECTED``: taken on purpose, by ``morph inject``. ``GIVEN_BACK``:
+    the manager ended it, or its worker for an error. ``RUN_OVER``: it would have lived on. Only the first is a loss.
+    """
+
+    REVOKED = "revoked"
+    FAILED = "failed"
+    INJECTED = "injected"
+    GIVEN_BACK = "given_back"
+    RUN_OVER = "run_over"
+
+
+class Life(Value):
+    """One VM of one run. Times in seconds of the run's clock, which are those since 1970.
+
+    ``begun_s``: granted, or up, whichever was told first. ``lead_s``: of the notice by which it was taken; None:
+    without one. ``lost_with``: so many VMs were lost together, itself included, 0 if it was not; ``lost_of``: of so
+    many that the run had.
+    """
+
+    vm: str
+    facts: NodeFacts = NodeFacts()
+    usd_per_h: float | None = None
+    begun_s: float
+    asked_s: float | None = None
+    appeared_s: float | None = None
+    ready_s: float | None = None
+    noticed_s: float | None = None
+    lead_s: float | None = None
+    ended_s: float
+    ending: Ending
+    lost_with: int = Field(default=0, ge=0)
+    lost_of: int = Field(default=0, ge=0)
+
+    @property
+    def hours(self) -> float:
+        """How long it lived."""
+        return max(0.0, self.ended_s - self.begun_s) / 3600.0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its end is a loss."""
+        return self.ending is Ending.REVOKED
+
+    @property
+    def allocation_s(self) -> float | None:
+        """From the request to a VM that was up; None: it never was, or nobody asked for it."""
+        return _between(self.asked_s, self.appeared_s)
+
+    @property
+    def preparation_s(self) -> float | None:
+        """From a VM that was up to its first ready worker; None: there was none."""
+        return _between(self.appeared_s, self.ready_s)
+
+
+def lives_of(entries: Iterable[Entry]) -> tuple[Life, ...]:
+    """Return the lives of all VMs in a journal's lines, in the order in which they ended.
+
+    One that is not over by the last line ends with it, as if the run did.
+    """
+    reader = _Reader()
+    for entry in entries:
+        reader.take(entry)
+    reader.end_all(reader.last_s)
+    return together(reader.over)
+
+
+def together(lives: Sequence[Life]) -> tuple[Life, ...]:
+    """Mark which of a run's VMs were lost together: of those lost alone one was."""
+    marked = {(life.vm, life.begun_s): life for life in lives}
+    lost = sorted((life for life in lives if life.is_lost), key=_taken_s)
+    while lost:
+        event = [life for life in lost if _taken_s(life) - _taken_s(lost[0]) <= TOGETHER_S]
+        lost = lost[len(event) :]
+        first_s = min(life.ended_s for life in event)
+        num_there = sum(life.begun_s < first_s <= life.ended_s for life in lives)
+        update = {"lost_with": len(event), "lost_of": max(num_there, len(event))}
+        marked |= {(life.vm, life.begun_s): life.model_copy(update=update) for life in event}
+    return tuple(marked.values())
+
+
+@dataclass
+class _Open:
+    """A VM that lives."""
+
+    begun_s: float
+    facts: NodeFacts = field(default_factory=NodeFacts)
+    usd_per_h: float | None = None
+    asked_s: float | None = None
+    appeared_s: float | None = None
+    ready_s: float | None = None
+    notice: tuple[float, float] | None = None
+    workers: set[str] = field(default_factory=set)
+    ready: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Reader:
+    """``gone_s``: in the midst of a take-over, until when a VM lived that did not outlive the manager's absence."""
+
+    open: dict[str, _Open] = field(default_factory=dict)
+    over: list[Life] = field(default_factory=list)
+    asked_s: dict[str, float] = field(default_factory=dict)
+    early: dict[str, tuple[float, float]] = field(default_factory=dict)
+    killed: set[str] = field(default_factory=set)
+    injected: set[str] = field(default_factory=set)
+    grace_s: float = 0.0
+    outlives_s: float = 0.0
+    last_s: float = 0.0
+    gone_s: float | None = None
+    event: Event | None = None
+
+    def take(self, entry: Entry) -> None:
+        time_s = max(entry.time_s, self.last_s)
+        if entry.kind == "config":
+            self.end_all(self.last_s)
+            config = ControllerConfig.model_validate_json(entry.payload_json)
+            self.grace_s = config.policy.rules.requests.notice_grace_s
+        elif entry.kind == "fact":
+            self._fact(Fact.model_validate_json(entry.payload_json), time_s)
+        elif entry.kind == "event":
+            self.event = EVENT.validate_json(entry.payload_json) if _matters(entry.payload_json) else None
+        elif self.event is not None or any(f'"{name}"' in entry.payload_json for name in _DONE):
+            record = DecisionRecord.model_validate_json(entry.payload_json)
+            self._event(self.event, time_s, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
+            self._decided(record, time_s)
+            self.event = None
+        self.last_s = time_s
+
+    def end_all(self, time_s: float) -> None:
+        """The run, or its session, is over, and its VMs with it."""
+        for vm in list(self.open):
+            self._end(vm, time_s, Ending.RUN_OVER)
+        for remembered in (self.asked_s, self.early, self.killed, self.injected):
+            remembered.clear()
+
+    def _fact(self, fact: Fact, time_s: float) -> None:
+        if fact.name == VM_KILLED and fact.worker is not None:
+            self.killed.add(vm_of(fact.worker))
+        elif fact.name == PREEMPTION_INJECTED and fact.worker is not None:
+            self.injected.add(fact.worker)
+        elif fact.name == PREEMPTION_FAILED and fact.worker is not None:
+            self.injected.discard(fact.worker)
+        elif fact.name == OUTLIVES:
+            self.outlives_s = float(fact.detail)
+        elif fact.name == TOOK_OVER and time_s - self.last_s >= self.outlives_s:
+            self.gone_s = self.last_s
+        elif fact.name == SESSION_OVER:
+            self.end_all(time_s)
+
+    def _event(self, event: Event | None, time_s: float, *, is_open: bool) -> None:
+        match event:
+            case NodesGranted(request=request):
+                for node in event.nodes:
+                    if is_open or vm_of(node) in self.open:
+                        self._there(node, request, event.paid.get(node), event.facts.get(node), time_s)
+            case NodeAppeared(node=node):
+                vm = self._there(node, event.request, event.paid, event.facts, time_s)
+                vm.appeared_s = time_s if vm.appeared_s is None else vm.appeared_s
+            case WorkerAnswered(worker=worker, answer=WorkerReady()) if vm_of(worker) in self.open:
+                answered = self.open[vm_of(worker)]
+                answered.ready_s = time_s if answered.ready_s is None else answered.ready_s
+                answered.ready.add(worker)
+            case NoticeGiven():
+                self._noticed(vm_of(event.worker), (time_s, event.lead_s))
+            case NoticeWithdrawn(worker=worker):
+                self.early.pop(vm_of(worker), None)
+                if (spared := self.open.get(vm_of(worker))) is not None:
+                    spared.notice = None
+            case WorkerLost():
+                self._gone(event.workers, time_s, Ending.REVOKED)
+            case ManagerResumed(living=living):
+                ready = [worker for vm in self.open.values() for worker in vm.ready & vm.workers]
+                self._gone([worker for worker in ready if worker not in living], time_s, Ending.REVOKED)
+                self.gone_s = None
+
+    def _decided(self, record: DecisionRecord, time_s: float) -> None:
+        for action in record.actions:
+            match action:
+                case RequestNodes(request=request):
+                    self.asked_s.setdefault(request, time_s)
+                case EndWorker(worker=worker):
+                    self._gone([worker], time_s, Ending.GIVEN_BACK)
+                case ReleaseNodes(nodes=nodes):
+                    self._gone(nodes, time_s, Ending.GIVEN_BACK)
+                case Finish():
+                    self.end_all(time_s)
+
+    def _there(
+        self, node: str, request: str | None, paid: Paid | None, facts: NodeFacts | None, time_s: float
+    ) -> _Open:
+        name = vm_of(node)
+        vm = self.open.setdefault(name, _Open(time_s, notice=self.early.pop(name, None)))
+        vm.workers.add(node)
+        vm.facts = facts or vm.facts
+        vm.usd_per_h = vm.usd_per_h if paid is None or paid.usd_per_h is None else paid.usd_per_h
+        if vm.asked_s is None and request is not None:
+            vm.asked_s = self.asked_s.get(request)
+        return vm
+
+    def _noticed(self, name: str, notice: tuple[float, float]) -> None:
+        vm = self.open.get(name)
+        if vm is None:
+            self.early[name] = notice
+        elif vm.notice is None or not self._holds(vm.notice, notice[0]):  # it is told again and again
+            vm.notice = notice
+
+    def _holds(self, notice: tuple[float, float], time_s: float) -> bool:
+        """Whether a VM that ends now is taken by this notice: one that outlived it by the grace was spared."""
+        return time_s <= sum(notice) + self.grace_s
+
+    def _gone(self, workers: Iterable[str], time_s: float, ending: Ending) -> None:
+        """A VM is gone with the last of its workers."""
+        for worker in workers:
+            vm = self.open.get(vm_of(worker))
+            if vm is not None:
+                vm.workers.discard(worker)
+                if not vm.workers and self.gone_s is not None:
+                    self._end(vm_of(worker), self.gone_s, Ending.RUN_OVER)
+                elif not vm.workers:
+                    self._end(vm_of(worker), time_s, ending)
+
+    def _end(self, name: str, time_s: float, ending: Ending) -> None:
+        vm = self.open.pop(name)
+        notice = vm.notice if vm.notice is not None and self._holds(vm.notice, time_s) else None
+        if notice is not None:
+            ending = Ending.REVOKED
+        elif ending is Ending.REVOKED and vm.ready_s is None and name not in self.killed:
+            ending = Ending.FAILED
+        if ending is Ending.REVOKED and name in self.injected:
+            ending = Ending.INJECTED
+        noticed_s, lead_s = notice or (None, None)
+        self.over.append(
+            Life(
+                vm=name,
+                facts=vm.facts,
+                usd_per_h=vm.usd_per_h,
+                begun_s=vm.begun_s,
+                asked_s=vm.asked_s,
+                appeared_s=vm.appeared_s,
+                ready_s=vm.ready_s,
+                noticed_s=noticed_s,
+                lead_s=lead_s,
+                ended_s=max(time_s, vm.begun_s),
+                ending=ending,
+            )
+        )
+
+
+def _matters(payload_json: str) -> bool:
+    """Whether an event is one that VMs' lives are made of: most are answers to orders, and need not be read."""
+    kind = payload_json[: payload_json.find(",")]
+    if "worker_answered" in kind:
+        return f'"{WorkerReady.model_fields["kind"].default}"' in payload_json
+    return any(f'"{name}"' in kind for name in _TOLD)
+
+
+def _taken_s(life: Life) -> float:
+    """When it was taken, or would have been: VMs with a notice are left at different boundaries before that."""
+    if life.noticed_s is None or life.lead_s is None:
+        return life.ended_s
+    return max(life.ended_s, life.noticed_s + life.lead_s)
+
+
+def _between(begin_s: float | None, end_s: float | None) -> float | None:
+    return None if begin_s is None or end_s is None else max(0.0, end_s - begin_s)

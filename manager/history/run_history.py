@@ -1,0 +1,57 @@
+"""What one run adds to the user's history of VMs and takes from it. Never in its way: what fails is told once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from manager.controller.state.events import NodeFacts
+from manager.controller.state.expected import ExpectedLosses
+from manager.history.database import HistoryError, history_path, keep_lives, kept_lives
+from manager.history.estimate import estimate
+from manager.history.lives import lives_of
+from manager.journal.journal import FILE_NAME, Journal
+from morph.contract.errors import RunDirError
+
+
+class RunHistory:
+    """See the module's docstring.
+
+    Args:
+        tell: Given a sentence where the history cannot be used; each once.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._told: set[str] = set()
+
+    def take_in(self, run_dir: Path) -> None:
+        """Keep what became of the run's VMs so far; again changes nothing. Nothing where it has not begun.
+
+        A run is known by its journal's first line, wherever its directory goes.
+        """
+        path = run_dir / FILE_NAME
+        if not path.is_file():
+            return
+        try:
+            with Journal.open(path, read_only=True) as journal:
+                entries = journal.read()
+            if entries:
+                first = f"{entries[0].time_s!r} {entries[0].payload_json}"
+                keep_lives(history_path(), hashlib.sha256(first.encode()).hexdigest()[:16], lives_of(entries))
+        except (HistoryError, RunDirError) as error:
+            self._say(f"what became of this run's VMs is not kept: {error}")
+
+    def expected(self, facts: NodeFacts) -> ExpectedLosses:
+        """Return what is expected of VMs of this kind, as far as the run knows beforehand of what kind they will be."""
+        try:
+            return estimate(kept_lives(history_path(), {"provider": facts.provider}), facts).expected
+        except HistoryError as error:
+            self._say(f"what became of VMs of earlier runs is not known: {error}")
+            return ExpectedLosses()
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            self._tell(sentence)

@@ -1,0 +1,86 @@
+"""``morph history``: what became of the VMs of all runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from morph.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    from manager.history.estimate import KindSeen
+
+COLUMNS = (
+    *("provider", "size", "region", "zone", "VMs", "VM-hours", "lost", "lost per VM-hour", "mean life"),
+    *("noticed", "lead", "in bulk", "allocation", "preparation", "$/h"),
+)
+
+
+def history_command(
+    provider: Annotated[str | None, typer.Option(help="Only VMs of this provider: azure, static, local.")] = None,
+    size: Annotated[str | None, typer.Option(help="Only VMs of this size.")] = None,
+    region: Annotated[str | None, typer.Option(help="Only VMs in this region.")] = None,
+    zone: Annotated[str | None, typer.Option(help="Only VMs in this zone.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="What is known as JSON.")] = False,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Forget these VMs; needs at least one of the above.")
+    ] = False,
+) -> None:
+    """Show what became of VMs over all of your runs, and what is expected of the next.
+
+    \b
+    Example:
+      morph history --provider azure
+      morph history --json | jq '.[].estimate.expected.per_vm_h'
+      morph history --forget --provider local
+    """
+    from manager.history.database import forget_lives, history_path, kept_lives
+    from manager.history.estimate import INTERVAL, kinds
+
+    asked = {"provider": provider, "size": size, "region": region, "zone": zone}
+    kind = {name: value for name, value in asked.items() if value is not None}
+    path = history_path()
+    if forget:
+        if not kind:
+            raise ConfigError(
+                "needs to be told what to forget",
+                field="--forget",
+                allowed=f"with --provider, --size, --region or --zone; to forget everything, remove {path}",
+            )
+        print(f"{forget_lives(path, kind)} VMs are forgotten")
+        return
+    lives = kept_lives(path, {})
+    found = [one for one in kinds(lives) if kind.items() <= one.facts.model_dump().items()]
+    if as_json:
+        print(json.dumps([one.model_dump(mode="json") for one in found], indent=2))
+    elif not found:
+        print("no run has noted any such VM" if lives else f"no run has noted what became of its VMs yet ({path})")
+    else:
+        from morph.tables import table, wide_console
+
+        title = f"VMs of all runs ({path}); in brackets: the rate is there with a probability of {INTERVAL:.0%}"
+        wide_console(200).print(table(title, COLUMNS, map(_cells, found), left=4, light=True))
+
+
+def _cells(one: KindSeen) -> list[str]:
+    seen, estimate = one.seen, one.estimate
+    return [
+        *(one.facts.model_dump().values()),
+        str(seen.num_vms),
+        f"{seen.hours:.3g}",
+        str(seen.num_lost),
+        f"{estimate.expected.per_vm_h:.2g} [{estimate.low_per_vm_h:.2g}, {estimate.high_per_vm_h:.2g}]",
+        _or_nothing(one.mean_lifetime_h, "{:.3g} h"),
+        f"{seen.num_noticed / seen.num_lost:.0%}" if seen.num_lost else "-",
+        _or_nothing(one.lead_s, "{:.3g} s"),
+        f"{seen.num_bulk / seen.num_lost:.0%}" if seen.num_lost else "-",
+        _or_nothing(one.allocation_s, "{:.3g} s"),
+        _or_nothing(one.preparation_s, "{:.3g} s"),
+        _or_nothing(one.usd_per_h, "{:.3g}"),
+    ]
+
+
+def _or_nothing(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

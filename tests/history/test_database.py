@@ -1,0 +1,218 @@
+"""The history is one file that several managers write; whatever is wrong with it is told in one sentence."""
+
+from __future__ import annotations
+
+import sqlite3
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import NodeFacts
+from manager.controller.state.expected import ExpectedLosses
+from manager.history import database
+from manager.history.database import FILE_NAME, HistoryError, forget_lives, history_path, keep_lives, kept_lives
+from manager.history.lives import Ending, Life
+from manager.history.run_history import RunHistory
+from manager.journal.journal import Journal
+from morph.contract.errors import RunDirError
+from tests.small_disk import read_only, small_disk
+
+
+def life(vm: str, ended_s: float = 100.0, ending: Ending = Ending.REVOKED, **facts: str) -> Life:
+    return Life(
+        vm=vm,
+        facts=NodeFacts(**{"provider": "azure", **facts}),
+        begun_s=10.0,
+        ended_s=ended_s,
+        ending=ending,
+        lost_with=1,
+    )
+
+
+def test_what_is_kept_comes_back_and_again_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "new" / FILE_NAME
+    assert kept_lives(path, {}) == ()
+    lives = (life("a"), life("b", 200.0, zone="2"))
+    for _ in range(2):
+        keep_lives(path, "run", lives)
+    assert kept_lives(path, {}) == lives
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_vm_that_lived_on_is_known_by_its_last_news_and_another_runs_of_that_name_is_another(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    keep_lives(path, "run", [life("a", 50.0, Ending.RUN_OVER)])
+    keep_lives(path, "another", [life("a", 60.0)])
+    keep_lives(path, "run", [life("a", 70.0)])
+    assert [(one.ended_s, one.ending) for one in kept_lives(path, {})] == [
+        (60.0, Ending.REVOKED),
+        (70.0, Ending.REVOKED),
+    ]
+
+
+def test_a_kind_is_read_and_forgotten_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    kinds = ({"size": "NC6", "zone": "1"}, {"size": "NC6", "zone": "2"}, {"size": "NC24"}, {"provider": "local"})
+    keep_lives(path, "run", [life(f"v{number}", number + 20.0, **kind) for number, kind in enumerate(kinds)])
+    assert [one.vm for one in kept_lives(path, {"provider": "azure", "size": "NC6"})] == ["v0", "v1"]
+    assert forget_lives(path, {"zone": "2"}) == 1
+    assert forget_lives(path, {"provider": "static"}) == 0
+    assert [one.vm for one in kept_lives(path, {})] == ["v0", "v2", "v3"]
+    assert forget_lives(tmp_path / "none", {"zone": "2"}) == 0
+
+
+def test_the_oldest_go_when_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "MOST_LIVES", 3)
+    path = tmp_path / FILE_NAME
+    for number in range(6):
+        keep_lives(path, f"run {number}", [life("a", 100.0 - number), life("b", 200.0 + number)])
+    assert [one.ended_s for one in kept_lives(path, {})] == [203.0, 204.0, 205.0]
+
+
+def test_several_managers_write_at_once_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "BUSY_S", 60.0)
+    path = tmp_path / FILE_NAME
+
+    def work(run: int) -> None:
+        for number in range(10):
+            keep_lives(path, f"run {run}", [life(f"v{number}"), life("same")])
+            kept_lives(path, {})
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert len(kept_lives(path, {})) == 4 * 11
+
+
+def lock(path: Path) -> sqlite3.Connection:
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    return holder
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[100:] = b"\xff" * (len(content) - 100)
+    path.write_bytes(content)
+
+
+def by_a_newer_morph(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 7")
+    connection.close()
+
+
+def with_what_is_no_life(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("""UPDATE lives SET life_json = '{"vm": 7}'""")
+    connection.close()
+
+
+def by_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+HARMS: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "locked": (lock, "cannot be read: database is locked", "cannot be written: database is locked"),
+    "no database": (lambda path: path.write_text("no database" * 99), "file is not a database", "not a database"),
+    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:5000]), "malformed", "malformed"),
+    "damaged": (damage, "malformed|not a database", "malformed|not a database"),
+    "newer": (by_a_newer_morph, r"a newer Morph \(schema 7\)", r"a newer Morph \(schema 7\)"),
+    "a folder": (by_a_folder, "unable to open|disk I/O", "Is a directory"),
+    "not a life": (with_what_is_no_life, "a VM in it is none", ""),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_what_is_wrong_with_the_file_is_said_and_a_run_goes_on_without_it(
+    harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_S", 0.0)
+    monkeypatch.setenv("MORPH_DATA_DIR", str(tmp_path))
+    path, (make, unread, unwritten) = history_path(), HARMS[harm]
+    keep_lives(path, "run", [life(f"v{number}") for number in range(100)])
+    holder = make(path)
+    with pytest.raises(HistoryError, match=unread) as read:
+        kept_lives(path, {})
+    assert str(read.value).startswith(f"{path}: ")
+    if unwritten:
+        with pytest.raises(HistoryError, match=unwritten):
+            keep_lives(path, "run", [life("new")])
+    told: list[str] = []
+    history = RunHistory(told.append)
+    for _ in range(2):
+        assert history.expected(NodeFacts(provider="azure")) == ExpectedLosses()
+    assert told == [f"what became of VMs of earlier runs is not known: {read.value}"]
+    if isinstance(holder, sqlite3.Connection):
+        holder.close()
+
+
+def test_a_full_disk_leaves_the_history_as_it_was(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        path = disk.path / FILE_NAME
+        keep_lives(path, "run", [life("a")])
+        disk.fill()
+        with pytest.raises(HistoryError, match="full"):
+            keep_lives(path, "more", [life(f"v{number}") for number in range(500)])
+        assert [one.vm for one in kept_lives(path, {})] == ["a"]
+        disk.free()
+        keep_lives(path, "more", [life("b")])
+        assert len(kept_lives(path, {})) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_read_and_said_to_be_read_only(tmp_path: Path) -> None:
+    path = tmp_path / "data" / FILE_NAME
+    keep_lives(path, "run", [life("a")])
+    with read_only(path.parent):
+        with pytest.raises(HistoryError, match="Read-only file system"):
+            keep_lives(path, "run", [life("b")])
+        with pytest.raises(HistoryError, match="Read-only file system"):
+            keep_lives(path.parent / "below" / FILE_NAME, "run", [life("b")])
+        assert [one.vm for one in kept_lives(path, {})] == ["a"]
+
+
+def test_a_run_is_taken_in_once_wherever_its_directory_goes_and_before_it_has_begun_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[tuple[str, tuple[Life, ...]]] = []
+    monkeypatch.setattr("manager.history.run_history.keep_lives", lambda path, run, lives: taken.append((run, lives)))
+    told: list[str] = []
+    history = RunHistory(told.append)
+    history.take_in(tmp_path)
+    for name, time_s in (("one", 1.0), ("another", 2.0)):
+        (tmp_path / name).mkdir()
+        with Journal.open(tmp_path / name / "journal.sqlite") as journal:
+            journal.append(time_s, "fact", '{"name": "first"}')
+    (tmp_path / "one").rename(tmp_path / "moved")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "journal.sqlite").write_bytes((tmp_path / "moved" / "journal.sqlite").read_bytes())
+    for name in ("one", "another", "moved"):
+        history.take_in(tmp_path / name)
+    (one, _), (another, _), (moved, _) = taken
+    assert one == moved != another
+    assert told == []
+
+
+def test_a_journal_that_cannot_be_read_is_said_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "journal.sqlite").write_text("no database" * 99)
+    told: list[str] = []
+    RunHistory(told.append).take_in(tmp_path)
+    with pytest.raises(RunDirError) as error:
+        Journal.open(tmp_path / "journal.sqlite", read_only=True)
+    assert told == [f"what became of this run's VMs is not kept: {error.value}"]
+
+
+def test_a_run_is_told_what_earlier_runs_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MORPH_DATA_DIR", str(tmp_path))
+    lives = [life(f"v{number}", 10.0 + 3600.0 * 50, Ending.RUN_OVER) for number in range(4)]
+    keep_lives(history_path(), "run", lives)
+    expected = RunHistory(print).expected(NodeFacts(provider="azure"))
+    assert expected.per_vm_h == pytest.approx(0.39 * 7.2 / 207.2)
+    assert expected.source == "200 VM-hours of azure in earlier runs, and published traces"
+    assert RunHistory(print).expected(NodeFacts(provider="local")) == ExpectedLosses()
+    assert ControllerConfig.model_fields["expected_losses"].annotation is ExpectedLosses
