@@ -12,8 +12,9 @@ import argparse
 import shutil
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,7 @@ class Training:
     def __init__(self, size_bytes: int, step_s: float) -> None:
         width = max(64, int((size_bytes / 12 / NUM_UNITS / 4) ** 0.5))  # a weight and two moments, four matrices a unit
         self.units = [_unit(f"s{index}", width) for index in range(NUM_UNITS)]
-        self.gradients = {
-            unit.unit.id: {n: torch.randn_like(p) for n, p in unit.parameters.items()} for unit in self.units
-        }
+        self.gradients = [{name: torch.randn_like(p) for name, p in unit.parameters.items()} for unit in self.units]
         self._left, self._right = torch.randn(512, 512), torch.randn(512, 512)
         start_s = time.perf_counter()
         self._compute(20)
@@ -54,8 +53,8 @@ class Training:
     def step(self) -> None:
         """Compute, then update every unit."""
         self._compute(self._num_products)
-        for unit in self.units:
-            unit.reduced = Reduced(gradients=self.gradients[unit.unit.id], exponents={}, overflowed=False)
+        for unit, gradients in zip(self.units, self.gradients, strict=True):
+            unit.reduced = Reduced(gradients=gradients, exponents={}, overflowed=False)
             unit.apply()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -72,9 +71,11 @@ def _unit(name: str, width: int) -> UnitState:
     names = tuple(f"{name}.w{index}" for index in range(4))
     unit = ParameterUnit(id=name, parameters=names, buffers=(), sections=(0,))
     tensors = {name: torch.randn(width, width) for name in names}
-    return UnitState(
-        unit, tensors, lambda given: torch.optim.Adam(dict(given).values()), num_micro_batches=1, exact=False
-    )
+    return UnitState(unit, tensors, _adam, num_micro_batches=1, exact=False)
+
+
+def _adam(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.Adam([parameter for _, parameter in parameters])
 
 
 def block(training: Training, num_steps: int, save: Callable[[], Callable[[], None]] | None) -> tuple[float, float]:
@@ -100,13 +101,19 @@ def morph_save(training: Training, writer: CheckpointWriter, done_s: list[float]
         for unit in training.units:
             writer.hand_over(version, unit.unit.id, unit.copy_later())
 
-        def wait() -> None:
+        def collect() -> None:
             num_left = NUM_UNITS
             while num_left:
                 beat = writer.collect(WAIT_S)
                 assert beat.checkpoint_error is None, beat.checkpoint_error
                 num_left -= len(beat.written)
             done_s.append(time.perf_counter() - start_s)
+
+        collecting = threading.Thread(target=collect)
+        collecting.start()
+
+        def wait() -> None:
+            collecting.join(WAIT_S)
 
         return wait
 
