@@ -17,6 +17,7 @@ from manager.controller.state.events import (
     ManagerResumed,
     ManifestWritten,
     NodeAppeared,
+    NodeFacts,
     NodesGranted,
     NoticeGiven,
     UnitsWritten,
@@ -83,6 +84,23 @@ def test_with_replicas_only_losses_of_all_that_hold_a_unit_are_fatal() -> None:
     bulk = 0.32 * (1 - (1 - 0.25**2) ** 2)
     assert mean_s_to_fatal_loss(state, now_s) == pytest.approx(H / (1 / 1000 + alone + bulk), rel=1e-3)
     assert mean_s_to_fatal_loss(state, now_s) > 3 * mean_s_to_fatal_loss(training(2).state, now_s)
+
+
+def test_what_lies_in_two_zones_is_not_lost_with_one_of_them() -> None:
+    state = training(4).state
+    together = {slot.worker: str(slot.stage) for slot in state.slots}
+    apart = {slot.worker: str(slot.replica) for slot in state.slots}
+
+    def mttf_s(by_worker: dict[str, str]) -> float:
+        workers = {
+            worker: entry.model_copy(update={"facts": NodeFacts(provider="azure", zone=by_worker[worker])})
+            for worker, entry in state.workers.items()
+        }
+        return mean_s_to_fatal_loss(state.model_copy(update={"workers": workers}), 1.0)
+
+    one_zone = mttf_s(dict.fromkeys(together, "1"))
+    assert mttf_s(together) == pytest.approx(one_zone, rel=0.05)  # each pair is lost with its zone
+    assert mttf_s(apart) > 5 * one_zone
 
 
 def test_the_interval_is_that_of_the_thesis_where_each_loss_is_fatal() -> None:

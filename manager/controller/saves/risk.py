@@ -27,10 +27,10 @@ def losses_per_vm_s(state: ControllerState, now_s: float) -> float:
 def mean_s_to_fatal_loss(state: ControllerState, now_s: float) -> float:
     """Return the mean time, seconds, until some unit has no holder left, or the whole cluster is lost.
 
-    Of a VM's losses a share comes alone and the rest in bulk, when each VM is taken with the same probability. A loss
-    that comes alone is fatal where a VM is the only one that holds something, or where the others that do are lost too
-    before the state was sent to a new one. (The interval of Spotify's thesis, section 4.3, takes each loss for fatal,
-    which is so for one VM.)
+    Of a VM's losses a share comes alone and the rest in bulk, when each VM of a zone is taken with the same probability.
+    A loss that comes alone is fatal where a VM is the only one that holds something, or where the others that do are
+    lost too before the state was sent to a new one. (The interval of Spotify's thesis, section 4.3, takes each loss for
+    fatal, which is so for one VM.)
     """
     sets, expected = _holders(state), state.config.expected_losses
     rate = losses_per_vm_s(state, now_s)
@@ -42,9 +42,21 @@ def mean_s_to_fatal_loss(state: ControllerState, now_s: float) -> float:
         if len(vms) > 1:
             fatal += math.factorial(len(vms)) * alone ** len(vms) * heal_s ** (len(vms) - 1)
     if expected.bulk_fraction > 0:
-        survives = math.prod(1 - expected.bulk_fraction ** len(vms) for vms in sets)
-        fatal += bulk / expected.bulk_fraction * (1 - survives)
+        for together in _by_zone(state, sets).values():
+            survives = math.prod(1 - expected.bulk_fraction ** len(vms) for vms in together)
+            fatal += bulk / expected.bulk_fraction * (1 - survives)
     return 1 / fatal
+
+
+def _by_zone(state: ControllerState, sets: set[frozenset[str]]) -> dict[tuple[str, str], list[frozenset[str]]]:
+    """Sort the sets that lie in one zone by that; a set over several zones is not lost with one of them."""
+    zones = {vm_of(worker): (entry.facts.region, entry.facts.zone) for worker, entry in state.workers.items()}
+    found: dict[tuple[str, str], list[frozenset[str]]] = {}
+    for vms in sets:
+        of_these = {zones.get(vm, ("", "")) for vm in vms}
+        if len(of_these) == 1:
+            found.setdefault(of_these.pop(), []).append(vms)
+    return found
 
 
 def _holders(state: ControllerState) -> set[frozenset[str]]:
