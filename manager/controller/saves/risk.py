@@ -27,8 +27,8 @@ def losses_per_vm_s(state: ControllerState, now_s: float) -> float:
 def mean_s_to_fatal_loss(state: ControllerState, now_s: float) -> float:
     """Return the mean time, seconds, until some unit has no holder left, or the whole cluster is lost.
 
-    Of a VM's losses a share comes alone and the rest in bulk, when each VM of a zone is taken with the same probability.
-    A loss that comes alone is fatal where a VM is the only one that holds something, or where the others that do are
+    Of a VM's losses a share comes alone, the rest in bulk, when each VM of a zone is taken with the same probability. A
+    loss that comes alone is fatal where a VM is the only one that holds something, or where the others that do are
     lost too before the state was sent to a new one. (The interval of Spotify's thesis, section 4.3, takes each loss for
     fatal, which is so for one VM.)
     """
