@@ -123,29 +123,19 @@ def complete_versions(url: str) -> tuple[int, ...]:
 
 def _list_complete(url: str) -> tuple[int, ...]:
     filesystem, path = fsspec.core.url_to_fs(url)
+    folders = version_folders(filesystem, path)
+    return tuple(version for version, folder in folders.items() if filesystem.exists(f"{folder}/{MANIFEST}"))
+
+
+def version_folders(filesystem: fsspec.AbstractFileSystem, path: str) -> dict[int, str]:
+    """Find the folders of versions, complete or not, in ascending order; what else lies there is not looked at."""
     filesystem.invalidate_cache()  # workers write there too
     if not filesystem.exists(path):
-        return ()
-    versions = []
+        return {}
+    found = {}
     for entry in filesystem.ls(path, detail=False):
-        name = entry.rstrip("/").rsplit("/", 1)[-1]
-        if name[:1] == "v" and name[1:].isdigit() and filesystem.exists(f"{entry}/{MANIFEST}"):
-            versions.append(int(name[1:]))
-    return tuple(sorted(versions))
-
-
-def drop_versions(url: str, keep: int) -> None:
-    """Delete every version but the ``keep`` newest complete ones and what is newer than them."""
-    complete = complete_versions(url)
-    if len(complete) <= keep:
-        return
-    oldest_kept = complete[-keep]
-    filesystem, path = fsspec.core.url_to_fs(url)
-    for entry in filesystem.ls(path, detail=False):
-        name = entry.rstrip("/").rsplit("/", 1)[-1]
-        if name[:1] == "v" and name[1:].isdigit() and int(name[1:]) < oldest_kept:
-            manifest = f"{entry}/{MANIFEST}"
-            if filesystem.exists(manifest):
-                filesystem.rm_file(manifest)  # first it stops being a checkpoint, then its files go
-            with contextlib.suppress(FileNotFoundError):  # an object store has no empty folders
-                filesystem.rm(entry, recursive=True)
+        folder = entry.rstrip("/")
+        name = folder.rsplit("/", 1)[-1]
+        if name[:1] == "v" and name[1:].isdecimal() and name == f"v{int(name[1:]):08d}":
+            found[int(name[1:])] = folder
+    return dict(sorted(found.items()))

@@ -13,11 +13,9 @@ from morph.checkpoint.manifest import (
     write_atomically,
 )
 from morph.checkpoint.storage import reading
+from morph.checkpoint.stored import SET_ASIDE
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged, CheckpointError
-
-SET_ASIDE = "manifest.damaged.json"
-"""What the manifest of a version is called that was passed over: it is no checkpoint then, and loses no byte."""
 
 
 def newest_whole(url: str, *, every_byte: bool = False) -> tuple[Manifest | None, tuple[str, ...]]:

@@ -10,7 +10,6 @@ from morph.checkpoint import manifest as manifest_module
 from morph.checkpoint.manifest import (
     MANIFEST,
     complete_versions,
-    drop_versions,
     read_manifest,
     version_url,
     write_atomically,
@@ -134,51 +133,6 @@ def test_a_manifest_that_is_a_directory_is_unreadable(tmp_path: Path) -> None:
     (tmp_path / "v00000003" / MANIFEST).mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read"):
         read_manifest(str(tmp_path), 3)
-
-
-def test_dropping_keeps_the_newest_complete_versions_and_what_is_newer(url: str) -> None:
-    for version in (2, 4, 6, 8):
-        write_manifest(url, make_manifest(version))
-        write_atomically(f"{version_url(url, version)}/s0.safetensors", b"x")
-    for version in (1, 7, 9):  # never completed; 7 and 9 may still be on their way
-        write_atomically(f"{version_url(url, version)}/s0.safetensors", b"x")
-    drop_versions(url, keep=2)
-    assert complete_versions(url) == (6, 8)
-    filesystem, path = fsspec.core.url_to_fs(url)
-    left = {entry.rstrip("/").rsplit("/", 1)[-1] for entry in filesystem.ls(path, detail=False)}
-    assert left == {f"v{version:08d}" for version in (6, 7, 8, 9)}
-
-
-def test_dropping_does_nothing_while_there_are_few(url: str) -> None:
-    drop_versions(url, keep=2)
-    write_manifest(url, make_manifest(1))
-    write_manifest(url, make_manifest(2))
-    drop_versions(url, keep=2)
-    assert complete_versions(url) == (1, 2)
-
-
-def test_a_version_that_is_dropped_first_stops_being_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for version in (1, 2):
-        write_manifest(str(tmp_path), make_manifest(version))
-        write_atomically(f"{version_url(str(tmp_path), version)}/s0.safetensors", b"x")
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise OSError("gone")
-
-    monkeypatch.setattr(fsspec.get_filesystem_class("file"), "rm", interrupted)
-    with pytest.raises(OSError, match="gone"):
-        drop_versions(str(tmp_path), keep=1)
-    assert complete_versions(str(tmp_path)) == (2,)
-
-
-def test_a_version_of_which_only_the_manifest_is_left_is_dropped_too(url: str) -> None:
-    for version in (1, 2, 3):
-        write_manifest(url, make_manifest(version))
-    drop_versions(url, 1)
-    assert complete_versions(url) == (3,)
-    assert names_in(url) == [MANIFEST]
 
 
 def test_storage_that_refuses_is_told_in_one_sentence(blobs: BlobService) -> None:

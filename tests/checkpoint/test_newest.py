@@ -9,11 +9,14 @@ import fsspec
 import pytest
 import torch
 
-from morph.checkpoint.manifest import MANIFEST, complete_versions, drop_versions, version_url, write_manifest
-from morph.checkpoint.newest import SET_ASIDE, newest_whole
+from morph.checkpoint.manifest import MANIFEST, complete_versions, version_url, write_manifest
+from morph.checkpoint.newest import newest_whole
+from morph.checkpoint.retention import delete_superfluous
+from morph.checkpoint.stored import SET_ASIDE
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import CheckpointDamaged, CheckpointError
+from morph.contract.rules import CheckpointRules
 
 UNITS = ("s0", "s1")
 
@@ -150,7 +153,7 @@ def test_what_was_passed_over_does_not_count_when_the_oldest_are_deleted_and_can
     save(local, 2, 4, 6)
     _truncated(local, 6)
     assert newest(local) == 4
-    drop_versions(local, 2)
+    delete_superfluous(local, CheckpointRules(keep_newest=2))
     assert complete_versions(local) == (2, 4)
     save(local, 6)
     assert newest(local, every_byte=True) == 6

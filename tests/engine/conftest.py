@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from morph.contract.cluster import Limits
+from morph.contract.rules import CheckpointRules
 from tests.engine.driver_scene import Run
 
 
@@ -13,8 +14,14 @@ from tests.engine.driver_scene import Run
 def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def make(num_steps: int = 6, num_nodes: int = 2, limits: Limits | None = None, fewest: int = 1) -> Run:
-        runs.append(Run(tmp_path, num_steps, num_nodes, limits, fewest))
+    def make(
+        num_steps: int = 6,
+        num_nodes: int = 2,
+        limits: Limits | None = None,
+        fewest: int = 1,
+        checkpoints: CheckpointRules = CheckpointRules(),  # noqa: B008 (frozen)
+    ) -> Run:
+        runs.append(Run(tmp_path, num_steps, num_nodes, limits, fewest, checkpoints))
         return runs[-1]
 
     yield make

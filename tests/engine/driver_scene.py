@@ -36,6 +36,7 @@ from morph.contract.messages import (
     UnitWritten,
     WorkerReady,
 )
+from morph.contract.rules import CheckpointRules, Rules
 from simulator import plan_table, synthetic_profile
 
 NO_TIME = ComputeTimes(forward_s=0, recompute_s=0, backward_s=0, reduce_s=0, wait_s=0, step_s=0)
@@ -159,7 +160,13 @@ class Run:
     """A driver on a job of two sections, with its fakes."""
 
     def __init__(
-        self, directory: Path, num_steps: int, num_nodes: int, limits: Limits | None = None, fewest: int = 1
+        self,
+        directory: Path,
+        num_steps: int,
+        num_nodes: int,
+        limits: Limits | None = None,
+        fewest: int = 1,
+        checkpoints: CheckpointRules = CheckpointRules(),  # noqa: B008 (frozen)
     ) -> None:
         self.event_queue = EventQueue()
         self.journal = Journal.open(directory / "journal.sqlite")
@@ -170,7 +177,12 @@ class Run:
             units={unit.id: unit.sections for unit in PROFILE.units},
             unit_bytes={unit.id: 1 for unit in PROFILE.units},
             num_steps=num_steps,
-            policy=Policy(checkpoint_every_steps=2, order_timeout_s=30, start_patience_s=60 if limits is None else 0.5),
+            policy=Policy(
+                checkpoint_every_steps=2,
+                order_timeout_s=30,
+                start_patience_s=60 if limits is None else 0.5,
+                rules=Rules(checkpoints=checkpoints),
+            ),
             expected_nodes=num_nodes,
             target_nodes=num_nodes if limits is not None else 0,
         )

@@ -14,14 +14,25 @@ from manager.engine.loop import manifest_writer
 from manager.engine.loop.driver import Observed
 from manager.journal.records import Fact
 from morph.checkpoint.manifest import complete_versions
+from morph.contract.rules import CheckpointRules
 from tests.engine.driver_scene import Run
 
 
 def test_only_the_newest_checkpoints_are_kept(make_run: Callable[..., Run]) -> None:
     run = make_run(num_steps=9)
     run.driver.run()
-    assert len(complete_versions(run.url)) == manifest_writer.KEEP_CHECKPOINTS
-    assert complete_versions(run.url)[-1] == 9
+    left = complete_versions(run.url)
+    assert (len(left), left[-1]) == (CheckpointRules().keep_newest, 9)
+
+
+def test_the_policy_of_the_run_says_which_checkpoints_stay(make_run: Callable[..., Run]) -> None:
+    run = make_run(num_steps=13, checkpoints=CheckpointRules(keep_newest=1, keep_every_steps=5))
+    run.driver.run()
+    events = [observed.event for observed in run.observed]
+    written = [event.version for event in events if event.kind == "manifest_written"]
+    firsts = {version // 5: version for version in reversed(written)}
+    assert len(firsts) > 1
+    assert complete_versions(run.url) == tuple(sorted({*firsts.values(), 13}))
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("403 from the cloud")])
@@ -72,7 +83,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_noted_and_the_new_one_counts
 ) -> None:
     run, tried = make_run(num_steps=20), threading.Semaphore(0)
 
-    def fail(url: str, keep: int) -> None:
+    def fail(url: str, rules: CheckpointRules) -> None:
         tried.release()
         raise OSError("busy")
 
@@ -82,12 +93,12 @@ def test_old_checkpoints_that_cannot_be_deleted_are_noted_and_the_new_one_counts
 
     run.react = wait_for_the_storage
 
-    monkeypatch.setattr(manifest_writer, "drop_versions", fail)
+    monkeypatch.setattr(manifest_writer, "delete_superfluous", fail)
     assert run.driver.run().outcome == "finished"
     kept = complete_versions(run.url)
     assert kept[0] == 2
     assert kept[-1] == 20
-    assert len(kept) > manifest_writer.KEEP_CHECKPOINTS
+    assert len(kept) > CheckpointRules().keep_newest
     assert not any(observed.event.kind == "checkpoint_failed" for observed in run.observed)
     facts = [Fact.model_validate_json(entry.payload_json) for entry in run.journal.read() if entry.kind == "fact"]
     assert facts

@@ -11,7 +11,7 @@ import pytest
 
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest, version_url
-from morph.checkpoint.newest import SET_ASIDE
+from morph.checkpoint.stored import SET_ASIDE
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.profile import load_profile
 from tests.system.commands import RunningMorph

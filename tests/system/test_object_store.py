@@ -11,10 +11,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from manager.engine.loop.manifest_writer import KEEP_CHECKPOINTS
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.profile import load_profile
+from morph.contract.rules import CheckpointRules
 from tests.checkpoint.fake_blobs import CONTAINER, BlobService, blob_service
 from tests.checkpoint.fake_buckets import BucketService, bucket_service
 from tests.system.commands import COMMAND, ROOT, RunningMorph, environment_of_commands
@@ -106,7 +106,7 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
         resumed.wait_for_line(f"all {STEPS} steps are committed")
         assert resumed.wait_for_end() == 0, resumed.output
     versions = complete_versions(place.url)
-    assert (len(versions), versions[-1]) == (KEEP_CHECKPOINTS, STEPS)
+    assert (len(versions), versions[-1]) == (CheckpointRules().keep_newest, STEPS)
     manifest = read_manifest(place.url, STEPS)
     reference = uninterrupted(STEPS, tmp_path / "undisturbed", load_profile(calibrated).num_sections)
     assert {entry.unit: entry.sha256 for entry in manifest.units} == reference

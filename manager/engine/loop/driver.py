@@ -134,7 +134,7 @@ class Driver:
         self._event_queue = event_queue
         self._pool = pool
         self._journal = journal
-        self._manifests = ManifestWriter(checkpoint_url, event_queue)
+        self._manifests = ManifestWriter(checkpoint_url, state.config.policy.rules.checkpoints, event_queue)
         self._observers = observers
         self._requests = requests
         self._acknowledge = acknowledge or (lambda _node, _notice: None)

@@ -8,18 +8,23 @@ import threading
 from manager.controller.state.events import MANIFEST_WRITER, CheckpointFailed, ManifestWritten
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import Fact
-from morph.checkpoint.manifest import drop_versions, write_manifest
+from morph.checkpoint.manifest import write_manifest
+from morph.checkpoint.retention import delete_superfluous
 from morph.contract.checkpoint import Manifest
+from morph.contract.rules import CheckpointRules
 
-KEEP_CHECKPOINTS = 2
 CLOSE_TIMEOUT_S = 15.0
 
 
 class ManifestWriter:
-    """Writes one manifest after the other in a thread of its own; what came of each goes to ``event_queue``."""
+    """Writes one manifest after the other in a thread of its own; what came of each goes to ``event_queue``.
 
-    def __init__(self, checkpoint_url: str, event_queue: EventQueue) -> None:
+    ``rules`` say which checkpoints stay after each.
+    """
+
+    def __init__(self, checkpoint_url: str, rules: CheckpointRules, event_queue: EventQueue) -> None:
         self._checkpoint_url = checkpoint_url
+        self._rules = rules
         self._event_queue = event_queue
         self._wanted: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -52,7 +57,7 @@ class ManifestWriter:
             return
         self._event_queue.put(ManifestWritten(version=manifest.version))
         try:
-            drop_versions(self._checkpoint_url, KEEP_CHECKPOINTS)
+            delete_superfluous(self._checkpoint_url, self._rules)
         except Exception as error:  # old files stay a while longer: the next checkpoint tries again
             fact = Fact(name="old_checkpoints_kept", detail=f"{type(error).__name__}: {error}")
             self._event_queue.put(fact)

@@ -1,0 +1,89 @@
+"""What lies in the folder of each version, and deleting one so that half of it is never a checkpoint.
+
+Beside its files and its manifest a version may have a marker: a file ``kept``, which a user puts there and which no
+manifest has to be rewritten for. ``manifest.damaged.json`` is the manifest of a version that was passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import fsspec
+
+from morph.checkpoint.manifest import MANIFEST, version_folders, version_url, write_atomically
+from morph.checkpoint.storage import reading
+
+SET_ASIDE = "manifest.damaged.json"
+"""What the manifest of a version is called that was passed over: it is no checkpoint then, and loses no byte."""
+KEPT = "kept"
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """One version. ``files``: bytes of each file in its folder, by name."""
+
+    version: int
+    files: Mapping[str, int]
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is a checkpoint, as far as its manifest says so."""
+        return MANIFEST in self.files
+
+    @property
+    def set_aside(self) -> bool:
+        """Whether it was passed over as damaged, and not written again since."""
+        return SET_ASIDE in self.files and not self.complete
+
+    @property
+    def kept(self) -> bool:
+        """Whether a user keeps it."""
+        return KEPT in self.files
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its files."""
+        return sum(self.files.values())
+
+
+def stored_versions(url: str) -> tuple[StoredVersion, ...]:
+    """Every version of which anything is there, complete or not, ascending.
+
+    Raises:
+        CheckpointError: when the storage cannot be read.
+    """
+    with reading(url):
+        filesystem, path = fsspec.core.url_to_fs(url)
+        found = []
+        for version, folder in version_folders(filesystem, path).items():
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                entries = {entry["name"].rsplit("/", 1)[-1]: entry for entry in filesystem.ls(folder, detail=True)}
+                files = {name: entry["size"] or 0 for name, entry in entries.items() if name}
+                found.append(StoredVersion(version, files))
+        return tuple(found)
+
+
+def delete_version(url: str, version: int, *, even_kept: bool = False) -> bool:
+    """Delete a version: first it stops being a checkpoint, then its files go.
+
+    One that a user begins to keep meanwhile is left as it was, unless ``even_kept``; returns whether it is gone.
+    """
+    where = version_url(url, version)
+    filesystem, folder = fsspec.core.url_to_fs(where)
+    filesystem.invalidate_cache()
+    manifest, marker = f"{folder}/{MANIFEST}", f"{folder}/{KEPT}"
+    data = filesystem.cat_file(manifest) if filesystem.exists(manifest) else None
+    if data is not None:
+        filesystem.rm_file(manifest)
+    filesystem.invalidate_cache()
+    if filesystem.exists(marker):
+        if not even_kept:
+            if data is not None:
+                write_atomically(f"{where}/{MANIFEST}", data)
+            return False
+        filesystem.rm_file(marker)  # what is left after a crash in what follows is nobody's to keep
+    with contextlib.suppress(FileNotFoundError):  # an object store has no empty folders
+        filesystem.rm(folder, recursive=True)
+    return True
