@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from morph.checkpoint.storage import reading
 from morph.contract.base import first_problem
 from morph.contract.checkpoint import Manifest, UnitFile
-from morph.contract.errors import CheckpointDamaged, CheckpointError
+from morph.contract.errors import CheckpointDamaged
 
 MANIFEST = "manifest.json"
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
@@ -69,21 +69,21 @@ def write_manifest(url: str, manifest: Manifest) -> None:
     write_atomically(f"{version_url(url, manifest.version)}/{MANIFEST}", data)
 
 
-def read_manifest(url: str, version: int) -> Manifest:
-    """Read one version's manifest.
+def read_manifest(url: str, version: int, name: str = MANIFEST) -> Manifest:
+    """Read one version's manifest; ``name``: of the file, where it is called otherwise.
 
     Raises:
-        CheckpointDamaged: when it is not a manifest of that version.
-        CheckpointError: when it is missing or unreadable.
+        CheckpointDamaged: when it is missing, or is not a manifest of that version.
+        CheckpointError: when it is unreadable.
     """
-    where = f"{version_url(url, version)}/{MANIFEST}"
+    where = f"{version_url(url, version)}/{name}"
     try:
         with reading(where):
             filesystem, path = fsspec.core.url_to_fs(where)
             data = filesystem.cat_file(path)
         manifest = Manifest.model_validate_json(data)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{where}: there is no such checkpoint") from error
+        raise CheckpointDamaged(f"{where}: there is no such checkpoint") from error
     except ValidationError as error:
         field, problem, _ = first_problem(error)
         raise CheckpointDamaged(": ".join(part for part in (where, field, problem) if part)) from error
@@ -124,18 +124,27 @@ def complete_versions(url: str) -> tuple[int, ...]:
 def _list_complete(url: str) -> tuple[int, ...]:
     filesystem, path = fsspec.core.url_to_fs(url)
     folders = version_folders(filesystem, path)
-    return tuple(version for version, folder in folders.items() if filesystem.exists(f"{folder}/{MANIFEST}"))
+    return tuple(version for version, folder in folders.items() if MANIFEST in files_in(filesystem, folder))
 
 
 def version_folders(filesystem: fsspec.AbstractFileSystem, path: str) -> dict[int, str]:
     """Find the folders of versions, complete or not, in ascending order; what else lies there is not looked at."""
     filesystem.invalidate_cache()  # workers write there too
-    if not filesystem.exists(path):
-        return {}
     found = {}
-    for entry in filesystem.ls(path, detail=False):
-        folder = entry.rstrip("/")
-        name = folder.rsplit("/", 1)[-1]
-        if name[:1] == "v" and name[1:].isdecimal() and name == f"v{int(name[1:]):08d}":
-            found[int(name[1:])] = folder
+    with contextlib.suppress(FileNotFoundError):
+        for entry in filesystem.ls(path, detail=False):
+            folder = entry.rstrip("/")
+            name = folder.rsplit("/", 1)[-1]
+            if name[:1] == "v" and name[1:].isdecimal() and name == f"v{int(name[1:]):08d}":
+                found[int(name[1:])] = folder
     return dict(sorted(found.items()))
+
+
+def files_in(filesystem: fsspec.AbstractFileSystem, folder: str) -> dict[str, int]:
+    """Bytes of each file of a folder, by name; none where the folder is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.invalidate_cache(folder)
+        entries = filesystem.ls(folder, detail=True)
+        names = {entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry for entry in entries}
+        return {name: entry["size"] or 0 for name, entry in names.items()}
+    return {}

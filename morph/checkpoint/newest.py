@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import fsspec
 
 from morph.checkpoint.manifest import (
     MANIFEST,
     complete_versions,
+    files_in,
     read_file,
     read_manifest,
     version_url,
@@ -33,31 +36,54 @@ def newest_whole(url: str, *, every_byte: bool = False) -> tuple[Manifest | None
         CheckpointDamaged: there are checkpoints, and all of them are damaged.
         CheckpointError: storage does not answer, or what is damaged cannot be set aside. Nothing is known then.
     """
+    manifest, damaged = find_whole(url, every_byte=every_byte)
+    for version in damaged:
+        _set_aside(url, version)
+    return manifest, told_of(manifest, damaged)
+
+
+def find_whole(url: str, *, every_byte: bool = False) -> tuple[Manifest | None, Mapping[int, CheckpointDamaged]]:
+    """Return the newest whole checkpoint as ``newest_whole`` does, and what is wrong with each newer one.
+
+    Nothing is changed.
+    """
     damaged: dict[int, CheckpointDamaged] = {}
     for version in reversed(complete_versions(url)):
         try:
             manifest = read_manifest(url, version)
-            _check_files(url, manifest, every_byte)
+            check_files(url, manifest, every_byte=every_byte)
         except CheckpointDamaged as error:
             damaged[version] = error
             continue
-        for passed in damaged:
-            _set_aside(url, passed)
-        return manifest, tuple(
-            f"{error}; version {passed} is passed over, and version {version} is the newest that is whole"
-            for passed, error in damaged.items()
-        )
+        return manifest, damaged
     if damaged:
         newest = next(iter(damaged.values()))
         raise CheckpointDamaged(f"{newest}; no other checkpoint there is whole") from newest
-    return None, ()
+    return None, {}
 
 
-def _check_files(url: str, manifest: Manifest, every_byte: bool) -> None:
+def told_of(manifest: Manifest | None, damaged: Mapping[int, CheckpointDamaged]) -> tuple[str, ...]:
+    """Say of each damaged checkpoint that it is passed over, and for which."""
+    found = None if manifest is None else manifest.version
+    return tuple(
+        f"{error}; version {passed} is passed over, and version {found} is the newest that is whole"
+        for passed, error in damaged.items()
+    )
+
+
+def check_files(url: str, manifest: Manifest, *, every_byte: bool) -> None:
+    """See that every file of a version is there with its size; with ``every_byte`` also that it is what was written.
+
+    Reads one file after the other.
+
+    Raises:
+        CheckpointDamaged: naming the file.
+        CheckpointError: storage does not answer.
+    """
     where = version_url(url, manifest.version)
     with reading(where):
         filesystem, path = fsspec.core.url_to_fs(where)
-        sizes = {entry["name"].rsplit("/", 1)[-1]: entry["size"] for entry in filesystem.ls(path, detail=True)}
+        sizes = files_in(filesystem, path)
     for unit in manifest.units:
         size_bytes = sizes.get(unit.file)
         if size_bytes is None:
@@ -75,5 +101,7 @@ def _set_aside(url: str, version: int) -> None:
         filesystem, path = fsspec.core.url_to_fs(f"{where}/{MANIFEST}")
         write_atomically(f"{where}/{SET_ASIDE}", filesystem.cat_file(path))
         filesystem.rm_file(path)
+    except FileNotFoundError:  # the version was deleted meanwhile
+        return
     except Exception as error:  # each kind of storage has errors of its own
         raise CheckpointError(f"{where}: it is damaged and cannot be set aside: {error}") from error

@@ -60,6 +60,17 @@ def reading(where: str) -> Iterator[None]:
         raise CheckpointError(f"{where}: cannot be read: {_first_line(error)}") from error
 
 
+@contextmanager
+def writing(where: str) -> Iterator[None]:
+    """Tell whatever storage raises as a CheckpointError, where something is written or deleted."""
+    try:
+        yield
+    except MorphError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{where}: cannot be written: {_first_line(error)}") from error
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:MOST_CHARACTERS] if lines else type(error).__name__

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import fsspec
 
-from morph.checkpoint.manifest import MANIFEST, version_folders, version_url, write_atomically
+from morph.checkpoint.manifest import MANIFEST, files_in, version_folders, version_url, write_atomically
 from morph.checkpoint.storage import reading
 
 SET_ASIDE = "manifest.damaged.json"
@@ -56,13 +56,8 @@ def stored_versions(url: str) -> tuple[StoredVersion, ...]:
     """
     with reading(url):
         filesystem, path = fsspec.core.url_to_fs(url)
-        found = []
-        for version, folder in version_folders(filesystem, path).items():
-            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                entries = {entry["name"].rsplit("/", 1)[-1]: entry for entry in filesystem.ls(folder, detail=True)}
-                files = {name: entry["size"] or 0 for name, entry in entries.items() if name}
-                found.append(StoredVersion(version, files))
-        return tuple(found)
+        folders = version_folders(filesystem, path)
+        return tuple(StoredVersion(version, files_in(filesystem, folder)) for version, folder in folders.items())
 
 
 def delete_version(url: str, version: int, *, even_kept: bool = False) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from morph import __version__
+from morph.cli.checkpoints.checkpoints import checkpoints_app
 from morph.cli.clouds.cloud import cloud_app
 from morph.cli.clouds.config import config_app
 from morph.cli.models.cut import cut_command
@@ -86,6 +87,7 @@ app.command("stop")(stop_command)
 app.command("inject")(inject_command)
 app.command("history")(history_command)
 app.command("timeline")(timeline_command)
+app.add_typer(checkpoints_app, name="checkpoints")
 app.command("export")(export_command)
 app.command("import")(import_command)
 app.command("demo")(demo_command)

@@ -9,10 +9,10 @@ import fsspec
 import pytest
 import torch
 
-from morph.checkpoint.manifest import MANIFEST, complete_versions, version_url, write_manifest
+from morph.checkpoint.manifest import MANIFEST, complete_versions, read_manifest, version_url, write_manifest
 from morph.checkpoint.newest import newest_whole
 from morph.checkpoint.retention import delete_superfluous
-from morph.checkpoint.stored import SET_ASIDE
+from morph.checkpoint.stored import SET_ASIDE, delete_version
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.errors import CheckpointDamaged, CheckpointError
@@ -157,3 +157,24 @@ def test_what_was_passed_over_does_not_count_when_the_oldest_are_deleted_and_can
     assert complete_versions(local) == (2, 4)
     save(local, 6)
     assert newest(local, every_byte=True) == 6
+
+
+def test_a_version_that_is_deleted_while_it_is_looked_at_is_passed_over(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(url, 2, 4, 6)
+
+    def deleting(where: str, version: int) -> Manifest:
+        if version == 6:
+            delete_version(url, version)
+        manifest = read_manifest(where, version)
+        if version == 4:
+            delete_version(url, version)
+        return manifest
+
+    monkeypatch.setattr("morph.checkpoint.newest.read_manifest", deleting)
+    manifest, told = newest_whole(url)
+    assert manifest is not None
+    assert manifest.version == 2
+    assert ["there is no such checkpoint" in told[0], "the file is missing" in told[1]] == [True, True]
+    assert complete_versions(url) == (2,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from manager.run_dir import RunDir, RunFacts, read_facts
-from morph.checkpoint.manifest import read_manifest
+from morph.checkpoint.manifest import read_manifest, version_url, write_manifest
 from morph.checkpoint.unit_files import read_unit
 from morph.cli.main import app
 from morph.cutting import cut, export_job
@@ -91,6 +92,28 @@ def test_tied_weights_are_in_the_file_under_each_name(run_dir: Path, tmp_path: P
     state = safetensors.torch.load_file(str(tmp_path / "out.safetensors"))
     assert set(state) == set(Net().state_dict())
     assert torch.equal(state["first.weight"], state["last.weight"])
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_unless_it_is_asked_for(run_dir: Path, tmp_path: Path) -> None:
+    url = tmp_path / "copy"
+    shutil.copytree(run_dir / "checkpoints", url)
+    whole = read_manifest(str(url), NUM_STEPS)
+    newer = whole.model_copy(update={"version": NUM_STEPS + 1})
+    shutil.copytree(version_url(str(url), NUM_STEPS), version_url(str(url), NUM_STEPS + 1))
+    write_manifest(str(url), newer)
+    damaged = Path(version_url(str(url), NUM_STEPS + 1)) / newer.units[-1].file
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    job, out = spec_of("plain"), tmp_path / "out.safetensors"
+    code, said = morph("export", url, out, "--job", job)
+    assert (code, f"wrote version {NUM_STEPS} to {out}" in said) == (0, True)
+    assert f"{damaged.name}: the file differs from its manifest" in said
+    assert f"version {NUM_STEPS + 1} is passed over, and version {NUM_STEPS} is the newest that is whole" in said
+    assert morph("export", run_dir, tmp_path / "other.safetensors")[0] == 0
+    assert out.read_bytes() == (tmp_path / "other.safetensors").read_bytes()
+    code, said = morph("export", url, out, "--job", job, "--version", NUM_STEPS + 1, "--overwrite")
+    assert (code, f"{damaged.name}: the file differs" in said) == (1, True)
+    code, said = morph("export", url, out, "--overwrite")
+    assert (code, "--job: is not given" in said) == (2, True)
 
 
 GPT2_JOB = """

@@ -7,65 +7,82 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.cli.reading.options import RunDirArgument
+from morph.cli.reading.stored import Stored, StoredArgument, no_checkpoint, stored_at, unknown_version, with_newest
 
 if TYPE_CHECKING:
-    from manager.run_dir import RunFacts
+    from torch import Tensor
+
+    from morph.contract.checkpoint import Manifest
     from morph.job import Job
 
 
 def export_command(
-    run_dir: RunDirArgument,
+    source: StoredArgument,
     output: Annotated[Path, typer.Argument(metavar="OUT", help="File to write, such as out.safetensors.")],
     version: Annotated[
-        int | None, typer.Option(min=0, help="Steps applied; default: of the newest complete checkpoint.")
+        int | None, typer.Option(min=0, help="Steps applied; default: of the newest checkpoint that is whole.")
     ] = None,
     job: Annotated[
-        str | None, typer.Option(metavar="JOB", help="path/to/file.py:name; default: the code that the run trains on.")
+        str | None,
+        typer.Option(
+            metavar="JOB", help="path/to/file.py:name; default: the code that the run trains on. Needed for a URL."
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Write a run's weights under your model's own names: parameters, tied names, buffers.
 
-    The file is a safetensors state_dict: model.load_state_dict and transformers' from_pretrained take it.
+    The file is a safetensors state_dict: model.load_state_dict and transformers' from_pretrained take it. Without
+    --version, a damaged checkpoint is passed over, with a sentence, for the newest that is whole.
 
     \b
     Example:
       morph export runs/tiny tiny.safetensors
+      morph export az://container/run tiny.safetensors --job my_job.py:job
     """
-    from manager.run_dir import checkpoint_url, read_facts
     from morph.checkpoint.manifest import complete_versions, read_manifest
     from morph.checkpoint.plain_file import write_plain_file
-    from morph.contract.errors import InputError, RunDirError
+    from morph.contract.errors import InputError
     from morph.runtime.state.model_state import export_state
 
-    facts = read_facts(run_dir)
+    stored = stored_at(source)
     if output.exists() and not overwrite:
         raise InputError("exists already", source=str(output), allowed="a new file, or --overwrite")
-    url = checkpoint_url(run_dir, facts)
-    versions = complete_versions(url)
-    if not versions:
-        raise RunDirError("holds no complete checkpoint yet", source=str(run_dir))
-    wanted = versions[-1] if version is None else version
-    if wanted not in versions:
-        allowed = ", ".join(map(str, versions))
-        raise RunDirError(
-            "has no such checkpoint", source=str(run_dir), field="--version", value=wanted, allowed=allowed
-        )
-    tensors = export_state(_loaded(run_dir, facts, job), url, read_manifest(url, wanted))
+    known = complete_versions(stored.url)
+    if not known:
+        raise no_checkpoint(stored)
+    if version is not None and version not in known:
+        raise unknown_version(stored, "--version", version, known)
+    loaded = _loaded(stored, job)
+
+    def exported(manifest: Manifest) -> dict[str, Tensor]:
+        return export_state(loaded, stored.url, manifest)
+
+    if version is None:
+        manifest, tensors = with_newest(stored, exported)
+    else:
+        manifest = read_manifest(stored.url, version)
+        tensors = exported(manifest)
     write_plain_file(output, tensors)
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    print(f"wrote version {wanted} to {output}: {len(tensors)} tensors, {size_bytes / 2**20:.1f} MiB")
+    print(f"wrote version {manifest.version} to {output}: {len(tensors)} tensors, {size_bytes / 2**20:.1f} MiB")
 
 
-def _loaded(run_dir: Path, facts: RunFacts, job: str | None) -> Job:
+def _loaded(stored: Stored, job: str | None) -> Job:
     """The job that is named; else the one that the run trains, whatever became of its files."""
     from manager.engine.run.job_code import kept
+    from manager.run_dir import read_facts
+    from morph.contract.errors import InputError
     from morph.job import load_job
     from morph.job_files import JobFiles
     from morph.runtime.process.job_code import files_of
 
-    if job is None and facts.code_sha256 is not None:
-        code = kept(run_dir, facts.code_sha256, facts.job)
+    if job is not None:
+        return load_job(job)
+    if stored.run_dir is None:
+        raise InputError("is not given", field="--job", allowed="path/to/file.py:name; no code is read from storage")
+    facts = read_facts(stored.run_dir)
+    if facts.code_sha256 is not None:
+        code = kept(stored.run_dir, facts.code_sha256, facts.job)
         JobFiles(Path(code.folder), files_of(code)).install()
-    return load_job(job or facts.job)
+    return load_job(facts.job)

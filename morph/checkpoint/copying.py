@@ -1,0 +1,63 @@
+"""A checkpoint copied to other storage: every byte is checked on the way, and the manifest is written last."""
+
+from __future__ import annotations
+
+from morph.checkpoint.manifest import (
+    complete_versions,
+    read_file,
+    read_manifest,
+    version_url,
+    write_atomically,
+    write_manifest,
+)
+from morph.checkpoint.newest import check_files
+from morph.checkpoint.storage import writing
+from morph.checkpoint.stored import delete_version
+from morph.contract.checkpoint import Manifest
+from morph.contract.errors import CheckpointDamaged, InputError
+
+
+def copy_version(url: str, manifest: Manifest, target_url: str) -> bool:
+    """Copy a version, file by file; returns False where that very checkpoint is there already.
+
+    A copy that breaks off is no checkpoint, and is begun again by the same call.
+
+    Raises:
+        InputError: other checkpoints are there, which these are not to be mixed with.
+        CheckpointDamaged: a file is not what its manifest says.
+        CheckpointError: storage cannot be read, or not written.
+    """
+    for version in complete_versions(target_url):
+        there = read_manifest(target_url, version)
+        if there.fingerprint != manifest.fingerprint or (version == manifest.version and there.units != manifest.units):
+            raise InputError(
+                f"holds another checkpoint of version {version}"
+                if there.fingerprint == manifest.fingerprint
+                else "holds checkpoints of another model",
+                source=target_url,
+                allowed="a place that is empty, or has checkpoints of the same run",
+            )
+        if version == manifest.version and _is_whole(target_url, there):
+            return False
+    where = version_url(target_url, manifest.version)
+    for unit in manifest.units:
+        try:
+            data = read_file(url, manifest.version, unit)
+        except CheckpointDamaged:
+            if manifest.version not in complete_versions(target_url):
+                with writing(where):
+                    delete_version(target_url, manifest.version)  # the half that is there is of no use
+            raise
+        with writing(f"{where}/{unit.file}"):
+            write_atomically(f"{where}/{unit.file}", data)
+    with writing(where):
+        write_manifest(target_url, manifest)
+    return True
+
+
+def _is_whole(url: str, manifest: Manifest) -> bool:
+    try:
+        check_files(url, manifest, every_byte=False)
+    except CheckpointDamaged:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Stored checkpoints, as a user looks at them and looks after them."""

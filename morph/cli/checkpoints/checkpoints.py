@@ -1,0 +1,204 @@
+"""``morph checkpoints``: look at stored checkpoints, verify, keep, remove and copy them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from morph.cli.reading.options import JsonOption
+from morph.cli.reading.stored import StoredArgument, no_checkpoint, stored_at, target_url, unknown_version, with_newest
+
+if TYPE_CHECKING:
+    from morph.checkpoint.looking import Look
+    from morph.contract.checkpoint import Manifest
+
+checkpoints_app = typer.Typer(
+    help="Look at stored checkpoints, verify, keep, remove and copy them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+EXIT_DAMAGED = 1
+WIDTH = 120
+VersionArgument = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Steps applied.", show_default=False)]
+VersionsArgument = Annotated[
+    list[int], typer.Argument(metavar="VERSION...", min=0, help="Steps applied, of each.", show_default=False)
+]
+
+
+@checkpoints_app.command("ls")
+def ls_command(source: StoredArgument, as_json: JsonOption = False) -> None:
+    """List what is stored: version (steps applied), kind, shape, size, age, and whether it is kept or damaged.
+
+    Files are held against their sizes; `morph checkpoints verify` reads every byte.
+
+    \b
+    Example:
+      morph checkpoints ls runs/tiny
+      morph checkpoints ls az://container/run --json | jq .[-1].version
+    """
+    import json
+    import time
+
+    from morph.checkpoint.looking import looks
+    from morph.cli.checkpoints.tables import checkpoint_table
+    from morph.tables import wide_console
+
+    stored = stored_at(source)
+    found = tuple(looks(stored.url, every_byte=False))
+    if as_json:
+        print(json.dumps([look.model_dump(mode="json") for look in found], indent=2))
+        return
+    if not found:
+        raise no_checkpoint(stored)
+    wide_console(WIDTH).print(checkpoint_table(stored.url, found, time.time()))
+
+
+@checkpoints_app.command("verify")
+def verify_command(
+    source: StoredArgument,
+    version: Annotated[int | None, typer.Option(min=0, help="Only this one.", show_default=False)] = None,
+) -> None:
+    """Read every byte of each checkpoint, and say which are whole; exit status 1 if one is damaged. Changes nothing.
+
+    \b
+    Example:
+      morph checkpoints verify runs/tiny
+      morph checkpoints verify az://container/run --version 40
+    """
+    from morph.checkpoint.looking import State, looks
+    from morph.checkpoint.stored import stored_versions
+
+    stored = stored_at(source)
+    known = tuple(entry.version for entry in stored_versions(stored.url))
+    if not known or version not in (None, *known):
+        raise unknown_version(stored, "--version", version or 0, known)
+    states = []
+    for look in looks(stored.url, () if version is None else (version,), every_byte=True):
+        states.append(look.state)
+        print(_told(look), flush=True)
+    if State.DAMAGED in states:
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+@checkpoints_app.command("keep")
+def keep_command(
+    source: StoredArgument,
+    version: VersionArgument,
+    undo: Annotated[bool, typer.Option("--undo", help="Let it be deleted in its turn again.")] = False,
+) -> None:
+    """Keep a checkpoint: it is not deleted when newer ones are written, whatever the policy says.
+
+    \b
+    Example:
+      morph checkpoints keep runs/tiny 40
+      morph checkpoints keep runs/tiny 40 --undo
+    """
+    from morph.checkpoint.keeping import keep, let_go
+    from morph.checkpoint.stored import stored_versions
+
+    stored = stored_at(source)
+    known = {entry.version for entry in stored_versions(stored.url) if entry.complete or (undo and entry.kept)}
+    if version not in known:
+        raise unknown_version(stored, "VERSION", version, tuple(sorted(known)))
+    if undo:
+        let_go(stored.url, version)
+        print(f"version {version} is no longer kept: it is deleted when its turn comes")
+    else:
+        keep(stored.url, version)
+        print(f"version {version} is kept until `morph checkpoints keep --undo` or `rm --force`")
+
+
+@checkpoints_app.command("rm")
+def rm_command(
+    source: StoredArgument,
+    versions: VersionsArgument,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also the newest that is whole, what is newer, and what is kept.")
+    ] = False,
+) -> None:
+    """Remove checkpoints, also while their run goes on: first the manifest, so that half of one is never a checkpoint.
+
+    Those that its run may be reading or writing (the newest that is whole, and what is newer) are removed with --force
+    alone, and not while it goes on.
+
+    \b
+    Example:
+      morph checkpoints rm runs/tiny 20 40
+    """
+    from manager.stopping import holder_of
+    from morph.checkpoint.keeping import refusal
+    from morph.checkpoint.looking import looks
+    from morph.checkpoint.storage import writing
+    from morph.checkpoint.stored import delete_version
+    from morph.contract.errors import InputError
+
+    stored = stored_at(source)
+    found = tuple(looks(stored.url, every_byte=False))
+    known = tuple(look.version for look in found)
+    missing = next((version for version in versions if version not in known), None)
+    if missing is not None:
+        raise unknown_version(stored, "VERSION", missing, known)
+    holder = None if stored.run_dir is None else holder_of(stored.run_dir)
+    for version in dict.fromkeys(versions):
+        problem = refusal(found, version, force=force, holder=holder)
+        if problem is not None:
+            raise InputError(problem[0], source=stored.url, field="VERSION", value=version, allowed=problem[1])
+    for version in dict.fromkeys(versions):
+        with writing(stored.url):
+            gone = delete_version(stored.url, version, even_kept=force)
+        print(f"version {version} is removed" if gone else f"version {version} stays: it is kept", flush=True)
+
+
+@checkpoints_app.command("copy")
+def copy_command(
+    source: StoredArgument,
+    target: Annotated[
+        str, typer.Argument(metavar="DEST_URL", help="fsspec URL or folder to copy it to.", show_default=False)
+    ],
+    version: Annotated[
+        int | None, typer.Option(min=0, help="Steps applied; default: the newest that is whole.", show_default=False)
+    ] = None,
+) -> None:
+    """Copy a checkpoint to other storage, every byte checked; the copy is a checkpoint like any other.
+
+    \b
+    Example:
+      morph checkpoints copy runs/tiny az://container/tiny
+    """
+    from morph.checkpoint.copying import copy_version
+    from morph.checkpoint.manifest import complete_versions, read_manifest
+
+    stored, url = stored_at(source), target_url(target)
+
+    def copied(manifest: Manifest) -> bool:
+        return copy_version(stored.url, manifest, url)
+
+    if version is None:
+        manifest, is_new = with_newest(stored, copied)
+    else:
+        known = complete_versions(stored.url)
+        if version not in known:
+            raise unknown_version(stored, "--version", version, known)
+        manifest = read_manifest(stored.url, version)
+        is_new = copied(manifest)
+    if is_new:
+        print(f"copied version {manifest.version}, {manifest.size_bytes / 2**20:.1f} MiB, to {url}")
+    else:
+        print(f"version {manifest.version} is in {url} already")
+
+
+def _told(look: Look) -> str:
+    """One line of ``verify``."""
+    from morph.checkpoint.looking import State
+
+    kept = ", kept" if look.kept else ""
+    size = f"{look.size_bytes / 2**20:.1f} MiB{kept}"
+    match look.state:
+        case State.WHOLE:
+            return f"version {look.version}: whole, every byte read ({size})"
+        case State.DAMAGED:
+            return f"version {look.version}: damaged: {look.problem} ({size})"
+        case State.INCOMPLETE:
+            return f"version {look.version}: incomplete: it has no manifest, and is no checkpoint ({size})"

@@ -1,0 +1,125 @@
+"""Where checkpoints are, from what a user names: a run directory, a folder or a URL."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from morph.contract.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from morph.contract.checkpoint import Manifest
+
+Used = TypeVar("Used")
+StoredArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_DIR_OR_URL",
+        help="The run's directory, or the fsspec URL or folder with its checkpoints.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """``given``: as the user names it. ``run_dir``: None where it is not a run's directory."""
+
+    given: str
+    url: str
+    run_dir: Path | None = None
+
+
+def stored_at(given: str) -> Stored:
+    """Find out what a user means; that anything is stored there is not yet known.
+
+    Raises:
+        RunDirError: the run directory cannot be read.
+        InputError: there is no such folder.
+        ConfigError: nothing is installed for such a URL.
+    """
+    from manager.run.cloud import check_url
+    from manager.run_dir import checkpoint_url, is_run, read_facts
+
+    if "://" in given:
+        check_url(given, "", "RUN_DIR_OR_URL")
+        return Stored(given, given)
+    path = Path(given)
+    if is_run(path):
+        facts = read_facts(path)
+        url = checkpoint_url(path, facts)
+        check_url(url, str(path / "run.json"), "checkpoint_url")
+        return Stored(given, url, path)
+    if not path.is_dir():
+        raise InputError(
+            "there is no such folder", source=given, allowed="a run directory, a folder with checkpoints, or a URL"
+        )
+    return Stored(given, str(path.resolve()))
+
+
+def target_url(given: str) -> str:
+    """Return the URL of a folder to which checkpoints are to go, which may not be there yet.
+
+    Raises:
+        ConfigError: nothing is installed for such a URL, or it is a run's directory, or a file.
+    """
+    from manager.run.cloud import check_url
+    from manager.run_dir import is_run
+
+    check_url(given, "", "DEST_URL")
+    if "://" in given:
+        return given
+    path = Path(given)
+    if is_run(path) or path.is_file():
+        what = "a run directory" if path.is_dir() else "a file"
+        raise ConfigError(f"is {what}", field="DEST_URL", value=given, allowed="a folder of its own, or a URL")
+    return str(path.resolve())
+
+
+def with_newest(stored: Stored, use: Callable[[Manifest], Used]) -> tuple[Manifest, Used]:
+    """Use the newest checkpoint that is whole; say on standard error which newer ones are passed over, and why.
+
+    Where ``use`` finds damage that only reading shows, it is called again with the newest of which every byte is right.
+
+    Raises:
+        InputError: there is none.
+        CheckpointError: all are damaged, or storage does not answer.
+    """
+    from morph.contract.errors import CheckpointDamaged
+
+    try:
+        manifest = _newest(stored, every_byte=False)
+        return manifest, use(manifest)
+    except CheckpointDamaged:
+        manifest = _newest(stored, every_byte=True)
+        return manifest, use(manifest)
+
+
+def _newest(stored: Stored, *, every_byte: bool) -> Manifest:
+    from morph.checkpoint.newest import find_whole, told_of
+
+    manifest, damaged = find_whole(stored.url, every_byte=every_byte)
+    for sentence in told_of(manifest, damaged):
+        print(f"note: {sentence}", file=sys.stderr)
+    if manifest is None:
+        raise no_checkpoint(stored)
+    return manifest
+
+
+def no_checkpoint(stored: Stored) -> InputError:
+    """Return the error of a place with no complete checkpoint."""
+    what = "" if stored.run_dir is not None or "://" in stored.given else "is not a run directory, and "
+    return InputError(f"{what}holds no complete checkpoint", source=stored.url)
+
+
+def unknown_version(stored: Stored, field: str, version: int, known: tuple[int, ...]) -> InputError:
+    """Return the error of a version that is not there."""
+    if not known:
+        return no_checkpoint(stored)
+    allowed = ", ".join(map(str, known))
+    return InputError("has no such checkpoint", source=stored.url, field=field, value=version, allowed=allowed)
