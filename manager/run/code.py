@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from manager.engine.run.job_code import changed, from_elsewhere, keep, kept, pack
+from manager.engine.run.job_code import changed, digests, from_elsewhere, keep, kept, pack
 from manager.journal.records import Fact
 from manager.run.request import IfChanged
 from manager.run_dir import RunDir
@@ -81,7 +81,7 @@ class RunCode:
             return pack(self._job_path, self._files, unpack=self._unpack)
         code = kept(run_dir.path, sha256, self._job_path, unpack=self._unpack)
         began = JobFiles(self._files.folder, files_of(code))
-        self._changed = changed(began, self._files)
+        self._changed = changed(digests(began.files), self._files)
         if self._changed and self._if_changed is IfChanged.REFUSE:
             raise RunDirError(
                 "was changed since the run began",
@@ -134,6 +134,11 @@ class RunCode:
         if self._accepted:
             told.append(Fact(name="changed_job_accepted", detail=self._accepted))
         return tuple(told)
+
+    @property
+    def files(self) -> JobFiles:
+        """What the run trains on, once it has begun."""
+        return self._files
 
     @property
     def _names(self) -> str:

@@ -20,9 +20,11 @@ from manager.report.reading import read_ledger, read_report
 from manager.report.values import RunReport
 from manager.run.code import CheckJob, RunCode
 from manager.run.prepared import PreparedRun, variables
+from manager.run.recovery import recovery_of, write_recovery
 from manager.run.request import IfChanged, keep_request
 from manager.run_dir import RunDir, check_free, is_run
 from morph.checkpoint.newest import newest_whole
+from morph.checkpoint.storage import bounded
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunDirError
 from morph.contract.messages import JobCode
@@ -146,6 +148,7 @@ def managed_run(
             code = wait(lambda: trained.begin(opened))
             if run.asked is not None:
                 wait(partial(keep_request, opened.path, run.asked, run.files))
+                _leave_recovery(run, opened, trained)
         begun = replace(on(code), config=run.config(checkpoint, history.expected(run.vm_kind)))
         if again.has_run:
             begun = session.gone_on_with_trace(begun, opened)
@@ -168,6 +171,16 @@ def managed_run(
             return until_it_ends(readable, again, _tell), read_report(opened.path)
         finally:
             history.take_in(opened.path)
+
+
+def _leave_recovery(run: PreparedRun, opened: RunDir, trained: RunCode) -> None:
+    """Put beside the checkpoints what the run could be gone on with elsewhere; it runs without that too."""
+    limit_s = run.cluster.policy.rules.checkpoints.file_timeout_s
+    try:
+        recovery = recovery_of(run, opened.facts, trained.files)
+        bounded(partial(write_recovery, opened.checkpoint_url, recovery), limit_s, "storage")
+    except (CheckpointError, OSError) as error:
+        _tell(f"note: {error}; the run can be gone on with in {opened.path}, but not from its checkpoints alone")
 
 
 def _tell(sentence: str) -> None:

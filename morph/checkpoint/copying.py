@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fsspec
+
 from morph.checkpoint.manifest import (
     complete_versions,
     read_file,
@@ -11,14 +13,14 @@ from morph.checkpoint.manifest import (
     write_manifest,
 )
 from morph.checkpoint.newest import check_files
-from morph.checkpoint.storage import writing
-from morph.checkpoint.stored import delete_version
+from morph.checkpoint.storage import reading, writing
+from morph.checkpoint.stored import RECOVERY, delete_version
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged, InputError
 
 
 def copy_version(url: str, manifest: Manifest, target_url: str) -> bool:
-    """Copy a version, file by file; returns False where that very checkpoint is there already.
+    """Copy a version, file by file, and what its run left beside it; returns False where it is there already.
 
     A copy that breaks off is no checkpoint, and is begun again by the same call.
 
@@ -50,9 +52,23 @@ def copy_version(url: str, manifest: Manifest, target_url: str) -> bool:
             raise
         with writing(f"{where}/{unit.file}"):
             write_atomically(f"{where}/{unit.file}", data)
+    _copy_recovery(url, target_url)
     with writing(where):
         write_manifest(target_url, manifest)
     return True
+
+
+def _copy_recovery(url: str, target_url: str) -> None:
+    """Copy what a run left beside its checkpoints, so that the copy can be gone on with by itself too."""
+    source, target = (f"{place.rstrip('/')}/{RECOVERY}" for place in (url, target_url))
+    try:
+        with reading(source):
+            filesystem, path = fsspec.core.url_to_fs(source)
+            data = filesystem.cat_file(path)
+    except FileNotFoundError:
+        return
+    with writing(target):
+        write_atomically(target, data)
 
 
 def _is_whole(url: str, manifest: Manifest) -> bool:

@@ -18,6 +18,8 @@ from morph.checkpoint.storage import reading
 SET_ASIDE = "manifest.damaged.json"
 """What the manifest of a version is called that was passed over: it is no checkpoint then, and loses no byte."""
 KEPT = "kept"
+RECOVERY = "run/recovery.json"
+"""Below the checkpoint URL: with what the run can be gone on with elsewhere."""
 
 
 @dataclass(frozen=True)

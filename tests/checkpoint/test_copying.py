@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from uuid import uuid4
 
+import fsspec
 import pytest
 
 from morph.checkpoint import copying
 from morph.checkpoint.copying import copy_version
-from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.checkpoint.manifest import complete_versions, read_manifest, write_atomically
 from morph.checkpoint.newest import find_whole
-from morph.checkpoint.stored import stored_versions
+from morph.checkpoint.stored import RECOVERY, stored_versions
 from morph.contract.errors import CheckpointDamaged, CheckpointError, InputError
 from tests.checkpoint.test_newest import _flipped, _truncated, contents, save
 
@@ -23,9 +24,12 @@ def target() -> str:
 
 def test_a_copy_has_every_byte_from_and_to_any_kind_of_storage(url: str, target: str, tmp_path: Path) -> None:
     save(url, 2, 4)
+    write_atomically(f"{url}/{RECOVERY}", b"{}")
     assert copy_version(url, read_manifest(url, 4), target)
     assert contents(target, 4) == contents(url, 4)
     assert complete_versions(target) == (4,)
+    filesystem, path = fsspec.core.url_to_fs(f"{target}/{RECOVERY}")
+    assert filesystem.cat_file(path) == b"{}"
     assert not copy_version(url, read_manifest(url, 4), target)
     assert copy_version(target, read_manifest(target, 4), str(tmp_path / "back"))
     assert contents(str(tmp_path / "back"), 4) == contents(url, 4)

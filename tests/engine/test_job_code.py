@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from manager.engine.run import job_code
-from manager.engine.run.job_code import changed, collect, from_elsewhere, keep, kept, pack
+from manager.engine.run.job_code import changed, collect, digests, from_elsewhere, keep, kept, pack
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.messages import Failed, JobCode, WorkerSetup
 from morph.job_files import JobFiles
@@ -180,10 +180,10 @@ def test_what_was_changed_made_or_removed_since_is_named(folder: Path) -> None:
     began = JobFiles(folder, files_of(pack(job, collect(job))))
     began.files["made_up.py"] = b"was imported under a name that only running it tells"
     written(folder, {"made_up.py": began.files["made_up.py"].decode(), "left_out.py": "changed, and not imported"})
-    assert changed(began, collect(job)) == []
+    assert changed(digests(began.files), collect(job)) == []
     written(folder, {"help.py": "x = 3", "new.py": ""})
     (folder / "made_up.py").unlink()
-    assert changed(began, collect(job)) == ["help.py", "made_up.py", "new.py"]
+    assert changed(digests(began.files), collect(job)) == ["help.py", "made_up.py", "new.py"]
 
 
 def test_code_is_kept_for_the_user_alone_and_refused_when_it_is_damaged(folder: Path, tmp_path: Path) -> None:

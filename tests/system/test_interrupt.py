@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -172,6 +173,36 @@ def test_a_flipped_bit_in_the_newest_checkpoint_costs_the_steps_since_the_one_be
     assert [record.step for record in report.steps][-(STEPS - before) :] == list(range(before, STEPS))
     assert (folder / SET_ASIDE).exists() or not folder.exists()  # until its turn comes to be deleted
     assert run.digests() == reference
+
+
+def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_its_job_alone(
+    calibrated: Path, tmp_path: Path, reference: dict[str, str]
+) -> None:
+    lost, url = tmp_path / "lost", tmp_path / "storage"
+    lost.mkdir()
+    shutil.copy(calibrated, lost / "profile.json")
+    (lost / "cluster.yaml").write_text(CLUSTER.format(patience_s=0.0, launcher="processes"), encoding="utf-8")
+    with RunningMorph(
+        *("run", JOB, "--profile", lost / "profile.json", "--cluster", lost / "cluster.yaml", "--steps", STEPS),
+        *("--run-dir", lost / "run", "--checkpoint-url", url, "--verbose"),
+    ) as command:
+        command.wait_for_line("the checkpoint of version")
+        command.kill()
+        assert command.wait_for_end() == -signal.SIGKILL
+    shutil.rmtree(lost)
+    version = complete_versions(str(url))[-1]
+    elsewhere = url.rename(tmp_path / "elsewhere")
+    with RunningMorph(
+        *("resume", f"file://{elsewhere}", "--job", JOB, "--run-dir", tmp_path / "run", "--verbose")
+    ) as command:
+        command.wait_for_line(f"goes on in {tmp_path / 'run'}, from version {version}")
+        command.wait_for_line("finished")
+        assert command.wait_for_end() == 0, command.output
+        assert "Traceback" not in command.output
+    report = read_report(tmp_path / "run")
+    assert (report.outcome, report.version) == ("finished", STEPS)
+    assert [record.step for record in report.steps] == list(range(version, STEPS))
+    assert {entry.unit: entry.sha256 for entry in read_manifest(str(elsewhere), STEPS).units} == reference
 
 
 @pytest.mark.timeout(600)  # three sessions

@@ -8,7 +8,7 @@ import io
 import stat
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 
@@ -115,15 +115,17 @@ def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> 
     )
 
 
-def changed(began: JobFiles, now: JobFiles) -> list[str]:
-    """Names of the files in which what ``collect`` found now differs from what a run began with."""
-    names = []
-    for name in sorted(began.files.keys() | now.files.keys()):
-        path = began.folder / name
-        content = now.files[name] if name in now.files else path.read_bytes() if path.is_file() else None
-        if content != began.files.get(name):
-            names.append(name)
-    return names
+def digests(files: Mapping[str, bytes]) -> dict[str, str]:
+    """sha256 of each file, by its name."""
+    return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
+
+
+def changed(began: Mapping[str, str], now: JobFiles) -> list[str]:
+    """Names of the files in which what ``collect`` found now differs from what a run began with, by their digests."""
+    names = sorted(began.keys() | now.files.keys())
+    missing = {name: now.folder / name for name in names if name not in now.files}
+    there = digests(now.files | {name: path.read_bytes() for name, path in missing.items() if path.is_file()})
+    return [name for name in names if there.get(name) != began.get(name)]
 
 
 def from_elsewhere(found: JobFiles, before: set[str]) -> list[str]:

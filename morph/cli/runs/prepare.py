@@ -61,7 +61,7 @@ def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
         missing = "--profile" if request.profile is None else "--cluster"
         raise ConfigError("is not given", field=missing, allowed="a file, or a job file (YAML) instead of JOB")
     profile, cluster, url = load_profile(request.profile), load_cluster(request.cluster), request.checkpoint_url
-    run_dir = run_dir or _folder_of(profile, request.profile)
+    run_dir = run_dir or folder_of(profile, request.profile)
     complete = request.model_copy(update={"checkpoint_url": None if url is None else absolute_url(url)})
     return _with_cloud(complete, profile, cluster, run_dir, "--checkpoint-url")
 
@@ -99,7 +99,7 @@ def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None
     url = None if job.checkpoint_url is None else absolute_url(job.checkpoint_url, folder)
     files = {"job": f"{(folder / code).resolve()}:{name}", "profile": folder / job.profile, "cluster": path}
     complete = request.model_copy(update={**said, **files, "checkpoint_url": url})
-    run_dir = run_dir or own_dir or _folder_of(profile, folder / job.profile)
+    run_dir = run_dir or own_dir or folder_of(profile, folder / job.profile)
     return replace(_with_cloud(complete, profile, file, run_dir, "job.checkpoint_url"), in_file=True)
 
 
@@ -122,7 +122,7 @@ def check_job_file(path: Path, file: JobFile) -> str:
     )
 
 
-def _folder_of(profile: Profile, path: Path) -> Path:
+def folder_of(profile: Profile, path: Path) -> Path:
     """The run directory where none is given; a profile may come from elsewhere, and names nothing outside of runs."""
     name = profile.job.name
     if not name.strip() or name.startswith(".") or any(sign in name for sign in "/\\\0"):

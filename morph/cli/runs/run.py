@@ -16,7 +16,6 @@ from morph.cli.reading.options import (
     PlainOption,
     PriceOption,
     RecomputeOption,
-    RunDirArgument,
 )
 from morph.contract import ranges
 from morph.contract.errors import ConfigError
@@ -124,7 +123,22 @@ def run_command(
 
 
 def resume_command(
-    run_dir: RunDirArgument,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_DIR_OR_URL", help="The run's directory; or, on another machine, where its checkpoints are."
+        ),
+    ],
+    job: Annotated[
+        str | None,
+        typer.Option(metavar="JOB", help="With a URL: the run's job here, path/to/file.py:name.", show_default=False),
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="With a URL: a new run directory; default: runs/NAME of the job.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="With a URL: a cluster file instead of the run's own.", show_default=False)
+    ] = None,
     plain: PlainOption = False,
     verbose: VerboseOption = False,
     log_format: LogFormatOption = LogFormat.TEXT,
@@ -137,11 +151,23 @@ def resume_command(
     otherwise. It refuses when the job's code (but see --if-changed), the profile, the cluster file or the trace were
     changed or are gone.
 
+    With the URL of its checkpoints it goes on with a run whose machine is gone, from the newest checkpoint that is
+    whole, in a new run directory. Only the job must be here, as it was: no code is read from storage.
+
     \b
     Example:
       morph resume runs/tiny
+      morph resume az://container/tiny --job my_job.py:job --run-dir runs/tiny
     """
     from morph.cli.runs.carry_out import Shown, carry_out
+    from morph.cli.runs.recover import is_stored, recovered
 
-    read_facts(run_dir)
-    carry_out(kept_request(run_dir), run_dir, Shown(plain, verbose, log_format is LogFormat.JSON, page), if_changed)
+    shown = Shown(plain, verbose, log_format is LogFormat.JSON, page)
+    if is_stored(source):
+        with recovered(source, job, run_dir, cluster, if_changed) as (request, made):
+            carry_out(request, made, shown, if_changed)
+    read_facts(Path(source))
+    for option, given in (("--job", job), ("--run-dir", run_dir), ("--cluster", cluster)):
+        if given is not None:
+            raise ConfigError("is for a URL alone", field=option, allowed=f"without it, as {source} says")
+    carry_out(kept_request(Path(source)), Path(source), shown, if_changed)

@@ -1,0 +1,209 @@
+"""What a run leaves beside its checkpoints, so that another machine can go on with it by their URL and its job.
+
+``run/recovery.json`` below the checkpoint URL: what was asked for, profile, cluster and cloud file as values, the
+trace, what the run directory belongs to, and a digest of each file of the job's code. No code and no secret is in it:
+of a cluster file the lines that users write freely (``vms.environment.setup`` and ``packages``) are left out.
+
+Nothing that is read from there is run, or decides where credentials go. The job comes from this machine and must be the
+one that the run began with; what says which VMs a provider brings, and what runs on them as root, comes from the user.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from pathlib import Path, PurePosixPath
+
+import fsspec
+from pydantic import Field, ValidationError, field_validator
+
+from manager.engine.run.job_code import changed, collect, digests, keep, pack
+from manager.providers.azure.spec import AzureSpec
+from manager.providers.hosts.static import Hosts
+from manager.run.prepared import PreparedRun
+from manager.run.request import IfChanged, RunRequest, absolute_job
+from manager.run_dir import RunDir, RunFacts, check_free, is_run, not_writable, write_in_run_dir
+from morph.checkpoint.manifest import write_atomically
+from morph.checkpoint.storage import reading, writing
+from morph.checkpoint.stored import RECOVERY
+from morph.contract.base import Value, first_problem
+from morph.contract.cluster import ClusterConfig, ProvidedVms
+from morph.contract.errors import ConfigError, JobError, RunDirError
+from morph.contract.profile import Profile
+from morph.job_files import JobFiles
+
+FOLDER = "recovered"
+
+
+class Recovery(Value):
+    """Everything that a run was made of, but its code. ``code``: sha256 of each of its files, by its name."""
+
+    schema_version: int = Field(ge=1, le=1)
+    facts: RunFacts
+    command: RunRequest
+    code: dict[str, str]
+    profile: Profile
+    cluster: ClusterConfig
+    cloud: AzureSpec | Hosts | None = None
+    trace: str | None = Field(default=None, description="text of the file")
+
+    @field_validator("code")
+    @classmethod
+    def _below(cls, code: dict[str, str]) -> dict[str, str]:
+        for name in code:
+            path = PurePosixPath(name)
+            if not name or path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"{name!r} is not below the folder of the job's code")
+        return code
+
+
+def recovery_of(run: PreparedRun, facts: RunFacts, files: JobFiles) -> Recovery:
+    """Gather what a run is made of, without what only this machine has.
+
+    Raises:
+        OSError: its trace cannot be read any more.
+    """
+    request, cluster = run.request, run.cluster
+    given = cluster.model_dump(exclude={"job"}, exclude_unset=True)  # a job file has the job too
+    if isinstance(cluster.vms, ProvidedVms):
+        written = {name: value for name, value in given["vms"].get("environment", {}).items() if name not in _FREE_TEXT}
+        given["vms"]["environment"] = written
+    job = "{}:{}".format(Path(request.job.rpartition(":")[0]).name, request.job.rpartition(":")[2])
+    elsewhere = dict.fromkeys(("profile", "cluster", "trace", "checkpoint_url"))
+    return Recovery(
+        schema_version=1,
+        facts=facts.model_copy(update={"job": job, "checkpoint_url": None}),
+        command=request.model_copy(update={"job": job, **elsewhere}),
+        code=digests(files.files),
+        profile=run.profile,
+        cluster=ClusterConfig.model_validate(given),
+        cloud=None if run.cloud is None else run.cloud.described,
+        trace=None if request.trace is None else request.trace.read_text(encoding="utf-8"),
+    )
+
+
+_FREE_TEXT = frozenset({"setup", "packages"})
+"""Of ``vms.environment``: lines in which a user may have written a password or a token."""
+
+
+def write_recovery(url: str, recovery: Recovery) -> None:
+    """Put it beside the checkpoints, whole or not at all, in place of what was there.
+
+    Raises:
+        CheckpointError: storage does not take it.
+    """
+    where = f"{url.rstrip('/')}/{RECOVERY}"
+    with writing(where):
+        write_atomically(where, recovery.model_dump_json(indent=1, exclude_unset=True).encode())
+
+
+def read_recovery(url: str) -> Recovery:
+    """Read what a run left beside its checkpoints.
+
+    Raises:
+        RunDirError: there is nothing, or it is not what a run writes.
+        CheckpointError: storage does not answer.
+    """
+    where = f"{url.rstrip('/')}/{RECOVERY}"
+    try:
+        with reading(where):
+            filesystem, path = fsspec.core.url_to_fs(where)
+            filesystem.invalidate_cache()
+            data = filesystem.cat_file(path)
+        return Recovery.model_validate_json(data)
+    except FileNotFoundError as error:
+        raise RunDirError(
+            "there is nothing to recover a run from",
+            source=where,
+            allowed="the directory of a run, or the URL of one's checkpoints",
+        ) from error
+    except ValidationError as error:
+        field, problem, _ = first_problem(error)
+        raise RunDirError(problem, source=where, field=field or None) from error
+
+
+def recover(
+    recovery: Recovery, url: str, job: str, run_dir: Path, cluster: Path | None, if_changed: IfChanged
+) -> RunRequest:
+    """Make a run directory as the run's own was, of this machine's job, and return the request to go on with in it.
+
+    Args:
+        recovery: What the run left.
+        url: Where; its checkpoints are gone on with there.
+        job: path/to/file.py:name, on this machine.
+        run_dir: A new or empty directory; it is there whole, or not at all.
+        cluster: A cluster file instead of the run's own.
+        if_changed: ACCEPT: go on with code that differs.
+
+    Raises:
+        JobError: there is no such job file, or its code differs.
+        ConfigError: the cluster file has to be given.
+        RunDirError: the directory holds something, or cannot be written.
+    """
+    check_free(run_dir)
+    if is_run(run_dir):
+        allowed = f"a new or empty directory; to go on with that run: morph resume {run_dir}"
+        raise RunDirError("is a run directory already", source=str(run_dir), field="--run-dir", allowed=allowed)
+    if cluster is None and isinstance(recovery.cluster.vms, ProvidedVms):
+        raise ConfigError(
+            "is not given, and the run's VMs were a provider's: which VMs are paid for, what runs on them as root and "
+            "where credentials go is not taken from storage",
+            field="--cluster",
+            allowed=f"a cluster file (YAML); {url.rstrip('/')}/{RECOVERY} shows what the run had",
+        )
+    files = _same_files(recovery, job, if_changed)
+    code = None if files is None else pack(job, files)
+    known = {"job": absolute_job(job), "checkpoint_url": url, "code_sha256": code and code.sha256}
+    facts = recovery.facts.model_copy(update=known)
+    target = run_dir.resolve()
+    # made beside its place and then moved: half of it never looks like a run
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with RunDir(partial, facts):
+            if code is not None:
+                keep(partial, code)
+            (partial / FOLDER).mkdir()
+            for name, text in _inputs(recovery).items():
+                write_in_run_dir(partial / FOLDER / name, text)
+        partial.replace(target)
+    except OSError as error:
+        raise not_writable(target, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return recovery.command.model_copy(
+        update={
+            "job": absolute_job(job),
+            "profile": target / FOLDER / "profile.json",
+            "cluster": target / FOLDER / "cluster.yaml" if cluster is None else cluster,
+            "trace": None if recovery.trace is None else target / FOLDER / "trace.csv",
+            "checkpoint_url": url,
+        }
+    )
+
+
+def _inputs(recovery: Recovery) -> dict[str, str]:
+    """The files that the request will name; JSON is YAML."""
+    inputs = {
+        "profile.json": recovery.profile.model_dump_json(indent=1),
+        "cluster.yaml": recovery.cluster.model_dump_json(indent=2, exclude_unset=True) + "\n",
+    }
+    return inputs if recovery.trace is None else {**inputs, "trace.csv": recovery.trace}
+
+
+def _same_files(recovery: Recovery, job: str, if_changed: IfChanged) -> JobFiles | None:
+    """The job's files, as the run began with them; None: they differ, and the user accepts that."""
+    path = Path(job.rpartition(":")[0])
+    if not path.is_file():
+        raise JobError("no such file", source=str(path), field="--job", allowed="path/to/file.py:name")
+    now = collect(job)
+    names = changed(recovery.code, now)
+    if names and if_changed is not IfChanged.ACCEPT:
+        raise JobError(
+            "is not what the run began with, and no code is kept in storage",
+            source=str(now.folder / names[0]),
+            allowed=f"{recovery.command.job} as it was; or --if-changed accept, to go on with this code from the "
+            "newest checkpoint",
+        )
+    if names:
+        return None
+    return JobFiles(now.folder, {name: (now.folder / name).read_bytes() for name in recovery.code})
