@@ -14,6 +14,7 @@ from manager.engine.loop import manifest_writer
 from manager.engine.loop.driver import Observed
 from manager.journal.records import Fact
 from morph.checkpoint.manifest import complete_versions
+from morph.contract.checkpoint import Manifest
 from morph.contract.rules import CheckpointRules
 from tests.engine.driver_scene import Run
 
@@ -76,6 +77,41 @@ def test_training_goes_on_while_a_manifest_is_on_its_way_to_slow_storage(
     assert run.driver.run().outcome == "finished"
     assert not any(observed.event.kind == "checkpoint_failed" for observed in run.observed)
     assert complete_versions(run.url)[-1] == 20
+
+
+def test_a_manifest_on_which_storage_hangs_is_given_up_and_the_next_one_is_written(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, never, hung = make_run(num_steps=40, checkpoints=CheckpointRules(file_timeout_s=0.3)), threading.Event(), []
+
+    def hang_once(url: str, manifest: Manifest) -> None:
+        if not hung:
+            hung.append(manifest.version)
+            never.wait()
+        else:
+            write(url, manifest)
+
+    def wait_for_the_bound(observed: Observed) -> None:
+        if hung and observed.decision.state.version == 30:
+            assert given_up.wait(20)
+
+    given_up = threading.Event()
+    put = run.event_queue.put
+
+    def look(item: object) -> None:
+        put(item)  # type: ignore[arg-type]
+        if getattr(item, "kind", "") == "checkpoint_failed":
+            given_up.set()
+
+    write = manifest_writer.write_manifest
+    monkeypatch.setattr(manifest_writer, "write_manifest", hang_once)
+    monkeypatch.setattr(run.event_queue, "put", look)
+    run.react = wait_for_the_bound
+    assert run.driver.run().outcome == "finished"
+    (failed,) = [observed.event for observed in run.observed if observed.event.kind == "checkpoint_failed"]
+    assert failed.error == "TimeoutError: storage took longer than 0.3 s"
+    assert complete_versions(run.url)[-1] == 40
+    never.set()
 
 
 def test_old_checkpoints_that_cannot_be_deleted_are_noted_and_the_new_one_counts(

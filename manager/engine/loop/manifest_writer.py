@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
+from functools import partial
 
 from manager.controller.state.events import MANIFEST_WRITER, CheckpointFailed, ManifestWritten
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import Fact
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.retention import delete_superfluous
+from morph.checkpoint.storage import bounded
 from morph.contract.checkpoint import Manifest
 from morph.contract.rules import CheckpointRules
 
 CLOSE_TIMEOUT_S = 15.0
+DELETE_TIMEOUT_S = 600.0
 
 
 class ManifestWriter:
@@ -50,14 +53,14 @@ class ManifestWriter:
 
     def _write(self, manifest: Manifest) -> None:
         try:
-            write_manifest(self._checkpoint_url, manifest)
+            bounded(partial(write_manifest, self._checkpoint_url, manifest), self._rules.file_timeout_s, "storage")
         except Exception as error:  # each kind of storage has its own; the controller keeps the previous checkpoint
             told = f"{type(error).__name__}: {error}"
             self._event_queue.put(CheckpointFailed(worker=MANIFEST_WRITER, error=told, version=manifest.version))
             return
         self._event_queue.put(ManifestWritten(version=manifest.version))
         try:
-            delete_superfluous(self._checkpoint_url, self._rules)
+            bounded(partial(delete_superfluous, self._checkpoint_url, self._rules), DELETE_TIMEOUT_S, "storage")
         except Exception as error:  # old files stay a while longer: the next checkpoint tries again
             fact = Fact(name="old_checkpoints_kept", detail=f"{type(error).__name__}: {error}")
             self._event_queue.put(fact)

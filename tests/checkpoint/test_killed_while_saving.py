@@ -1,0 +1,88 @@
+"""A process that saves is killed before each of its file operations: what was a checkpoint still is, to the byte."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from morph.checkpoint.manifest import complete_versions, version_url, write_atomically, write_manifest
+from morph.checkpoint.newest import newest_whole
+from morph.checkpoint.retention import delete_superfluous
+from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.rules import CheckpointRules
+
+OPERATIONS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"})
+"""As Python's audit events name them."""
+UNITS = ("s0", "s1", "s2")
+
+
+def payload(version: int, unit: str) -> bytes:
+    return f"{unit} of version {version}".encode() * 1000
+
+
+def save(url: str, version: int) -> None:
+    """Write a version as workers and the manager do, then drop what is too old."""
+    units = []
+    for unit in UNITS:
+        data = payload(version, unit)
+        write_atomically(f"{version_url(url, version)}/{unit}.safetensors", data)
+        digest = hashlib.sha256(data).hexdigest()
+        units.append(UnitFile(unit=unit, file=f"{unit}.safetensors", size_bytes=len(data), sha256=digest))
+    write_manifest(url, Manifest(fingerprint="f", version=version, units=tuple(units)))
+    delete_superfluous(url, CheckpointRules(keep_newest=2))
+
+
+def killed_before(number: int, work: Callable[[], None], folder: Path) -> bool:
+    """Do some work in a process that kills itself before its nth operation below a folder; whether it came so far."""
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+
+        def look(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal count
+            if event in OPERATIONS and any(str(folder) in str(argument) for argument in arguments):
+                if count == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                count += 1
+
+        sys.addaudithook(look)
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_whatever_operation_a_save_is_killed_before_the_newest_whole_version_is_as_it_was(tmp_path: Path) -> None:
+    found: list[int] = []
+    for number in range(200):
+        folder = tmp_path / str(number)
+        url = str(folder)
+        for version in (10, 20):
+            save(url, version)
+        was_killed = killed_before(number, lambda url=url: save(url, 30), folder)  # type: ignore[misc]
+        manifest, passed_over = newest_whole(url, every_byte=True)
+        assert manifest is not None
+        assert not passed_over
+        assert manifest.version in (20, 30)
+        found.append(manifest.version)
+        for unit in UNITS:
+            assert (folder / f"v{manifest.version:08d}" / f"{unit}.safetensors").read_bytes() == payload(
+                manifest.version, unit
+            )
+        save(url, 40)  # the run goes on, and clears away what was left
+        assert complete_versions(url)[-1] == 40
+        assert not list(folder.glob("v00000010/*"))
+        if not was_killed:
+            break
+    assert found[0] == 20
+    assert found == sorted(found), "a version that was complete was gone later"
+    assert found[-1] == 30
+    assert len(found) > 4 * len(UNITS)  # each file is opened and renamed at least, in a folder that is made
