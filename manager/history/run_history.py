@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from manager.controller.state.events import NodeFacts
 from manager.controller.state.expected import ExpectedLosses
 from manager.history.database import HistoryError, history_path, keep_lives, kept_lives
@@ -42,6 +44,8 @@ class RunHistory:
                 keep_lives(history_path(), hashlib.sha256(first.encode()).hexdigest()[:16], lives_of(entries))
         except (HistoryError, RunDirError) as error:
             self._say(f"what became of this run's VMs is not kept: {error}")
+        except ValidationError:
+            self._say(f"what became of this run's VMs is not kept: {path} was written by another version of Morph")
 
     def expected(self, facts: NodeFacts) -> ExpectedLosses:
         """Return what is expected of VMs of this kind, as far as the run knows beforehand of what kind they will be."""
