@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,8 @@ from morph.runtime.groups.channels import GROUP_TIMEOUT_S, Carrier, Transfer
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.unit_state import UnitState
 
+READ_AHEAD = 4
+"""Units of a checkpoint that one worker reads at a time, and holds twice in memory meanwhile."""
 MakeUnit = Callable[[str, bool], UnitState]
 
 
@@ -86,9 +90,9 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
     """
     units: dict[str, UnitState] = {}
     received_bytes = 0
-    for source in sources:
-        if source.worker != context.worker:
-            continue
+    own = [source for source in sources if source.worker == context.worker]
+    stored = _from_checkpoint([source.unit for source in own if source.kind == "checkpoint"], context)
+    for source in own:
         if source.kind == "keep":
             units[source.unit] = context.held[source.unit]
             continue
@@ -102,22 +106,35 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
             received_bytes += len(payload)
             state.load(from_payload(payload))
         elif source.kind == "checkpoint":
-            state.load(_from_checkpoint(source.unit, context))
+            state.load(next(stored))
         units[source.unit] = state
     for name, state in units.items():
         assert state.version == context.version, f"unit {name} is at version {state.version}, not {context.version}"
     return units, received_bytes
 
 
-def _from_checkpoint(unit: str, context: MoveContext) -> Mapping[str, Tensor]:
-    """A unit of the reshape's version: this worker's own copy where it wrote it, else from storage."""
+def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[Mapping[str, Tensor]]:
+    """Yield units of the reshape's version in this order: this worker's own copies of what it wrote, else from storage.
+
+    The next ``READ_AHEAD`` are read and checked while one is loaded.
+    """
+    if not units:
+        return
     manifest = read_manifest(context.checkpoint_url, context.version)
-    for entry in manifest.units:
-        if entry.unit == unit:
-            copied = context.host_copy(context.version, unit, entry.sha256)
-            if copied is not None:
-                return copied
-    return read_unit(context.checkpoint_url, manifest, unit)
+    digests = {entry.unit: entry.sha256 for entry in manifest.units}
+
+    def read(unit: str) -> Mapping[str, Tensor]:
+        copied = context.host_copy(context.version, unit, digests[unit]) if unit in digests else None
+        return read_unit(context.checkpoint_url, manifest, unit) if copied is None else copied
+
+    with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="morph-restore") as pool:
+        reading: deque[Future[Mapping[str, Tensor]]] = deque()
+        for unit in units:
+            reading.append(pool.submit(read, unit))
+            if len(reading) == READ_AHEAD:
+                yield reading.popleft().result()
+        while reading:
+            yield reading.popleft().result()
 
 
 def receive_payload(channel: Carrier) -> bytes:

@@ -1,0 +1,150 @@
+"""Restoring a checkpoint into other shapes, beside a plain parallel read of the same files.
+
+A state of so many bytes lies in 24 files. P processes take its units as workers do: each reads, checks and loads
+its stage's. A plain reader is as many processes with as many threads that read the same files and do nothing with them.
+Both alternate. Run: python benchmarks/checkpoint_restore.py [--mib 1024] [--rounds 3] [--url URL]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import fsspec
+import torch
+
+from morph.checkpoint.manifest import read_manifest, version_url, write_manifest
+from morph.checkpoint.unit_files import write_unit
+from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.messages import Source
+from morph.cutting import ParameterUnit
+from morph.runtime.pre_copy.state_moves import READ_AHEAD, MoveContext, take_units
+from morph.runtime.state.unit_state import UnitState
+
+NUM_UNITS = 24
+VERSION = 40
+SHAPES = (1, 2, 4)
+
+
+def unit_of(name: str, width: int) -> UnitState:
+    """Return a unit of four square matrices with Adam."""
+    names = tuple(f"{name}.w{index}" for index in range(4))
+    unit = ParameterUnit(id=name, parameters=names, buffers=(), sections=(0,))
+    tensors = {name: torch.zeros(width, width) for name in names}
+    return UnitState(unit, tensors, _adam, num_micro_batches=1, exact=False)
+
+
+def _adam(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.Adam([parameter for _, parameter in parameters])
+
+
+def save(url: str, width: int) -> int:
+    """Write the checkpoint; returns its bytes."""
+    files = []
+    for index in range(NUM_UNITS):
+        unit = unit_of(f"s{index}", width)
+        for parameter in unit.parameters.values():
+            parameter.grad = torch.randn_like(parameter)
+        unit.optimizer.step()
+        unit.version = VERSION
+        written = write_unit(url, VERSION, unit.unit.id, "w", unit.tensors())
+        files.append(UnitFile(**written.model_dump(exclude={"worker", "version", "stall_s"})))
+    manifest = Manifest(fingerprint="f", version=VERSION, units=tuple(files))
+    write_manifest(url, manifest)
+    return manifest.size_bytes
+
+
+def _restore(url: str, width: int, units: list[str]) -> None:
+    states = {name: unit_of(name, width) for name in units}
+
+    def none(*_: object) -> UnitState:
+        raise AssertionError("nothing comes from peers")
+
+    context = MoveContext(
+        worker="w",
+        version=VERSION,
+        checkpoint_url=url,
+        held={},
+        make_unit=lambda name, _: states[name],
+        channel=none,  # type: ignore[arg-type]
+        adopt=none,
+    )
+    take_units([Source(worker="w", unit=name, kind="checkpoint") for name in units], context)
+
+
+def _read(url: str, width: int, units: list[str]) -> None:
+    del width
+    manifest = read_manifest(url, VERSION)
+    names = [entry.file for entry in manifest.units if entry.unit in units]
+    filesystem, folder = fsspec.core.url_to_fs(version_url(url, VERSION))
+    with ThreadPoolExecutor(READ_AHEAD) as pool:
+        for data in pool.map(lambda name: filesystem.cat_file(f"{folder}/{name}"), names):
+            assert data
+
+
+def _timed(work: Callable[[str, int, list[str]], None], url: str, width: int, depth: int) -> float:
+    """Return how long it takes until the last of so many processes is done, from when all of them are ready."""
+    context = multiprocessing.get_context("spawn")
+    ready, go = context.Barrier(depth + 1), context.Barrier(depth + 1)
+    done = context.Barrier(depth + 1)
+    shares = [[f"s{index}" for index in range(stage, NUM_UNITS, depth)] for stage in range(depth)]
+    workers = [context.Process(target=_worker, args=(work, url, width, share, ready, go, done)) for share in shares]
+    for worker in workers:
+        worker.start()
+    ready.wait(300)
+    start_s = time.perf_counter()
+    go.wait(300)
+    done.wait(600)
+    took_s = time.perf_counter() - start_s
+    for worker in workers:
+        worker.join(60)
+    return took_s
+
+
+def _worker(work, url, width, units, ready, go, done) -> None:  # type: ignore[no-untyped-def]
+    torch.set_num_threads(1)
+    fsspec.core.url_to_fs(url)
+    unit_of("warm", 8)
+    ready.wait(300)
+    go.wait(300)
+    work(url, width, units)
+    done.wait(600)
+
+
+def main() -> None:
+    """Print how long both take, and the ratio, for each shape."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--url", help="any fsspec URL; default: a temporary folder")
+    options = parser.parse_args()
+    folder = None if options.url else tempfile.mkdtemp(prefix="morph-restore-")
+    url = options.url or folder
+    width = int((options.mib * 2**20 / 12 / NUM_UNITS / 4) ** 0.5)
+    try:
+        size = save(url, width)
+        for depth in SHAPES:
+            times: dict[str, list[float]] = {"restore": [], "read": []}
+            for _ in range(options.rounds):
+                times["read"].append(_timed(_read, url, width, depth))
+                times["restore"].append(_timed(_restore, url, width, depth))
+            read_s, restore_s = statistics.median(times["read"]), statistics.median(times["restore"])
+            print(
+                f"{size / 2**20:.0f} MiB into P={depth}: restored in {restore_s:.2f} s "
+                f"({min(times['restore']):.2f} to {max(times['restore']):.2f}), plain read {read_s:.2f} s "
+                f"({min(times['read']):.2f} to {max(times['read']):.2f}): {read_s / restore_s:.0%} of its speed",
+                flush=True,
+            )
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
