@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from morph import user_cache
-from morph.user_cache import keep, read_kept
+from morph.user_cache import data_folder, keep, read_kept
 
 CONTENT = b"what was found" * 100
 
@@ -114,3 +114,24 @@ def test_several_writers_and_readers_at_once_see_one_of_what_was_written(tmp_pat
         seen = set().union(*pool.map(work, range(4)))
     assert seen <= set(contents)
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "folder"),
+    [
+        ("linux", {"MORPH_DATA_DIR": "/own", "XDG_DATA_HOME": "/general"}, "/own"),
+        ("linux", {"XDG_DATA_HOME": "/general"}, "/general/morph"),
+        ("linux", {"XDG_DATA_HOME": "not absolute", "HOME": "/home/me"}, "/home/me/.local/share/morph"),
+        ("darwin", {"HOME": "/Users/me"}, "/Users/me/Library/Application Support/morph"),
+    ],
+)
+def test_data_of_all_runs_is_where_the_user_has_data(
+    platform: str, variables: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "morph-tests-data-" in os.environ["MORPH_DATA_DIR"], "no test adds to what a developer's runs have seen"
+    for name in ("MORPH_DATA_DIR", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.platform", platform)
+    assert data_folder() == Path(folder)

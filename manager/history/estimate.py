@@ -90,7 +90,7 @@ def seen(lives: Sequence[Life]) -> Seen:
 
 
 def estimate(lives: Sequence[Life], facts: NodeFacts) -> Estimate:
-    """Say what is to be expected of VMs of a kind; of what is empty at the end of ``facts`` they may be any.
+    """Say what is to be expected of VMs of a kind: of any size, region or zone where ``facts`` name none.
 
     Lives of another provider are not looked at.
     """
@@ -184,12 +184,13 @@ def _gamma_below(x: float, shape: float) -> float:
     return min(1.0, total * math.exp(shape * math.log(x) - x - math.lgamma(shape + 1)))
 
 
-def _depth(one: NodeFacts, other: NodeFacts) -> int:
-    """How many of provider, size, region and zone two kinds share, from the left."""
-    ours, theirs = one.model_dump().values(), other.model_dump().values()
+def _depth(one: NodeFacts, asked: NodeFacts) -> int:
+    """How many of provider, size, region and zone are as asked, from the left; an empty size, region or zone is any."""
+    if one.provider != asked.provider:
+        return 0
     depth = 0
-    for mine, yours in zip(ours, theirs, strict=True):
-        if mine != yours:
+    for ours, theirs in zip(one.model_dump().values(), asked.model_dump().values(), strict=True):
+        if theirs not in ("", ours):
             break
         depth += 1
     return depth

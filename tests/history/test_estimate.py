@@ -67,6 +67,9 @@ def test_a_rate_goes_from_the_widest_kind_to_the_narrowest_and_each_life_counts_
     anywhere = estimate(lives, NodeFacts(provider="azure"))
     assert anywhere.expected.per_vm_h == pytest.approx((PRIOR.per_vm_h * most + 36) / (most + 115))
     assert anywhere.expected.weight_vm_h == MOST_WEIGHT_VM_H
+    any_size = estimate(lives, NodeFacts(provider="azure", region="westeurope"))  # (60 + 15) hours, beside 40 elsewhere
+    mean = (PRIOR.per_vm_h * most + 4) / (most + 40)
+    assert any_size.expected.per_vm_h == pytest.approx((mean * most + 32) / (most + 75))
     hosts = lived(NodeFacts(provider="static", zone="h1:22"), 0, 93.0)
     assert estimate(hosts, NodeFacts(provider="static")).expected.weight_vm_h == pytest.approx(100.0)
 
