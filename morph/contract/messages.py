@@ -94,6 +94,7 @@ class WorkerSetup(Value):
     num_threads: int = Field(default=1, ge=1)
     heartbeat_wait_s: float = Field(default=1.0, gt=0, description="between two heartbeats")
     file_timeout_s: float = Field(default=600.0, gt=0, description="bound on writing one file of a checkpoint")
+    write_bytes_per_s: float | None = Field(default=None, gt=0, description="of checkpoints, at most; None: any")
     faults: tuple[Fault, ...] = ()
     slow_spells: tuple[SlowSpell, ...] = ()
     emulation: EmulatedDevice | None = Field(default=None, description="take these times; there is no job to load")

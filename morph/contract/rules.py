@@ -99,6 +99,10 @@ class CheckpointRules(Value):
         default=None, description="of each span of so many steps the first stays for good; absent: of none"
     )
     file_timeout_s: Seconds = Field(default=600.0, description="a file that takes longer to be written is given up")
+    bytes_per_s: Annotated[float, ranges.BYTES_PER_S.field] | None = Field(
+        default=None,
+        description="that each worker writes at most, which leaves the network to gradients; absent: any",
+    )
 
 
 class Rules(Value):

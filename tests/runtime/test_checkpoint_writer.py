@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,12 @@ def test_a_copy_that_nobody_wants_is_not_made() -> None:
     copy = StateCopy({"x": torch.ones(1)})
     copy.drop()
     assert copy.take() is None
+
+
+def test_a_worker_writes_no_faster_than_it_may(tmp_path: Path) -> None:
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]), bytes_per_s=4e5)
+    begun_s = time.monotonic()
+    for unit in ("s0", "s1"):
+        writer.hand_over(1, unit, StateCopy({"x": torch.ones(10_000)}))  # 40 kB, a tenth of a second each
+    written = collect(writer, 2)
+    assert time.monotonic() - begun_s >= sum(entry.size_bytes for entry in written) / 4e5

@@ -273,6 +273,7 @@ def _setup(spec: RunSpec, run_dir: RunDir, machines: Machines, worker: str) -> W
         faults=spec.faults,
         slow_spells=spec.slow_spells,
         file_timeout_s=spec.config.policy.rules.checkpoints.file_timeout_s,
+        write_bytes_per_s=spec.config.policy.rules.checkpoints.bytes_per_s,
         heartbeat_wait_s=heartbeat_wait_s(spec.config.policy.heartbeat_timeout_s),
         emulation=spec.emulation,
         code=spec.code,

@@ -104,6 +104,7 @@ class Worker:
                     setup.checkpoint_url,
                     self._faults,
                     file_timeout_s=setup.file_timeout_s,
+                    bytes_per_s=setup.write_bytes_per_s,
                     on_processor=setup.device == "cpu",
                 )
                 self._ahead = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)

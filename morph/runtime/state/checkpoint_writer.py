@@ -48,6 +48,7 @@ class CheckpointWriter:
         url: Where the run's checkpoints are.
         faults: To be caused.
         file_timeout_s: Bound on writing one file, seconds.
+        bytes_per_s: Written on average at most, by pauses between files; None: as fast as storage takes them.
         on_processor: Training computes on the processor, so that what writing takes of it counts as a stall.
     """
 
@@ -58,12 +59,14 @@ class CheckpointWriter:
         faults: FaultPlan,
         *,
         file_timeout_s: float = FILE_TIMEOUT_S,
+        bytes_per_s: float | None = None,
         on_processor: bool = False,
     ) -> None:
         self._worker = worker
         self._url = url
         self._faults = faults
         self._file_timeout_s = file_timeout_s
+        self._bytes_per_s = bytes_per_s
         self._on_processor = on_processor
         self._to_copy: queue.SimpleQueue[Handed] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[tuple[Handed, dict[str, Tensor], float]] = queue.SimpleQueue()
@@ -143,7 +146,10 @@ class CheckpointWriter:
             handed, copied, copy_s = self._to_write.get()
             if not self._is_wanted(handed):
                 continue
+            start_s = time.monotonic()
             written, error = self._write(handed, copied, copy_s)
+            if written is not None and self._bytes_per_s is not None:
+                self._pause(handed, start_s + written.size_bytes / self._bytes_per_s - time.monotonic())
             with self._condition:
                 if not self._is_wanted(handed):
                     continue  # the file stays, and no manifest names it
@@ -174,11 +180,15 @@ class CheckpointWriter:
             except Exception as error:
                 if pause_s is None or time.monotonic() + pause_s >= deadline_s:
                     return None, error
-            with self._condition:
-                self._condition.wait_for(lambda: not self._is_wanted(handed), pause_s)
-                if not self._is_wanted(handed):
-                    break
+            self._pause(handed, pause_s)
+            if not self._is_wanted(handed):
+                break
         return None, None
+
+    def _pause(self, handed: Handed, pause_s: float) -> None:
+        """Wait, but no longer than this unit is wanted."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._is_wanted(handed), max(0.0, pause_s))
 
     def _is_wanted(self, handed: Handed) -> bool:
         """Whether a unit is still to be written: neither of a history that is void nor older than what is handed."""
