@@ -37,8 +37,9 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "MPLBACKEND": "Agg",
     "LANG": "C.UTF-8",
+    "MORPH_DATA_DIR": "/tmp/morph-data",
 }
-"""What an image has besides the interpreter."""
+"""What an image has besides the interpreter. Each host has a /tmp of its own: no real history learns of its VMs."""
 
 
 @functools.cache
