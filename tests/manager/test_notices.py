@@ -80,6 +80,8 @@ def test_a_member_that_cannot_be_spared_trains_on_and_a_checkpoint_is_made_at_on
         script = Script(plans={plan.num_workers: plan}, num_steps=20, expected_nodes=plan.num_workers)
         script.ready(*(f"n{number + 1}" for number in range(plan.num_workers)))
         script.reshaped()
+        saves = script.state.saves.model_copy(update={"since_s": script.now_s - 100})
+        script.state = script.state.model_copy(update={"saves": saves})
         noticed(script, "n2", lead_s=30.0)
         steps = [action.order for action in script.prepared() if isinstance(action, SendStep)]
         assert len(steps) == plan.num_workers

@@ -234,10 +234,29 @@ def test_how_long_a_vm_took_to_come_is_measured() -> None:
 @pytest.mark.parametrize(("lead_s", "saved"), [(20.0, True), (3.0, False)])
 def test_a_save_for_a_notice_begins_only_if_it_can_be_complete_in_time(lead_s: float, saved: bool) -> None:
     script = training(2)
-    script.state = seen(script.state, stall_s=1.0, durable_s=8.0, step_s=1.0)
+    script.state = seen(script.state, stall_s=1.0, durable_s=8.0, step_s=1.0, since_s=script.now_s - 100)
     script.tell(NoticeGiven(worker="n2", lead_s=lead_s, notice="taken"))
     orders = [action for action in script.prepared() if isinstance(action, SendStep)]
     assert any(order.order.checkpoint_units for order in orders) == saved
+
+
+def test_a_notice_is_used_for_few_saves_the_last_as_late_as_it_can_be_complete() -> None:
+    script = training(2)
+    script.state = seen(script.state, stall_s=0.1, durable_s=2.0, step_s=1.0, since_s=script.now_s - 500)
+    taken_s = script.now_s + 0.1 + 60
+    script.tell(NoticeGiven(worker="n2", lead_s=60, notice="taken"))
+    begun_s: list[float] = []
+    while script.now_s < taken_s - 1:
+        if any(order.order.checkpoint_units for order in step_to(script, script.now_s + 1)):
+            begun_s.append(script.now_s)
+            assert script.state.pending is not None
+            assert script.state.pending.kind == "emergency"
+            script.saved(script.state.pending.version)
+            script.state = seen(script.state, durable_s=2.0)
+    left_s = [taken_s - at_s for at_s in begun_s]
+    assert 3 <= len(begun_s) <= 7
+    assert left_s[0] > 57
+    assert 2 <= left_s[-1] < 5
 
 
 def test_a_step_that_outlasts_a_notice_is_dissolved_for_a_change_while_the_vm_is_there() -> None:

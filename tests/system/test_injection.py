@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -49,5 +50,33 @@ def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weight
     url = str(run_dir / "checkpoints")
     newest = read_manifest(url, complete_versions(url)[-1])
     assert newest.version == report.version
+    alone = uninterrupted(report.version, tmp_path / "undisturbed", load_profile(calibrated).num_sections)
+    assert {entry.unit: entry.sha256 for entry in newest.units} == alone
+
+
+def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(calibrated: Path, tmp_path: Path) -> None:
+    """Its place is taken only when it is gone, two VMs being the most, and no checkpoint is due by itself."""
+    run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
+    cluster.write_text(
+        "vms: {num_vms: 2, keep: 2, limits: {max_vms: 2}}\n"
+        "policy: {checkpoint_every_steps: 1000000, takeover_patience_s: 0, rules: {requests: {backoff_s: 0.5}}}\n",
+        encoding="utf-8",
+    )
+    command = ("run", JOB, "--profile", calibrated, "--cluster", cluster, "--steps", 2_000_000, "--run-dir", run_dir)
+    vm = "tiny-gpt-1-0"
+    with RunningMorph(*command, "--plain", "-P", 2) as run:
+        run.wait_for_line("training  2x1  step ")
+        assert f"{vm}  taken, with a notice of 4 s" in morph("inject", run_dir, "--vm", vm, "--notice", "4s")
+        run.wait_for_line(f"{vm} lost; 2x1 -> 2x1")
+        run.press_ctrl_c()
+        assert run.wait_for_end() == 130, run.output
+    told = morph("events", run_dir, "--verbose")
+    back = re.search(r"back to version (\d+), the newest checkpoint", told)
+    assert back is not None, told
+    report = read_report(run_dir)
+    assert 0 < report.steps_redone < int(back[1])
+    url = str(run_dir / "checkpoints")
+    newest = read_manifest(url, complete_versions(url)[-1])
+    assert (newest.kind, newest.version) == ("final", report.version)
     alone = uninterrupted(report.version, tmp_path / "undisturbed", load_profile(calibrated).num_sections)
     assert {entry.unit: entry.sha256 for entry in newest.units} == alone

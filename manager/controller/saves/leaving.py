@@ -22,8 +22,16 @@ def lacks_others(draft: Draft) -> bool:
 
 
 def emergency_due(draft: Draft) -> bool:
-    """Whether the decided version is to be saved with the step that is ordered now, because VMs are about to go."""
-    return bool(draining_members(draft.state)) and lacks_others(draft) and fits(draft.state, draft.now_s)
+    """Whether the decided version is to be saved with the step that is ordered now, because VMs are about to go.
+
+    That is when as much would be run again as could still be trained before the last save: at once if the newest
+    checkpoint is old, again when half of the time is over, and so on, the last time as late as it is complete in time.
+    """
+    state, now_s = draft.state, draft.now_s
+    if not draining_members(state) or not lacks_others(draft) or not fits(state, now_s):
+        return False
+    since_s = now_s if state.saves.since_s is None else state.saves.since_s
+    return now_s - since_s >= taken_s(state) - save_seconds(state) - step_seconds(state) - now_s
 
 
 def fits(state: ControllerState, now_s: float) -> bool:
