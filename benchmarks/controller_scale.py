@@ -32,8 +32,9 @@ from manager.controller.state.events import (
 )
 from manager.controller.state.state import ControllerState, Decision, Phase, initial_state
 from manager.journal.journal import Journal
-from morph.contract.messages import Aborted, ComputeTimes, Prepared, Reshaped, WorkerReady
+from morph.contract.messages import Aborted, Prepared, Reshaped, WorkerReady
 from morph.contract.plan import Expectation, Plan, StagePlan
+from morph.contract.timeline import ComputeTimes
 
 NUM_SECTIONS = 48
 UNIT_BYTES = 100_000_000

@@ -40,7 +40,6 @@ from manager.engine.loop.worker_pool import WorkerPool
 from manager.journal.journal import Journal
 from morph.contract.decided import Decided
 from morph.contract.messages import (
-    ComputeTimes,
     Heartbeat,
     MicroBatchLoss,
     Prepared,
@@ -51,6 +50,7 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.contract.proof import new_secret
+from morph.contract.timeline import ComputeTimes
 from morph.runtime.process.serving import serve
 
 LINKS = ("sealed", "tls")

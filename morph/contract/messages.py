@@ -17,7 +17,8 @@ from morph.contract.data_facts import JobFacts
 from morph.contract.decided import Decided, LossScale
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.plan import Plan
-from morph.contract.timeline import StepTimeline
+from morph.contract.rules import CheckpointRules
+from morph.contract.timeline import ComputeTimes, StepTimeline
 
 WorkerId = str
 UnitId = str
@@ -93,8 +94,7 @@ class WorkerSetup(Value):
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int = Field(default=1, ge=1)
     heartbeat_wait_s: float = Field(default=1.0, gt=0, description="between two heartbeats")
-    file_timeout_s: float = Field(default=600.0, gt=0, description="bound on writing one file of a checkpoint")
-    write_bytes_per_s: float | None = Field(default=None, gt=0, description="of checkpoints, at most; None: any")
+    checkpoints: CheckpointRules = CheckpointRules()
     faults: tuple[Fault, ...] = ()
     slow_spells: tuple[SlowSpell, ...] = ()
     emulation: EmulatedDevice | None = Field(default=None, description="take these times; there is no job to load")
@@ -267,20 +267,6 @@ class Evaluation(Value):
     version: Version
     num_micro_batches: int = Field(ge=1, description="of all replicas")
     losses: tuple[MicroBatchLoss, ...] = ()
-
-
-class ComputeTimes(Value):
-    """Compute time of one stage in one step, for the heartbeat and the expected-against-measured table."""
-
-    forward_s: float = Field(ge=0)
-    recompute_s: float = Field(ge=0)
-    backward_s: float = Field(ge=0)
-    reduce_s: float = Field(ge=0)
-    wait_s: float = Field(ge=0, description="idle within the step")
-    step_s: float = Field(ge=0, description="whole step, start to reduced")
-    late_s: float = Field(
-        default=0.0, ge=0, description="of an emulated device: the most by which a task ended late, the host being busy"
-    )
 
 
 class Prepared(Value):

@@ -1,4 +1,4 @@
-"""What one worker did when in one step: a measured timeline."""
+"""What one worker did when in one step: a measured timeline, and its sums."""
 
 from __future__ import annotations
 
@@ -77,3 +77,17 @@ class StepTimeline(Value):
     start_ns: int
     peaks: Peaks
     spans: tuple[Span, ...]
+
+
+class ComputeTimes(Value):
+    """Compute time of one stage in one step, for the heartbeat and the expected-against-measured table."""
+
+    forward_s: float = Field(ge=0)
+    recompute_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+    reduce_s: float = Field(ge=0)
+    wait_s: float = Field(ge=0, description="idle within the step")
+    step_s: float = Field(ge=0, description="whole step, start to reduced")
+    late_s: float = Field(
+        default=0.0, ge=0, description="of an emulated device: the most by which a task ended late, the host being busy"
+    )

@@ -10,8 +10,8 @@ from manager.controller.state.events import WorkerAnswered
 from manager.journal.journal import FILE_NAME, Journal
 from manager.run_dir import RunFacts
 from morph.cli.main import app
-from morph.contract.messages import ComputeTimes, Prepared
-from morph.contract.timeline import Peaks, Span, StepTimeline
+from morph.contract.messages import Prepared
+from morph.contract.timeline import ComputeTimes, Peaks, Span, StepTimeline
 
 TIMES = ComputeTimes(forward_s=1, recompute_s=0, backward_s=1, reduce_s=0, wait_s=0, step_s=2)
 

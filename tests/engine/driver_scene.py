@@ -25,7 +25,6 @@ from manager.providers.local import LocalProvider
 from morph.contract.cluster import Limits, Policy
 from morph.contract.messages import (
     Committed,
-    ComputeTimes,
     Failed,
     MicroBatchLoss,
     Prepared,
@@ -37,6 +36,7 @@ from morph.contract.messages import (
     WorkerReady,
 )
 from morph.contract.rules import CheckpointRules, Rules
+from morph.contract.timeline import ComputeTimes
 from simulator import plan_table, synthetic_profile
 
 NO_TIME = ComputeTimes(forward_s=0, recompute_s=0, backward_s=0, reduce_s=0, wait_s=0, step_s=0)

@@ -20,7 +20,6 @@ from morph.contract.messages import (
     Aborted,
     Answer,
     Committed,
-    ComputeTimes,
     Failed,
     MicroBatchLoss,
     Prepared,
@@ -29,6 +28,7 @@ from morph.contract.messages import (
     UnitWritten,
     WorkerReady,
 )
+from morph.contract.timeline import ComputeTimes
 
 TIMES = ComputeTimes(forward_s=0.1, recompute_s=0.1, backward_s=0.2, reduce_s=0.1, wait_s=0.0, step_s=0.5)
 

@@ -13,7 +13,8 @@ from manager.rehearsal.measured import Measured
 from manager.rehearsal.planning import plan_rehearsal
 from manager.rehearsal.run import controller_config_of
 from manager.rehearsal.spec import RehearsalSpec
-from morph.contract.messages import ComputeTimes, Prepared, ReshapeOrder, Slot
+from morph.contract.messages import Prepared, ReshapeOrder, Slot
+from morph.contract.timeline import ComputeTimes
 from simulator import synthetic_profile
 
 SLOTS = (Slot(worker="vm0", stage=0, replica=0), Slot(worker="vm1", stage=1, replica=0))

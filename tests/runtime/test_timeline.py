@@ -12,8 +12,8 @@ from manager.journal.records import Entry
 from manager.report.timeline_picture import draw_measured
 from manager.report.timelines import timelines_of
 from morph.contract.errors import RunDirError
-from morph.contract.messages import ComputeTimes, Prepared
-from morph.contract.timeline import Peaks, Span, SpanKind, StepTimeline
+from morph.contract.messages import Prepared
+from morph.contract.timeline import ComputeTimes, Peaks, Span, SpanKind, StepTimeline
 from morph.runtime.step.timeline import lay_out, trace, write_trace
 from tests.runtime.trace_checks import check_trace, complete
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from morph.contract.decided import MIN_LOSS_SCALE_EXPONENT, LossScale, decided_step
 from morph.contract.errors import JobError, NonFiniteGradient, TrainingStopped
-from morph.contract.messages import ComputeTimes, MicroBatchLoss, Prepared
+from morph.contract.messages import MicroBatchLoss, Prepared
+from morph.contract.timeline import ComputeTimes
 from morph.cutting import CutModel, cut, export_job
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.data import MicroBatchLoader

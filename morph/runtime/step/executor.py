@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from morph.contract.messages import ComputeTimes, MicroBatchLoss
-from morph.contract.timeline import Peaks, Span, SpanKind
+from morph.contract.messages import MicroBatchLoss
+from morph.contract.timeline import ComputeTimes, Peaks, Span, SpanKind
 from morph.cutting.sections.section import BoundaryTensor
 from morph.runtime.groups.channels import GROUP_TIMEOUT_S, Carrier, Pending, Ring
 from morph.runtime.groups.faults import FaultPlan
