@@ -18,6 +18,7 @@ from manager.controller.saves.timing import next_save
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.saves import SaveTimes
 from manager.controller.state.state import ControllerState, Phase, WorkerState, initial_state
+from morph.contract.messages import ReshapeOrder, Slot
 from morph.contract.plan import Expectation, Plan, StagePlan
 
 H = 3600.0
@@ -133,11 +134,12 @@ def state_of(case: Case) -> ControllerState:
         num_steps=10**9,
         expected_nodes=plan.num_workers,
     )
-    names = [f"n{index}" for index in range(plan.num_workers)]
-    members = {name: frozenset({f"s{index % case.depth}"}) for index, name in enumerate(names)}
-    workers = {name: WorkerState(appeared_s=0.0, ready_s=0.0) for name in names}
+    places = [(stage, replica) for replica in range(case.replicas) for stage in range(case.depth)]
+    slots = tuple(Slot(worker=f"n{stage}-{replica}", stage=stage, replica=replica) for stage, replica in places)
+    order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=())
+    workers = {slot.worker: WorkerState(appeared_s=0.0, ready_s=0.0) for slot in slots}
     return initial_state(config).model_copy(
-        update={"phase": Phase.TRAINING, "workers": workers, "member_units": members, "setup_s": AGAIN_S / 2}
+        update={"phase": Phase.TRAINING, "workers": workers, "reshape": order, "setup_s": AGAIN_S / 2}
     )
 
 

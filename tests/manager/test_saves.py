@@ -10,7 +10,7 @@ from controller_script import Script
 from simulated_job import PLANS, UNITS, make_config
 
 from manager.controller.saves.risk import losses_per_vm_s, mean_s_to_fatal_loss
-from manager.controller.saves.timing import cheapest_interval, next_save
+from manager.controller.saves.timing import cheapest_interval, insurance_save, next_save
 from manager.controller.state.actions import NoteNextSave, SendCommit, SendReshape, SendStep
 from manager.controller.state.events import (
     CheckpointFailed,
@@ -36,7 +36,7 @@ LOSSES = ExpectedLosses(
 def training(size: int, **policy: object) -> Script:
     """A job that trains on that many workers, and saves as often as costs least."""
     given = make_config().policy.model_copy(update={"checkpoint_every_steps": None, **policy})
-    plans = {size: PLANS[size]}
+    plans = {count: plan for count, plan in PLANS.items() if count <= size}
     script = Script(plans=plans, num_steps=10**6, expected_nodes=size, policy=given, expected_losses=LOSSES)
     script.ready(*(f"n{number + 1}" for number in range(size)))
     script.reshaped()
@@ -45,8 +45,10 @@ def training(size: int, **policy: object) -> Script:
 
 
 def seen(state: ControllerState, **times: object) -> ControllerState:
-    """The same, with these times seen."""
-    return state.model_copy(update={"saves": state.saves.model_copy(update=times)})
+    """The same, with these times seen, and what is due by them worked out."""
+    state = state.model_copy(update={"saves": state.saves.model_copy(update=times)})
+    saves = state.saves.model_copy(update={"insurance": insurance_save(state, 0.0)})
+    return state.model_copy(update={"saves": saves})
 
 
 def step_to(script: Script, time_s: float) -> list[SendStep]:
@@ -110,8 +112,9 @@ def test_the_interval_is_that_of_the_thesis_where_each_loss_is_fatal() -> None:
     )
     state = seen(training(2).state, stall_s=2.55, durable_s=20.0, step_s=4.6, allocation_s=132.0)
     config = state.config.model_copy(update={"expected_losses": once})
-    alone = {"n1": state.member_units["n1"] | state.member_units["n2"]}
-    state = state.model_copy(update={"config": config, "member_units": alone, "setup_s": 153.0})
+    assert state.reshape is not None
+    alone = state.reshape.model_copy(update={"slots": state.slots[:1]})
+    state = state.model_copy(update={"config": config, "reshape": alone, "setup_s": 153.0})
     interval_s, why = cheapest_interval(state, 0.0)
     assert interval_s / 4.6 == pytest.approx(51.7, abs=0.05)
     assert "a save stalls training for 2.55 s" in why
@@ -213,6 +216,26 @@ def test_storage_that_takes_nothing_is_told_of_once_and_tried_again_ever_less_of
     script.saved(script.state.pending.version)
     assert script.sentence.endswith("is complete, after 4 that storage did not take")
     assert script.state.saves.num_refused == 0
+
+
+def test_a_save_that_came_to_nothing_because_its_writer_was_lost_does_not_put_off_the_next_one() -> None:
+    script = training(4)
+    script.state = seen(script.state, stall_s=0.01, durable_s=1.0, step_s=1.0)
+    save = script.state.saves.insurance
+    assert save is not None
+    step_to(script, save.due_s + 0.6)
+    assert script.state.pending is not None
+    since_s = script.state.saves.since_s
+    assert since_s is not None
+    assert since_s > save.due_s - 1
+    lost = next(iter(script.state.pending.debtors))
+    script.tell(WorkerLost(worker=lost, cause="killed"))
+    script.aborted()
+    script.reshaped()
+    assert script.state.phase is Phase.TRAINING
+    again = script.state.saves.insurance
+    assert again is not None
+    assert again.due_s < script.now_s  # it is due as if it had never begun
 
 
 def test_a_lost_vm_counts_once_and_its_life_is_noted() -> None:

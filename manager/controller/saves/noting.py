@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manager.controller.saves.timing import next_save, retry_after_s
+from manager.controller.saves.timing import insurance_save, next_save, retry_after_s
 from manager.controller.state.actions import NoteNextSave
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import NodeAppeared
@@ -17,8 +17,9 @@ from morph.contract.vm_names import vm_of
 
 def step_ordered(draft: Draft) -> None:
     """A step begins; with the first one there is something to lose."""
-    since_s = draft.state.saves.since_s
-    _note(draft, ordered_s=draft.now_s, since_s=draft.now_s if since_s is None else since_s)
+    _note(draft, ordered_s=draft.now_s)
+    if draft.state.saves.since_s is None:
+        _note(draft, saved_s=draft.now_s, since_s=draft.now_s)
 
 
 def step_decided(draft: Draft) -> None:
@@ -45,7 +46,7 @@ def save_begun(draft: Draft, writers: dict[str, WorkerId], kind: SaveKind) -> Pe
         shape="" if state.plan is None else state.plan.shape,
     )
     draft.change(pending=pending)
-    _note(draft, since_s=now_s, retry_s=None)
+    _note(draft, since_s=now_s, retry_s=None, insurance=None)
     return pending
 
 
@@ -61,7 +62,8 @@ def save_complete(draft: Draft, manifest: Manifest) -> str:
     """A checkpoint is complete; returns what is to be told of those before it that storage did not take."""
     times = draft.state.saves
     if manifest.saved_s is not None:
-        _note(draft, durable_s=mean_of(times.durable_s, draft.now_s - manifest.saved_s))
+        saved_s = manifest.saved_s if times.saved_s is None else max(times.saved_s, manifest.saved_s)
+        _note(draft, durable_s=mean_of(times.durable_s, draft.now_s - manifest.saved_s), saved_s=saved_s)
     _note(draft, num_refused=0, retry_s=None)
     return f", after {times.num_refused} that storage did not take" if times.num_refused else ""
 
@@ -91,8 +93,14 @@ def vm_came(draft: Draft, event: NodeAppeared) -> None:
 
 
 def tell_next(draft: Draft) -> None:
-    """Put into the journal when the next save comes, and why."""
-    save = next_save(draft.state, draft.now_s) if draft.state.phase is Phase.TRAINING else None
+    """Work out when the next save comes, and put it into the journal with the reason."""
+    if draft.state.phase is not Phase.TRAINING:
+        return
+    state = draft.state
+    if not state.sealing and (state.pending is None or state.pending.stale):  # what was under way came to nothing
+        _note(draft, since_s=state.saves.saved_s)
+    _note(draft, insurance=insurance_save(draft.state, draft.now_s))
+    save = next_save(draft.state, draft.now_s)
     if save is not None:
         draft.actions.append(NoteNextSave(next_save=save))
 

@@ -60,10 +60,8 @@ def _by_zone(state: ControllerState, sets: set[frozenset[str]]) -> dict[tuple[st
 
 
 def _holders(state: ControllerState) -> set[frozenset[str]]:
-    """Return the sets of VMs of the shape of which each holds some unit alone, without those that contain another."""
-    holders: dict[str, set[str]] = {}
-    for worker, units in state.member_units.items():
-        for unit in units:
-            holders.setdefault(unit, set()).add(vm_of(worker))
-    sets = {frozenset(vms) for vms in holders.values()}
-    return {vms for vms in sets if not any(other < vms for other in sets)}
+    """Return for each stage the VMs that hold it; a unit of several stages is lost only with one of these."""
+    by_stage: dict[int, set[str]] = {}
+    for slot in state.slots:
+        by_stage.setdefault(slot.stage, set()).add(vm_of(slot.worker))
+    return {frozenset(vms) for vms in by_stage.values()}

@@ -12,6 +12,7 @@ import math
 from manager.controller.saves.risk import mean_s_to_fatal_loss
 from manager.controller.state.saves import NextSave
 from manager.controller.state.state import ControllerState
+from morph.contract.checkpoint import SaveKind
 
 COPY_BYTES_PER_S = 1e9
 WRITE_BYTES_PER_S = 1e8
@@ -23,23 +24,32 @@ LONGEST_RETRY_S = 600.0
 
 def next_save(state: ControllerState, now_s: float) -> NextSave | None:
     """Return when the next checkpoint is due, and why; None: nothing trains, or none is wanted."""
-    times, policy = state.saves, state.config.policy
-    if times.since_s is None or not state.member_units:
+    if state.saves.since_s is None or not state.slots:
         return None
-    every, rules = policy.checkpoint_every_steps, policy.rules.checkpoints
-    found: list[NextSave] = []
+    every, found = state.config.policy.checkpoint_every_steps, []
     if every is not None and state.checkpoint_base + every < state.config.num_steps:
         step_s = step_seconds(state)
         due_s = now_s + max(0, every - (state.version - state.checkpoint_base)) * step_s
-        why = f"every {every} steps, as the cluster file says"
-        found.append(NextSave(due_s=due_s, interval_s=every * step_s, kind="periodic", why=why))
-    if rules.insurance or (rules.insurance is None and every is None):
-        interval_s, why = cheapest_interval(state, now_s)
-        due_s = times.since_s + interval_s
-        if times.retry_s is not None:
-            due_s, why = times.retry_s, f"storage did not take the last {times.num_refused}"
-        found.append(NextSave(due_s=due_s, interval_s=interval_s, kind="insurance", why=why))
+        found.append(NextSave(due_s=due_s, interval_s=every * step_s, kind="periodic", why=_asked_for(every)))
+    insurance = insurance_save(state, now_s)
+    if insurance is not None:
+        found.append(insurance)
     return min(found, key=lambda save: save.due_s, default=None)
+
+
+def insurance_save(state: ControllerState, now_s: float) -> NextSave | None:
+    """Return when a checkpoint is due because it costs least to save that often; None: nothing trains, or none is."""
+    times, policy = state.saves, state.config.policy
+    wanted = policy.rules.checkpoints.insurance
+    if wanted is None:
+        wanted = policy.checkpoint_every_steps is None
+    if times.since_s is None or not state.slots or not wanted:
+        return None
+    interval_s, why = cheapest_interval(state, now_s)
+    due_s = times.since_s + interval_s
+    if times.retry_s is not None:
+        due_s, why = times.retry_s, f"storage did not take the last {times.num_refused}"
+    return NextSave(due_s=due_s, interval_s=interval_s, kind="insurance", why=why)
 
 
 def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]:
@@ -65,13 +75,21 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
     return interval_s, why
 
 
-def is_due(state: ControllerState, now_s: float) -> NextSave | None:
-    """Return the save that is to begin with the step that is ordered now; None: none is due."""
-    save = next_save(state, now_s)
-    if save is None:
-        return None
-    early_s = step_seconds(state) / 2 if save.kind == "insurance" else 0.0  # the boundary that is nearest
-    return save if now_s + early_s >= save.due_s else None
+def is_due(state: ControllerState, now_s: float) -> tuple[SaveKind, str] | None:
+    """Return the kind of save that is to begin with the step that is ordered now, and why; None: none is due.
+
+    That of insurance is the one that was told last: with many workers it is not worked out at each step.
+    """
+    every, insurance = state.config.policy.checkpoint_every_steps, state.saves.insurance
+    if every is not None and state.version - state.checkpoint_base >= every:
+        return "periodic", _asked_for(every)
+    if insurance is not None and now_s + step_seconds(state) / 2 >= insurance.due_s:  # the boundary that is nearest
+        return insurance.kind, insurance.why
+    return None
+
+
+def _asked_for(every: int) -> str:
+    return f"every {every} steps, as the cluster file says"
 
 
 def step_seconds(state: ControllerState) -> float:

@@ -197,6 +197,7 @@ def _set_back(draft: Draft) -> str:
         f"no living worker holds {', '.join(missing)} at version {state.version}: back to version {version}, "
         f"{where}, {max(0, state.version - version)} steps are to be redone; "
     )
-    saves = state.saves.model_copy(update={"since_s": draft.now_s, "ordered_s": None})
+    times = {"saved_s": draft.now_s, "since_s": draft.now_s, "ordered_s": None, "insurance": None}
+    saves = state.saves.model_copy(update=times)
     draft.change(version=version, decided=None, workers=workers, pending=None, checkpoint_base=version, saves=saves)
     return sentence

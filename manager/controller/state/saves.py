@@ -8,15 +8,26 @@ from morph.contract.base import Value
 from morph.contract.checkpoint import SaveKind
 
 
+class NextSave(Value):
+    """When the next checkpoint begins, at the step boundary nearest to ``due_s``, and why then."""
+
+    due_s: float
+    interval_s: float = Field(description="between two of them, as things stand")
+    kind: SaveKind
+    why: str
+
+
 class SaveTimes(Value):
     """Of this session. Times in seconds; None: not seen yet. What is measured again and again is a mean that forgets.
 
-    ``since_s``: when the state was copied of the newest checkpoint or of the one under way, or when training began.
+    ``saved_s``: when the state of the newest complete checkpoint was copied, or when training began or went back to it;
+    ``since_s``: the same, or of the one under way.
     ``durable_s``: from that copy to a complete checkpoint. ``stall_s``: for which a save keeps the worker from training
     that has most to copy. ``num_refused``: saves in a row that storage did not take, after which ``retry_s`` is when
     the next one is tried. ``num_lost``, ``vm_s``: VMs that were lost, and how long these lived, together.
     """
 
+    saved_s: float | None = None
     since_s: float | None = None
     ordered_s: float | None = Field(default=None, description="when the present step was ordered")
     step_s: float | None = None
@@ -27,12 +38,4 @@ class SaveTimes(Value):
     retry_s: float | None = None
     num_lost: int = 0
     vm_s: float = 0.0
-
-
-class NextSave(Value):
-    """When the next checkpoint begins, at the step boundary nearest to ``due_s``, and why then."""
-
-    due_s: float
-    interval_s: float = Field(description="between two of them, as things stand")
-    kind: SaveKind
-    why: str
+    insurance: NextSave | None = Field(default=None, description="that costs least, as it was worked out last")

@@ -270,8 +270,8 @@ def _begin_checkpoint_if_due(draft: Draft) -> tuple[dict[UnitId, WorkerId], str]
     kind: SaveKind
     if emergency_due(draft):
         kind, why = "emergency", "VMs that hold what no other does are about to be taken"
-    elif (save := is_due(state, now_s)) is not None:
-        kind, why = save.kind, save.why
+    elif (due := is_due(state, now_s)) is not None:
+        kind, why = due
     else:
         return {}, ""
     share = _shares(state)
