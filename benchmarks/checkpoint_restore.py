@@ -2,19 +2,22 @@
 
 A state of so many bytes lies in 24 files. P processes take its units as workers do: each reads, checks and loads
 its stage's. A plain reader is as many processes with as many threads that read the same files and do nothing with them.
-Both alternate. Run: python benchmarks/checkpoint_restore.py [--mib 1024] [--rounds 3] [--url URL]
+Both alternate. Files of a local disk are thrown out of the page cache before each (``--warm``: they are not). Run:
+python benchmarks/checkpoint_restore.py [--mib 1024] [--rounds 3] [--warm] [--url URL]
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import fsspec
 import torch
@@ -88,6 +91,15 @@ def _read(url: str, width: int, units: list[str]) -> None:
             assert data
 
 
+def forget(folder: str) -> None:
+    """Throw every file below a folder out of the page cache."""
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _timed(work: Callable[[str, int, list[str]], None], url: str, width: int, depth: int) -> float:
     """Return how long it takes until the last of so many processes is done, from when all of them are ready."""
     context = multiprocessing.get_context("spawn")
@@ -122,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm", action="store_true")
     parser.add_argument("--url", help="any fsspec URL; default: a temporary folder")
     options = parser.parse_args()
     folder = None if options.url else tempfile.mkdtemp(prefix="morph-restore-")
@@ -132,8 +145,10 @@ def main() -> None:
         for depth in SHAPES:
             times: dict[str, list[float]] = {"restore": [], "read": []}
             for _ in range(options.rounds):
-                times["read"].append(_timed(_read, url, width, depth))
-                times["restore"].append(_timed(_restore, url, width, depth))
+                for name, work in (("read", _read), ("restore", _restore)):
+                    if folder and not options.warm:
+                        forget(folder)
+                    times[name].append(_timed(work, url, width, depth))
             read_s, restore_s = statistics.median(times["read"]), statistics.median(times["restore"])
             print(
                 f"{size / 2**20:.0f} MiB into P={depth}: restored in {restore_s:.2f} s "

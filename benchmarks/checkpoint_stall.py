@@ -1,9 +1,10 @@
 """What a save keeps from training, and how long it takes to be durable: Morph beside torch's asynchronous save.
 
 One process trains the same tensors (Adam) in three ways that alternate: without saves, with Morph's writer, and with
-``torch.distributed.checkpoint.async_save`` (its default: a thread). The stall is what the steps of a block with a save
-take longer than without, so what writing takes of the processor beside training is in it. Run:
-python benchmarks/checkpoint_stall.py [--mib 64 256 1024] [--rounds 5] [--steps 6] [--step-s 2]
+``torch.distributed.checkpoint.async_save`` (its default: a thread). Blocked: for how long the training thread stands,
+while state is handed over and before it is changed. Processor: what a block with a save takes more of it, all threads
+together, than the block without beside it. Run:
+python benchmarks/checkpoint_stall.py [--mib 64 256 1024] [--rounds 7] [--steps 4] [--step-s 1.5]
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Training:
         self.units = [_unit(f"s{index}", width) for index in range(NUM_UNITS)]
         self.gradients = [{name: torch.randn_like(p) for name, p in unit.parameters.items()} for unit in self.units]
         self._left, self._right = torch.randn(512, 512), torch.randn(512, 512)
+        self._compute(20)
         start_s = time.perf_counter()
         self._compute(20)
         self._num_products = max(1, round(step_s / (time.perf_counter() - start_s) * 20))
@@ -78,28 +80,36 @@ def _adam(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.O
     return torch.optim.Adam([parameter for _, parameter in parameters])
 
 
-def block(training: Training, num_steps: int, save: Callable[[], Callable[[], None]] | None) -> tuple[float, float]:
-    """Return how long so many steps take, a save being begun before the first, and how long that save takes."""
-    start_s = time.perf_counter()
-    wait = save() if save is not None else None
+Begun = tuple[Callable[[], float], Callable[[], None]]
+"""Of a save: how long it has blocked training so far, and waiting for its end."""
+
+
+def block(training: Training, num_steps: int, save: Callable[[], Begun] | None) -> tuple[float, float, float]:
+    """Take so many steps, a save being begun before the first; returns seconds: in all, of the processor, blocked."""
+    cpu_s, start_s = time.process_time(), time.perf_counter()
+    begun = save() if save is not None else None
     for _ in range(num_steps):
         training.step()
     took_s = time.perf_counter() - start_s
-    if wait is not None:
-        wait()
-    return took_s, time.perf_counter() - start_s
+    if begun is None:
+        return took_s, time.process_time() - cpu_s, 0.0
+    blocked, wait = begun
+    wait()
+    return took_s, time.process_time() - cpu_s, blocked()
 
 
-def morph_save(training: Training, writer: CheckpointWriter, done_s: list[float]) -> Callable[[], Callable[[], None]]:
-    """Return what begins a save with Morph's writer; what that returns waits for its end."""
+def morph_save(training: Training, writer: CheckpointWriter, done_s: list[float]) -> Callable[[], Begun]:
+    """Return what begins a save with Morph's writer."""
     version = 0
 
-    def save() -> Callable[[], None]:
+    def save() -> Begun:
         nonlocal version
         version += 1
         start_s = time.perf_counter()
-        for unit in training.units:
-            writer.hand_over(version, unit.unit.id, unit.copy_later())
+        copies = [unit.copy_later() for unit in training.units]
+        for unit, copy in zip(training.units, copies, strict=True):
+            writer.hand_over(version, unit.unit.id, copy)
+        handed_s = time.perf_counter() - start_s
 
         def collect() -> None:
             num_left = NUM_UNITS
@@ -111,38 +121,39 @@ def morph_save(training: Training, writer: CheckpointWriter, done_s: list[float]
 
         collecting = threading.Thread(target=collect)
         collecting.start()
-
-        def wait() -> None:
-            collecting.join(WAIT_S)
-
-        return wait
+        return lambda: handed_s + sum(copy.waited_s for copy in copies), lambda: collecting.join(WAIT_S)
 
     return save
 
 
-def torch_save(training: Training, folder: Path, done_s: list[float]) -> Callable[[], Callable[[], None]]:
-    """Return what begins an asynchronous save of torch's; what that returns waits for its end."""
+def torch_save(training: Training, folder: Path, done_s: list[float]) -> Callable[[], Begun]:
+    """Return what begins an asynchronous save of torch's."""
     number = 0
 
-    def save() -> Callable[[], None]:
+    def save() -> Begun:
         nonlocal number
         number += 1
         start_s = time.perf_counter()
         future: Any = dcp.async_save(training.tensors(), checkpoint_id=str(folder / f"{number}"), no_dist=True)
+        handed_s = time.perf_counter() - start_s
         assert isinstance(future, Future)
         future.add_done_callback(lambda _: done_s.append(time.perf_counter() - start_s))
-        return lambda: future.result(WAIT_S)
+        return lambda: handed_s, lambda: future.result(WAIT_S)
 
     return save
+
+
+def _spread(values: list[float], digits: int) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def main() -> None:
     """Print the stall of a save and the time until it is durable, of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--step-s", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--step-s", type=float, default=1.5)
     options = parser.parse_args()
     torch.set_num_threads(1)
     for mib in options.mib:
@@ -156,21 +167,21 @@ def main() -> None:
                 "morph": morph_save(training, writer, ended["morph"]),
                 "torch": torch_save(training, folder / "torch", ended["torch"]),
             }
-            times: dict[str, list[float]] = {name: [] for name in saves}
+            found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in saves}
             for _ in range(options.rounds):
                 for name, save in saves.items():
-                    times[name].append(block(training, options.steps, save)[0])
+                    found[name].append(block(training, options.steps, save))
                 shutil.rmtree(folder / "torch", ignore_errors=True)
                 shutil.rmtree(folder / "morph", ignore_errors=True)
-            plain_s = statistics.median(times["none"])
             size = sum(tensor.nbytes for tensor in training.tensors().values())
-            print(f"{size / 2**20:.0f} MiB, steps of {plain_s / options.steps:.2f} s, {options.steps} a save:")
+            step_s = statistics.median(took_s for took_s, _, _ in found["none"]) / options.steps
+            print(f"{size / 2**20:.0f} MiB, steps of {step_s:.2f} s, a save in {options.steps}:")
             for name in ("morph", "torch"):
-                stalls = [took_s - plain_s for took_s in times[name]]
+                blocked_ms = [entry[2] * 1e3 for entry in found[name]]
+                cpu_s = [entry[1] - plain[1] for entry, plain in zip(found[name], found["none"], strict=True)]
                 print(
-                    f"  {name}: stall {statistics.median(stalls) * 1e3:.0f} ms ({min(stalls) * 1e3:.0f} to "
-                    f"{max(stalls) * 1e3:.0f}), blocks without saves {min(times['none']) - plain_s:+.3f} to "
-                    f"{max(times['none']) - plain_s:+.3f} s; complete after {statistics.median(ended[name]):.2f} s",
+                    f"  {name}: blocked {_spread(blocked_ms, 1)} ms, processor {_spread(cpu_s, 2)} s, "
+                    f"complete after {statistics.median(ended[name]):.2f} s",
                     flush=True,
                 )
         finally:
