@@ -34,11 +34,11 @@ def test_messages_reductions_and_a_barrier_are_measured() -> None:
     )
     for direction in (result.link.activation, result.link.gradient):
         assert [entry.size_bytes for entry in direction] == [1000, 100_000]
-        assert all(0 < entry.time.median_s < 1 and entry.time.num_samples == 7 for entry in direction)
+        assert all(entry.time.median_s > 0 and entry.time.num_samples == 7 for entry in direction)
     keys = {(entry.ring_size, entry.size_bytes, entry.in_flight) for entry in result.all_reduce}
     assert keys == {(ring, size, count) for ring in (2, 3) for size in (4096, 80_000) for count in (1, 2)}
-    assert all(0 < entry.time.median_s < 1 and entry.time.num_samples == 7 for entry in result.all_reduce)
-    assert 0 < result.barrier.median_s < 1
+    assert all(entry.time.median_s > 0 and entry.time.num_samples == 7 for entry in result.all_reduce)
+    assert result.barrier.median_s > 0
     assert peers_of(os.getpid()) == []
 
 

@@ -56,7 +56,12 @@ class Managed:
         num_steps: int = REFERENCE_STEPS,
     ) -> None:
         self.directory, self._orders_path = directory / "run", directory / "orders.json"
-        policy = Policy(checkpoint_every_steps=4, start_patience_s=60, takeover_patience_s=patience_s)
+        policy = Policy(
+            checkpoint_every_steps=4,
+            start_patience_s=60,
+            takeover_patience_s=patience_s,
+            heartbeat_timeout_s=30,  # Ray's nodes that boot beside it may hold a worker up for seconds
+        )
         self._orders = Orders(
             run_dir=self.directory,
             job=JOB,
