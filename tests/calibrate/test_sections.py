@@ -44,8 +44,8 @@ def test_each_kind_of_section_is_measured_once(model: CutModel, measured: dict[s
     assert len(measured) == 4
     for entry in measured.values():
         assert entry.forward.num_samples == entry.backward.num_samples == 5
-        assert 0 < entry.forward.median_s < 1
-        assert 0 < entry.backward.median_s < 1
+        assert entry.forward.median_s > 0
+        assert entry.backward.median_s > 0
 
 
 def test_stored_bytes_are_those_of_one_sample(model: CutModel, measured: dict[str, SectionMeasurement]) -> None:
@@ -118,4 +118,4 @@ def test_several_devices_measure_side_by_side_the_same_kinds(
     for kind, entry in found.items():
         assert entry.activation_bytes_per_sample == measured[kind].activation_bytes_per_sample
         assert entry.peak_bytes == measured[kind].peak_bytes
-        assert 0 < entry.forward.median_s < 1
+        assert entry.forward.median_s > 0

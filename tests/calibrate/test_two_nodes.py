@@ -81,11 +81,11 @@ def test_links_and_rings_are_measured_with_another_node_after_strangers_were_tur
     ]
     for direction in (found.link.activation, found.link.gradient):
         assert [entry.size_bytes for entry in direction] == [1000, 200_000]
-        assert all(0 < entry.time.median_s < 1 and entry.time.num_samples == 7 for entry in direction)
+        assert all(entry.time.median_s > 0 and entry.time.num_samples == 7 for entry in direction)
     keys = {(entry.ring_size, entry.size_bytes, entry.in_flight) for entry in found.all_reduce}
     assert keys == {(ring, 4096, count) for ring in (2, 3) for count in (1, 2)}
-    assert all(0 < entry.time.median_s < 1 and entry.time.num_samples == 7 for entry in found.all_reduce)
-    assert 0 < found.barrier.median_s < 1
+    assert all(entry.time.median_s > 0 and entry.time.num_samples == 7 for entry in found.all_reduce)
+    assert found.barrier.median_s > 0
     assert _children() <= children
 
 
