@@ -23,7 +23,7 @@ from tests.system.harness import JOB, uninterrupted
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-STEPS, MANY = 160, 10_000
+STEPS, MANY = 600, 10_000
 CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 BOUND_S = 100.0
 

@@ -23,7 +23,7 @@ from morph.runtime.state.state_copy import StateCopy
 
 KEPT_VERSIONS = 2
 FILE_TIMEOUT_S = 600.0
-PAUSES_S = (0.5, 2.0, 8.0)
+PAUSES_S = (0.5, 1.5, 4.0)
 """Between tries to write a file to storage that a network lies before."""
 
 
