@@ -11,6 +11,7 @@ import torch
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.messages import Heartbeat, UnitWritten
+from morph.contract.rules import CheckpointRules
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.state import checkpoint_writer
 from morph.runtime.state.checkpoint_writer import CheckpointWriter
@@ -26,6 +27,21 @@ def collect(writer: CheckpointWriter, count: int) -> list[UnitWritten]:
         assert beat.written, beat.checkpoint_error
         written += beat.written
     return written
+
+
+def held_back(monkeypatch: pytest.MonkeyPatch, unit: str | None = None) -> tuple[threading.Event, threading.Event]:
+    """Let writing a unit, or any, wait for the second event; the first is set once it does."""
+    begun, go_on = threading.Event(), threading.Event()
+    write = checkpoint_writer.write_unit
+
+    def write_when_allowed(url: str, version: int, of: str, *more: Any) -> UnitWritten:
+        if unit in (None, of):
+            begun.set()
+            assert go_on.wait(WAIT_S)
+        return write(url, version, of, *more)
+
+    monkeypatch.setattr(checkpoint_writer, "write_unit", write_when_allowed)
+    return begun, go_on
 
 
 def test_units_are_written_in_order_and_reported_once(tmp_path: Path) -> None:
@@ -104,16 +120,7 @@ def test_what_a_worker_wrote_itself_is_still_there_for_it_if_it_is_what_the_mani
 def test_what_was_written_before_the_job_went_back_is_of_another_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    write = checkpoint_writer.write_unit
-
-    def write_when_allowed(url: str, version: int, unit: str, *more: Any) -> UnitWritten:
-        if unit == "under way":
-            begun.set()
-            assert go_on.wait(WAIT_S)
-        return write(url, version, unit, *more)
-
-    monkeypatch.setattr(checkpoint_writer, "write_unit", write_when_allowed)
+    begun, go_on = held_back(monkeypatch, unit="under way")
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     old, new = {"x": torch.zeros(1)}, {"x": torch.ones(1)}
     writer.hand_over(20, "s0", StateCopy(old))
@@ -140,15 +147,7 @@ def test_what_was_written_before_the_job_went_back_is_of_another_history(
 
 
 def test_one_version_waits_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    write = checkpoint_writer.write_unit
-
-    def write_when_allowed(*given: Any) -> UnitWritten:
-        begun.set()
-        assert go_on.wait(WAIT_S)
-        return write(*given)
-
-    monkeypatch.setattr(checkpoint_writer, "write_unit", write_when_allowed)
+    begun, go_on = held_back(monkeypatch)
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     for unit in ("s0", "s1", "s2"):
         writer.hand_over(1, unit, StateCopy({"x": torch.ones(1)}))
@@ -172,7 +171,7 @@ def test_storage_that_hangs_is_given_up_and_the_next_file_is_tried(
         return write(url, version, *more)
 
     monkeypatch.setattr(checkpoint_writer, "write_unit", hang_once)
-    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]), file_timeout_s=0.2)
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]), CheckpointRules(file_timeout_s=0.2))
     writer.hand_over(1, "s0", StateCopy({"x": torch.ones(1)}))
     beat = writer.collect(WAIT_S)
     assert beat.checkpoint_error == "unit s0, version 1: TimeoutError: storage took longer than 0.2 s"
@@ -217,15 +216,7 @@ def test_what_a_save_keeps_from_training_is_what_it_waits_for_and_what_writing_t
 
 
 def test_a_state_is_copied_before_it_changes_and_never_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    write = checkpoint_writer.write_unit
-
-    def write_when_allowed(*given: Any) -> UnitWritten:
-        begun.set()
-        assert go_on.wait(WAIT_S)
-        return write(*given)
-
-    monkeypatch.setattr(checkpoint_writer, "write_unit", write_when_allowed)
+    begun, go_on = held_back(monkeypatch)
     writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]))
     state = {f"s{index}": torch.full((1 << 16,), float(index)) for index in range(8)}
     copies = {unit: StateCopy({"x": tensor}) for unit, tensor in state.items()}
@@ -250,7 +241,7 @@ def test_a_copy_that_nobody_wants_is_not_made() -> None:
 
 
 def test_a_worker_writes_no_faster_than_it_may(tmp_path: Path) -> None:
-    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]), bytes_per_s=4e5)
+    writer = CheckpointWriter("w", str(tmp_path), FaultPlan([]), CheckpointRules(bytes_per_s=4e5))
     begun_s = time.monotonic()
     for unit in ("s0", "s1"):
         writer.hand_over(1, unit, StateCopy({"x": torch.ones(10_000)}))  # 40 kB, a tenth of a second each

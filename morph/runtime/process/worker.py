@@ -103,8 +103,7 @@ class Worker:
                     setup.worker,
                     setup.checkpoint_url,
                     self._faults,
-                    file_timeout_s=setup.checkpoints.file_timeout_s,
-                    bytes_per_s=setup.checkpoints.bytes_per_s,
+                    setup.checkpoints,
                     on_processor=setup.device == "cpu",
                 )
                 self._ahead = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)

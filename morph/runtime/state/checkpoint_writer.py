@@ -18,11 +18,11 @@ from torch import Tensor
 from morph.checkpoint.storage import bounded, is_local
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.messages import Heartbeat, UnitWritten
+from morph.contract.rules import CheckpointRules
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.state.state_copy import StateCopy
 
 KEPT_VERSIONS = 2
-FILE_TIMEOUT_S = 600.0
 PAUSES_S = (0.5, 1.5, 4.0)
 """Between tries to write a file to storage that a network lies before."""
 
@@ -40,15 +40,14 @@ class Handed:
 class CheckpointWriter:
     """One background thread copies what is handed over, another one writes it, both in order.
 
-    A file that storage does not take within ``file_timeout_s``, all tries together, is given up. At most one version
-    waits: what is left of an older one when a newer is handed over is dropped, for nobody waits for it any more.
+    A file that storage does not take within ``rules.file_timeout_s``, all tries together, is given up. One version
+    waits at most: what is left of an older one is dropped when a newer is handed over, for nobody waits for it then.
 
     Args:
         worker: Its name.
         url: Where the run's checkpoints are.
         faults: To be caused.
-        file_timeout_s: Bound on writing one file, seconds.
-        bytes_per_s: Written on average at most, by pauses between files; None: as fast as storage takes them.
+        rules: Bounds on writing one file and, by pauses between files, on what is written in a second.
         on_processor: Training computes on the processor, so that what writing takes of it counts as a stall.
     """
 
@@ -57,16 +56,14 @@ class CheckpointWriter:
         worker: str,
         url: str,
         faults: FaultPlan,
+        rules: CheckpointRules = CheckpointRules(),  # noqa: B008 (frozen)
         *,
-        file_timeout_s: float = FILE_TIMEOUT_S,
-        bytes_per_s: float | None = None,
         on_processor: bool = False,
     ) -> None:
         self._worker = worker
         self._url = url
         self._faults = faults
-        self._file_timeout_s = file_timeout_s
-        self._bytes_per_s = bytes_per_s
+        self._rules = rules
         self._on_processor = on_processor
         self._to_copy: queue.SimpleQueue[Handed] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[tuple[Handed, dict[str, Tensor], float]] = queue.SimpleQueue()
@@ -148,8 +145,8 @@ class CheckpointWriter:
                 continue
             start_s = time.monotonic()
             written, error = self._write(handed, copied, copy_s)
-            if written is not None and self._bytes_per_s is not None:
-                self._pause(handed, start_s + written.size_bytes / self._bytes_per_s - time.monotonic())
+            if written is not None and self._rules.bytes_per_s is not None:
+                self._pause(handed, start_s + written.size_bytes / self._rules.bytes_per_s - time.monotonic())
             with self._condition:
                 if not self._is_wanted(handed):
                     continue  # the file stays, and no manifest names it
@@ -173,7 +170,7 @@ class CheckpointWriter:
             busy_s = copy_s + time.thread_time() - started_s if self._on_processor else 0.0
             return written.model_copy(update={"stall_s": handed.copy.waited_s + busy_s})
 
-        deadline_s = time.monotonic() + self._file_timeout_s
+        deadline_s = time.monotonic() + self._rules.file_timeout_s
         for pause_s in [*(() if is_local(self._url) else PAUSES_S), None]:
             try:
                 return bounded(write, max(0.0, deadline_s - time.monotonic()), "storage"), None
