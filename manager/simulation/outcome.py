@@ -1,0 +1,53 @@
+"""What a simulated job on spot VMs came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from manager.report.account import Part
+
+
+class Moment(NamedTuple):
+    """From ``time_s`` on: the VMs that are there, the shape that trains ("" while none does) and its examples/s."""
+
+    time_s: float
+    num_vms: int
+    shape: str
+    examples_per_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One job under one policy on one trace.
+
+    ``steps``: whose result counts at the end. ``examples``: in them; fewer than steps times the batch where a policy
+    drops samples. ``lost_steps``: that were run and undone. ``parts_s``: node-seconds by what they went into; they add
+    up to ``vm_s``. ``usd``: None without prices. ``finished``: whether all steps that were asked for are done.
+    """
+
+    policy: str
+    trace: str
+    seed: int
+    hours: float
+    steps: int
+    examples: float
+    lost_steps: int
+    num_losses: int
+    num_fatal: int
+    num_changes: int
+    vm_s: float
+    parts_s: dict[Part, float]
+    usd: float | None
+    finished: bool
+    moments: tuple[Moment, ...] = field(default=(), repr=False)
+
+    @property
+    def examples_per_s(self) -> float:
+        """On average over all of the time."""
+        return self.examples / (self.hours * 3600) if self.hours else 0.0
+
+    @property
+    def examples_per_usd(self) -> float | None:
+        """Value, as Bamboo has it; None without prices."""
+        return self.examples / self.usd if self.usd else None

@@ -1,0 +1,121 @@
+"""The job that a spot cluster is simulated with: its shapes, its state, and what everything takes."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from manager.controller.state.expected import ExpectedLosses
+from morph.contract.base import Value
+from morph.contract.cluster import Policy
+from morph.contract.messages import UnitId
+from morph.contract.plan import Expectation, Plan, StagePlan
+from morph.contract.profile import Profile
+from simulator import PlanRequest, plan_table
+
+FINGERPRINT = "simulated"
+
+
+class Durations(Value):
+    """What happens beside the steps takes so long: seconds, and bytes per second. Where a run measured them, those.
+
+    The defaults are of this project's own measurements and of the papers, as each says.
+    """
+
+    noticed_s: float = Field(default=0.1, ge=0, description="from the end of a VM until the manager knows")
+    aborted_s: float = Field(default=0.05, ge=0, description="until workers have given up a step")
+    groups_s: float = Field(default=0.2, ge=0, description="forming the groups of another shape")
+    setup_s: float = Field(default=30.0, ge=0, description="from a VM that is up to a ready worker")
+    order_s: float = Field(default=0.002, ge=0, description="the manager's round at a step's boundary")
+    link_bytes_per_s: float = Field(default=1.25e9, gt=0, description="of state, from worker to worker; 10 Gb/s")
+    storage_bytes_per_s: float = Field(default=2.5e8, gt=0, description="of one worker, from or to storage")
+    copy_bytes_per_s: float = Field(default=5e9, gt=0, description="of state to host memory, while training waits")
+    stall_s: float | None = Field(default=None, ge=0, description="of one save, instead of what the copy takes")
+    durable_s: float | None = Field(default=None, ge=0, description="of one save, instead of what the upload takes")
+    manifest_s: float = Field(default=0.5, ge=0, description="writing a manifest")
+    restart_s: float = Field(
+        default=60.0, ge=0, description="where a policy restarts every process: until they can load a checkpoint"
+    )
+    spread: float = Field(default=0.0, ge=0, lt=1, description="standard deviation of a step's time, as a share of it")
+
+
+class SpotJob(Value):
+    """``plans[n]`` is the best plan of n workers, each on a VM of its own; a number that fits no plan is absent.
+
+    ``unit_bytes``: parameters and optimizer state; ``section_compute_s``: forward and backward of one micro-batch.
+    """
+
+    name: str
+    batch_size: int = Field(ge=1)
+    plans: dict[int, Plan] = Field(min_length=1)
+    units: dict[UnitId, tuple[int, ...]]
+    unit_bytes: dict[UnitId, int]
+    section_compute_s: tuple[float, ...] = ()
+    durations: Durations = Durations()
+    policy: Policy = Policy()
+    expected_losses: ExpectedLosses = ExpectedLosses()
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters and optimizer state of the whole model."""
+        return sum(self.unit_bytes.values())
+
+    def best_plan(self, num_workers: int) -> Plan | None:
+        """The fastest plan that this many workers can run; None: none fits."""
+        fitting = [plan for count, plan in self.plans.items() if count <= num_workers]
+        return max(fitting, key=lambda plan: (plan.expected.examples_per_s, -plan.num_workers), default=None)
+
+
+def job_from_profile(
+    profile: Profile,
+    most_workers: int,
+    request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
+    *,
+    durations: Durations = Durations(),  # noqa: B008 (frozen)
+    policy: Policy = Policy(),  # noqa: B008 (frozen)
+) -> SpotJob:
+    """Plan for every number of workers up to this, as a run would.
+
+    Raises:
+        PlanError: when no plan fits even so many.
+    """
+    plans = plan_table(profile, most_workers, request)
+    micro_batch_size = next(iter(plans.values())).micro_batch_size if plans else 1
+    state_share = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
+    return SpotJob(
+        name=profile.job.name,
+        batch_size=profile.job.batch_size,
+        plans=plans,
+        units={unit.id: unit.sections for unit in profile.units},
+        unit_bytes={unit.id: unit.parameter_bytes * state_share for unit in profile.units},
+        section_compute_s=tuple(
+            section.forward[micro_batch_size].median_s + section.backward[micro_batch_size].median_s
+            for section in profile.sections
+        ),
+        durations=durations,
+        policy=policy,
+    )
+
+
+def job_of_one_vm(name: str, step_s: float, durations: Durations, *, state_bytes: int = 1) -> SpotJob:
+    """A job that one VM trains, given by what its steps and saves take, as the thesis on Spotify gives its two."""
+    expected = Expectation(
+        mini_batch_s=step_s, examples_per_s=1 / step_s, lower_bound_s=step_s, peak_memory_bytes=0, parts_s={}
+    )
+    plan = Plan(
+        fingerprint=FINGERPRINT,
+        schedule="varuna",
+        micro_batch_size=1,
+        num_micro_batches=1,
+        num_replicas=1,
+        stages=(StagePlan(first_section=0, end_section=1, window=1, recompute=False),),
+        orders={1: ("FB",)},
+        expected=expected,
+    )
+    return SpotJob(
+        name=name,
+        batch_size=1,
+        plans={1: plan},
+        units={"all": (0,)},
+        unit_bytes={"all": state_bytes},
+        durations=durations,
+    )
