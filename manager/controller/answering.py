@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
 from manager.controller.failures.lost_workers import dissolve, settle
 from manager.controller.failures.worker_errors import failed
 from manager.controller.requests.node_requests import pause_asking
@@ -11,12 +14,23 @@ from manager.controller.shape.pre_copy import measure_speed
 from manager.controller.shape.starting import start_if_due
 from manager.controller.state.actions import EndWorker
 from manager.controller.state.draft import Draft
-from manager.controller.state.events import WorkerAnswered
+from manager.controller.state.events import Single, WorkerAnswered
 from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
 from manager.controller.steps.stepping import begin, decide_step, seal_if_complete
 from morph.contract.messages import Aborted, Answer, Committed, Failed, Prepared, Reshaped, WorkerId, WorkerReady
+
+NOTED: Mapping[Phase, tuple[type[Answer], ...]] = defaultdict(
+    tuple,
+    {
+        Phase.RESHAPING: (Reshaped,),
+        Phase.TRAINING: (Prepared,),
+        Phase.COMMITTING: (Committed,),
+        Phase.ABORTING: (Aborted, Reshaped, Prepared, Committed),
+    },
+)
+"""By phase the answers by which nothing is decided before the last one has come."""
 
 
 def answered(draft: Draft, event: WorkerAnswered) -> None:
@@ -32,6 +46,52 @@ def answered(draft: Draft, event: WorkerAnswered) -> None:
     if isinstance(event.answer, Failed):
         return failed(draft, event.worker, event.answer)
     return _order_answered(draft, event.worker, event.answer)
+
+
+def note_alike(draft: Draft, events: Sequence[Single]) -> int:
+    """Note what the first of these events say that answer the present order alike, all but the last who answers it.
+
+    Returns how many were taken in: none where the first is none of these, or decides something by itself.
+    """
+    state, order = draft.state, draft.state.order
+    alike: dict[WorkerId, Answer] = {}
+    for event in events:
+        if order is None or not isinstance(event, WorkerAnswered) or not isinstance(event.answer, NOTED[state.phase]):
+            break
+        worker, answer = event.worker, event.answer
+        if worker in alike or worker not in state.awaited or not _fits(answer, order):
+            break
+        alike[worker] = answer
+    if alike and len(alike) == len(state.awaited):
+        alike.popitem()
+    if len(alike) < 2:
+        return 0
+    _note(draft, alike)
+    draft.change(awaited=state.awaited.difference(alike))
+    draft.say(ReasonCode.AWAITING_ANSWERS, f"{len(alike)} workers answered, {len(draft.state.awaited)} have still to")
+    return len(alike)
+
+
+def _note(draft: Draft, answers: Mapping[WorkerId, Answer]) -> None:
+    """Keep what workers report of their orders."""
+    state = draft.state
+    reshaped = {worker: answer for worker, answer in answers.items() if isinstance(answer, Reshaped)}
+    prepared = {worker: answer for worker, answer in answers.items() if isinstance(answer, Prepared)}
+    if reshaped:
+        workers, loss_scale = dict(state.workers), state.loss_scale
+        for worker, answer in reshaped.items():
+            holds = workers[worker].holds | state.member_units.get(worker, frozenset())
+            workers[worker] = workers[worker].model_copy(update={"holds": holds})
+            loss_scale = answer.loss_scale or loss_scale
+            measure_speed(draft, answer)
+        draft.change(workers=workers, loss_scale=loss_scale)
+    if prepared:
+        reports = dict(state.reports)
+        for worker, report in prepared.items():
+            reports[worker] = StepReport(
+                overflowed=report.overflowed, unit_norms_sq=report.unit_norms_sq, non_finite=report.non_finite
+            )
+        draft.change(reports=reports)
 
 
 def _set_up(draft: Draft, worker: WorkerId, answer: Answer) -> None:
@@ -79,18 +139,8 @@ def _fits(answer: Answer, order: OutstandingOrder) -> bool:
 
 def _order_answered(draft: Draft, worker: WorkerId, answer: Answer) -> None:
     state = draft.state
-    if isinstance(answer, Reshaped):
-        holds = state.workers[worker].holds | state.member_units.get(worker, frozenset())
-        draft.change_worker(worker, holds=holds)
-        measure_speed(draft, answer)
-        draft.answered(worker, loss_scale=answer.loss_scale or state.loss_scale)
-    elif isinstance(answer, Prepared):
-        report = StepReport(
-            overflowed=answer.overflowed, unit_norms_sq=answer.unit_norms_sq, non_finite=answer.non_finite
-        )
-        draft.answered(worker, reports={**state.reports, worker: report})
-    else:
-        draft.answered(worker)
+    _note(draft, {worker: answer})
+    draft.answered(worker)
     if isinstance(answer, Aborted) and state.phase not in (Phase.RESTING, Phase.ABORTING):
         detail = answer.detail or ("a peer was lost" if answer.peer_lost else "no detail")
         draft.say(ReasonCode.ABORTING, f"{worker} gave up its order: {detail}")

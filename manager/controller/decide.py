@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from manager.controller.acknowledging import acknowledge
-from manager.controller.answering import answered
+from manager.controller.answering import answered, note_alike
 from manager.controller.deadlines import nobody_heard, tick, wake_at_s
 from manager.controller.failures.lost_workers import lose
 from manager.controller.requests.early import forget_kept, notice_of
@@ -40,8 +40,10 @@ from manager.controller.state.events import (
     NoticeWithdrawn,
     PreCopyReported,
     RequestRefused,
+    Single,
     StopRequested,
     Tick,
+    Together,
     UnitsWritten,
     WorkerAnswered,
     WorkerLost,
@@ -88,18 +90,35 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
     Raises:
         ImpossibleEvent: the event cannot happen in this phase.
     """
-    handler = TRANSITIONS.get((state.phase, type(event)))
-    if handler is None:
-        raise ImpossibleEvent(state, event)
     draft = Draft(state, now_s)
-    handler(draft, event)
-    if not isinstance(event, WorkerAnswered) or len(draft.state.workers) != len(state.workers):
+    answers_only = _take_together(draft, event) if isinstance(event, Together) else _take(draft, event)
+    if not answers_only or len(draft.state.workers) != len(state.workers):
         ask_missing(draft)
     acknowledge(draft)
     subject = getattr(event, "worker", getattr(event, "node", ""))
     entry = f"{now_s:.3f} {event.kind} {subject} in {state.phase}: {draft.code}"
     draft.change(recent=(*draft.state.recent, entry)[-MAX_RECENT:])
     return draft.decision(wake_at_s(draft.state))
+
+
+def _take(draft: Draft, event: Single) -> bool:
+    """Take one event; returns whether it is a worker's answer."""
+    handler = TRANSITIONS.get((draft.state.phase, type(event)))
+    if handler is None:
+        raise ImpossibleEvent(draft.state, event)
+    handler(draft, event)
+    return isinstance(event, WorkerAnswered)
+
+
+def _take_together(draft: Draft, event: Together) -> bool:
+    """Take several, answers to the same order at once; returns whether all are workers' answers."""
+    waiting = list(event.events)
+    while waiting:
+        num = note_alike(draft, waiting)
+        if not num:
+            _take(draft, waiting[0])
+        del waiting[: max(1, num)]
+    return all(isinstance(each, WorkerAnswered) for each in event.events)
 
 
 def _node_appeared(draft: Draft, event: NodeAppeared) -> None:
@@ -171,7 +190,7 @@ LAST = (Phase.SEALING,)
 OVER = (Phase.ENDED,)
 RUNNING = (*IDLE, *HELD, *RESTS, *FORMED)
 
-_ROWS: tuple[tuple[type[Event], tuple[Phase, ...], Handler], ...] = (
+_ROWS: tuple[tuple[type[Single], tuple[Phase, ...], Handler], ...] = (
     (NodeAppeared, (*BEFORE, *RUNNING), _node_appeared),
     (NodeAppeared, (*LAST, *OVER), _ending),
     (NodesGranted, (*BEFORE, *RUNNING), nodes_granted),
@@ -213,7 +232,7 @@ _ROWS: tuple[tuple[type[Event], tuple[Phase, ...], Handler], ...] = (
     (Tick, OVER, _ending),
 )
 
-TRANSITIONS: Mapping[tuple[Phase, type[Event]], Handler] = MappingProxyType(
+TRANSITIONS: Mapping[tuple[Phase, type[Single]], Handler] = MappingProxyType(
     {(phase, event_type): handler for event_type, phases, handler in _ROWS for phase in phases}
 )
 """What is done by (phase, event type). Missing: nothing can be written to storage before the first generation."""

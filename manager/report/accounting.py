@@ -13,6 +13,8 @@ from manager.controller.state.events import (
     NodeAppeared,
     NodesGranted,
     Paid,
+    Single,
+    Together,
     WorkerAnswered,
     WorkerLost,
 )
@@ -108,9 +110,26 @@ class Ledger:
 
     def take(self, event: Event, record: DecisionRecord, decided: Collection[Prepared] = ()) -> None:
         """Take in an event and what was decided; ``decided``: every member's answer, if that decided a step."""
+        for each in event.events if isinstance(event, Together) else (event,):
+            self._heard(each, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
+        self._gone([action.worker for action in record.actions if isinstance(action, EndWorker)])
+        self._gone([node for action in record.actions if isinstance(action, ReleaseNodes) for node in action.nodes])
+        if decided:
+            self.settle(decided)
+        if record.reshape is not None:
+            self.members = frozenset(slot.worker for slot in record.reshape.slots) & (self.since_ns.keys() - self.idle)
+            self._members = sum((self.rates[node] for node in self.members), NOTHING)
+        if record.reason.code is ReasonCode.OVERFLOW_RETRY or record.phase is not Phase.TRAINING:
+            self._give_up_step()
+        self._set_back(record.version)
+        self.phase = record.phase
+        if any(isinstance(action, Finish) for action in record.actions):
+            self._gone(list(self.since_ns))
+
+    def _heard(self, event: Single, *, is_open: bool) -> None:
         match event:
             case NodesGranted():
-                self._granted(event, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
+                self._granted(event, is_open=is_open)
             case NodeAppeared(node=node, paid=paid) if node not in self.since_ns:
                 self._begin(node, paid or Paid())
                 if paid is None:
@@ -129,19 +148,6 @@ class Ledger:
             case ManifestWritten(version=version):
                 for step in [step for step in self.settled if step < version]:
                     del self.settled[step]  # it can be lost no more
-        self._gone([action.worker for action in record.actions if isinstance(action, EndWorker)])
-        self._gone([node for action in record.actions if isinstance(action, ReleaseNodes) for node in action.nodes])
-        if decided:
-            self._settle(decided)
-        if record.reshape is not None:
-            self.members = frozenset(slot.worker for slot in record.reshape.slots) & (self.since_ns.keys() - self.idle)
-            self._members = sum((self.rates[node] for node in self.members), NOTHING)
-        if record.reason.code is ReasonCode.OVERFLOW_RETRY or record.phase is not Phase.TRAINING:
-            self._give_up_step()
-        self._set_back(record.version)
-        self.phase = record.phase
-        if any(isinstance(action, Finish) for action in record.actions):
-            self._gone(list(self.since_ns))
 
     def _granted(self, event: NodesGranted, *, is_open: bool) -> None:
         for node in event.nodes:
@@ -219,8 +225,8 @@ class Ledger:
             self.idle.discard(node)
             self.unheard.discard(node)
 
-    def _settle(self, answers: Collection[Prepared]) -> None:
-        """A step is decided: its time was computing, as its members say, and bubble."""
+    def settle(self, answers: Collection[Prepared]) -> None:
+        """A step is decided, or many like it: its time was computing, as its members say, and bubble."""
         longest_ns = self.open.node_ns // max(1, len(self.members))
         compute = NOTHING
         for answer in answers:

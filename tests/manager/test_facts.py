@@ -8,8 +8,8 @@ import pytest
 from controller_script import Script, script_in
 from simulated_job import MANIFEST, UNITS
 
-from manager.controller.shape.placement import units_by_stage
 from manager.controller.state.actions import Action, Finish, SendCommit, SendReshape, SendStep
+from manager.controller.state.config import units_by_stage
 from manager.controller.state.events import WorkerLost
 from manager.controller.state.state import ControllerState, Phase
 from morph.contract.decided import Decided, LossScale

@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 from simulated_job import SIZES, UNITS, make_plan
 
-from manager.controller.shape.placement import choose_sources, place, share_units, units_by_stage
+from manager.controller.shape.placement import choose_sources, place, share_units
+from manager.controller.state.config import units_by_stage
 from tests.seeds import each_seed
 
 WHOLE = frozenset(UNITS)

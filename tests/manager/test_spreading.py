@@ -10,8 +10,9 @@ from itertools import pairwise
 import pytest
 from simulated_job import SIZES, UNITS, make_plan
 
-from manager.controller.shape.placement import place, units_by_stage
+from manager.controller.shape.placement import place
 from manager.controller.shape.spreading import spread
+from manager.controller.state.config import units_by_stage
 from morph.contract.messages import Slot
 from morph.contract.vm_names import vm_of, workers_of
 from tests.seeds import each_seed

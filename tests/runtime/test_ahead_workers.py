@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from manager.controller.shape.placement import choose_sources, place, units_by_stage
+from manager.controller.shape.placement import choose_sources, place
+from manager.controller.state.config import units_by_stage
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
 from morph.checkpoint.unit_files import to_payload
 from morph.contract.messages import (

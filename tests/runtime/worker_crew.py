@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from manager.controller.shape.placement import choose_sources, place, share_units, units_by_stage
+from manager.controller.shape.placement import choose_sources, place, share_units
+from manager.controller.state.config import units_by_stage
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.messages import (
     CommitOrder,

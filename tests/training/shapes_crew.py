@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manager.controller.shape.placement import choose_sources, place, share_units, units_by_stage
+from manager.controller.shape.placement import choose_sources, place, share_units
+from manager.controller.state.config import units_by_stage
 from manager.report.means import EvaluationReader
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import from_payload

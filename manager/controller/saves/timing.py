@@ -128,9 +128,6 @@ def _most_bytes(state: ControllerState) -> int:
     plan = state.plan
     if plan is None:
         return 0
-    sizes, units = state.config.unit_bytes, state.config.units
-    by_stage = [
-        sum(sizes[unit] for unit, sections in units.items() if set(sections) & set(stage.sections))
-        for stage in plan.stages
-    ]
+    sizes = state.config.unit_bytes
+    by_stage = (sum(sizes[unit] for unit in units) for units in state.config.units_of(plan))
     return max(by_stage) // plan.num_replicas

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manager.controller.shape.choosing import Choice, chosen, cost_of_morph_s, nodes_to_come
-from manager.controller.shape.placement import choose_sources, place, units_by_stage
+from manager.controller.shape.placement import choose_sources, place
 from manager.controller.shape.pre_copy import with_pre_copy, without_pre_copy
 from manager.controller.shape.torn_vms import torn_until_s
 from manager.controller.state.actions import SendReshape
@@ -67,7 +67,7 @@ def form(draft: Draft, *, planned: bool = False) -> None:
         order = with_pre_copy(order, state.ahead)
     taking_part = {slot.worker for slot in order.slots} | {source.peer for source in order.sources}
     receivers = [worker for worker in state.ready_workers if worker in taking_part]
-    needed = [frozenset(units) for units in units_by_stage(order.plan, state.config.units)]
+    needed = [frozenset(units) for units in state.config.units_of(order.plan)]
     outstanding = OutstandingOrder(kind="reshape", generation=order.generation, version=order.version, sent_s=now_s)
     draft.order(
         outstanding,
@@ -99,7 +99,7 @@ def next_order(state: ControllerState, choice: Choice) -> ReshapeOrder:
     version, kind = _restorable(state)
     restore = kind if version == state.version else None
     held = {worker: state.workers[worker].holds for worker in state.ready_workers}
-    needed = units_by_stage(choice.plan, state.config.units)
+    needed = state.config.units_of(choice.plan)
     slots = place(choice.plan, choice.workers, held, needed, state.config.unit_bytes)
     return ReshapeOrder(
         generation=state.generation + 1,

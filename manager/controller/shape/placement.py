@@ -12,14 +12,6 @@ from morph.contract.plan import Plan
 Holdings = Mapping[WorkerId, Set[UnitId]]
 
 
-def units_by_stage(plan: Plan, units: Mapping[UnitId, Sequence[int]]) -> tuple[tuple[UnitId, ...], ...]:
-    """Return the units that each stage needs, in the order of ``units``."""
-    return tuple(
-        tuple(unit for unit, sections in units.items() if any(section in stage.sections for section in sections))
-        for stage in plan.stages
-    )
-
-
 def place(
     plan: Plan,
     workers: Sequence[WorkerId],

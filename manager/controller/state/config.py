@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from pydantic import Field, model_validator
@@ -108,6 +109,18 @@ class ControllerConfig(Value):
         update = {"mini_batch_s": expected.mini_batch_s * ratio, "examples_per_s": expected.examples_per_s / ratio}
         return plan.model_copy(update={"expected": expected.model_copy(update=update)})
 
+    @cached_property
+    def _units_of(self) -> dict[tuple[int, ...], tuple[tuple[UnitId, ...], ...]]:
+        return {}
+
+    def units_of(self, plan: Plan) -> tuple[tuple[UnitId, ...], ...]:
+        """Return the units that each stage of a plan needs, in the order of ``units``."""
+        ends = tuple(stage.end_section for stage in plan.stages)
+        known = self._units_of.get(ends)
+        if known is None:
+            known = self._units_of[ends] = units_by_stage(plan, self.units)
+        return known
+
     @property
     def fewest_workers(self) -> int:
         """The smallest number of workers that any plan fits."""
@@ -118,6 +131,14 @@ class ControllerConfig(Value):
         if not self.section_compute_s:
             return None
         return sum(self.section_compute_s[section] for section in stage.sections) or None
+
+
+def units_by_stage(plan: Plan, units: Mapping[UnitId, Sequence[int]]) -> tuple[tuple[UnitId, ...], ...]:
+    """Return the units that each stage needs, in the order of ``units``."""
+    return tuple(
+        tuple(unit for unit, sections in units.items() if any(section in stage.sections for section in sections))
+        for stage in plan.stages
+    )
 
 
 def _rank(plan: Plan) -> tuple[float, int]:

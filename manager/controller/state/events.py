@@ -206,7 +206,7 @@ class Tick(Value):
     kind: Literal["tick"] = "tick"
 
 
-Event = (
+Single = (
     NodeAppeared
     | NodesGranted
     | RequestRefused
@@ -225,5 +225,15 @@ Event = (
     | StopRequested
     | Tick
 )
-EVENT_TYPES: tuple[type[Event], ...] = get_args(Event)
+
+
+class Together(Value):
+    """Several events that are taken one after the other in one decision, as the answers of many workers are."""
+
+    kind: Literal["together"] = "together"
+    events: tuple[Annotated[Single, Field(discriminator="kind")], ...] = Field(min_length=1)
+
+
+Event = Single | Together
+EVENT_TYPES: tuple[type[Single], ...] = get_args(Single)
 EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])

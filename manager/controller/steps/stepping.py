@@ -9,7 +9,7 @@ from manager.controller.saves.noting import save_begun, step_decided, step_order
 from manager.controller.saves.timing import is_due, patience_s
 from manager.controller.shape.boundary import change_due, drain_due
 from manager.controller.shape.forming import form
-from manager.controller.shape.placement import share_units, units_by_stage
+from manager.controller.shape.placement import share_units
 from manager.controller.shape.postponing import sends_ahead
 from manager.controller.shape.pre_copy import drop_if_stale
 from manager.controller.state.actions import SendCommit, SendStep, WriteManifest
@@ -256,7 +256,7 @@ def _units_of(share: dict[UnitId, WorkerId]) -> dict[WorkerId, tuple[UnitId, ...
 
 def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
     assert state.plan is not None, "no generation was formed"
-    needed = units_by_stage(state.plan, state.config.units)
+    needed = state.config.units_of(state.plan)
     return share_units(state.slots, needed, state.config.unit_bytes)
 
 

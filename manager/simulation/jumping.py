@@ -1,0 +1,79 @@
+"""Steps between which nothing else happens are passed over in one go: the controller would decide the same each time.
+
+``tests/manager/test_jumping.py`` plays both ways, and holds every later event and decision to be equal.
+"""
+
+from __future__ import annotations
+
+import math
+
+from manager.controller.deadlines import wake_at_s
+from manager.controller.saves.timing import is_due
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import ControllerState, Phase, mean_of
+from morph.contract.decided import Decided
+
+FEWEST = 3
+"""Steps that are worth it."""
+
+
+def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: float) -> int:
+    """Return how many steps, that ordered at ``now_s`` among them, are each followed by an ordinary one.
+
+    Args:
+        state: As it was decided, with the order of a step.
+        now_s: When that was.
+        step_s: What each of the steps takes until it is decided.
+        until_s: When something else happens, whatever it is.
+    """
+    if not _is_steady(state, now_s):
+        return 0
+    quiet_s = min(until_s, wake_at_s(state.model_copy(update={"order": None})) or math.inf)
+    most = state.config.num_steps - 1 - state.version
+    if quiet_s < math.inf:
+        most = min(most, math.ceil((quiet_s - now_s) / step_s) - 1)
+    every = state.config.policy.checkpoint_every_steps
+    if every is not None:
+        most = min(most, state.checkpoint_base + every - state.version - 1)
+    if state.saves.insurance is not None:
+        most = min(most, math.ceil((state.saves.insurance.due_s - now_s) / step_s))
+    while most >= FEWEST and is_due(*_passed(state, now_s, step_s, most)) is not None:
+        most -= 1
+    return most if most >= FEWEST else 0
+
+
+def passed(state: ControllerState, now_s: float, step_s: float, num_steps: int) -> ControllerState:
+    """Return the state when so many steps are decided and the one after them is ordered."""
+    later, _ = _passed(state, now_s, step_s, num_steps)
+    return later
+
+
+def _passed(state: ControllerState, now_s: float, step_s: float, num_steps: int) -> tuple[ControllerState, float]:
+    assert state.order is not None, "a step is ordered"
+    version, saves = state.version + num_steps, state.saves
+    mean_s = saves.step_s
+    for _ in range(min(num_steps, 128)):  # by then it stands still
+        mean_s = mean_of(mean_s, step_s)
+    now_s += num_steps * step_s
+    update = {
+        "version": version,
+        "decided": Decided(version=version),
+        "order": state.order.model_copy(update={"version": version, "sent_s": now_s}),
+        "saves": saves.model_copy(update={"step_s": mean_s, "ordered_s": now_s}),
+        "num_fruitless": 0,
+        "resting_since_s": None,
+    }
+    return state.model_copy(update=update), now_s
+
+
+def _is_steady(state: ControllerState, now_s: float) -> bool:
+    """Whether the step under way is one of many: no change of shape and no save is near, and nobody is about to go."""
+    if state.phase is not Phase.TRAINING or state.order is None or state.order.version != state.version:
+        return False
+    if state.attempt or state.stop_reason is not None or state.failing is not None or state.ahead is not None:
+        return False
+    if state.pending is not None or state.sealing or state.join_since_s is not None or state.loss_scale is not None:
+        return False
+    waiting = any(entry.eligible_s is not None and entry.eligible_s > now_s for entry in state.workers.values())
+    unsteady = any(entry.node in (NodeState.DRAINING, NodeState.SUSPECT) for entry in state.workers.values())
+    return not (waiting or unsteady or state.saves.retry_s is not None)

@@ -1,0 +1,102 @@
+"""Steps that are passed over come to what they come to one by one: every later event and decision is the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from simulated_job import SIZES, UNITS, make_plan
+
+from manager.controller.state.events import Event, Together
+from manager.controller.state.state import Decision
+from manager.simulation.cluster import SpotCluster
+from manager.simulation.spot_job import Durations, SpotJob
+from morph.contract.cluster import Policy
+from morph.contract.plan import Plan
+
+EXACT = Durations(  # sums of these are exact, in whatever order they are added
+    noticed_s=0.125,
+    aborted_s=0.0625,
+    groups_s=0.25,
+    setup_s=8.0,
+    order_s=0.0625,
+    link_bytes_per_s=64.0,
+    storage_bytes_per_s=64.0,
+    copy_bytes_per_s=1024.0,
+    manifest_s=0.5,
+)
+HOURS = 1
+
+
+def plan_of(depth: int, replicas: int, step_s: float) -> Plan:
+    """A plan whose steps take exactly so long."""
+    plan = make_plan(depth, replicas)
+    expected = plan.expected.model_copy(update={"mini_batch_s": step_s, "examples_per_s": 8 / step_s})
+    return plan.model_copy(update={"expected": expected})
+
+
+PLANS = {2: plan_of(2, 1, 4.0), 3: plan_of(3, 1, 3.0), 4: plan_of(2, 2, 2.0), 6: plan_of(3, 2, 1.5)}
+
+
+def history_of(seed: int, *, jumps: bool, every: int | None) -> tuple[SpotCluster, list[tuple[float, Event, Decision]]]:
+    """Play some hours in which VMs come, are noticed and go."""
+    told: list[tuple[float, Event, Decision]] = []
+    job = SpotJob(
+        name="job",
+        batch_size=8,
+        plans=PLANS,
+        units=UNITS,
+        unit_bytes=SIZES,
+        durations=EXACT,
+        policy=Policy(checkpoint_every_steps=every),
+    )
+    cluster = SpotCluster(
+        job,
+        num_steps=10**6,
+        num_expected=5,
+        jumps=jumps,
+        watcher=lambda now_s, event, decision: told.append((now_s, event, decision)),
+    )
+    draw, living = random.Random(seed), []
+
+    def come() -> tuple[()]:
+        living.append(cluster.vm_came())
+        return ()
+
+    def go(lead_s: int | None) -> tuple[()]:
+        if len(living) > 2:
+            name = living.pop(draw.randrange(len(living)))
+            if lead_s is not None:
+                cluster.vm_noticed(name, lead_s)
+            cluster.after(lead_s or 0, lambda: cluster.vm_taken(name) or ())
+        return ()
+
+    for _ in range(5):
+        cluster.after(0, come)
+    for _ in range(12 * HOURS):
+        time_s, lead_s = draw.randrange(60, HOURS * 3600), draw.choice([None, 30])
+        cluster.after(time_s, lambda lead_s=lead_s: go(lead_s))
+        cluster.after(time_s + draw.randrange(60, 900), come)
+    cluster.play(HOURS * 3600)
+    return cluster, told
+
+
+@pytest.mark.parametrize("every", [None, 200])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_later_event_and_decision_is_the_same(seed: int, every: int | None) -> None:
+    slow, all_told = history_of(seed, jumps=False, every=every)
+    fast, told = history_of(seed, jumps=True, every=every)
+    assert fast.num_decisions < slow.num_decisions / 2
+    by_time = {(now_s, type(event)): decision for now_s, event, decision in all_told}
+    for now_s, event, decision in told:
+        if isinstance(event, Together):
+            slowly = by_time[now_s, type(event)]
+            assert slowly.actions == decision.actions, (seed, now_s)
+            assert slowly.state.model_copy(update={"recent": ()}) == decision.state.model_copy(update={"recent": ()})
+    assert [entry[0] for entry in told if not isinstance(entry[1], Together)] == [
+        entry[0] for entry in all_told if not isinstance(entry[1], Together)
+    ]
+    assert fast.state.version == slow.state.version > 500
+    assert fast.account == slow.account
+    assert fast.moments == slow.moments
+    assert fast.num_lost > 3
