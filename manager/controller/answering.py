@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from manager.controller.failures.lost_workers import dissolve, settle
 from manager.controller.failures.worker_errors import failed
@@ -14,7 +14,7 @@ from manager.controller.shape.pre_copy import measure_speed
 from manager.controller.shape.starting import start_if_due
 from manager.controller.state.actions import EndWorker
 from manager.controller.state.draft import Draft
-from manager.controller.state.events import Single, WorkerAnswered
+from manager.controller.state.events import AnsweredAlike, WorkerAnswered
 from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
@@ -48,50 +48,45 @@ def answered(draft: Draft, event: WorkerAnswered) -> None:
     return _order_answered(draft, event.worker, event.answer)
 
 
-def note_alike(draft: Draft, events: Sequence[Single]) -> int:
-    """Note what the first of these events say that answer the present order alike, all but the last who answers it.
+def note_alike(draft: Draft, event: AnsweredAlike) -> Sequence[WorkerAnswered]:
+    """Note what many workers answer alike; returns the answers that are still to be taken one by one.
 
-    Returns how many were taken in: none where the first is none of these, or decides something by itself.
+    That is the last one that is awaited, by which something is decided, or all of them where each may decide something.
     """
-    state, order = draft.state, draft.state.order
-    alike: dict[WorkerId, Answer] = {}
-    for event in events:
-        if order is None or not isinstance(event, WorkerAnswered) or not isinstance(event.answer, NOTED[state.phase]):
-            break
-        worker, answer = event.worker, event.answer
-        if worker in alike or worker not in state.awaited or not _fits(answer, order):
-            break
-        alike[worker] = answer
-    if alike and len(alike) == len(state.awaited):
-        alike.popitem()
-    if len(alike) < 2:
-        return 0
-    _note(draft, alike)
-    draft.change(awaited=state.awaited.difference(alike))
-    draft.say(ReasonCode.AWAITING_ANSWERS, f"{len(alike)} workers answered, {len(draft.state.awaited)} have still to")
-    return len(alike)
+    state, order, answer = draft.state, draft.state.order, event.answer
+    workers = dict.fromkeys(event.workers)
+    awaited = order is not None and state.awaited.issuperset(workers) and _fits(answer, order)
+    if not awaited or not isinstance(answer, NOTED[state.phase]):
+        return [_answer_of(worker, answer) for worker in workers]
+    last = workers.popitem()[0] if len(workers) == len(state.awaited) else None
+    if workers:
+        _note(draft, workers, answer)
+        draft.change(awaited=state.awaited.difference(workers))
+        left = len(draft.state.awaited)
+        draft.say(ReasonCode.AWAITING_ANSWERS, f"{len(workers)} workers answered {answer.kind}, {left} have still to")
+    return () if last is None else [_answer_of(last, answer)]
 
 
-def _note(draft: Draft, answers: Mapping[WorkerId, Answer]) -> None:
-    """Keep what workers report of their orders."""
+def _answer_of(worker: WorkerId, answer: Answer) -> WorkerAnswered:
+    return WorkerAnswered(worker=worker, answer=answer.model_copy(update={"worker": worker}))
+
+
+def _note(draft: Draft, workers: Iterable[WorkerId], answer: Answer) -> None:
+    """Keep what these workers report of their orders."""
     state = draft.state
-    reshaped = {worker: answer for worker, answer in answers.items() if isinstance(answer, Reshaped)}
-    prepared = {worker: answer for worker, answer in answers.items() if isinstance(answer, Prepared)}
-    if reshaped:
-        workers, loss_scale = dict(state.workers), state.loss_scale
-        for worker, answer in reshaped.items():
-            holds = workers[worker].holds | state.member_units.get(worker, frozenset())
-            workers[worker] = workers[worker].model_copy(update={"holds": holds})
-            loss_scale = answer.loss_scale or loss_scale
-            measure_speed(draft, answer)
-        draft.change(workers=workers, loss_scale=loss_scale)
-    if prepared:
-        reports = dict(state.reports)
-        for worker, report in prepared.items():
-            reports[worker] = StepReport(
-                overflowed=report.overflowed, unit_norms_sq=report.unit_norms_sq, non_finite=report.non_finite
-            )
-        draft.change(reports=reports)
+    if isinstance(answer, Reshaped):
+        entries = dict(state.workers)
+        for worker in workers:
+            entry, units = entries[worker], state.member_units.get(worker, frozenset())
+            if not units <= entry.holds:
+                entries[worker] = entry.model_copy(update={"holds": entry.holds | units})
+        draft.change(workers=entries, loss_scale=answer.loss_scale or state.loss_scale)
+        measure_speed(draft, answer)
+    elif isinstance(answer, Prepared):
+        report = StepReport(
+            overflowed=answer.overflowed, unit_norms_sq=answer.unit_norms_sq, non_finite=answer.non_finite
+        )
+        draft.change(reports={**state.reports, **dict.fromkeys(workers, report)})
 
 
 def _set_up(draft: Draft, worker: WorkerId, answer: Answer) -> None:
@@ -139,7 +134,7 @@ def _fits(answer: Answer, order: OutstandingOrder) -> bool:
 
 def _order_answered(draft: Draft, worker: WorkerId, answer: Answer) -> None:
     state = draft.state
-    _note(draft, {worker: answer})
+    _note(draft, (worker,), answer)
     draft.answered(worker)
     if isinstance(answer, Aborted) and state.phase not in (Phase.RESTING, Phase.ABORTING):
         detail = answer.detail or ("a peer was lost" if answer.peer_lost else "no detail")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +28,7 @@ from manager.controller.shape.torn_vms import note_torn_vms
 from manager.controller.state.actions import StartWorker
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import (
+    AnsweredAlike,
     CheckpointFailed,
     ComputeTimesSeen,
     Event,
@@ -91,7 +92,7 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
         ImpossibleEvent: the event cannot happen in this phase.
     """
     draft = Draft(state, now_s)
-    answers_only = _take_together(draft, event) if isinstance(event, Together) else _take(draft, event)
+    answers_only = _take_all(draft, event.events if isinstance(event, Together) else (event,))
     if not answers_only or len(draft.state.workers) != len(state.workers):
         ask_missing(draft)
     acknowledge(draft)
@@ -101,24 +102,15 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
     return draft.decision(wake_at_s(draft.state))
 
 
-def _take(draft: Draft, event: Single) -> bool:
-    """Take one event; returns whether it is a worker's answer."""
-    handler = TRANSITIONS.get((draft.state.phase, type(event)))
-    if handler is None:
-        raise ImpossibleEvent(draft.state, event)
-    handler(draft, event)
-    return isinstance(event, WorkerAnswered)
-
-
-def _take_together(draft: Draft, event: Together) -> bool:
-    """Take several, answers to the same order at once; returns whether all are workers' answers."""
-    waiting = list(event.events)
-    while waiting:
-        num = note_alike(draft, waiting)
-        if not num:
-            _take(draft, waiting[0])
-        del waiting[: max(1, num)]
-    return all(isinstance(each, WorkerAnswered) for each in event.events)
+def _take_all(draft: Draft, events: Sequence[Single | AnsweredAlike]) -> bool:
+    """Take events one after the other, what many workers answer alike at once; returns whether all are answers."""
+    for event in events:
+        for each in note_alike(draft, event) if isinstance(event, AnsweredAlike) else (event,):
+            handler = TRANSITIONS.get((draft.state.phase, type(each)))
+            if handler is None:
+                raise ImpossibleEvent(draft.state, each)
+            handler(draft, each)
+    return all(isinstance(event, WorkerAnswered | AnsweredAlike) for event in events)
 
 
 def _node_appeared(draft: Draft, event: NodeAppeared) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from manager.controller.state.actions import EndWorker, Finish, ReleaseNodes
 from manager.controller.state.events import (
+    AnsweredAlike,
     Event,
     ManagerResumed,
     ManifestWritten,
@@ -108,8 +109,11 @@ class Ledger:
         elif members.node_ns:
             self.parts[_OF_MEMBERS[self.phase]] += members * passed_ns
 
-    def take(self, event: Event, record: DecisionRecord, decided: Collection[Prepared] = ()) -> None:
-        """Take in an event and what was decided; ``decided``: every member's answer, if that decided a step."""
+    def take(self, event: Event, record: DecisionRecord, decided: Collection[Prepared] | Prepared = ()) -> None:
+        """Take in an event and what was decided.
+
+        ``decided``: every member's answer, if that decided a step; or one that is that of each of them.
+        """
         for each in event.events if isinstance(event, Together) else (event,):
             self._heard(each, is_open=record.reason.code is ReasonCode.NODES_GRANTED)
         self._gone([action.worker for action in record.actions if isinstance(action, EndWorker)])
@@ -126,7 +130,7 @@ class Ledger:
         if any(isinstance(action, Finish) for action in record.actions):
             self._gone(list(self.since_ns))
 
-    def _heard(self, event: Single, *, is_open: bool) -> None:
+    def _heard(self, event: Single | AnsweredAlike, *, is_open: bool) -> None:
         match event:
             case NodesGranted():
                 self._granted(event, is_open=is_open)
@@ -225,18 +229,21 @@ class Ledger:
             self.idle.discard(node)
             self.unheard.discard(node)
 
-    def settle(self, answers: Collection[Prepared]) -> None:
+    def settle(self, decided: Collection[Prepared] | Prepared) -> None:
         """A step is decided, or many like it: its time was computing, as its members say, and bubble."""
         longest_ns = self.open.node_ns // max(1, len(self.members))
-        compute = NOTHING
-        for answer in answers:
-            rate = self.rates.get(answer.worker) or rate_of(Paid())
-            compute += rate * min(longest_ns, _compute_ns(answer))
+        if isinstance(decided, Prepared):
+            step, compute = decided.step, self._members * min(longest_ns, _compute_ns(decided))
+        else:
+            step, compute = next(iter(decided)).step, NOTHING
+            for answer in decided:
+                rate = self.rates.get(answer.worker) or rate_of(Paid())
+                compute += rate * min(longest_ns, _compute_ns(answer))
         compute = compute.at_most(self.open)
         bubble = self.open - compute
         self.parts[Part.COMPUTE] += compute
         self.parts[Part.BUBBLE] += bubble
-        self.settled[next(iter(answers)).step] = (compute, bubble)
+        self.settled[step] = (compute, bubble)
         self.open = NOTHING
 
     def _set_back(self, version: int) -> None:

@@ -14,6 +14,7 @@ from manager.controller.state.actions import (
     Action,
     EndWorker,
     Finish,
+    ReleaseNodes,
     SendCommit,
     SendPreCopy,
     SendReshape,
@@ -23,16 +24,15 @@ from manager.controller.state.actions import (
 )
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (
+    AnsweredAlike,
     Event,
     ManifestWritten,
     NodeAppeared,
     NodeFacts,
     NoticeGiven,
     Paid,
-    Single,
     Tick,
     Together,
-    WorkerAnswered,
     WorkerLost,
 )
 from manager.controller.state.state import Decision, Phase, initial_state
@@ -43,7 +43,7 @@ from manager.simulation.agenda import Agenda
 from manager.simulation.jumping import passed, steps_alike
 from manager.simulation.outcome import Moment
 from manager.simulation.spot_job import FINGERPRINT, SpotJob
-from manager.simulation.vms import Workers
+from manager.simulation.vms import Told, Workers
 from morph.contract.messages import Prepared
 
 Kind = TypeVar("Kind", bound=Action)
@@ -78,7 +78,7 @@ class SpotCluster:
     ) -> None:
         self.job, self._jumps, self._watcher = job, jumps, watcher
         self.now_s = 0.0
-        self.agenda: Agenda[Sequence[Single]] = Agenda()
+        self.agenda: Agenda[Sequence[Told]] = Agenda()
         self.workers = Workers(job, seed, self.after)
         self.state = initial_state(config_of(job, num_steps, num_expected))
         self.ledger = Ledger()
@@ -112,7 +112,7 @@ class SpotCluster:
 
     # --- time ------------------------------------------------------------------------------------------------
 
-    def after(self, delay_s: float, what: Callable[[], Sequence[Single]]) -> None:
+    def after(self, delay_s: float, what: Callable[[], Sequence[Told]]) -> None:
         """Put down what is to be called after so long; the controller is told what it returns."""
         self.agenda.put(self.now_s + delay_s, what)
 
@@ -123,7 +123,7 @@ class SpotCluster:
             if next_s > until_s or next_s == math.inf:
                 break
             self.now_s = next_s
-            events: list[Single] = []
+            events: list[Told] = []
             while self.agenda.next_s == next_s:
                 events += self.agenda.take()()
             if self._wake_s == next_s:
@@ -164,10 +164,10 @@ class SpotCluster:
 
     def _book(self, event: Event, decision: Decision, *, step_decided: bool) -> None:
         events = event.events if isinstance(event, Together) else (event,)
-        answers = [each.answer for each in events if isinstance(each, WorkerAnswered)] if step_decided else []
+        prepared = (each.answer for each in events if isinstance(each, AnsweredAlike))
+        decided = next((answer for answer in prepared if isinstance(answer, Prepared)), None)
         self.ledger.advance(self.now_s)
-        record = DecisionRecord.of(decision)
-        self.ledger.take(event, record, [answer for answer in answers if isinstance(answer, Prepared)])
+        self.ledger.take(event, _record_of(decision), decided if decided is not None and step_decided else ())
 
     def _carry_out(self, actions: Iterable[Action]) -> list[SendStep]:
         """Do what was decided; returns the orders of a step, which are still to be given."""
@@ -202,11 +202,10 @@ class SpotCluster:
         if not saving:
             num = steps_alike(self.state, self.now_s, formed.step_s, min(self.agenda.next_s, until_s))
         if num:
-            first = self.state.version
             self.state = passed(self.state, self.now_s, formed.step_s, num)
             self.now_s += num * formed.step_s
             self.ledger.advance(self.now_s)
-            self.ledger.settle(self.workers.prepared(steps, first, num))
+            self.ledger.settle(self.workers.prepared(steps[0].order, num))
             update = {"step": self.state.version, "decided": self.state.decided}
             order = steps[0].order.model_copy(update=update)
             steps = [action.model_copy(update={"order": order}) for action in steps]
@@ -243,5 +242,21 @@ def _of(by_kind: dict[type, list[Action]], kind: type[Kind]) -> list[Kind]:
     return by_kind.get(kind, [])  # type: ignore[return-value]
 
 
-def _together(events: list[Single]) -> Together:
+def _record_of(decision: Decision) -> DecisionRecord:
+    """What the ledger looks at, which is not the orders."""
+    reshapes = [action for action in decision.actions if isinstance(action, SendReshape)]
+    state = decision.state
+    return DecisionRecord.model_construct(
+        reason=decision.reason,
+        phase=state.phase,
+        generation=state.generation,
+        version=state.version,
+        wake_at_s=None,
+        actions=tuple(action for action in decision.actions if isinstance(action, EndWorker | ReleaseNodes | Finish)),
+        reshape=reshapes[0].order if reshapes else None,
+        reshape_receivers=(),
+    )
+
+
+def _together(events: list[Told]) -> Together:
     return Together.model_construct(kind="together", events=tuple(events))

@@ -6,9 +6,10 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from manager.controller.state.actions import Abort, SendCommit, SendPreCopy, SendReshape, SendStep
-from manager.controller.state.events import PreCopyReported, Single, UnitsWritten, WorkerAnswered
+from manager.controller.state.events import AnsweredAlike, PreCopyReported, Single, UnitsWritten, WorkerAnswered
 from manager.simulation.spot_job import SpotJob
 from morph.contract.messages import (
     Aborted,
@@ -17,6 +18,7 @@ from morph.contract.messages import (
     Prepared,
     Reshaped,
     ReshapeOrder,
+    StepOrder,
     UnitId,
     UnitWritten,
     WorkerId,
@@ -25,9 +27,11 @@ from morph.contract.messages import (
 from morph.contract.plan import Plan
 from morph.contract.timeline import ComputeTimes
 
-At = Callable[[float, Callable[[], Sequence[Single]]], None]
+Told = Single | AnsweredAlike
+At = Callable[[float, Callable[[], Sequence[Told]]], None]
 """Puts down what is to be called after so many seconds; what that returns is told the controller."""
 NO_SUM = "0" * 64
+ALIKE: Literal["answered_alike"] = "answered_alike"
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Workers:
         self.alive: set[WorkerId] = set()
         self.formed: Formed | None = None
         self._random = random.Random(seed)
-        self._aborted: dict[WorkerId, int] = {}
+        self._aborted = 0
 
     def start(self, worker: WorkerId) -> None:
         """A VM's worker is started: it is ready after its setup."""
@@ -57,18 +61,15 @@ class Workers:
 
     def abort(self, aborts: Sequence[Abort]) -> None:
         """Orders are given up."""
-        for action in aborts:
-            self._aborted[action.worker] = action.generation
-        answers = [
-            WorkerAnswered(
-                worker=action.worker,
-                answer=Aborted.model_construct(
-                    kind="aborted", worker=action.worker, generation=action.generation, peer_lost=True, detail=""
-                ),
-            )
-            for action in aborts
-        ]
-        self.at(self.job.durations.aborted_s, lambda: self._of_living(answers))
+        self._aborted = aborts[0].generation
+        like = Aborted(worker="", generation=aborts[0].generation, peer_lost=True)
+        workers = [action.worker for action in aborts]
+
+        def aborted() -> Sequence[Told]:
+            living = tuple(worker for worker in workers if worker in self.alive)
+            return [AnsweredAlike.model_construct(kind=ALIKE, workers=living, answer=like)] if living else ()
+
+        self.at(self.job.durations.aborted_s, aborted)
 
     def reshape(self, orders: Sequence[SendReshape]) -> None:
         """A shape is formed: who receives or sends most decides how long it takes."""
@@ -85,17 +86,14 @@ class Workers:
         )
         self.formed = Formed(order.plan, luck * mini_batch_s + times.order_s, compute)
         state_s, received = self._moved(order)
-        answers = [
-            Reshaped(
-                worker=action.worker,
-                generation=order.generation,
-                groups_s=times.groups_s,
-                state_s=state_s.get(action.worker, 0.0),
-                received_bytes=received[action.worker],
-            )
-            for action in orders
+        longest_s = max(state_s.values(), default=0.0)
+        like = Reshaped(worker="", generation=order.generation, groups_s=times.groups_s, state_s=0.0, received_bytes=0)
+        movers = [
+            like.model_copy(update={"worker": worker, "state_s": state_s[worker], "received_bytes": received[worker]})
+            for worker in (action.worker for action in orders if action.worker in state_s)
         ]
-        self._when_all(times.groups_s + max(state_s.values(), default=0.0), answers)
+        others = tuple(action.worker for action in orders if action.worker not in state_s)
+        self._when_all(times.groups_s + longest_s, others, like, movers)
 
     def _moved(self, order: ReshapeOrder) -> tuple[dict[WorkerId, float], Counter[WorkerId]]:
         """Return for how long each worker's links are busy (seconds), and what it receives (bytes)."""
@@ -115,33 +113,30 @@ class Workers:
             busy_s[worker] = busy_s.get(worker, 0.0) + sends_s
         return busy_s, received + loaded
 
-    def step(self, orders: Sequence[SendStep]) -> float:
-        """A step is run, and a checkpoint written beside it; returns when it is prepared (seconds from now)."""
+    def step(self, orders: Sequence[SendStep]) -> None:
+        """A step is run, and a checkpoint written beside it."""
         assert self.formed is not None
         order = orders[0].order
         writers = {action.worker: action.order.checkpoint_units for action in orders if action.order.checkpoint_units}
         stall_s = self._save(writers, order.step) if writers else 0.0
-        self._when_all(self.formed.step_s + stall_s, self.prepared(orders, order.step))
-        return self.formed.step_s + stall_s
+        workers = tuple(action.worker for action in orders)
+        self._when_all(self.formed.step_s + stall_s, workers, self.prepared(order))
 
-    def prepared(self, orders: Sequence[SendStep], step: int, num_steps: int = 1) -> list[Prepared]:
-        """The answers to a step, or to so many at once: nothing in them differs but the worker."""
+    def prepared(self, order: StepOrder, num_steps: int = 1) -> Prepared:
+        """The answer to a step, or to so many at once: nothing in it differs from worker to worker."""
         assert self.formed is not None
-        times, order = self.formed.times, orders[0].order
+        times = self.formed.times
         if num_steps > 1:
             times = times.model_copy(update={name: value * num_steps for name, value in times.model_dump().items()})
-        like = Prepared(worker="", generation=order.generation, step=step, attempt=order.attempt, times=times)
-        return [like.model_copy(update={"worker": action.worker}) for action in orders]
+        return Prepared(worker="", generation=order.generation, step=order.step, attempt=order.attempt, times=times)
 
     def commit(self, orders: Sequence[SendCommit]) -> None:
         """A version is applied, and written."""
         order = orders[0].order
         writers = {action.worker: action.order.checkpoint_units for action in orders if action.order.checkpoint_units}
         stall_s = self._save(writers, order.version) if writers else 0.0
-        answers = [
-            Committed(worker=action.worker, generation=order.generation, version=order.version) for action in orders
-        ]
-        self._when_all(self.job.durations.order_s + stall_s, answers)
+        like = Committed(worker="", generation=order.generation, version=order.version)
+        self._when_all(self.job.durations.order_s + stall_s, tuple(action.worker for action in orders), like)
 
     def send_ahead(self, orders: Iterable[SendPreCopy]) -> None:
         """Units travel beside training: each receiver has them once its links and its senders' have carried them."""
@@ -188,21 +183,25 @@ class Workers:
         self.at(stall_s + durable_s, lambda: self._of_living(events))
         return stall_s
 
-    def _when_all(self, after_s: float, answers: Sequence[Reshaped | Prepared | Committed]) -> None:
-        """Everybody answers after so long, unless one of them is gone by then, or was told to give up."""
+    def _when_all(
+        self,
+        after_s: float,
+        workers: tuple[WorkerId, ...],
+        like: Reshaped | Prepared | Committed,
+        others: Sequence[Reshaped] = (),
+    ) -> None:
+        """Everybody answers after so long, these workers alike, unless one is gone by then, or was told to give up."""
+        everybody = (*workers, *(answer.worker for answer in others))
 
-        def answered() -> Sequence[Single]:
-            if any(
-                each.worker not in self.alive or self._aborted.get(each.worker, -1) >= each.generation
-                for each in answers
-            ):
+        def answered() -> Sequence[Told]:
+            if like.generation <= self._aborted or not self.alive.issuperset(everybody):
                 return ()
-            return [
-                WorkerAnswered.model_construct(kind="worker_answered", worker=each.worker, answer=each)
-                for each in answers
-            ]
+            events: list[Told] = [WorkerAnswered(worker=answer.worker, answer=answer) for answer in others]
+            if workers:
+                events.append(AnsweredAlike.model_construct(kind=ALIKE, workers=workers, answer=like))
+            return events
 
         self.at(after_s, answered)
 
-    def _of_living(self, events: Sequence[Single]) -> Sequence[Single]:
+    def _of_living(self, events: Sequence[Single]) -> Sequence[Told]:
         return [event for event in events if getattr(event, "worker", None) in self.alive]

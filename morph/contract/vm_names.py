@@ -20,7 +20,7 @@ def workers_of(vm: str, num_devices: int) -> tuple[str, ...]:
 
 def vm_of(worker: str) -> str:
     """Return the VM that a worker is on."""
-    found = _OF_SEVERAL.fullmatch(worker)
+    found = _OF_SEVERAL.fullmatch(worker) if ".d" in worker else None
     return found["vm"] if found else worker
 
 

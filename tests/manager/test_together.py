@@ -1,8 +1,7 @@
-"""Several events in one decision come to what they come to one by one."""
+"""Several events in one decision, and answers alike of many workers, come to what they come to one by one."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,10 +10,13 @@ from random_history import play
 
 from manager.controller.decide import ImpossibleEvent, decide
 from manager.controller.state.actions import AcknowledgeNotice, Action
-from manager.controller.state.events import Single, Together, WorkerAnswered
+from manager.controller.state.events import AnsweredAlike, Single, Together, WorkerAnswered
 from manager.controller.state.state import ControllerState
+from morph.contract.messages import Aborted, Answer, Committed, Prepared, Reshaped
+from morph.contract.timeline import ComputeTimes
 
 SEEDS = range(60)
+TIMES = ComputeTimes(forward_s=0.1, recompute_s=0.0, backward_s=0.2, reduce_s=0.0, wait_s=0.0, step_s=0.3)
 
 
 def one_by_one(state: ControllerState, events: Sequence[Single], now_s: float) -> tuple[ControllerState, list[Action]]:
@@ -26,10 +28,12 @@ def one_by_one(state: ControllerState, events: Sequence[Single], now_s: float) -
     return state, actions
 
 
-def check(state: ControllerState, events: Sequence[Single], now_s: float) -> bool:
+def check(
+    state: ControllerState, events: Sequence[Single], now_s: float, *, alike: AnsweredAlike | None = None
+) -> bool:
     """Decide both ways; returns whether anything was to be done."""
     each, actions = one_by_one(state, events, now_s)
-    both = decide(state, Together(events=tuple(events)), now_s)
+    both = decide(state, alike or Together(events=tuple(events)), now_s)
     told, before = both.state.model_dump(exclude={"recent"}), each.model_dump(exclude={"recent"})
     assert {name for name in told if told[name] != before[name]} == set()
     assert done(both.actions) == done(actions)
@@ -41,17 +45,39 @@ def done(actions: Sequence[Action]) -> Counter[str]:
     return Counter(action.model_dump_json() for action in actions if not isinstance(action, AcknowledgeNotice))
 
 
-def test_answers_that_come_together_change_what_they_change_one_by_one() -> None:
-    num_acted = num_long = 0
+def answers_to(state: ControllerState) -> list[Answer]:
+    """What may be answered to the present order, right and wrong."""
+    generation, version = state.generation, state.version
+    step = Prepared(worker="", generation=generation, step=version, attempt=state.attempt, times=TIMES)
+    return [
+        step,
+        step.model_copy(update={"overflowed": True}),
+        step.model_copy(update={"step": version + 1}),
+        Reshaped(worker="", generation=generation, groups_s=0.1, state_s=0.0, received_bytes=0),
+        Committed(worker="", generation=generation, version=version),
+        Aborted(worker="", generation=generation, peer_lost=True),
+    ]
+
+
+def test_what_many_workers_answer_alike_changes_what_it_changes_one_by_one() -> None:
+    acted: Counter[tuple[str, str]] = Counter()
     for seed in SEEDS:
-        history = [entry for entry in play(seed).log if not isinstance(entry, str)]
-        for are_answers, group in itertools.groupby(history, lambda entry: isinstance(entry[2], WorkerAnswered)):
-            entries = list(group)
-            if are_answers:
-                num_long += len(entries) > 3
-                num_acted += check(entries[0][1], [event for _, _, event, _ in entries], entries[-1][0])
-    assert num_acted > 300
-    assert num_long > 50
+        for _, state, _, _ in (entry for entry in play(seed).log[::7] if not isinstance(entry, str)):
+            for answer in answers_to(state):
+                everybody = tuple(sorted(state.awaited)) or tuple(state.workers)
+                for workers in (everybody, everybody[1:], (*everybody, "stranger")):
+                    if not workers:
+                        continue
+                    events = [
+                        WorkerAnswered(worker=worker, answer=answer.model_copy(update={"worker": worker}))
+                        for worker in workers
+                    ]
+                    alike = AnsweredAlike(workers=workers, answer=answer)
+                    acted[state.phase, answer.kind] += check(state, events, 10.0, alike=alike)
+    assert acted["training", "prepared"] > 100
+    assert acted["training", "aborted"] > 100
+    assert acted["reshaping", "reshaped"] > 50
+    assert acted["aborting", "aborted"] > 10
 
 
 @pytest.mark.parametrize("length", [2, 3, 7])

@@ -227,13 +227,21 @@ Single = (
 )
 
 
+class AnsweredAlike(Value):
+    """Many workers answered the outstanding order alike: ``answer`` is that of each, but for its name."""
+
+    kind: Literal["answered_alike"] = "answered_alike"
+    workers: tuple[WorkerId, ...] = Field(min_length=1)
+    answer: Answer
+
+
 class Together(Value):
-    """Several events that are taken one after the other in one decision, as the answers of many workers are."""
+    """Several events that are taken one after the other in one decision."""
 
     kind: Literal["together"] = "together"
-    events: tuple[Annotated[Single, Field(discriminator="kind")], ...] = Field(min_length=1)
+    events: tuple[Annotated[Single | AnsweredAlike, Field(discriminator="kind")], ...] = Field(min_length=1)
 
 
-Event = Single | Together
+Event = Single | AnsweredAlike | Together
 EVENT_TYPES: tuple[type[Single], ...] = get_args(Single)
 EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])

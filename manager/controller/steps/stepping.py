@@ -166,7 +166,7 @@ def _settle_holdings(draft: Draft, *, others_keep: bool) -> None:
     workers = dict(state.workers)
     for worker, entry in state.workers.items():
         holds = state.member_units.get(worker, entry.holds if others_keep else frozenset())
-        if entry.holds is not holds:
+        if entry.holds != holds:
             workers[worker] = entry.model_copy(update={"holds": holds})
     draft.change(workers=workers)
 
