@@ -1,7 +1,7 @@
 """Restoring a checkpoint into other shapes, beside a plain parallel read of the same files.
 
 A state of so many bytes lies in 24 files. P processes take its units as workers do: each reads, checks and loads
-its stage's. A plain reader is as many processes with as many threads that read the same files and do nothing with them.
+its stage's. A plain reader is as many processes with as many threads that read the same files into memory, no more.
 Both alternate. Files of a local disk are thrown out of the page cache before each (``--warm``: they are not). Run:
 python benchmarks/checkpoint_restore.py [--mib 1024] [--rounds 3] [--warm] [--url URL]
 """
@@ -35,12 +35,12 @@ VERSION = 40
 SHAPES = (1, 2, 4)
 
 
-def unit_of(name: str, width: int) -> UnitState:
-    """Return a unit of four square matrices with Adam."""
+def unit_of(name: str, width: int, *, empty: bool = False) -> UnitState:
+    """Return a unit of four square matrices with Adam; ``empty``: about to be loaded."""
     names = tuple(f"{name}.w{index}" for index in range(4))
     unit = ParameterUnit(id=name, parameters=names, buffers=(), sections=(0,))
-    tensors = {name: torch.zeros(width, width) for name in names}
-    return UnitState(unit, tensors, _adam, num_micro_batches=1, exact=False)
+    tensors = {name: (torch.empty if empty else torch.zeros)(width, width) for name in names}
+    return UnitState(unit, tensors, _adam, num_micro_batches=1, exact=False, for_good=empty)
 
 
 def _adam(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
@@ -64,7 +64,7 @@ def save(url: str, width: int) -> int:
 
 
 def _restore(url: str, width: int, units: list[str]) -> None:
-    states = {name: unit_of(name, width) for name in units}
+    states = {name: unit_of(name, width, empty=True) for name in units}
 
     def none(*_: object) -> UnitState:
         raise AssertionError("nothing comes from peers")
@@ -87,8 +87,8 @@ def _read(url: str, width: int, units: list[str]) -> None:
     names = [entry.file for entry in manifest.units if entry.unit in units]
     filesystem, folder = fsspec.core.url_to_fs(version_url(url, VERSION))
     with ThreadPoolExecutor(READ_AHEAD) as pool:
-        for data in pool.map(lambda name: filesystem.cat_file(f"{folder}/{name}"), names):
-            assert data
+        data = list(pool.map(lambda name: filesystem.cat_file(f"{folder}/{name}"), names))
+    assert all(data)
 
 
 def forget(folder: str) -> None:
@@ -139,7 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = None if options.url else tempfile.mkdtemp(prefix="morph-restore-")
     url = options.url or folder
-    width = int((options.mib * 2**20 / 12 / NUM_UNITS / 4) ** 0.5)
+    width = int((options.mib * 2**20 / 12 / NUM_UNITS / 4) ** 0.5) // 16 * 16  # as widths of models are
     try:
         size = save(url, width)
         for depth in SHAPES:

@@ -19,7 +19,7 @@ from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.unit_state import UnitState
 
 READ_AHEAD = 4
-"""Units of a checkpoint that one worker reads at a time, and holds twice in memory meanwhile."""
+"""Units of a checkpoint that one worker reads at a time."""
 MakeUnit = Callable[[str, bool], UnitState]
 
 
@@ -104,31 +104,32 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
             assert source.peer is not None
             payload = receive_payload(context.channel(source.peer, context.worker))
             received_bytes += len(payload)
-            state.load(from_payload(payload))
+            state.load(from_payload(payload), for_good=True)
         elif source.kind == "checkpoint":
-            state.load(next(stored))
+            tensors, alone = next(stored)
+            state.load(tensors, for_good=alone)
         units[source.unit] = state
     for name, state in units.items():
         assert state.version == context.version, f"unit {name} is at version {state.version}, not {context.version}"
     return units, received_bytes
 
 
-def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[Mapping[str, Tensor]]:
+def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[tuple[Mapping[str, Tensor], bool]]:
     """Yield units of the reshape's version in this order: this worker's own copies of what it wrote, else from storage.
 
-    The next ``READ_AHEAD`` are read and checked while one is loaded.
+    With each, whether nobody else has its memory. The next ``READ_AHEAD`` are read and checked while one is loaded.
     """
     if not units:
         return
     manifest = read_manifest(context.checkpoint_url, context.version)
     digests = {entry.unit: entry.sha256 for entry in manifest.units}
 
-    def read(unit: str) -> Mapping[str, Tensor]:
+    def read(unit: str) -> tuple[Mapping[str, Tensor], bool]:
         copied = context.host_copy(context.version, unit, digests[unit]) if unit in digests else None
-        return read_unit(context.checkpoint_url, manifest, unit) if copied is None else copied
+        return (read_unit(context.checkpoint_url, manifest, unit), True) if copied is None else (copied, False)
 
     with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="morph-restore") as pool:
-        reading: deque[Future[Mapping[str, Tensor]]] = deque()
+        reading: deque[Future[tuple[Mapping[str, Tensor], bool]]] = deque()
         for unit in units:
             reading.append(pool.submit(read, unit))
             if len(reading) == READ_AHEAD:
@@ -137,10 +138,10 @@ def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[Map
             yield reading.popleft().result()
 
 
-def receive_payload(channel: Carrier) -> bytes:
-    """Receive one length-prefixed payload."""
+def receive_payload(channel: Carrier) -> memoryview:
+    """Receive one length-prefixed payload, in memory of its own."""
     size = torch.zeros(1, dtype=torch.int64)
     channel.transfer(size).wait("the size of a unit's state")
     payload: Tensor = torch.empty(int(size), dtype=torch.uint8)
     channel.transfer(payload).wait("a unit's state")
-    return payload.numpy().tobytes()
+    return memoryview(payload.numpy())  # type: ignore[arg-type]

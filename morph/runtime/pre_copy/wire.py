@@ -64,7 +64,7 @@ def receive_frame(connection: socket.socket, most_bytes: int | None = None) -> t
     facts, payload = _receive(connection, num_facts), _receive(connection, num_bytes)
     if facts is None or payload is None:
         raise ConnectionError("the sender hung up within a frame")
-    return Frame(json.loads(facts), from_payload(bytes(payload)) if payload else {}), num_bytes
+    return Frame(json.loads(facts), from_payload(memoryview(payload)) if payload else {}), num_bytes
 
 
 def acknowledge(connection: socket.socket) -> None:

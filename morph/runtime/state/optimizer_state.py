@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from morph.checkpoint.manifest import ALIGNMENT
 from morph.contract.errors import JobError
 
 MakeOptimizer = Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
@@ -94,8 +95,13 @@ def load_optimizer_state(
     parameters: Mapping[str, Parameter],
     tensors: Mapping[tuple[str, str], Tensor],
     plain: Mapping[str, Any],
+    *,
+    for_good: bool = False,
 ) -> None:
-    """The inverse of ``optimizer_state``; the tensors are copied to where the optimizer wants them."""
+    """The inverse of ``optimizer_state``; the tensors are copied to where the optimizer wants them.
+
+    ``for_good``: nobody else has their memory, so that one that is there already is taken as it is.
+    """
     optimizer.state.clear()
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in parameters.items():
@@ -106,9 +112,15 @@ def load_optimizer_state(
         for (owner, key), value in tensors.items():
             if owner == name:
                 on_device = counters_on_device or value.dim() > 0
-                state[key] = value.clone().to(parameter.device if on_device else "cpu")
+                own = value if for_good and is_aligned(value) else value.clone()
+                state[key] = own.to(parameter.device if on_device else "cpu")
         if state:
             optimizer.state[parameter] = state
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory as torch's own do: kernels may round otherwise where one does not."""
+    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
 
 
 def group_numbers(optimizer: Optimizer) -> list[Any]:

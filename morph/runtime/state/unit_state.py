@@ -29,6 +29,7 @@ from morph.runtime.state.optimizer_state import (
     build_optimizer,
     build_scheduler,
     group_numbers,
+    is_aligned,
     load_groups,
     load_optimizer_state,
     load_scheduler,
@@ -48,7 +49,7 @@ class UnitState:
 
     Args:
         unit: The unit.
-        tensors: Its parameters and buffers by name; copies of them become this state's own.
+        tensors: Its parameters and buffers by name; copies of them become this state's own, or, ``for_good``, they do.
         make_optimizer: The job's optimizer factory; the unit gets an instance of its own.
         num_micro_batches: N; with the number of sections that use the unit, it bounds the contributions.
         exact: Whether gradients are summed in fixed point.
@@ -67,11 +68,13 @@ class UnitState:
         num_micro_batches: int,
         exact: bool,
         rules: UpdateRules = UpdateRules(),  # noqa: B008 (frozen)
+        for_good: bool = False,
     ) -> None:
         self.unit = unit
         self.version = 0
-        self.parameters = {name: Parameter(tensors[name].detach().clone()) for name in unit.parameters}
-        self.buffers = {name: tensors[name].detach().clone() for name in unit.buffers}
+        own = {name: tensors[name].detach() if for_good else tensors[name].detach().clone() for name in unit.names}
+        self.parameters = {name: Parameter(own[name]) for name in unit.parameters}
+        self.buffers = {name: own[name] for name in unit.buffers}
         self._updated = self.parameters
         if rules.optimizer_in_host_memory:
             self._updated = {name: Parameter(to_host(parameter)) for name, parameter in self.parameters.items()}
@@ -198,8 +201,8 @@ class UnitState:
         tensors[_NUMBERS] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return tensors
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a state made by ``tensors``.
+    def load(self, tensors: Mapping[str, Tensor], *, for_good: bool = False) -> None:
+        """Take over a state made by ``tensors``; ``for_good``: with their memory, which nobody else has.
 
         Raises:
             ValueError: if a parameter or buffer is missing or has another shape or dtype.
@@ -211,13 +214,13 @@ class UnitState:
         found: dict[tuple[str, str], Tensor] = {}
         with torch.no_grad():
             for name, parameter in self._updated.items():
-                parameter.copy_(self._saved(tensors, "param", name, parameter))
+                _take(parameter, self._saved(tensors, "param", name, parameter), for_good=for_good)
                 prefix = f"optim/{name}/"
                 found |= {(name, key.removeprefix(prefix)): v for key, v in tensors.items() if key.startswith(prefix)}
             for name, buffer in self.buffers.items():
                 buffer.copy_(self._saved(tensors, "buffer", name, buffer))
         self._publish()
-        load_optimizer_state(self.optimizer, self._updated, found, numbers["optimizer"])
+        load_optimizer_state(self.optimizer, self._updated, found, numbers["optimizer"], for_good=for_good)
         self._load_numbers(numbers)
         self.reduced = None
 
@@ -238,6 +241,14 @@ class UnitState:
         if self.loss_scale is not None and numbers.get("loss_scale"):
             saved = LossScale.model_validate(numbers["loss_scale"])
             self.loss_scale = saved.model_copy(update={"growth_steps": self.loss_scale.growth_steps})
+
+
+def _take(parameter: Parameter, saved: Tensor, *, for_good: bool) -> None:
+    at_home = parameter.device == saved.device and parameter.is_contiguous()
+    if for_good and at_home and is_aligned(saved):
+        parameter.data = saved
+    else:
+        parameter.copy_(saved)
 
 
 _CHUNK = 1 << 20

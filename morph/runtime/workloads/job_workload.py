@@ -83,6 +83,7 @@ class JobWorkload:
             num_micro_batches=num_micro_batches,
             exact=self._job.accumulation == "exact",
             rules=self._rules,
+            for_good=empty,
         )
 
     def incoming_state(self, channel: Channel, interrupt: Interrupt) -> Carrier:  # noqa: ARG002
