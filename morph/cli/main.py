@@ -16,6 +16,7 @@ from morph.cli.models.import_ import import_command
 from morph.cli.models.trace_deps import trace_deps_command
 from morph.cli.plans.plan import plan_command
 from morph.cli.plans.rehearse import rehearse_command
+from morph.cli.plans.replay import replay_command
 from morph.cli.plans.simulate import simulate_command
 from morph.cli.profiles.calibrate import calibrate_command
 from morph.cli.profiles.calibrate_peer import calibrate_peer_command
@@ -75,6 +76,7 @@ app.add_typer(profile_app, name="profile")
 app.add_typer(cloud_app, name="cloud")
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
+app.command("replay")(replay_command)
 app.command("rehearse")(rehearse_command)
 app.command("run")(run_command)
 app.command("resume")(resume_command)

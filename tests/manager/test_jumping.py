@@ -9,8 +9,8 @@ from simulated_job import SIZES, UNITS, make_plan
 
 from manager.controller.state.events import AnsweredAlike, Event
 from manager.controller.state.state import Decision
-from manager.simulation.cluster import SpotCluster
-from manager.simulation.spot_job import Durations, SpotJob
+from manager.simulation.spot.cluster import SpotCluster
+from manager.simulation.spot.job import Durations, SpotJob
 from morph.contract.cluster import Policy
 from morph.contract.messages import Prepared
 from morph.contract.plan import Plan

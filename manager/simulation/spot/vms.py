@@ -10,7 +10,7 @@ from typing import Literal
 
 from manager.controller.state.actions import Abort, SendCommit, SendPreCopy, SendReshape, SendStep
 from manager.controller.state.events import AnsweredAlike, PreCopyReported, Single, UnitsWritten, WorkerAnswered
-from manager.simulation.spot_job import SpotJob
+from manager.simulation.spot.job import SpotJob
 from morph.contract.messages import (
     Aborted,
     Committed,

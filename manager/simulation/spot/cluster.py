@@ -39,11 +39,11 @@ from manager.controller.state.state import Decision, Phase, initial_state
 from manager.journal.records import DecisionRecord
 from manager.report.account import Account
 from manager.report.accounting import Ledger
-from manager.simulation.agenda import Agenda
-from manager.simulation.jumping import passed, steps_alike
-from manager.simulation.outcome import Moment
-from manager.simulation.spot_job import FINGERPRINT, SpotJob
-from manager.simulation.vms import Told, Workers
+from manager.simulation.spot.agenda import Agenda
+from manager.simulation.spot.job import FINGERPRINT, SpotJob
+from manager.simulation.spot.jumping import passed, steps_alike
+from manager.simulation.spot.outcome import Moment
+from manager.simulation.spot.vms import Told, Workers
 from morph.contract.messages import Prepared
 
 Kind = TypeVar("Kind", bound=Action)

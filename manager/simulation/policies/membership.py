@@ -1,0 +1,140 @@
+"""The VMs of a trace over time, and the booking of what each second of them goes into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from manager.report.account import Part
+from manager.simulation.spot.job import SpotJob
+from manager.simulation.spot.outcome import Moment, Outcome
+from manager.simulation.spot.until import SpotPrices, Until
+from morph.contract.plan import Plan
+from morph.contract.trace import Trace
+
+
+@dataclass(frozen=True)
+class Change:
+    """At one moment VMs come, get ready for work, or are lost."""
+
+    time_s: float
+    came: int = 0
+    ready: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+def changes_of(trace: Trace, setup_s: float) -> list[Change]:
+    """When VMs come, when they are ready ``setup_s`` later unless they are lost by then, and when they are lost."""
+    came: list[tuple[float, str, str]] = []
+    living: dict[str, str] = {}
+    for number, event in enumerate(trace.events):
+        if event.event == "add":
+            living[event.node_id] = vm = f"{event.node_id}#{number}"
+            came += [(event.time_s, "came", vm), (event.time_s + setup_s, "ready", vm)]
+        elif event.event == "remove":
+            came.append((event.time_s, "lost", living.pop(event.node_id)))
+    lost_s = {vm: time_s for time_s, kind, vm in came if kind == "lost"}
+    real = [entry for entry in came if entry[1] != "ready" or entry[0] < lost_s.get(entry[2], float("inf"))]
+    found = []
+    for time_s, together in groupby(sorted(real, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
+        entries = list(together)
+        found.append(
+            Change(
+                time_s,
+                sum(kind == "came" for _, kind, _ in entries),
+                tuple(vm for _, kind, vm in entries if kind == "ready"),
+                tuple(vm for _, kind, vm in entries if kind == "lost"),
+            )
+        )
+    return found
+
+
+@dataclass
+class Books:
+    """Where the time of all VMs goes: booked until ``now_s``. ``ready``: for work, in order of appearance."""
+
+    job: SpotJob
+    usd_per_h: float | None
+    now_s: float = 0.0
+    num_vms: int = 0
+    ready: dict[str, None] = field(default_factory=dict)
+    parts_s: dict[Part, float] = field(default_factory=lambda: dict.fromkeys(Part, 0.0))
+    vm_s: float = 0.0
+    num_losses: int = 0
+    moments: list[Moment] = field(default_factory=list)
+
+    def take(self, change: Change) -> None:
+        """VMs come and go, at ``now_s``."""
+        self.ready |= dict.fromkeys(change.ready)
+        for vm in change.lost:
+            self.ready.pop(vm, None)
+        self.num_vms += change.came - len(change.lost)
+        self.num_losses += len(change.lost)
+
+    def spend(self, until_s: float, part: Part, members: int) -> None:
+        """Book the time from ``now_s`` on: ``members`` VMs do this, further ready ones are spare, others warm up."""
+        for_s = max(0.0, until_s - self.now_s)
+        num_ready = len(self.ready)
+        self.parts_s[part] += members * for_s
+        self.parts_s[Part.SPARE if members else Part.WAITING] += (num_ready - members) * for_s
+        self.parts_s[Part.WARMING] += (self.num_vms - num_ready) * for_s
+        self.vm_s += self.num_vms * for_s
+        self.now_s = max(self.now_s, until_s)
+
+    def undo(self, seconds: float, members: int) -> None:
+        """So long was computed in vain."""
+        self.parts_s[Part.COMPUTE] -= seconds * members
+        self.parts_s[Part.LOST] += seconds * members
+
+    def note(self, plan: Plan | None) -> None:
+        """From now on this shape trains."""
+        shape, speed = ("", 0.0) if plan is None else (plan.shape, plan.expected.examples_per_s)
+        moment = Moment(self.now_s, self.num_vms, shape, speed)
+        if not self.moments or self.moments[-1][1:] != moment[1:]:
+            self.moments.append(moment)
+
+    @property
+    def usd(self) -> float | None:
+        """What was paid so far."""
+        return None if self.usd_per_h is None else self.vm_s / 3600 * self.usd_per_h
+
+    def is_spent(self, until: Until) -> bool:
+        """Whether the dollars that the job may cost are spent."""
+        return until.kind == "usd" and self.usd is not None and self.usd >= until.amount
+
+    def outcome(self, policy: str, trace: str, seed: int, steps: int, **more: int) -> Outcome:
+        """Sum up."""
+        return Outcome(
+            policy=policy,
+            trace=trace,
+            seed=seed,
+            hours=self.now_s / 3600,
+            steps=steps,
+            examples=steps * self.job.batch_size,
+            lost_steps=more.get("lost_steps", 0),
+            num_losses=self.num_losses,
+            num_fatal=more.get("num_fatal", 0),
+            num_changes=more.get("num_changes", 0),
+            vm_s=self.vm_s,
+            parts_s=self.parts_s,
+            usd=self.usd,
+            finished=bool(more.get("finished", 0)),
+            moments=tuple(self.moments),
+        )
+
+
+def spot_price(prices: SpotPrices | None) -> float | None:
+    """Dollars of a spot VM an hour; None: not known."""
+    return None if prices is None else prices.spot_usd_per_h
+
+
+def end_of(until: Until, trace: Trace) -> float:
+    """When the simulation is over at the latest: after so many hours, or with the trace's last event."""
+    return trace.duration_s if until.end_s is None else until.end_s
+
+
+def intervals(trace: Trace, setup_s: float, end_s: float) -> Iterator[tuple[Change, float]]:
+    """Each change with the time of the next one, or the end."""
+    changes = [change for change in changes_of(trace, setup_s) if change.time_s < end_s]
+    yield from zip(changes, [*(change.time_s for change in changes[1:]), end_s], strict=True)

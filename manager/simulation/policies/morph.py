@@ -1,0 +1,76 @@
+"""Morph in place: the controller of real runs decides (manager.simulation.spot.cluster)."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+from manager.controller.state.events import NodeFacts
+from manager.report.account import Part
+from manager.simulation.policies.membership import end_of, spot_price
+from manager.simulation.spot.cluster import SpotCluster
+from manager.simulation.spot.job import SpotJob
+from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.until import SpotPrices, Until
+from morph.contract.trace import Trace, TraceEvent
+
+MANY_STEPS = 10**12
+LOOK_EVERY_S = 600.0
+"""How often it is looked whether the dollars are spent."""
+
+
+def play_morph(
+    job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
+) -> Outcome:
+    """Play the real controller's decisions on these VMs."""
+    price, names = spot_price(prices), dict[str, str]()
+    first_s = trace.events[0].time_s
+    cluster = SpotCluster(
+        job,
+        num_steps=until.num_steps or MANY_STEPS,
+        seed=seed,
+        num_expected=sum(event.time_s == first_s for event in trace.events),
+    )
+
+    def happen(event: TraceEvent) -> tuple[()]:
+        if event.event == "add":
+            facts = NodeFacts(provider="simulated", size=event.instance_type, zone=event.zone)
+            names[event.node_id] = cluster.vm_came(facts, price)
+        elif event.event == "remove":
+            cluster.vm_taken(names.pop(event.node_id))
+        return ()
+
+    for event in trace.events:
+        cluster.agenda.put(event.time_s, partial(happen, event))
+    end_s = end_of(until, trace)
+    if until.kind == "usd":
+        while cluster.finish is None and cluster.now_s < end_s:
+            cluster.play(min(end_s, cluster.now_s + LOOK_EVERY_S))
+            if _usd(cluster) >= until.amount:
+                break
+    else:
+        cluster.play(end_s)
+    account = cluster.account
+    changes = sum(before.shape != after.shape for before, after in pairwise(cluster.moments))
+    return Outcome(
+        policy="morph",
+        trace=name,
+        seed=seed,
+        hours=cluster.now_s / 3600,
+        steps=cluster.state.version,
+        examples=cluster.state.version * job.batch_size,
+        lost_steps=cluster.lost_steps,
+        num_losses=cluster.num_lost,
+        num_fatal=cluster.num_fatal,
+        num_changes=changes,
+        vm_s=account.total_s,
+        parts_s={part: account.part_s(part) for part in Part},
+        usd=None if price is None else _usd(cluster),
+        finished=cluster.finish is not None and cluster.finish.outcome == "finished",
+        moments=tuple(cluster.moments),
+    )
+
+
+def _usd(cluster: SpotCluster) -> float:
+    bill = cluster.account.bill()
+    return 0.0 if bill is None else bill.total_usd

@@ -1,0 +1,169 @@
+"""Restart from the newest checkpoint whenever VMs are lost, as job morphing by restart does (Varuna, section 4.5).
+
+It is Bamboo's first strawman too (section 3). When to save: at a fixed number of steps, or, as the thesis on Spotify
+has it (equation 4.5), every sqrt(2 stall (MTTP + R)), where the mean time between losses is of the whole cluster, for
+each of them sends the job back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from manager.report.account import Part
+from manager.simulation.policies.membership import Books, end_of, intervals, spot_price
+from manager.simulation.spot.job import SpotJob
+from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.until import SpotPrices, Until
+from morph.contract.plan import Plan
+from morph.contract.trace import Trace
+
+
+@dataclass
+class _Run:
+    """A job that trains, saves and restarts; times in seconds, durations as the job's."""
+
+    job: SpotJob
+    books: Books
+    every_steps: int | None
+    most: float
+    step: int = 0
+    saved: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
+    """when a version got durable, and which"""
+    since_s: float = 0.0
+    plan: Plan | None = None
+    members: tuple[str, ...] = ()
+    begun_s: float = 0.0
+    """what the step under way took so far"""
+    ready_s: float = 0.0
+    """when the restart under way is over"""
+    spent: list[tuple[int, float, int]] = field(default_factory=list)
+    """of steps that are not durable yet: which, how long it took, and on how many VMs"""
+    lost_steps: int = 0
+    num_fatal: int = 0
+    num_restarts: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Every step that was asked for."""
+        return self.step >= self.most
+
+    def restart(self, *, from_memory: bool) -> None:
+        """Begin again with the VMs that are ready, from the newest checkpoint; ``from_memory``: from one made now."""
+        books, times = self.books, self.job.durations
+        now_s = books.now_s
+        if from_memory:
+            now_s += self._durable_s()
+            self.saved = [*self.saved[-2:], (now_s, self.step)]
+        else:
+            newest = max(step for since_s, step in self.saved if since_s <= now_s)
+            self.lost_steps += self.step - newest
+            self.num_fatal += self.step > newest
+            for step, took_s, members in self.spent:
+                if step >= newest:
+                    books.undo(took_s, members)
+            self.step, self.saved = newest, [(0.0, newest)]
+            self.spent.clear()
+        books.undo(self.begun_s, len(self.members))
+        self.begun_s, self.plan = 0.0, self.job.best_plan(len(books.ready))
+        self.members = tuple(books.ready)[: self.plan.num_workers] if self.plan is not None else ()
+        self.num_restarts += 1
+        load_s = self._bytes_of_one() / times.storage_bytes_per_s if self.step else 0.0
+        self.ready_s = now_s + times.restart_s + load_s
+        self.since_s = self.ready_s
+
+    def train(self, until_s: float) -> None:
+        """Go on until then with this membership."""
+        books, plan = self.books, self.plan
+        if plan is None:
+            return books.spend(until_s, Part.WAITING, 0)
+        members = plan.num_workers
+        books.spend(min(self.ready_s, until_s), Part.MORPH, members)
+        step_s = plan.expected.mini_batch_s + self.job.durations.order_s
+        while not self.done and books.now_s + step_s - self.begun_s <= until_s:
+            books.spend(books.now_s + step_s - self.begun_s, Part.COMPUTE, members)
+            self.spent.append((self.step, step_s, members))
+            self.step, self.begun_s = self.step + 1, 0.0
+            if self._is_due():
+                self._save(until_s)
+        if not self.done:
+            self.begun_s += max(0.0, until_s - books.now_s)
+            books.spend(until_s, Part.COMPUTE, members)
+        return None
+
+    def _is_due(self) -> bool:
+        on_its_way = self.saved[-1][0] > self.books.now_s
+        if on_its_way or self.done:
+            return False
+        if self.every_steps is not None:
+            return self.step - self.saved[-1][1] >= self.every_steps
+        num, now_s = self.books.num_losses, self.books.now_s
+        mttp_s = now_s / num if num else max(3600.0, now_s)
+        again_s = self.job.durations.restart_s + self.job.durations.setup_s
+        tau_s = math.sqrt(2 * self._stall_s() * (mttp_s + again_s))
+        return now_s - self.since_s >= max(tau_s, self._durable_s())
+
+    def _save(self, until_s: float) -> None:
+        assert self.plan is not None
+        books, stall_s = self.books, self._stall_s()
+        books.spend(min(until_s, books.now_s + stall_s), Part.CHECKPOINT, self.plan.num_workers)
+        newest = max(step for since_s, step in self.saved if since_s <= books.now_s)
+        self.saved = [*self.saved[-2:], (books.now_s + self._durable_s(), self.step)]
+        self.spent = [entry for entry in self.spent if entry[0] >= newest]
+        self.since_s = books.now_s
+
+    def _stall_s(self) -> float:
+        times = self.job.durations
+        return self._bytes_of_one() / times.copy_bytes_per_s if times.stall_s is None else times.stall_s
+
+    def _durable_s(self) -> float:
+        times = self.job.durations
+        written_s = self._bytes_of_one() / times.storage_bytes_per_s if times.durable_s is None else times.durable_s
+        return written_s + times.manifest_s
+
+    def _bytes_of_one(self) -> float:
+        """What one worker has to read or write, all of them sharing the state evenly."""
+        return self.job.state_bytes / max(1, self.plan.num_workers if self.plan else 1)
+
+
+def play_restart(
+    job: SpotJob,
+    trace: Trace,
+    *,
+    until: Until,
+    seed: int = 0,
+    prices: SpotPrices | None = None,
+    name: str = "",
+    every_steps: int | None = None,
+) -> Outcome:
+    """Play a job that restarts; saved every so many steps, or, None, as often as costs least."""
+    most = math.inf if until.num_steps is None else until.num_steps
+    books = Books(job, spot_price(prices))
+    run = _Run(job, books, every_steps, most)
+    for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace)):
+        books.spend(change.time_s, Part.WAITING, 0)
+        books.take(change)
+        better = job.best_plan(len(books.ready))
+        if not set(change.lost).isdisjoint(run.members):
+            run.restart(from_memory=False)
+        elif better is not None and _gain(run.plan, better) >= job.policy.min_join_gain:
+            run.restart(from_memory=run.step > 0 and run.ready_s <= change.time_s)
+        books.note(run.plan)
+        run.train(until_s)
+        if run.done or books.is_spent(until):
+            break
+    policy = "restart" if every_steps is None else f"restart, saved every {every_steps} steps"
+    return books.outcome(
+        policy,
+        name,
+        seed,
+        run.step,
+        lost_steps=run.lost_steps,
+        num_fatal=run.num_fatal,
+        num_changes=run.num_restarts,
+        finished=run.done,
+    )
+
+
+def _gain(plan: Plan | None, better: Plan) -> float:
+    return math.inf if plan is None else better.expected.examples_per_s / plan.expected.examples_per_s - 1

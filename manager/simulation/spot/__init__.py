@@ -1,0 +1,1 @@
+"""One job on VMs that come and go, played in virtual time by the controller of real runs."""

@@ -1,0 +1,59 @@
+"""When a simulated job ends, and what its VMs cost."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field
+
+from morph.contract.base import Value
+from morph.contract.errors import InputError
+
+_FORM = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>h|d|usd|)")
+_ALLOWED = "steps (100000), hours or days (48h, 2d) or dollars (300usd)"
+
+
+class Until(Value):
+    """The job ends once so many steps are done, so many hours are over or so many dollars are spent."""
+
+    kind: Literal["steps", "hours", "usd"]
+    amount: float = Field(gt=0)
+
+    @classmethod
+    def parse(cls, text: str) -> Until:
+        """Read what a user wrote.
+
+        Raises:
+            InputError: saying what is allowed.
+        """
+        found = _FORM.fullmatch(text.strip().lower())
+        amount = float(found["number"]) if found else 0.0
+        if found is None or amount <= 0 or (not found["unit"] and not amount.is_integer()):
+            raise InputError("is not a bound", field="--until", value=text, allowed=_ALLOWED)
+        match found["unit"]:
+            case "h":
+                return cls(kind="hours", amount=amount)
+            case "d":
+                return cls(kind="hours", amount=24 * amount)
+            case "usd":
+                return cls(kind="usd", amount=amount)
+            case _:
+                return cls(kind="steps", amount=amount)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps, if that is the bound."""
+        return round(self.amount) if self.kind == "steps" else None
+
+    @property
+    def end_s(self) -> float | None:
+        """Seconds, if that is the bound."""
+        return 3600 * self.amount if self.kind == "hours" else None
+
+
+class SpotPrices(Value):
+    """Dollars of one VM an hour."""
+
+    spot_usd_per_h: float | None = Field(default=None, ge=0)
+    on_demand_usd_per_h: float | None = Field(default=None, ge=0)

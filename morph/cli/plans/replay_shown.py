@@ -1,0 +1,121 @@
+"""The outcomes of ``morph replay`` as a table and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from manager.report.account import Part
+from manager.simulation.replay import interval
+from manager.simulation.spot.job import SpotJob
+from manager.simulation.spot.outcome import Outcome
+from morph.contract.errors import ConfigError
+from morph.pictures import picture, plain_axes
+from morph.tables import table, wide_console
+
+WIDTH = 118
+COLORS = {
+    Part.COMPUTE: "#1d6fa5",
+    Part.BUBBLE: "#8fc1e3",
+    Part.LOST: "#c1443c",
+    Part.MORPH: "#ef8354",
+    Part.CHECKPOINT: "#7a5195",
+    Part.WAITING: "#4d4d4d",
+    Part.WARMING: "#f2c14e",
+    Part.SPARE: "#d0d0d0",
+    Part.UNMANAGED: "#000000",
+}
+LINES = ("#1d6fa5", "#c1443c", "#ef8354", "#7a5195", "#4d4d4d", "#2a9d8f")
+
+
+def by_policy(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """Outcomes by policy, in the order in which they were asked for."""
+    found: dict[str, list[Outcome]] = {}
+    for one in outcomes:
+        found.setdefault(one.policy, []).append(one)
+    return found
+
+
+def show(job: SpotJob, outcomes: Sequence[Outcome]) -> None:
+    """Print a row for each policy: means, and between what they lie with 95 % where there are several traces."""
+    num = len({(one.trace, one.seed) for one in outcomes})
+    rows = []
+    for policy, ones in by_policy(outcomes).items():
+        vm_s = sum(one.vm_s for one in ones)
+        lost = sum(one.parts_s[Part.LOST] + one.parts_s[Part.MORPH] for one in ones) / vm_s if vm_s else 0.0
+        rows.append(
+            [
+                policy,
+                _spread([one.hours for one in ones], ".4g"),
+                _spread([float(one.steps) for one in ones], ".5g"),
+                _spread([one.examples_per_s for one in ones], ".4g"),
+                f"{lost:.1%}",
+                f"{sum(one.lost_steps for one in ones) / len(ones):.4g}",
+                f"{sum(one.num_changes for one in ones) / len(ones):.4g}",
+                _spread([one.usd for one in ones if one.usd is not None], ".4g"),
+                _spread([one.examples_per_usd for one in ones if one.examples_per_usd is not None], ".4g"),
+            ]
+        )
+    columns = ["policy", "hours", "steps", "examples/s", "lost time", "lost steps", "changes", "$", "examples/$"]
+    title = f"{job.name}: {num} trace{'s' if num > 1 else ''}" + (", means with 95 % intervals" if num > 1 else "")
+    wide_console(WIDTH).print(table(title, columns, rows, left=1))
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    if not values:
+        return "-"
+    mean, low, high = interval(values)
+    shown = format(mean, form)
+    return shown if low == high else f"{shown} ({format(low, form)} to {format(high, form)})"
+
+
+def draw(job: SpotJob, outcomes: Sequence[Outcome], path: Path) -> None:
+    """Draw what the VMs' time went into by policy; below, the first trace: VMs, and examples per second by policy."""
+    policies = by_policy(outcomes)
+    size = (10.0, 8.5)
+    with picture(path, ConfigError, size, nrows=3, height_ratios=[1.3, 1, 1.2]) as (_, (above, middle, below)):
+        for place, ones in enumerate(reversed(policies.values())):
+            left, whole = 0.0, sum(one.vm_s for one in ones)
+            for part, color in COLORS.items():
+                share = sum(one.parts_s[part] for one in ones) / whole if whole else 0.0
+                above.barh(place, share, left=left, color=color, height=0.7)
+                left += share
+        above.set(yticks=range(len(policies)), yticklabels=list(reversed(policies)), xlim=(0, 1))
+        above.set_title(f"{job.name}: what the VMs' time goes into", loc="left", fontsize=12)
+        used = [part for part in COLORS if any(one.parts_s[part] > 1e-3 * one.vm_s for one in outcomes)]
+        handles = [above.barh([0], [0], color=COLORS[part], label=part.value) for part in used]
+        above.legend(handles=handles, ncols=len(used), loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
+        plain_axes(above)
+        first = outcomes[0]
+        same = [one for one in outcomes if (one.trace, one.seed) == (first.trace, first.seed)]
+        longest = max(one.hours for one in same)
+        moments = first.moments
+        middle.step(
+            [*(moment.time_s / 3600 for moment in moments), first.hours],
+            [*(moment.num_vms for moment in moments), moments[-1].num_vms if moments else 0],
+            where="post",
+            color="#333333",
+            linewidth=1.2,
+        )
+        middle.set(ylabel="VMs", xlim=(0, longest), ylim=(0, None))
+        middle.set_title(f"on {first.trace or 'the trace'}", loc="left", fontsize=11)
+        plain_axes(middle, grid="y")
+        for color, one in zip(LINES, same, strict=False):
+            hours, done = _progress(one)
+            below.plot(hours, done, color=color, label=one.policy, linewidth=1.6)
+        below.set(xlabel="hours", ylabel="examples trained", xlim=(0, longest), ylim=(0, None))
+        below.legend(frameon=False, loc="upper left")
+        plain_axes(below, grid="y")
+
+
+def _progress(one: Outcome) -> tuple[list[float], list[float]]:
+    """Examples over hours: as fast as each shape trains, scaled so that the end is what really counts."""
+    ends = [*(moment.time_s for moment in one.moments[1:]), one.hours * 3600]
+    hours, done = [0.0], [0.0]
+    for moment, end_s in zip(one.moments, ends, strict=True):
+        hours.append(end_s / 3600)
+        done.append(done[-1] + moment.examples_per_s * max(0.0, end_s - moment.time_s))
+    whole = done[-1] or 1.0
+    assert all(before <= after for before, after in pairwise(done))
+    return hours, [examples * one.examples / whole for examples in done]

@@ -1,0 +1,76 @@
+"""``morph replay``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from manager.simulation.replay import POLICIES
+from morph.cli.main import app
+from morph.contract.trace import write_trace
+from simulator import generate_trace, synthetic_profile
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A profile and a trace of two hours."""
+    folder = tmp_path_factory.mktemp("replay")
+    profile, trace = folder / "profile.json", folder / "trace.csv"
+    profile.write_text(synthetic_profile(num_sections=6, forward_s=0.01, batch_size=256).model_dump_json())
+    write_trace(generate_trace(1, duration_s=7200, initial=6, max_nodes=6, mean_revocation_s=400), trace)
+    return str(profile), str(trace)
+
+
+def test_policies_are_compared_on_a_trace(files: tuple[str, str], tmp_path: Path) -> None:
+    csv, png = tmp_path / "out.csv", tmp_path / "out.png"
+    prices = ["--price", "1", "--on-demand-price", "3.5"]
+    done = RUNNER.invoke(app, ["replay", files[0], "--trace", files[1], *prices, "--csv", str(csv), "--png", str(png)])
+    assert done.exit_code == 0, done.output
+    assert "Take morph" in done.stdout
+    table = pd.read_csv(csv)
+    assert len(table) == len(POLICIES)
+    assert table.set_index("policy").loc["ideal", "steps"] >= table["steps"].drop(table.index[-2]).max()
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_drawn_traces_end_with_the_steps_that_were_asked_for(files: tuple[str, str]) -> None:
+    options = ["--vms", "6", "--hours", "6", "--seeds", "3", "--until", "500", "--policy", "morph,ideal", "--json"]
+    done = RUNNER.invoke(app, ["replay", files[0], *options])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)
+    assert [row["policy"] for row in rows] == ["morph"] * 3 + ["ideal"] * 3
+    assert {row["steps"] for row in rows} == {500}
+    assert all(row["finished"] and row["usd"] is None for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--vms", "4", "--policy", "bamboo"], "--policy: is no policy (got 'bamboo')"),
+        (["--vms", "4", "--until", "soon"], "--until: is not a bound (got 'soon')"),
+        (["--vms", "4", "--until", "50usd"], "--until: needs prices (got '50usd')"),
+        (["--vms", "4", "--hours", "2", "--until", "3h"], "--until: is after a trace's end (got '3h')"),
+        ([], "--vms: is missing"),
+        (["--trace", "absent.csv"], "absent.csv: cannot be read"),
+        (["--vms", "4", "--csv", "/nowhere/out.csv"], "/nowhere"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_in_one_sentence(
+    files: tuple[str, str], options: list[str], told: str
+) -> None:
+    done = RUNNER.invoke(app, ["replay", files[0], *options])
+    assert done.exit_code == 2, done.output
+    assert told in " ".join(done.output.split())
+    assert "Traceback" not in done.output
+
+
+def test_files_and_a_number_of_vms_exclude_each_other(files: tuple[str, str]) -> None:
+    done = RUNNER.invoke(app, ["replay", files[0], "--trace", files[1], "--vms", "4"])
+    assert done.exit_code == 2
+    assert "cannot be combined with --trace" in done.output
