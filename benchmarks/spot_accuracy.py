@@ -1,0 +1,277 @@
+"""The spot-cluster simulator against real runs: real processes, messages and kills, with emulated devices.
+
+A first run on a trace of its own measures what a worker's setup, a change of shape and the manager's round take. Then
+further traces are run for real, and each is simulated with these durations: when VMs came and went is taken from the
+run, everything else is the simulator's. Prints the steps done, and of each part of the VMs' time by how much of the
+whole it differs. Run: python benchmarks/spot_accuracy.py [--traces 3] [--seconds 150]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import EVENT, NodeAppeared, NoticeGiven, WorkerAnswered, WorkerLost
+from manager.engine.run.machines import Processes
+from manager.engine.run.session import RunSpec, run_session
+from manager.journal.journal import Journal
+from manager.journal.records import VM_KILLED, DecisionRecord, Entry, Fact
+from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
+from manager.report.account import Part
+from manager.report.reading import report_of
+from manager.report.values import RunReport
+from manager.run_dir import RunDir, RunFacts
+from manager.simulation.spot.cluster import SpotCluster
+from manager.simulation.spot.job import Durations, SpotJob
+from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.messages import Prepared, Reshaped, WorkerReady
+from morph.contract.trace import Trace
+from simulator import generate_trace, plan_table, synthetic_profile
+
+NUM_SECTIONS = 8
+MOST_VMS = 6
+NUM_MICRO_BATCHES = 12
+FORWARD_S = 0.03
+PARAMETER_BYTES = 1_000_000
+REAL_STATE_BYTES = 256 * 1024
+MANY_STEPS = 10**7
+POLICY = Policy(checkpoint_every_steps=10, heartbeat_timeout_s=20.0)
+
+
+def make_job(durations: Durations) -> SpotJob:
+    """Eight sections of 90 ms a micro-batch, twelve micro-batches a step."""
+    profile = synthetic_profile(
+        num_sections=NUM_SECTIONS,
+        forward_s=FORWARD_S,
+        overhead_s=0.0001,
+        batch_size=NUM_MICRO_BATCHES,
+        micro_batch_sizes=(1,),
+        parameter_bytes=PARAMETER_BYTES,
+        boundary_bytes_per_sample=16_384,
+    )
+    units = known_units(profile)
+    return SpotJob(
+        name="spot accuracy",
+        batch_size=NUM_MICRO_BATCHES,
+        plans=plan_table(profile, MOST_VMS),
+        units={unit.id: unit.sections for unit in units},
+        unit_bytes={unit.id: 3 * unit.parameter_bytes for unit in units},
+        durations=durations,
+        policy=POLICY,
+    )
+
+
+def make_run(job: SpotJob, trace: Trace, directory: Path) -> tuple[RunSpec, RunFacts]:
+    """What to run for real."""
+    profile = synthetic_profile(
+        num_sections=NUM_SECTIONS,
+        forward_s=FORWARD_S,
+        overhead_s=0.0001,
+        batch_size=NUM_MICRO_BATCHES,
+        micro_batch_sizes=(1,),
+        parameter_bytes=PARAMETER_BYTES,
+        boundary_bytes_per_sample=16_384,
+    )
+    config = ControllerConfig(
+        job=job.name,
+        fingerprint=profile.job.fingerprint,
+        plans=job.plans,
+        units=job.units,
+        unit_bytes=job.unit_bytes,
+        num_steps=MANY_STEPS,
+        policy=POLICY,
+        expected_nodes=sum(event.time_s == 0 for event in trace.events),
+    )
+    state_scale = REAL_STATE_BYTES / sum(section.parameter_bytes for section in profile.sections)
+    options = EmulationOptions(state_scale=state_scale, message_scale=0.25)
+    spec = RunSpec(
+        job_path=job.name,
+        config=config,
+        cluster=ClusterConfig(policy=POLICY),
+        trace=trace,
+        num_sections=NUM_SECTIONS,
+        micro_batch_size=1,
+        stop_with_trace=True,
+        emulation=emulated_device(profile, 1, range(2, MOST_VMS + 1), options),
+        machines=Processes(log_path=directory / "workers.log"),
+    )
+    facts = RunFacts(
+        job=job.name,
+        fingerprint=config.fingerprint,
+        micro_batch_size=1,
+        batch_size=NUM_MICRO_BATCHES,
+        num_sections=NUM_SECTIONS,
+    )
+    return spec, facts
+
+
+@dataclass(frozen=True)
+class Happened:
+    """What a real run's journal says: its report, and when VMs appeared and were killed (seconds of its clock)."""
+
+    report: RunReport
+    entries: tuple[Entry, ...]
+    appeared_s: dict[str, float]
+    killed_s: dict[str, float]
+    over_s: float
+
+    @property
+    def num_changes(self) -> int:
+        """VMs that came after the start, or went."""
+        first_s = min(self.appeared_s.values())
+        return len(self.killed_s) + sum(time_s > first_s + 5 for time_s in self.appeared_s.values())
+
+
+def run_for_real(trace: Trace) -> Happened:
+    """Run a trace to its end, and read what happened."""
+    with tempfile.TemporaryDirectory(prefix="morph-spot-") as folder:
+        directory = Path(folder)
+        spec, facts = make_run(make_job(Durations()), trace, directory)
+        with RunDir(directory / "run", facts) as run_dir:
+            run_session(spec, run_dir, lambda _: None)
+        with Journal.open(directory / "run" / "journal.sqlite", read_only=True) as journal:
+            entries = tuple(journal.read())
+    appeared_s: dict[str, float] = {}
+    killed_s: dict[str, float] = {}
+    last_s = 0.0
+    for entry in entries:
+        if entry.kind == "event" and isinstance(event := EVENT.validate_json(entry.payload_json), NodeAppeared):
+            appeared_s[event.node] = last_s = entry.time_s
+        elif entry.kind == "fact" and (fact := Fact.model_validate_json(entry.payload_json)).name == VM_KILLED:
+            killed_s[str(fact.worker)] = last_s = entry.time_s
+    return Happened(report_of(entries), entries, appeared_s, killed_s, last_s)
+
+
+def measured(happened: Happened) -> Durations:
+    """Read from a run's journal what everything beside the steps takes: medians."""
+    setup, noticed, groups, turns, aborts = [], [], [], [], []
+    prepared_s = aborting_s = None
+    for entry in happened.entries:
+        if entry.kind == "decision":
+            record = DecisionRecord.model_validate_json(entry.payload_json)
+            if record.phase == "aborting" and aborting_s is None:
+                aborting_s = entry.time_s
+            elif record.phase == "reshaping" and aborting_s is not None:
+                aborts.append(entry.time_s - aborting_s)
+                aborting_s = None
+        if entry.kind != "event":
+            continue
+        event = EVENT.validate_json(entry.payload_json)
+        if isinstance(event, WorkerLost) and event.worker in happened.killed_s:
+            noticed.append(entry.time_s - happened.killed_s[event.worker])
+        elif isinstance(event, NoticeGiven):
+            continue
+        elif isinstance(event, WorkerAnswered):
+            match event.answer:
+                case WorkerReady():
+                    setup.append(entry.time_s - happened.appeared_s[event.worker])
+                case Reshaped(groups_s=groups_s):
+                    groups.append(groups_s)
+                case Prepared(times=times):
+                    if prepared_s is not None:
+                        turns.append(entry.time_s - prepared_s - times.step_s)
+                    prepared_s = entry.time_s
+    turns = [turn for turn in turns if 0 < turn < 0.1]
+    profile_link = 1e9
+    return Durations(
+        noticed_s=max(0.0, statistics.median(noticed)),
+        aborted_s=statistics.median(aborts),
+        groups_s=statistics.median(groups),
+        setup_s=statistics.median(setup),
+        order_s=statistics.median(turns),
+        link_bytes_per_s=profile_link,
+        copy_bytes_per_s=1e9,
+        storage_bytes_per_s=1e8,
+        manifest_s=0.05,
+    )
+
+
+def simulate(happened: Happened, durations: Durations) -> SpotCluster:
+    """Play the same VMs in virtual time."""
+    start_s = min(happened.appeared_s.values())
+    first = sum(time_s < start_s + 5 for time_s in happened.appeared_s.values())
+    cluster = SpotCluster(make_job(durations), num_steps=MANY_STEPS, num_expected=first)
+    names: dict[str, str] = {}
+
+    def come(vm: str) -> tuple[()]:
+        names[vm] = cluster.vm_came()
+        return ()
+
+    def go(vm: str) -> tuple[()]:
+        if vm in names:
+            cluster.vm_taken(names[vm])
+        return ()
+
+    for vm, time_s in happened.appeared_s.items():
+        cluster.after(time_s - start_s, lambda vm=vm: come(vm))
+    for vm, time_s in happened.killed_s.items():
+        cluster.after(time_s - start_s, lambda vm=vm: go(vm))
+    cluster.play(happened.over_s - start_s)
+    return cluster
+
+
+def version_at(happened: Happened, time_s: float) -> int:
+    """The version that a run had decided by then."""
+    version = 0
+    for entry in happened.entries:
+        if entry.kind == "decision" and entry.time_s <= time_s:
+            version = DecisionRecord.model_validate_json(entry.payload_json).version
+    return version
+
+
+def compare(happened: Happened, durations: Durations) -> tuple[float, dict[Part, float]]:
+    """Return how far the simulated steps are from the real ones, and each part as a difference of the whole."""
+    cluster = simulate(happened, durations)
+    real, steps = happened.report.account, version_at(happened, happened.over_s)
+    simulated = cluster.account
+    apart = {part: simulated.share(part) - real.share(part) for part in Part}
+    return cluster.state.version / steps - 1, apart
+
+
+def traces(count: int, seconds: float) -> Sequence[Trace]:
+    """Traces with losses alone and in bulk."""
+    return [
+        generate_trace(
+            seed,
+            duration_s=seconds,
+            initial=5,
+            min_nodes=1,
+            max_nodes=MOST_VMS,
+            mean_revocation_s=seconds / 20,
+            bulk_share=0.3,
+            replacement_s=seconds / 15,
+        )
+        for seed in range(count)
+    ]
+
+
+def main() -> None:
+    """Print how each trace compares."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=150.0)
+    options = parser.parse_args()
+    first, *others = traces(1 + options.traces, options.seconds)
+    learned = run_for_real(first)
+    durations = measured(learned)
+    print("measured in a run of its own:", json.dumps(durations.model_dump(exclude_none=True)), flush=True)
+    for number, happened in enumerate([learned, *map(run_for_real, others)]):
+        off, apart = compare(happened, durations)
+        worst = max(apart, key=lambda part: abs(apart[part]))
+        parts = ", ".join(f"{part.value} {share:+.1%}" for part, share in apart.items() if abs(share) > 5e-4)
+        print(
+            f"trace {number}{' (the one that was measured)' if not number else ''}: {happened.num_changes} changes, "
+            f"{version_at(happened, happened.over_s)} steps; simulated {off:+.1%}; "
+            f"worst part {worst.value} {apart[worst]:+.1%} of the whole ({parts})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
