@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manager.controller.saves.timing import insurance_save, next_save, retry_after_s
+from manager.controller.saves.timing import insurance_save, periodic_save, retry_after_s, sooner
 from manager.controller.state.actions import NoteNextSave
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import NodeAppeared
@@ -99,8 +99,9 @@ def tell_next(draft: Draft) -> None:
     state = draft.state
     if not state.sealing and (state.pending is None or state.pending.stale):  # what was under way came to nothing
         _note(draft, since_s=state.saves.saved_s)
-    _note(draft, insurance=insurance_save(draft.state, draft.now_s))
-    save = next_save(draft.state, draft.now_s)
+    insurance = insurance_save(draft.state, draft.now_s)
+    _note(draft, insurance=insurance)
+    save = sooner(periodic_save(draft.state, draft.now_s), insurance)
     if save is not None:
         draft.actions.append(NoteNextSave(next_save=save))
 

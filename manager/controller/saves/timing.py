@@ -24,17 +24,24 @@ LONGEST_RETRY_S = 600.0
 
 def next_save(state: ControllerState, now_s: float) -> NextSave | None:
     """Return when the next checkpoint is due, and why; None: nothing trains, or none is wanted."""
-    if state.saves.since_s is None or not state.slots:
+    return sooner(periodic_save(state, now_s), insurance_save(state, now_s))
+
+
+def sooner(one: NextSave | None, other: NextSave | None) -> NextSave | None:
+    """Return the one that is due first."""
+    return min((save for save in (one, other) if save is not None), key=lambda save: save.due_s, default=None)
+
+
+def periodic_save(state: ControllerState, now_s: float) -> NextSave | None:
+    """Return when a checkpoint is due because it was asked for so often; None: nothing trains, or none was."""
+    every = state.config.policy.checkpoint_every_steps
+    if state.saves.since_s is None or not state.slots or every is None:
         return None
-    every, found = state.config.policy.checkpoint_every_steps, []
-    if every is not None and state.checkpoint_base + every < state.config.num_steps:
-        step_s = step_seconds(state)
-        due_s = now_s + max(0, every - (state.version - state.checkpoint_base)) * step_s
-        found.append(NextSave(due_s=due_s, interval_s=every * step_s, kind="periodic", why=_asked_for(every)))
-    insurance = insurance_save(state, now_s)
-    if insurance is not None:
-        found.append(insurance)
-    return min(found, key=lambda save: save.due_s, default=None)
+    if state.checkpoint_base + every >= state.config.num_steps:
+        return None
+    step_s = step_seconds(state)
+    due_s = now_s + max(0, every - (state.version - state.checkpoint_base)) * step_s
+    return NextSave(due_s=due_s, interval_s=every * step_s, kind="periodic", why=_asked_for(every))
 
 
 def insurance_save(state: ControllerState, now_s: float) -> NextSave | None:
