@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from queue import SimpleQueue
 
 import psutil
 import pytest
@@ -37,16 +38,20 @@ def _children() -> set[psutil.Process]:
 class Lent:
     """A node that serves in a thread of this process."""
 
-    def __init__(self, node: PeerNode, said: list[str]) -> None:
+    def __init__(self, node: PeerNode, said: SimpleQueue[str]) -> None:
         self.address = PeerAddress("127.0.0.1", node.port, TOKEN)
-        self.said = said
+        self._said = said
         self.errors: list[MorphError] = []
+
+    def hear(self) -> str:
+        """Wait for the next line that it says."""
+        return self._said.get(timeout=BOUND_S)
 
 
 @contextmanager
 def lent_node(wait_s: float = BOUND_S) -> Iterator[Lent]:
-    said: list[str] = []
-    with PeerNode("127.0.0.1", 0, TOKEN, said.append) as node:
+    said = SimpleQueue[str]()
+    with PeerNode("127.0.0.1", 0, TOKEN, said.put) as node:
         lent = Lent(node, said)
 
         def serve() -> None:
@@ -67,18 +72,15 @@ def test_links_and_rings_are_measured_with_another_node_after_strangers_were_tur
     with lent_node() as lent:
         with socket.create_connection(("127.0.0.1", lent.address.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\n")
+        assert "waiting for the caller to speak: a message claims" in lent.hear()
         with pytest.raises(ConfigError, match="has another secret"):
             OtherNode(replace(lent.address, token="a secret of somebody else"))
+        assert lent.hear() == "127.0.0.1: the caller does not know the secret"
         with OtherNode(lent.address) as other:
             assert other.between == f"{socket.gethostname()} (127.0.0.1) and {socket.gethostname()} (127.0.0.1)"
             found = other.measure(SPEC)
     assert lent.errors == []
-    assert "waiting for the caller to speak: a message claims" in lent.said[0]
-    assert lent.said[1:] == [
-        "127.0.0.1: the caller does not know the secret",
-        "127.0.0.1 is here",
-        "measured with 127.0.0.1",
-    ]
+    assert [lent.hear(), lent.hear()] == ["127.0.0.1 is here", "measured with 127.0.0.1"]
     for direction in (found.link.activation, found.link.gradient):
         assert [entry.size_bytes for entry in direction] == [1000, 200_000]
         assert all(entry.time.median_s > 0 and entry.time.num_samples == 7 for entry in direction)
@@ -111,7 +113,7 @@ def test_a_failure_on_the_other_node_is_told_here(monkeypatch: pytest.MonkeyPatc
         pytest.raises(ClusterError, match=r"the peer at 127\.0\.0\.1:\d+: no room for more processes"),
     ):
         other.measure(SPEC)
-    assert lent.said[-1] == "127.0.0.1: no room for more processes"
+    assert [lent.hear(), lent.hear()] == ["127.0.0.1 is here", "127.0.0.1: no room for more processes"]
     assert _children() <= children
 
 

@@ -33,6 +33,26 @@ STEPS = 40
 LONG_STEPS = 160
 NUM_SECTIONS = 6
 TOO_SMALL_ALONE_BYTES = 700_000
+CODE = """
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic, sleep
+
+from neighbour import CountingText, TinyGPT, job, loss, optimizer
+
+class HeldText(CountingText):
+    # nobody comes far beyond the checkpoint of version 10 until the test lets it, whatever the machine's speed
+    num_read = 0
+
+    def __getitem__(self, index):
+        HeldText.num_read += 1
+        until_s = monotonic() + 120
+        while HeldText.num_read > 16 * job.batch_size and not Path({gate!r}).exists() and monotonic() < until_s:
+            sleep(0.02)
+        return super().__getitem__(index)
+
+job = replace(job, dataset=HeldText)
+"""
 
 
 @pytest.fixture(params=[1])
@@ -58,11 +78,13 @@ def job_file(
     takeover_patience_s: float = 60,
     **vms: object,
 ) -> Path:
-    """The tiny job in a folder of its own, with a neighbour that it imports: the VMs must get both."""
+    """The tiny job in a folder of its own, with a neighbour that it imports: the VMs must get both.
+
+    Every worker stops at its 16th step until ``let_go``.
+    """
     (directory / "code").mkdir()
     shutil.copy(Path(__file__).resolve().parents[2] / "configs/jobs/tiny_gpt.py", directory / "code" / "neighbour.py")
-    code = "from neighbour import CountingText, TinyGPT, job, loss, optimizer\n"
-    (directory / "code" / "train.py").write_text(code, encoding="utf-8")
+    (directory / "code" / "train.py").write_text(CODE.format(gate=str(directory / "gate")), encoding="utf-8")
     described = {
         "job": {"code": "code/train.py:job", "profile": str(profile), "steps": steps, "run_dir": "run"},
         "vms": {
@@ -81,6 +103,11 @@ def job_file(
     path = directory / "job.yaml"
     path.write_text(json.dumps(described), encoding="utf-8")  # JSON is YAML
     return path
+
+
+def let_go(directory: Path) -> None:
+    """Let the workers of ``job_file`` train on."""
+    (directory / "gate").touch()
 
 
 def digests(run_dir: Path) -> dict[str, str]:
@@ -173,6 +200,7 @@ def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
         first = hosts.note()
         check_exposure(hosts, run, tmp_path / "run", recorded(made))
         hosts.kill(sorted(first)[0])
+        let_go(tmp_path)
         lost = run.wait_for_line(f"{sorted(first)[0]} was lost")
         assert "connection closed" in lost or "left the cluster" in lost or "is gone" in lost
         check_encrypted(run, hosts, sorted(first)[1], tmp_path)  # one VM alone cannot train: the run waits for the next
@@ -199,6 +227,7 @@ def test_both_devices_of_a_host_train_and_a_host_that_dies_with_both_is_replaced
         run.wait_for_line("the checkpoint of version 10")
         (host,) = hosts.note()
         hosts.kill(host)
+        let_go(tmp_path)
         assert f"{host}.d" in run.wait_for_line(" lost: ")
         assert "2x1 on 2 of 2 ready workers" in run.wait_for_line("generation 2 is formed")
         hosts.note()
@@ -216,6 +245,7 @@ def test_another_manager_goes_on_with_the_hosts_of_one_that_was_killed(
         first.wait_for_line("the checkpoint of version 10")
         before = hosts.note()
         first.kill()
+        let_go(tmp_path)
         first.wait_for_exit()
         with RunningMorph("run", path, "--verbose", "--no-page") as second:
             assert "2 VMs of this run live" in second.wait_for_line("VMs of this run live")
@@ -254,6 +284,7 @@ def test_a_noticed_host_is_left_out_and_let_go_and_no_step_is_lost(
         agent = Agent(("127.0.0.2", port), node, secret, [notice], lonely_s=600, end=lambda: None, every_s=0.1)
         thread = threading.Thread(target=agent.run)
         thread.start()
+        let_go(tmp_path)
         try:
             assert f"{node} will be taken in" in run.wait_for_line("will be taken in")
             assert f"nothing of value is left on {node}" in run.wait_for_line("nothing of value is left")
@@ -285,6 +316,7 @@ def test_a_run_that_is_resumed_takes_back_the_hosts_of_a_manager_that_was_given_
             second.wait_for_line("going on from its newest checkpoint")
             second.wait_for_line("generation 1 is formed")
             assert not set(hosts.note()) & set(before)
+            let_go(tmp_path)
             second.press_ctrl_c()
             assert second.wait_for_end() == 130, second.output
     assert hosts.wait_until_empty() == []
