@@ -37,8 +37,8 @@ class _Run:
     """what the step under way took so far"""
     ready_s: float = 0.0
     """when the restart under way is over"""
-    spent: list[tuple[int, float, int]] = field(default_factory=list)
-    """of steps that are not durable yet: which, how long it took, and on how many VMs"""
+    spent: list[tuple[int, int, float, int]] = field(default_factory=list)
+    """of steps that may not be durable yet: the first of some, how many, what each took, and on how many VMs"""
     lost_steps: int = 0
     num_fatal: int = 0
     num_restarts: int = 0
@@ -59,9 +59,8 @@ class _Run:
             newest = max(step for since_s, step in self.saved if since_s <= now_s)
             self.lost_steps += self.step - newest
             self.num_fatal += self.step > newest
-            for step, took_s, members in self.spent:
-                if step >= newest:
-                    books.undo(took_s, members)
+            for step, num, step_s, members in self.spent:
+                books.undo(max(0, min(num, step + num - newest)) * step_s, members)
             self.step, self.saved = newest, [(0.0, newest)]
             self.spent.clear()
         books.undo(self.begun_s, len(self.members))
@@ -81,9 +80,10 @@ class _Run:
         books.spend(min(self.ready_s, until_s), Part.MORPH, members)
         step_s = plan.expected.mini_batch_s + self.job.durations.order_s
         while not self.done and books.now_s + step_s - self.begun_s <= until_s:
-            books.spend(books.now_s + step_s - self.begun_s, Part.COMPUTE, members)
-            self.spent.append((self.step, step_s, members))
-            self.step, self.begun_s = self.step + 1, 0.0
+            num = self._steps_until_save(step_s, until_s)
+            books.spend(books.now_s + num * step_s - self.begun_s, Part.COMPUTE, members)
+            self.spent.append((self.step, num, step_s, members))
+            self.step, self.begun_s = self.step + num, 0.0
             if self._is_due():
                 self._save(until_s)
         if not self.done:
@@ -91,17 +91,31 @@ class _Run:
             books.spend(until_s, Part.COMPUTE, members)
         return None
 
+    def _steps_until_save(self, step_s: float, until_s: float) -> int:
+        """Count the steps, one at least, until a save is due, time is over or the job is done."""
+        books = self.books
+        most = int((until_s - books.now_s + self.begun_s) / step_s + 1e-9)
+        if self.every_steps is not None:
+            due = self.every_steps - (self.step - self.saved[-1][1])
+        else:
+            due = math.ceil((self.since_s + self._every_s() - books.now_s + self.begun_s) / step_s - 1e-9)
+        durable = math.ceil((self.saved[-1][0] - books.now_s + self.begun_s) / step_s - 1e-9)
+        return max(1, int(min(most, max(due, durable), self.most - self.step)))
+
     def _is_due(self) -> bool:
-        on_its_way = self.saved[-1][0] > self.books.now_s
+        on_its_way = self.saved[-1][0] > self.books.now_s + 1e-6
         if on_its_way or self.done:
             return False
         if self.every_steps is not None:
             return self.step - self.saved[-1][1] >= self.every_steps
-        num, now_s = self.books.num_losses, self.books.now_s
-        mttp_s = now_s / num if num else max(3600.0, now_s)
+        return self.books.now_s - self.since_s >= self._every_s() - 1e-6
+
+    def _every_s(self) -> float:
+        """The interval between saves that costs least, by the losses so far; never shorter than one takes."""
+        num, now_s = self.books.num_losses, self.since_s
+        mttp_s = now_s / num if num and now_s else max(3600.0, now_s)
         again_s = self.job.durations.restart_s + self.job.durations.setup_s
-        tau_s = math.sqrt(2 * self._stall_s() * (mttp_s + again_s))
-        return now_s - self.since_s >= max(tau_s, self._durable_s())
+        return max(math.sqrt(2 * self._stall_s() * (mttp_s + again_s)), self._durable_s())
 
     def _save(self, until_s: float) -> None:
         assert self.plan is not None
@@ -109,7 +123,7 @@ class _Run:
         books.spend(min(until_s, books.now_s + stall_s), Part.CHECKPOINT, self.plan.num_workers)
         newest = max(step for since_s, step in self.saved if since_s <= books.now_s)
         self.saved = [*self.saved[-2:], (books.now_s + self._durable_s(), self.step)]
-        self.spent = [entry for entry in self.spent if entry[0] >= newest]
+        self.spent = [entry for entry in self.spent if entry[0] + entry[1] > newest]
         self.since_s = books.now_s
 
     def _stall_s(self) -> float:
@@ -152,7 +166,7 @@ def play_restart(
         run.train(until_s)
         if run.done or books.is_spent(until):
             break
-    policy = "restart" if every_steps is None else f"restart, saved every {every_steps} steps"
+    policy = "restart" if every_steps is None else f"restart-{every_steps}"
     return books.outcome(
         policy,
         name,

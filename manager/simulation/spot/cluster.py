@@ -197,9 +197,8 @@ class SpotCluster:
         """Give the orders of a step, and if nothing happens until many like it are decided, those of a later one."""
         formed = self.workers.formed
         assert formed is not None
-        saving = any(action.order.checkpoint_units for action in steps)
         num = 0
-        if not saving:
+        if not any(action.order.checkpoint_units for action in steps):
             num = steps_alike(self.state, self.now_s, formed.step_s, min(self.agenda.next_s, until_s))
         if num:
             self.state = passed(self.state, self.now_s, formed.step_s, num)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from manager.controller.deadlines import wake_at_s
-from manager.controller.saves.timing import is_due
+from manager.controller.saves.timing import is_due, patience_s
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, Phase, mean_of
 from morph.contract.decided import Decided
@@ -29,9 +29,14 @@ def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: fl
     if not _is_steady(state, now_s):
         return 0
     quiet_s = min(until_s, wake_at_s(state.model_copy(update={"order": None})) or math.inf)
+    under_way = state.pending is not None and not state.pending.stale
+    if state.pending is not None and under_way:
+        quiet_s = min(quiet_s, state.pending.started_s + patience_s(state))
     most = state.config.num_steps - 1 - state.version
     if quiet_s < math.inf:
         most = min(most, math.ceil((quiet_s - now_s) / step_s) - 1)
+    if under_way or state.sealing:  # no other save begins
+        return most if most >= FEWEST else 0
     every = state.config.policy.checkpoint_every_steps
     if every is not None:
         most = min(most, state.checkpoint_base + every - state.version - 1)
@@ -72,7 +77,7 @@ def _is_steady(state: ControllerState, now_s: float) -> bool:
         return False
     if state.attempt or state.stop_reason is not None or state.failing is not None or state.ahead is not None:
         return False
-    if state.pending is not None or state.sealing or state.join_since_s is not None or state.loss_scale is not None:
+    if state.join_since_s is not None or state.loss_scale is not None:
         return False
     waiting = any(entry.eligible_s is not None and entry.eligible_s > now_s for entry in state.workers.values())
     unsteady = any(entry.node in (NodeState.DRAINING, NodeState.SUSPECT) for entry in state.workers.values())

@@ -38,7 +38,7 @@ def by_policy(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def show(job: SpotJob, outcomes: Sequence[Outcome]) -> None:
-    """Print a row for each policy: means, and between what they lie with 95 % where there are several traces."""
+    """Print a row for each policy: means, and between what the speeds lie with 95 % where there are several traces."""
     num = len({(one.trace, one.seed) for one in outcomes})
     rows = []
     for policy, ones in by_policy(outcomes).items():
@@ -47,19 +47,23 @@ def show(job: SpotJob, outcomes: Sequence[Outcome]) -> None:
         rows.append(
             [
                 policy,
-                _spread([one.hours for one in ones], ".4g"),
-                _spread([float(one.steps) for one in ones], ".5g"),
+                f"{_mean([one.hours for one in ones]):.4g}",
+                f"{_mean([float(one.steps) for one in ones]):.5g}",
                 _spread([one.examples_per_s for one in ones], ".4g"),
                 f"{lost:.1%}",
-                f"{sum(one.lost_steps for one in ones) / len(ones):.4g}",
-                f"{sum(one.num_changes for one in ones) / len(ones):.4g}",
-                _spread([one.usd for one in ones if one.usd is not None], ".4g"),
+                f"{_mean([float(one.lost_steps) for one in ones]):.4g}",
+                f"{_mean([float(one.num_changes) for one in ones]):.4g}",
+                "-" if ones[0].usd is None else f"{_mean([one.usd or 0.0 for one in ones]):.4g}",
                 _spread([one.examples_per_usd for one in ones if one.examples_per_usd is not None], ".4g"),
             ]
         )
     columns = ["policy", "hours", "steps", "examples/s", "lost time", "lost steps", "changes", "$", "examples/$"]
     title = f"{job.name}: {num} trace{'s' if num > 1 else ''}" + (", means with 95 % intervals" if num > 1 else "")
-    wide_console(WIDTH).print(table(title, columns, rows, left=1))
+    wide_console(WIDTH).print(table(title, columns, rows, left=1, light=True))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _spread(values: Sequence[float], form: str) -> str:
@@ -67,7 +71,7 @@ def _spread(values: Sequence[float], form: str) -> str:
         return "-"
     mean, low, high = interval(values)
     shown = format(mean, form)
-    return shown if low == high else f"{shown} ({format(low, form)} to {format(high, form)})"
+    return shown if low == high else f"{shown} ({format(low, form)}–{format(high, form)})"
 
 
 def draw(job: SpotJob, outcomes: Sequence[Outcome], path: Path) -> None:
