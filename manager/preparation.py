@@ -27,7 +27,9 @@ def constant_trace(vms: Vms) -> Trace:
 def from_its_first_event(trace: Trace) -> Trace:
     """The same trace with its first event at time 0: a run begins with it, however late a recording does."""
     start_s = trace.events[0].time_s
-    return Trace(events=tuple(event.model_copy(update={"time_s": event.time_s - start_s}) for event in trace.events))
+    prices = (price.model_copy(update={"time_s": max(0.0, price.time_s - start_s)}) for price in trace.prices)
+    events = (event.model_copy(update={"time_s": event.time_s - start_s}) for event in trace.events)
+    return Trace(events=tuple(events), prices=tuple(prices))
 
 
 def device_memory_bytes(vms: Vms) -> int:

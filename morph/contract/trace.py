@@ -1,11 +1,19 @@
-"""A spot trace: when VMs come and go. CSV with header ``time_s,event,node_id,zone,instance_type,source``.
+"""A spot trace: when VMs come and go, with which notice, and what they cost meanwhile.
 
-Only the first three columns are required; lines are in time order.
+CSV with header ``time_s,event,node_id,zone,instance_type,source,notice_s,usd_per_h``, lines in time order. Only the
+first three columns are required. Three kinds of event:
+
+- ``add``: a VM comes.
+- ``remove``: a VM is taken, ``notice_s`` seconds after its notice; empty: without one. A notice is part of the removal
+  that it announces, not a line of its own: so none is without its removal, or of a VM that is not there, and programs
+  that know nothing of notices still see every VM come and go.
+- ``price``: from this time on a VM of this ``zone`` and ``instance_type`` costs ``usd_per_h``; ``node_id`` is empty.
 """
 
 from __future__ import annotations
 
 import csv
+import heapq
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,29 +23,46 @@ from pydantic import Field, ValidationError
 from morph.contract.base import Value, first_problem
 from morph.contract.errors import TraceError
 
-HEADER = ("time_s", "event", "node_id", "zone", "instance_type", "source")
+HEADER = ("time_s", "event", "node_id", "zone", "instance_type", "source", "notice_s", "usd_per_h")
+_COLUMNS = {"add": HEADER[:6], "remove": HEADER[:7], "price": tuple(name for name in HEADER if name not in ("node_id", "notice_s"))}
+_MAY_BE_EMPTY = ("node_id", "notice_s", "usd_per_h")
+UNKNOWN = "unknown"
+
+TimeS = Annotated[float, Field(ge=0)]
 
 
 class TraceEvent(Value):
-    """One VM comes (``add``) or is revoked without warning (``remove``)."""
+    """One VM comes (``add``) or is revoked (``remove``), ``notice_s`` seconds after its notice; None: without one."""
 
-    time_s: Annotated[float, Field(ge=0)]
+    time_s: TimeS
     event: Literal["add", "remove"]
     node_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
-    zone: str = "unknown"
-    instance_type: str = "unknown"
+    zone: str = UNKNOWN
+    instance_type: str = UNKNOWN
+    source: str = ""
+    notice_s: Annotated[float, Field(gt=0)] | None = None
+
+
+class TracePrice(Value):
+    """From this time on a VM of this zone and instance type costs this much."""
+
+    time_s: TimeS
+    usd_per_h: Annotated[float, Field(ge=0)]
+    zone: str = UNKNOWN
+    instance_type: str = UNKNOWN
     source: str = ""
 
 
 class Trace(Value):
-    """Events in time order; a node is added before it is removed, and each at most once at a time."""
+    """Events, and prices, in time order; a node is added before it is removed, and each at most once at a time."""
 
     events: tuple[TraceEvent, ...]
+    prices: tuple[TracePrice, ...] = ()
 
     @property
     def duration_s(self) -> float:
-        """Time of the last event."""
-        return self.events[-1].time_s if self.events else 0.0
+        """Time of the last event or price."""
+        return max((told[-1].time_s for told in (self.events, self.prices) if told), default=0.0)
 
     @property
     def max_nodes(self) -> int:
@@ -48,9 +73,41 @@ class Trace(Value):
             most = max(most, count)
         return most
 
+    @property
+    def notices(self) -> tuple[tuple[float, TraceEvent], ...]:
+        """When VMs are given notice (seconds), each with its removal, in order; never before the VM is there."""
+        added_s: dict[str, float] = {}
+        notices: list[tuple[float, TraceEvent]] = []
+        for event in self.events:
+            if event.event == "add":
+                added_s[event.node_id] = event.time_s
+            elif event.notice_s is not None:
+                notices.append((max(added_s[event.node_id], event.time_s - event.notice_s), event))
+        return tuple(sorted(notices, key=lambda notice: notice[0]))
+
+    def price_at(self, time_s: float, zone: str = UNKNOWN, instance_type: str = UNKNOWN) -> float | None:
+        """What a VM costs at a time, in dollars an hour; None: the trace says nothing of such VMs until then."""
+        usd_per_h = None
+        for price in self.prices:
+            if price.time_s > time_s:
+                break
+            if (price.zone, price.instance_type) == (zone, instance_type):
+                usd_per_h = price.usd_per_h
+        return usd_per_h
+
     def scaled(self, factor: float) -> Trace:
         """The same trace with every time multiplied by ``factor`` (0.01 = a hundred times faster)."""
-        return Trace(events=tuple(event.model_copy(update={"time_s": event.time_s * factor}) for event in self.events))
+        events = tuple(
+            event.model_copy(
+                update={
+                    "time_s": event.time_s * factor,
+                    "notice_s": None if event.notice_s is None else event.notice_s * factor,
+                }
+            )
+            for event in self.events
+        )
+        prices = tuple(price.model_copy(update={"time_s": price.time_s * factor}) for price in self.prices)
+        return Trace(events=events, prices=prices)
 
 
 def parse_trace(lines: Iterable[str], source: str) -> Trace:
@@ -72,32 +129,69 @@ def _parse(reader: csv.DictReader[str], source: str) -> Trace:
     if doubled or not set(HEADER[:3]) <= set(columns) or not set(columns) <= set(HEADER):
         raise TraceError("wrong header", source=f"{source}, line 1", value=",".join(columns), allowed=",".join(HEADER))
     events: list[TraceEvent] = []
-    alive: set[str] = set()
+    prices: list[TracePrice] = []
+    added_s: dict[str, float] = {}
+    last_s = 0.0
     for row in reader:
         where = f"{source}, line {reader.line_num}"
         if None in row or None in row.values():
             raise TraceError("wrong number of columns", source=where, allowed=f"{len(columns)} columns")
-        try:
-            event = TraceEvent.model_validate(row)
-        except ValidationError as error:
-            field, problem, value = first_problem(error)
-            raise TraceError(problem, source=where, field=field, value=value) from error
-        if events and event.time_s < events[-1].time_s:
+        line = _line(row, where)
+        if line.time_s < last_s:
             raise TraceError(
-                "time steps back",
-                source=where,
-                field="time_s",
-                value=event.time_s,
-                allowed=f"at least {events[-1].time_s}",
+                "time steps back", source=where, field="time_s", value=line.time_s, allowed=f"at least {last_s}"
             )
-        if (event.node_id in alive) == (event.event == "add"):
-            state = "already there" if event.event == "add" else "not there"
-            raise TraceError(f"node is {state}", source=where, field="node_id", value=event.node_id)
-        (alive.add if event.event == "add" else alive.discard)(event.node_id)
-        events.append(event)
+        last_s = line.time_s
+        if isinstance(line, TracePrice):
+            prices.append(line)
+        else:
+            _check_follows(line, added_s, where)
+            events.append(line)
     if not events:
         raise TraceError("holds no events", source=source)
-    return Trace(events=tuple(events))
+    return Trace(events=tuple(events), prices=tuple(prices))
+
+
+def _line(row: dict[str, str], where: str) -> TraceEvent | TracePrice:
+    kind = row["event"]
+    if kind not in _COLUMNS:
+        raise TraceError(
+            "is not a kind of event", source=where, field="event", value=kind, allowed="'add', 'remove' or 'price'"
+        )
+    given = {name: value for name, value in row.items() if value or name not in _MAY_BE_EMPTY}
+    for name in given.keys() - set(_COLUMNS[kind]):
+        raise TraceError(
+            f"does not belong to a line of event {kind}", source=where, field=name, value=given[name], allowed="nothing"
+        )
+    try:
+        if kind == "price":
+            del given["event"]
+            return TracePrice.model_validate(given)
+        return TraceEvent.model_validate(given)
+    except ValidationError as error:
+        field, problem, value = first_problem(error)
+        shown = value if isinstance(value, str) else None  # else it is the whole line: a cell is empty
+        raise TraceError(problem, source=where, field=field, value=shown) from error
+
+
+def _check_follows(event: TraceEvent, added_s: dict[str, float], where: str) -> None:
+    """Check an event against those before it; ``added_s``: when the VMs that are there came."""
+    node = event.node_id
+    if (node in added_s) == (event.event == "add"):
+        state = "already there" if event.event == "add" else "not there"
+        raise TraceError(f"node is {state}", source=where, field="node_id", value=node)
+    if event.event == "add":
+        added_s[node] = event.time_s
+        return
+    lived_s = event.time_s - added_s.pop(node)
+    if event.notice_s is not None and event.notice_s > lived_s + 1e-9 * event.time_s:  # times may have been scaled
+        raise TraceError(
+            "notice of a node that is not there yet",
+            source=where,
+            field="notice_s",
+            value=event.notice_s,
+            allowed=f"at most {lived_s}, for so long it was there",
+        )
 
 
 def load_trace(path: Path) -> Trace:
@@ -116,10 +210,23 @@ def load_trace(path: Path) -> Trace:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write the CSV form; times in full, so that reading it gives the same trace."""
+    """Write the CSV form; times in full, so that reading it gives the same trace.
+
+    A column that only notices or prices need is there only if there are any.
+    """
+    columns = [*HEADER[:6]]
+    if any(event.notice_s is not None for event in trace.events):
+        columns.append("notice_s")
+    if trace.prices:
+        columns.append("usd_per_h")
+    lines: Iterable[TraceEvent | TracePrice] = heapq.merge(trace.prices, trace.events, key=lambda line: line.time_s)
     with path.open("w", encoding="utf-8", newline="") as out:
-        writer = csv.writer(out)
-        writer.writerow(HEADER)
-        for event in trace.events:
-            time_s = repr(event.time_s).removesuffix(".0")
-            writer.writerow([time_s, event.event, event.node_id, event.zone, event.instance_type, event.source])
+        writer = csv.DictWriter(out, columns)
+        writer.writeheader()
+        for line in lines:
+            cells = {name: _cell(value) for name, value in line.model_dump(exclude_none=True).items()}
+            writer.writerow({"event": "price", **cells})
+
+
+def _cell(value: float | str) -> str:
+    return value if isinstance(value, str) else repr(value).removesuffix(".0")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from morph.contract.errors import TraceError
-from morph.contract.trace import HEADER, Trace, TraceEvent, load_trace, parse_trace, write_trace
+from morph.contract.trace import HEADER, Trace, TraceEvent, TracePrice, load_trace, parse_trace, write_trace
 
 HEAD = "time_s,event,node_id\n"
 
@@ -41,6 +41,84 @@ def test_the_first_three_columns_are_enough_and_may_come_in_any_order() -> None:
     assert trace.max_nodes == 2
 
 
+FULL = "time_s,event,node_id,zone,instance_type,notice_s,usd_per_h\n"
+LINES = """\
+0,price,,east,p3,,0.9
+0,price,,west,p3,,0.8
+0,add,a,east,p3,,
+10,add,b,east,p3,,
+60,price,,east,p3,,1.2
+70,remove,b,east,p3,60,
+80,remove,a,east,p3,75,
+90,price,,east,p3,,1.1
+"""
+
+
+def test_notices_and_prices_are_read_written_and_scaled(tmp_path: Path) -> None:
+    trace = parse(FULL + LINES)
+    assert [(at_s, event.node_id) for at_s, event in trace.notices] == [(5.0, "a"), (10.0, "b")]
+    assert (trace.max_nodes, trace.duration_s, len(trace.events)) == (2, 90.0, 4)
+    write_trace(trace, tmp_path / "spot.csv")
+    assert load_trace(tmp_path / "spot.csv") == trace
+    half = trace.scaled(0.5)
+    assert [at_s for at_s, _ in half.notices] == [2.5, 5.0]
+    assert [price.time_s for price in half.prices] == [0, 0, 30, 45]
+    assert half.prices[-1] == TracePrice(time_s=45, usd_per_h=1.1, zone="east", instance_type="p3")
+
+
+def test_a_price_holds_until_the_next_for_its_zone_and_instance_type() -> None:
+    trace = parse(FULL + LINES)
+    assert [trace.price_at(time_s, "east", "p3") for time_s in (0, 59.9, 60, 1000)] == [0.9, 0.9, 1.2, 1.1]
+    assert trace.price_at(1000, "west", "p3") == 0.8
+    assert trace.price_at(1000, "west", "p2") is None
+    assert parse(FULL + LINES.split("\n", 1)[1]).price_at(59, "east", "p3") is None
+
+
+def test_a_trace_without_notices_and_prices_is_written_as_before_there_were_any(tmp_path: Path) -> None:
+    write_trace(parse(HEAD + "0,add,a\n"), tmp_path / "spot.csv")
+    lines = (tmp_path / "spot.csv").read_text(encoding="utf-8").splitlines()
+    assert lines == ["time_s,event,node_id,zone,instance_type,source", "0,add,a,unknown,unknown,"]
+
+
+@given(st.floats(0, 1e6), st.floats(0.001, 1e6), st.floats(1e-6, 1e3))
+def test_a_scaled_notice_may_be_given_as_soon_as_the_vm_is_there(added_s: float, lived_s: float, factor: float) -> None:
+    lived_s = max(lived_s, added_s * 1e-9)
+    text = FULL + f"{added_s!r},add,a,,,,\n{added_s + lived_s!r},remove,a,,,{lived_s!r},\n"
+    scaled = parse(text).scaled(factor)
+    ((at_s, event),) = scaled.notices
+    assert scaled.events[0].time_s <= at_s <= event.time_s
+    assert event.notice_s is not None
+    assert parse(FULL + f"{scaled.events[0].time_s!r},add,a,,,,\n{event.time_s!r},remove,a,,,{event.notice_s!r},\n")
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        ("20,remove,a,,,0,", ["notice_s", "'0'", "greater than 0"]),
+        ("20,remove,a,,,soon,", ["notice_s", "'soon'"]),
+        ("20,remove,a,,,21,", ["notice_s", "21.0", "not there yet", "at most 20.0"]),
+        ("20,remove,a,,,,0.9", ["usd_per_h", "'0.9'", "does not belong to a line of event remove"]),
+        ("20,add,b,,,30,", ["notice_s", "'30'", "does not belong to a line of event add"]),
+        ("20,price,a,,,,0.9", ["node_id", "'a'", "does not belong to a line of event price"]),
+        ("20,price,,,,,", ["usd_per_h", "Field required"]),
+        ("20,price,,,,,-1", ["usd_per_h", "'-1'"]),
+        ("20,price,,,,,nan", ["usd_per_h", "finite"]),
+        ("20,add,,,,,", ["node_id", "Field required"]),
+        ("-1,price,,,,,1", ["time_s", "'-1'"]),
+    ],
+)
+def test_a_wrong_notice_or_price_is_named(row: str, parts: list[str]) -> None:
+    with pytest.raises(TraceError) as caught:
+        parse(f"{FULL}0,add,a,,,,\n{row}\n")
+    for part in ["spot.csv, line 3:", *parts]:
+        assert part in str(caught.value)
+
+
+def test_prices_are_in_time_order_with_the_events() -> None:
+    with pytest.raises(TraceError, match=r"line 3.*time steps back.*at least 5\.0"):
+        parse(FULL + "5,price,,,,,1\n4,add,a,,,,\n")
+
+
 def test_time_can_be_scaled() -> None:
     trace = parse(HEAD + "1,add,a\n60,remove,a\n").scaled(0.5)
     assert [event.time_s for event in trace.events] == [0.5, 30.0]
@@ -53,7 +131,7 @@ def test_time_can_be_scaled() -> None:
         (["-1,add,a"], 2, ["time_s", "'-1'", "greater than or equal to 0"]),
         (["nan,add,a"], 2, ["time_s", "finite"]),
         (["inf,add,a"], 2, ["time_s", "finite"]),
-        (["0,grow,a"], 2, ["event", "'grow'", "'add'", "'remove'"]),
+        (["0,grow,a"], 2, ["event", "'grow'", "'add'", "'remove'", "'price'"]),
         (["0,add,a b"], 2, ["node_id", "'a b'"]),
         (["0,add,../a"], 2, ["node_id", "'../a'"]),
         (["0,add,"], 2, ["node_id"]),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from manager.controller.state.events import NodeAppeared, Tick, WorkerLost
+from manager.controller.state.events import NodeAppeared, NodeFacts, NoticeGiven, Paid, Tick, WorkerLost
 from manager.engine.local_vms.trace_replayer import TraceReplayer
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import TRACE_PLAYED, VM_KILLED, VM_UP, Fact, TraceMoment
@@ -62,9 +62,12 @@ class Play:
 
     def __init__(self, *lines: str, begun: TraceMoment | None = None) -> None:
         self.host, self.event_queue = FakeHost(), EventQueue()
-        trace = parse_trace(["time_s,event,node_id\n", *(f"{line}\n" for line in lines)], "test")
+        head = "time_s,event,node_id" + (",zone,instance_type,notice_s,usd_per_h" if lines[0].count(",") > 2 else "")
+        trace = parse_trace([f"{head}\n", *(f"{line}\n" for line in lines)], "test")
         self.replayer = TraceReplayer(self.host, trace, self.event_queue, begun)
         self.seen: list[str] = []
+        self.appeared: dict[str, NodeAppeared] = {}
+        self.notices: dict[str, NoticeGiven] = {}
         self.moments: list[TraceMoment] = []
 
     def start(self, *, clock: bool = True) -> None:
@@ -81,6 +84,10 @@ class Play:
             item = stamped.item
         if isinstance(item, NodeAppeared):
             self.seen.append(f"up {item.node}")
+            self.appeared[item.node] = item
+        elif isinstance(item, NoticeGiven):
+            self.seen.append(f"notice {item.worker}")
+            self.notices[item.worker] = item
         elif isinstance(item, WorkerLost):
             self.seen.append(f"lost {item.worker}")
         elif isinstance(item, Tick):
@@ -224,6 +231,59 @@ def test_closing_ends_the_play_and_its_threads_also_in_the_middle() -> None:
     while (stamped := one.event_queue.get(0.0)) is not None:
         seen.append(stamped.item)
     assert all(isinstance(item, Fact) and item.name in ("vm_requested", TRACE_PLAYED) for item in seen)
+
+
+def test_a_notice_comes_before_the_revocation_by_its_lead(played: list[Play]) -> None:
+    one = play(played, "0,add,a,,,,", "0,add,b,,,,", "0.3,remove,a,,,0.25,", "0.4,add,c,,,,")
+    one.start(clock=False)
+    one.until("up a", "up b")
+    one.replayer.start_clock()
+    one.until("vm_requested c")
+    after = one.seen[one.seen.index("up b") + 1 :]
+    assert after == ["notice a", f"{VM_KILLED} a", "vm_requested c"]
+    assert one.notices["a"].lead_s == pytest.approx(0.25, abs=1e-3)
+    assert one.notices["a"].notice == "trace-a"
+
+
+def test_a_notice_of_a_vm_that_boots_is_given_when_it_is_up(played: list[Play]) -> None:
+    one = play(played, "0,add,a,,,,", "100,remove,a,,,100,")
+    boot = one.host.hold("a")
+    one.start()
+    assert one.host.booting["a"].wait(BOUND_S)
+    boot.set()
+    assert one.until("notice a")[-2:] == ["up a", "notice a"]
+    assert 0 < one.notices["a"].lead_s <= 100
+
+
+def test_a_vm_comes_with_its_zone_its_instance_type_and_its_price_then(played: list[Play]) -> None:
+    one = play(
+        played,
+        "0,price,,east,p3,,0.9",
+        "0,add,a,east,p3,,",
+        "0,add,b,unknown,unknown,,",
+        "0.01,price,,east,p3,,1.1",
+        "0.02,add,c,east,p3,,",
+    )
+    one.start()
+    one.until("up a", "up b", "up c")
+    assert one.appeared["a"].facts == NodeFacts(provider="local", size="p3", zone="east")
+    assert one.appeared["b"].facts == NodeFacts(provider="local")
+    prices = [one.appeared[node].paid for node in "abc"]
+    assert prices == [Paid(usd_per_h=0.9), None, Paid(usd_per_h=1.1)]
+
+
+def test_another_manager_gives_the_notices_that_are_in_force_again_and_those_to_come(played: list[Play]) -> None:
+    """a is gone; b was given notice at 10, c is at 40; d, which was still to boot, has a price."""
+    lines = ("0,price,,,,,2", *(f"0,add,{node},,,," for node in "abcd"), "20,remove,a,,,15,")
+    later = ("30.3,remove,b,,,20.3,", "60,remove,c,,,29.9,")
+    one = play(played, *lines, *later, begun=TraceMoment(num_played=5, clock_s=30.0, runs=True))
+    one.replayer.resume(up=["b", "c"], appeared=["a", "b", "c"])
+    one.start()
+    one.until(f"{VM_KILLED} b", "notice b", "notice c", "up d")
+    assert one.notices["b"].lead_s == pytest.approx(0.3, abs=1e-3)
+    assert one.notices["c"].lead_s == pytest.approx(29.9, abs=0.01)
+    assert "notice a" not in one.seen
+    assert one.appeared["d"].paid == Paid(usd_per_h=2)
 
 
 LINES = ("0,add,a", "0,add,b", "0.01,remove,a", "0.02,add,a", "0.02,add,c", "0.03,remove,b", "0.04,add,d")

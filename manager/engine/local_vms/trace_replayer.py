@@ -22,15 +22,17 @@ class TraceReplayer:
     """Plays a trace on a host of VMs, from a thread of its own.
 
     The trace's clock stands at its first moment until ``start_clock``: what comes at time 0 is booted first.
-    ``stop_clock`` lets it stand again. Revocations of the same moment happen together. How far it came is noted as a
-    fact, so that another manager can go on from there (``begun``).
+    ``stop_clock`` lets it stand again. Revocations of the same moment happen together, and each is announced as long
+    before as the trace says. VMs come with their zone, instance type and price; one that changes later counts for the
+    VMs that come then. How far it came is noted as a fact, so that another manager can go on from there (``begun``):
+    that one gives the notices that are in force again, under the same names.
     """
 
     def __init__(self, host: VmHost, trace: Trace, event_queue: EventQueue, begun: TraceMoment | None = None) -> None:
         self.fleet = VmFleet(host, event_queue)
         begun = begun or TraceMoment()
+        self._trace = trace
         self._played = trace.events[: begun.num_played]
-        self._events = trace.events[begun.num_played :]
         self._clock_runs = threading.Event()
         self._clock_s = begun.clock_s
         self._num_played = begun.num_played
@@ -47,7 +49,7 @@ class TraceReplayer:
         self, up: Collection[str], appeared: Collection[str], asked: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """Before ``start``, and after another manager: take over the VMs of what it played; see ``VmFleet.adopt``."""
-        self.fleet.adopt(self._played, up, appeared, asked)
+        self.fleet.adopt([(event, self._usd_per_h(event)) for event in self._played], up, appeared, asked)
 
     def start_clock(self) -> None:
         """Let the trace's time run. Calling it again changes nothing."""
@@ -83,14 +85,32 @@ class TraceReplayer:
                 self._event_queue.put(Tick())
 
     def _play(self) -> None:
-        for time_s, events in groupby(self._events, key=lambda event: event.time_s):
+        for time_s, due in groupby(self._due(), key=lambda due: due[0]):
             self._wait_until(time_s)
             if self._over.is_set():
                 return
-            together = list(events)
-            self._num_played += len(together)
-            self._note()  # first, so that another manager does what this one could not do any more
-            self._play_together(together)
+            entries = list(due)
+            together = [event for _, is_notice, event in entries if not is_notice]
+            if together:
+                self._num_played += len(together)
+                self._note()  # first, so that another manager does what this one could not do any more
+                self._play_together(together)
+            for _, is_notice, event in entries:
+                if is_notice and event.time_s > time_s:
+                    self.fleet.give_notice(event.node_id, event.time_s - time_s)
+
+    def _due(self) -> list[tuple[float, bool, TraceEvent]]:
+        """What is left to be played, and when; True: the notice of this event."""
+        rest = self._trace.events[self._num_played :]
+        if not rest:
+            return []
+        events = [(event.time_s, False, event) for event in rest]
+        notices = [
+            (max(at_s, self._clock_s), True, event)
+            for at_s, event in self._trace.notices
+            if event.time_s >= rest[0].time_s
+        ]
+        return sorted(events + notices, key=lambda due: due[:2])
 
     def _note(self) -> None:
         moment = TraceMoment(num_played=self._num_played, clock_s=self._clock_s, runs=self._clock_runs.is_set())
@@ -115,6 +135,9 @@ class TraceReplayer:
             self.fleet.revoke(*revoked)
         for event in rest:
             if event.event == "add":
-                self.fleet.request(event.node_id, event.zone)
+                self.fleet.request(event.node_id, event.zone, event.instance_type, self._usd_per_h(event))
             else:
                 self.fleet.revoke(event.node_id)
+
+    def _usd_per_h(self, event: TraceEvent) -> float | None:
+        return self._trace.price_at(event.time_s, event.zone, event.instance_type)

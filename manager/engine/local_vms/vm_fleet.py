@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from manager.controller.state.events import NodeAppeared, NodeFacts, WorkerLost
+from manager.controller.state.events import NodeAppeared, NodeFacts, NoticeGiven, Paid, WorkerLost
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import VM_KILLED, VM_UP, Fact
 from morph.contract.errors import ClusterError
-from morph.contract.trace import TraceEvent
-
-LOCAL = NodeFacts(provider="local")
+from morph.contract.trace import UNKNOWN, TraceEvent
 
 
 class VmHost(Protocol):
@@ -36,7 +35,8 @@ class VmHost(Protocol):
 class VmFleet:
     """Boots VMs from threads of its own; ``request`` and ``revoke`` return at once, from any thread.
 
-    A node that is asked for again after its revocation gets a new VM id (``name.2``): it is another machine.
+    A node that is asked for again after its revocation gets a new VM id (``name.2``): it is another machine. A notice
+    of a VM that is not up yet is given when it is.
     """
 
     def __init__(self, host: VmHost, event_queue: EventQueue) -> None:
@@ -47,13 +47,16 @@ class VmFleet:
         self._seen: dict[str, int] = {}
         self._up: set[str] = set()
         self._failed: set[str] = set()
+        self._told: set[str] = set()
+        self._taken_s: dict[str, float] = {}
+        self._said: dict[str, tuple[NodeFacts, Paid | None]] = {}
         self._lock = threading.Lock()
         for _ in range(host.boots_at_once):
             threading.Thread(target=self._boot_loop, name="morph-vm-boot", daemon=True).start()
 
     def adopt(
         self,
-        played: Iterable[TraceEvent],
+        played: Iterable[tuple[TraceEvent, float | None]],
         up: Collection[str],
         appeared: Collection[str],
         asked: Mapping[str, str] = MappingProxyType({}),
@@ -61,22 +64,23 @@ class VmFleet:
         """Go on after another manager, which asked for and revoked these.
 
         Args:
-            played: In order.
+            played: In order, each with what such a VM cost then, in dollars an hour.
             up: VMs that are up now. One that was revoked already is killed.
             appeared: VMs of which the controller was told. One of the others that is up is told of now; one that is
                 not is asked for again.
             asked: VMs besides those of ``played``, each with the request that it answers.
         """
         with self._lock:
-            for event in played:
+            for event, usd_per_h in played:
                 if event.event == "add":
-                    self._want(event.node_id)
+                    self._want(event.node_id, event.zone, event.instance_type, usd_per_h)
                 else:
                     self._wanted.pop(event.node_id, None)
             for node in asked:
                 self._want(node)
             wanted = set(self._wanted.values())
             self._up |= wanted & set(up)
+            self._told |= wanted & set(appeared)
             self._failed |= wanted & set(appeared) - set(up)  # it died: nobody waits for it to boot
         self._host.prepare_kill(sorted(set(up) - wanted))()
         for vm in sorted(wanted - set(appeared)):
@@ -85,13 +89,24 @@ class VmFleet:
             else:
                 self._boots.put(vm)
 
-    def request(self, node: str, zone: str = "unknown") -> str:
+    def request(
+        self, node: str, zone: str = UNKNOWN, instance_type: str = UNKNOWN, usd_per_h: float | None = None
+    ) -> str:
         """Ask for a VM; ``NodeAppeared`` follows when it is up. Returns its id."""
         with self._lock:
-            vm = self._want(node)
+            vm = self._want(node, zone, instance_type, usd_per_h)
         self._event_queue.put(Fact(name="vm_requested", worker=vm, detail=zone))
         self._boots.put(vm)
         return vm
+
+    def give_notice(self, node: str, lead_s: float) -> None:
+        """Say that a node's VM will be revoked after so long; whoever says so calls ``revoke`` then."""
+        with self._lock:
+            vm = self._wanted.get(node)
+            if vm is not None:
+                self._taken_s[vm] = time.monotonic() + lead_s
+                if vm in self._told:
+                    self._tell_notice(vm)
 
     def revoke(self, *nodes: str) -> None:
         """Kill the nodes' VMs, all at once; one that is still booting never appears."""
@@ -143,14 +158,28 @@ class VmFleet:
         for _ in range(self._host.boots_at_once):
             self._boots.put(None)
 
-    def _want(self, node: str) -> str:
+    def _want(
+        self, node: str, zone: str = UNKNOWN, instance_type: str = UNKNOWN, usd_per_h: float | None = None
+    ) -> str:
         count = self._seen[node] = self._seen.get(node, 0) + 1
         vm = self._wanted[node] = node if count == 1 else f"{node}.{count}"
+        size, zone = ("" if told == UNKNOWN else told for told in (instance_type, zone))
+        facts = NodeFacts(provider="local", size=size, zone=zone)
+        self._said[vm] = facts, None if usd_per_h is None else Paid(usd_per_h=usd_per_h)
         return vm
 
     def _appear(self, vm: str, request: str | None = None) -> None:
-        self._event_queue.put(NodeAppeared(node=vm, request=request, facts=LOCAL))
-        self._event_queue.put(Fact(name=VM_UP, worker=vm))
+        with self._lock:  # so that no notice comes before
+            facts, paid = self._said[vm]
+            self._event_queue.put(NodeAppeared(node=vm, request=request, facts=facts, paid=paid))
+            self._event_queue.put(Fact(name=VM_UP, worker=vm))
+            self._told.add(vm)
+            if vm in self._taken_s:
+                self._tell_notice(vm)
+
+    def _tell_notice(self, vm: str) -> None:
+        lead_s = max(0.0, self._taken_s[vm] - time.monotonic())
+        self._event_queue.put(NoticeGiven(worker=vm, lead_s=lead_s, notice=f"trace-{vm}"))
 
     def _boot_loop(self) -> None:
         while (vm := self._boots.get()) is not None:
