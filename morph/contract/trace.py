@@ -24,7 +24,11 @@ from morph.contract.base import Value, first_problem
 from morph.contract.errors import TraceError
 
 HEADER = ("time_s", "event", "node_id", "zone", "instance_type", "source", "notice_s", "usd_per_h")
-_COLUMNS = {"add": HEADER[:6], "remove": HEADER[:7], "price": tuple(name for name in HEADER if name not in ("node_id", "notice_s"))}
+_COLUMNS = {
+    "add": HEADER[:6],
+    "remove": HEADER[:7],
+    "price": tuple(name for name in HEADER if name not in ("node_id", "notice_s")),
+}
 _MAY_BE_EMPTY = ("node_id", "notice_s", "usd_per_h")
 UNKNOWN = "unknown"
 

@@ -71,7 +71,7 @@ def _spread(values: Sequence[float], form: str) -> str:
         return "-"
     mean, low, high = interval(values)
     shown = format(mean, form)
-    return shown if low == high else f"{shown} ({format(low, form)}–{format(high, form)})"
+    return shown if low == high else f"{shown} ({format(low, form)}-{format(high, form)})"
 
 
 def draw(job: SpotJob, outcomes: Sequence[Outcome], path: Path) -> None:
