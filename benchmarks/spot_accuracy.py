@@ -32,7 +32,7 @@ from manager.simulation.spot.job import Durations, SpotJob
 from morph.contract.cluster import ClusterConfig, Policy
 from morph.contract.messages import Prepared, Reshaped, WorkerReady
 from morph.contract.trace import Trace
-from simulator import generate_trace, plan_table, synthetic_profile
+from simulator import plan_table, spot_model, synthetic_profile
 
 NUM_SECTIONS = 8
 MOST_VMS = 6
@@ -236,19 +236,15 @@ def compare(happened: Happened, durations: Durations) -> tuple[float, dict[Part,
 
 def traces(count: int, seconds: float) -> Sequence[Trace]:
     """Traces with losses alone and in bulk."""
-    return [
-        generate_trace(
-            seed,
-            duration_s=seconds,
-            initial=5,
-            min_nodes=1,
-            max_nodes=MOST_VMS,
-            mean_revocation_s=seconds / 20,
-            bulk_share=0.3,
-            replacement_s=seconds / 15,
-        )
-        for seed in range(count)
-    ]
+    model = spot_model(
+        MOST_VMS,
+        losses_per_vm_h=3600 * 20 * 1.6 / seconds / MOST_VMS,
+        bulk_share=0.3,
+        replacement_s=seconds / 15,
+        initial=5,
+        least=1,
+    )
+    return [model.draw(seed, seconds) for seed in range(count)]
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from manager.simulation.spot.job import SpotJob, job_from_profile
 from manager.simulation.spot.until import Until
 from morph.contract.plan import Plan
 from morph.contract.profile import load_profile
-from simulator import generate_trace
+from simulator import spot_model
 
 PROFILE = Path(__file__).parent.parent / "configs/profiles/gpt2-2.5b.json"
 PER_VM_H = 0.61
@@ -31,16 +31,7 @@ STEP_S = 20.0
 
 def day(job: SpotJob, num_vms: int, seed: int) -> tuple[float, int, int]:
     """Return the processor time of 24 h, the changes of membership in them, and the steps."""
-    trace = generate_trace(
-        seed,
-        duration_s=86_400,
-        initial=num_vms,
-        min_nodes=0,
-        max_nodes=num_vms,
-        mean_revocation_s=3600 * 2 / (PER_VM_H * num_vms),
-        bulk_share=0.5,
-        replacement_s=600,
-    )
+    trace = spot_model(num_vms, losses_per_vm_h=PER_VM_H, replacement_s=600).draw(seed, 86_400)
     start_s = time.process_time()
     outcome = play_morph(job, trace, until=Until(kind="hours", amount=24), seed=seed)
     took_s = time.process_time() - start_s

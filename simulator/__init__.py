@@ -1,4 +1,4 @@
-"""Mini-batch simulator, planner and generators of profiles and traces. Pure: no torch, Ray, sockets or clock.
+"""Mini-batch simulator, planner, spot traces and synthetic profiles. Pure: no torch, Ray, sockets or clock.
 
 ``plan`` finds the best P x D for a number of GPUs, ``plan_table`` and ``plan_frame`` for every number up to one,
 ``simulate`` answers for one shape; a ``PlanRequest`` says how.
@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from simulator.answers.answer import Simulation
-from simulator.generators.synthetic import synthetic_profile
-from simulator.generators.trace_generator import generate_trace
 from simulator.given.request import PlanRequest
+from simulator.given.synthetic import synthetic_profile
 from simulator.search.mini_batch import simulate
 from simulator.search.planner import PlanChoice, plan, plan_table
+from simulator.traces.model import TraceModel, spot_model
 
 if TYPE_CHECKING:
     from simulator.search.frames import plan_frame
@@ -22,11 +22,12 @@ __all__ = [
     "PlanChoice",
     "PlanRequest",
     "Simulation",
-    "generate_trace",
+    "TraceModel",
     "plan",
     "plan_frame",
     "plan_table",
     "simulate",
+    "spot_model",
     "synthetic_profile",
 ]
 

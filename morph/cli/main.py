@@ -18,6 +18,7 @@ from morph.cli.plans.plan import plan_command
 from morph.cli.plans.rehearse import rehearse_command
 from morph.cli.plans.replay import replay_command
 from morph.cli.plans.simulate import simulate_command
+from morph.cli.plans.trace import trace_app
 from morph.cli.profiles.calibrate import calibrate_command
 from morph.cli.profiles.calibrate_peer import calibrate_peer_command
 from morph.cli.profiles.profile import profile_app
@@ -77,6 +78,7 @@ app.add_typer(cloud_app, name="cloud")
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
 app.command("replay")(replay_command)
+app.add_typer(trace_app, name="trace")
 app.command("rehearse")(rehearse_command)
 app.command("run")(run_command)
 app.command("resume")(resume_command)

@@ -6,11 +6,10 @@ import pytest
 
 from benchmarks.soak.thinning import describe, first_hours, thinned
 from morph.contract.trace import Trace, TraceEvent
-from simulator import generate_trace
+from simulator import spot_model
 
-TRACE = generate_trace(
-    3, duration_s=8000, initial=24, min_nodes=4, max_nodes=32, mean_revocation_s=200, bulk_share=0.7, replacement_s=300
-)
+MODEL = spot_model(32, losses_per_vm_h=1.35, bulk_share=0.7, initial=24, least=4)
+TRACE = MODEL.draw(3, 8000)
 
 
 def removals(trace: Trace) -> dict[float, set[str]]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from manager.simulation.replay import POLICIES
 from morph.cli.main import app
 from morph.contract.trace import write_trace
-from simulator import generate_trace, synthetic_profile
+from simulator import spot_model, synthetic_profile
 
 RUNNER = CliRunner()
 
@@ -23,7 +23,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("replay")
     profile, trace = folder / "profile.json", folder / "trace.csv"
     profile.write_text(synthetic_profile(num_sections=6, forward_s=0.01, batch_size=256).model_dump_json())
-    write_trace(generate_trace(1, duration_s=7200, initial=6, max_nodes=6, mean_revocation_s=400), trace)
+    write_trace(spot_model(6, losses_per_vm_h=2.4, bulk_share=0.3, replacement_s=120).draw(1, 7200), trace)
     return str(profile), str(trace)
 
 
@@ -73,4 +73,4 @@ def test_what_cannot_be_replayed_is_refused_in_one_sentence(
 def test_files_and_a_number_of_vms_exclude_each_other(files: tuple[str, str]) -> None:
     done = RUNNER.invoke(app, ["replay", files[0], "--trace", files[1], "--vms", "4"])
     assert done.exit_code == 2
-    assert "cannot be combined with --trace" in done.output
+    assert "--trace: cannot be combined with --vms" in done.output

@@ -24,7 +24,7 @@ from manager.history.estimate import (
 )
 from manager.history.lives import Ending, Life, together
 from morph.contract.trace import parse_trace, write_trace
-from simulator.generators.trace_generator import generate_trace
+from simulator import spot_model
 
 PRIOR = ExpectedLosses()
 ZONE_1 = NodeFacts(provider="azure", size="NC24", region="westeurope", zone="1")
@@ -174,9 +174,8 @@ def test_a_region_tells_of_a_zone_of_which_nothing_is_known_and_soon_no_more() -
 
 
 def test_a_generated_trace_has_the_statistics_that_it_was_drawn_with(tmp_path: Path) -> None:
-    trace = generate_trace(
-        3, duration_s=400_000.0, initial=20, max_nodes=20, mean_revocation_s=900.0, bulk_share=0.4, replacement_s=1.0
-    )
+    model = spot_model(20, losses_per_vm_h=0.36, bulk_share=0.4, replacement_s=1.0, num_zones=1)
+    trace = model.draw(3, 400_000.0)
     found = seen(lives_of_trace(trace))
     assert found.num_lost == sum(event.event == "remove" for event in trace.events)
     assert found.hours == pytest.approx(20 * trace.duration_s / 3600, rel=0.01)

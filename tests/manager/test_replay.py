@@ -18,7 +18,7 @@ from manager.simulation.spot.until import SpotPrices, Until
 from morph.contract.errors import ConfigError, InputError
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace, TraceEvent
-from simulator import generate_trace
+from simulator import spot_model
 
 TIMES = Durations(
     noticed_s=0.5,
@@ -117,16 +117,8 @@ def test_morph_loses_the_step_under_way_and_no_other_where_a_replica_lives() -> 
 
 def drawn(seed: int, every_s: float) -> Trace:
     """Two hours of six VMs."""
-    return generate_trace(
-        seed,
-        duration_s=7200,
-        initial=6,
-        min_nodes=0,
-        max_nodes=6,
-        mean_revocation_s=every_s,
-        bulk_share=0.4,
-        replacement_s=120,
-    )
+    model = spot_model(6, losses_per_vm_h=3600 * 1.8 / every_s / 6, bulk_share=0.4, replacement_s=120)
+    return model.draw(seed, 7200)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -5,7 +5,7 @@ import pytest
 
 from morph.contract.profile import Profile
 from simulator.answers.costs import SectionCosts, stage_costs
-from simulator.generators.synthetic import synthetic_profile
+from simulator.given.synthetic import synthetic_profile
 from simulator.playing.schedules import stage_windows
 from simulator.search.partition import least_bytes, partition_table
 from tests.seeds import each_seed

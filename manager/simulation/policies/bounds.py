@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from manager.report.account import Part
-from manager.simulation.policies.membership import Books, end_of, intervals, spot_price
+from manager.simulation.policies.membership import Books, end_of, intervals, nothing_paid
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
@@ -16,9 +16,9 @@ def play_ideal(
     job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
 ) -> Outcome:
     """Every change of shape is free and instant, newcomers are ready at once, and nothing is ever lost."""
-    books, steps, num_changes = Books(job, spot_price(prices)), 0.0, 0
+    books, steps, num_changes = Books(job, nothing_paid(trace, prices)), 0.0, 0
     most = math.inf if until.num_steps is None else until.num_steps
-    for change, until_s in intervals(trace, 0.0, end_of(until, trace)):
+    for change, until_s in intervals(trace, 0.0, end_of(until, trace), prices):
         books.spend(change.time_s, Part.WAITING, 0)
         books.take(change)
         plan = job.best_plan(len(books.ready))
@@ -42,12 +42,13 @@ def play_on_demand(
 ) -> Outcome:
     """As many VMs as the trace has on average, never taken, at the on-demand price."""
     price = None if prices is None else prices.on_demand_usd_per_h
-    books = Books(job, price)
+    books = Books(job, None if price is None else 0.0)
     mean_vms = play_ideal(job, trace, until=Until(kind="hours", amount=trace.duration_s / 3600)).vm_s / trace.duration_s
     plan = job.best_plan(max(min(job.plans), round(mean_vms)))
     assert plan is not None, "some number of workers fits a plan"
     step_s, books.num_vms = plan.expected.mini_batch_s, plan.num_workers
     books.ready = dict.fromkeys(map(str, range(plan.num_workers)))
+    books.usd_per_h = plan.num_workers * (price or 0.0)
     books.note(plan)
     if until.num_steps is not None:
         end_s = until.num_steps * step_s

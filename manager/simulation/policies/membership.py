@@ -11,29 +11,41 @@ from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Moment, Outcome
 from manager.simulation.spot.until import SpotPrices, Until
 from morph.contract.plan import Plan
-from morph.contract.trace import Trace
+from morph.contract.trace import Trace, TraceEvent
 
 
 @dataclass(frozen=True)
 class Change:
-    """At one moment VMs come, get ready for work, or are lost."""
+    """At one moment VMs come, get ready for work, are said to be taken, or are lost.
+
+    ``noticed``: with how many seconds are left. ``usd_per_h``: by so much more is paid from then on.
+    """
 
     time_s: float
     came: int = 0
     ready: tuple[str, ...] = ()
+    noticed: tuple[tuple[str, float], ...] = ()
     lost: tuple[str, ...] = ()
+    usd_per_h: float = 0.0
 
 
-def changes_of(trace: Trace, setup_s: float) -> list[Change]:
+def changes_of(trace: Trace, setup_s: float, prices: SpotPrices | None = None) -> list[Change]:
     """When VMs come, when they are ready ``setup_s`` later unless they are lost by then, and when they are lost."""
     came: list[tuple[float, str, str]] = []
     living: dict[str, str] = {}
+    usd: dict[str, float] = {}
+    leads: dict[str, float] = {}
     for number, event in enumerate(trace.events):
         if event.event == "add":
             living[event.node_id] = vm = f"{event.node_id}#{number}"
+            usd[vm] = usd_of(event, trace, prices) or 0.0
             came += [(event.time_s, "came", vm), (event.time_s + setup_s, "ready", vm)]
-        elif event.event == "remove":
-            came.append((event.time_s, "lost", living.pop(event.node_id)))
+        else:
+            vm = living.pop(event.node_id)
+            came.append((event.time_s, "lost", vm))
+            if event.notice_s is not None:
+                leads[vm] = event.notice_s
+                came.append((event.time_s - event.notice_s, "noticed", vm))
     lost_s = {vm: time_s for time_s, kind, vm in came if kind == "lost"}
     real = [entry for entry in came if entry[1] != "ready" or entry[0] < lost_s.get(entry[2], float("inf"))]
     found = []
@@ -44,7 +56,9 @@ def changes_of(trace: Trace, setup_s: float) -> list[Change]:
                 time_s,
                 sum(kind == "came" for _, kind, _ in entries),
                 tuple(vm for _, kind, vm in entries if kind == "ready"),
+                tuple((vm, leads[vm]) for _, kind, vm in entries if kind == "noticed"),
                 tuple(vm for _, kind, vm in entries if kind == "lost"),
+                sum(usd[vm] * {"came": 1, "lost": -1}.get(kind, 0) for _, kind, vm in entries),
             )
         )
     return found
@@ -52,10 +66,14 @@ def changes_of(trace: Trace, setup_s: float) -> list[Change]:
 
 @dataclass
 class Books:
-    """Where the time of all VMs goes: booked until ``now_s``. ``ready``: for work, in order of appearance."""
+    """Where the time of all VMs goes: booked until ``now_s``. ``ready``: for work, in order of appearance.
+
+    ``usd``: paid so far; None: nobody knows what VMs cost. ``usd_per_h``: of all that are there.
+    """
 
     job: SpotJob
-    usd_per_h: float | None
+    usd: float | None
+    usd_per_h: float = 0.0
     now_s: float = 0.0
     num_vms: int = 0
     ready: dict[str, None] = field(default_factory=dict)
@@ -71,6 +89,7 @@ class Books:
             self.ready.pop(vm, None)
         self.num_vms += change.came - len(change.lost)
         self.num_losses += len(change.lost)
+        self.usd_per_h += change.usd_per_h
 
     def spend(self, until_s: float, part: Part, members: int) -> None:
         """Book the time from ``now_s`` on: ``members`` VMs do this, further ready ones are spare, others warm up."""
@@ -80,6 +99,8 @@ class Books:
         self.parts_s[Part.SPARE if members else Part.WAITING] += (num_ready - members) * for_s
         self.parts_s[Part.WARMING] += (self.num_vms - num_ready) * for_s
         self.vm_s += self.num_vms * for_s
+        if self.usd is not None:
+            self.usd += self.usd_per_h * for_s / 3600
         self.now_s = max(self.now_s, until_s)
 
     def undo(self, seconds: float, members: int) -> None:
@@ -93,11 +114,6 @@ class Books:
         moment = Moment(self.now_s, self.num_vms, shape, speed)
         if not self.moments or self.moments[-1][1:] != moment[1:]:
             self.moments.append(moment)
-
-    @property
-    def usd(self) -> float | None:
-        """What was paid so far."""
-        return None if self.usd_per_h is None else self.vm_s / 3600 * self.usd_per_h
 
     def is_spent(self, until: Until) -> bool:
         """Whether the dollars that the job may cost are spent."""
@@ -124,9 +140,16 @@ class Books:
         )
 
 
-def spot_price(prices: SpotPrices | None) -> float | None:
-    """Dollars of a spot VM an hour; None: not known."""
-    return None if prices is None else prices.spot_usd_per_h
+def usd_of(event: TraceEvent, trace: Trace, prices: SpotPrices | None) -> float | None:
+    """Dollars an hour of a VM that comes: what is given, else what the trace says; None: not known."""
+    if prices is not None and prices.spot_usd_per_h is not None:
+        return prices.spot_usd_per_h
+    return trace.price_at(event.time_s, event.zone, event.instance_type)
+
+
+def nothing_paid(trace: Trace, prices: SpotPrices | None) -> float | None:
+    """Dollars at the start; None: spot VMs have no price."""
+    return 0.0 if trace.prices or (prices is not None and prices.spot_usd_per_h is not None) else None
 
 
 def end_of(until: Until, trace: Trace) -> float:
@@ -134,7 +157,9 @@ def end_of(until: Until, trace: Trace) -> float:
     return trace.duration_s if until.end_s is None else until.end_s
 
 
-def intervals(trace: Trace, setup_s: float, end_s: float) -> Iterator[tuple[Change, float]]:
+def intervals(
+    trace: Trace, setup_s: float, end_s: float, prices: SpotPrices | None = None
+) -> Iterator[tuple[Change, float]]:
     """Each change with the time of the next one, or the end."""
-    changes = [change for change in changes_of(trace, setup_s) if change.time_s < end_s]
+    changes = [change for change in changes_of(trace, setup_s, prices) if change.time_s < end_s]
     yield from zip(changes, [*(change.time_s for change in changes[1:]), end_s], strict=True)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from manager.controller.state.events import NodeFacts
 from manager.report.account import Part
-from manager.simulation.policies.membership import end_of, spot_price
+from manager.simulation.policies.membership import end_of, nothing_paid, usd_of
 from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
@@ -23,7 +23,7 @@ def play_morph(
     job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
 ) -> Outcome:
     """Play the real controller's decisions on these VMs."""
-    price, names = spot_price(prices), dict[str, str]()
+    names = dict[str, str]()
     first_s = trace.events[0].time_s
     cluster = SpotCluster(
         job,
@@ -35,13 +35,19 @@ def play_morph(
     def happen(event: TraceEvent) -> tuple[()]:
         if event.event == "add":
             facts = NodeFacts(provider="simulated", size=event.instance_type, zone=event.zone)
-            names[event.node_id] = cluster.vm_came(facts, price)
+            names[event.node_id] = cluster.vm_came(facts, usd_of(event, trace, prices))
         elif event.event == "remove":
             cluster.vm_taken(names.pop(event.node_id))
         return ()
 
+    def notice(event: TraceEvent, lead_s: float) -> tuple[()]:
+        cluster.vm_noticed(names[event.node_id], lead_s)
+        return ()
+
     for event in trace.events:
         cluster.agenda.put(event.time_s, partial(happen, event))
+    for at_s, event in trace.notices:
+        cluster.agenda.put(at_s, partial(notice, event, event.time_s - at_s))
     end_s = end_of(until, trace)
     if until.kind == "usd":
         while cluster.finish is None and cluster.now_s < end_s:
@@ -65,7 +71,7 @@ def play_morph(
         num_changes=changes,
         vm_s=account.total_s,
         parts_s={part: account.part_s(part) for part in Part},
-        usd=None if price is None else _usd(cluster),
+        usd=None if nothing_paid(trace, prices) is None else _usd(cluster),
         finished=cluster.finish is not None and cluster.finish.outcome == "finished",
         moments=tuple(cluster.moments),
     )

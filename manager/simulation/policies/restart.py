@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from manager.report.account import Part
-from manager.simulation.policies.membership import Books, end_of, intervals, spot_price
+from manager.simulation.policies.membership import Books, end_of, intervals, nothing_paid
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
@@ -39,6 +39,8 @@ class _Run:
     """when the restart under way is over"""
     spent: list[tuple[int, int, float, int]] = field(default_factory=list)
     """of steps that may not be durable yet: the first of some, how many, what each took, and on how many VMs"""
+    must_save: bool = False
+    """a VM will be taken, and there is time to save before"""
     lost_steps: int = 0
     num_fatal: int = 0
     num_restarts: int = 0
@@ -47,6 +49,13 @@ class _Run:
     def done(self) -> bool:
         """Every step that was asked for."""
         return self.step >= self.most
+
+    def heed(self, lead_s: float) -> None:
+        """A member will be taken: save after the step under way, if that is durable by then (the thesis, 4.2)."""
+        if self.plan is None or self.every_steps is not None or self.books.now_s < self.ready_s:
+            return
+        left_s = self.plan.expected.mini_batch_s + self.job.durations.order_s - self.begun_s
+        self.must_save |= left_s + self._stall_s() + self._durable_s() <= lead_s
 
     def restart(self, *, from_memory: bool) -> None:
         """Begin again with the VMs that are ready, from the newest checkpoint; ``from_memory``: from one made now."""
@@ -64,6 +73,7 @@ class _Run:
             self.step, self.saved = newest, [(0.0, newest)]
             self.spent.clear()
         books.undo(self.begun_s, len(self.members))
+        self.must_save = False
         self.begun_s, self.plan = 0.0, self.job.best_plan(len(books.ready))
         self.members = tuple(books.ready)[: self.plan.num_workers] if self.plan is not None else ()
         self.num_restarts += 1
@@ -95,6 +105,8 @@ class _Run:
         """Count the steps, one at least, until a save is due, time is over or the job is done."""
         books = self.books
         most = int((until_s - books.now_s + self.begun_s) / step_s + 1e-9)
+        if self.must_save:
+            return 1
         if self.every_steps is not None:
             due = self.every_steps - (self.step - self.saved[-1][1])
         else:
@@ -106,6 +118,8 @@ class _Run:
         on_its_way = self.saved[-1][0] > self.books.now_s + 1e-6
         if on_its_way or self.done:
             return False
+        if self.must_save:
+            return True
         if self.every_steps is not None:
             return self.step - self.saved[-1][1] >= self.every_steps
         return self.books.now_s - self.since_s >= self._every_s() - 1e-6
@@ -124,7 +138,7 @@ class _Run:
         newest = max(step for since_s, step in self.saved if since_s <= books.now_s)
         self.saved = [*self.saved[-2:], (books.now_s + self._durable_s(), self.step)]
         self.spent = [entry for entry in self.spent if entry[0] + entry[1] > newest]
-        self.since_s = books.now_s
+        self.since_s, self.must_save = books.now_s, False
 
     def _stall_s(self) -> float:
         times = self.job.durations
@@ -152,9 +166,9 @@ def play_restart(
 ) -> Outcome:
     """Play a job that restarts; saved every so many steps, or, None, as often as costs least."""
     most = math.inf if until.num_steps is None else until.num_steps
-    books = Books(job, spot_price(prices))
+    books = Books(job, nothing_paid(trace, prices))
     run = _Run(job, books, every_steps, most)
-    for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace)):
+    for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices):
         books.spend(change.time_s, Part.WAITING, 0)
         books.take(change)
         better = job.best_plan(len(books.ready))
@@ -162,6 +176,8 @@ def play_restart(
             run.restart(from_memory=False)
         elif better is not None and _gain(run.plan, better) >= job.policy.min_join_gain:
             run.restart(from_memory=run.step > 0 and run.ready_s <= change.time_s)
+        for lead_s in (lead_s for vm, lead_s in change.noticed if vm in run.members):
+            run.heed(lead_s)
         books.note(run.plan)
         run.train(until_s)
         if run.done or books.is_spent(until):

@@ -9,6 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from morph.cli.plans.plan_options import memory_bytes_of
+from morph.cli.plans.trace_options import (
+    BulkShareOption,
+    LikeOption,
+    LossesOption,
+    ModelOption,
+    NoticesOption,
+    ReplacementOption,
+    VmsOption,
+    ZonesOption,
+    model_of,
+    read_traces,
+)
 from morph.cli.reading.options import JsonOption, ProfileArgument
 from morph.contract.errors import ConfigError
 from morph.contract.files import check_output, write_output
@@ -16,34 +28,33 @@ from morph.contract.files import check_output, write_output
 if TYPE_CHECKING:
     from morph.contract.trace import Trace
 
-_MOST_SEEDS, _MOST_PROCESSES, _MOST_VMS = 10_000, 256, 2000
+_MOST_SEEDS, _MOST_PROCESSES = 10_000, 256
 Cases = tuple[tuple[str, int, "Trace"], ...]
 
 
 def replay_command(
     profile: ProfileArgument,
     traces: Annotated[
-        list[Path] | None, typer.Option("--trace", help="When VMs come and go, as CSV; may be given several times.")
+        list[Path] | None,
+        typer.Option("--trace", help="When VMs come and go, in any format of `morph trace`; several times."),
     ] = None,
-    vms: Annotated[
-        int | None, typer.Option("--vms", min=1, max=_MOST_VMS, help="Instead: draw traces of so many spot VMs.")
-    ] = None,
+    vms: VmsOption = None,
     hours: Annotated[float, typer.Option("--hours", min=0.1, max=10_000, help="Length of a drawn trace.")] = 24.0,
-    losses_per_vm_h: Annotated[
-        float, typer.Option(min=0.0001, max=100, help="How often one VM is taken, of a drawn trace.")
-    ] = 0.39,
-    bulk_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of losses that take several VMs, of a drawn trace.")
-    ] = 0.5,
-    replacement_s: Annotated[
-        float, typer.Option(min=1, max=1e6, help="Mean seconds until a VM is replaced, of a drawn trace.")
-    ] = 300.0,
+    losses_per_vm_h: LossesOption = None,
+    bulk_share: BulkShareOption = None,
+    replacement_s: ReplacementOption = None,
+    zones: ZonesOption = None,
+    notices: NoticesOption = None,
+    like: LikeOption = None,
+    model: ModelOption = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=_MOST_SEEDS, help="Traces to draw.")] = 10,
     policy: Annotated[str, typer.Option("--policy", help="Which to compare: all, or names with commas.")] = "all",
     until: Annotated[
         str | None, typer.Option("--until", help="100000 (steps), 48h, 2d or 300usd. Default: the trace's end.")
     ] = None,
-    price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars of a spot VM an hour.")] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", min=0, help="Dollars of a spot VM an hour. Default: as the trace says.")
+    ] = None,
     on_demand_price: Annotated[
         float | None, typer.Option("--on-demand-price", min=0, help="Dollars of the same VM on demand.")
     ] = None,
@@ -64,6 +75,7 @@ def replay_command(
     \b
     Example:
       morph replay profile.json --trace trace.csv --price 0.9 --on-demand-price 3.06
+      morph replay profile.json --like p3.csv --zones 3 --hours 48 --seeds 20 --jobs 4
       morph replay profile.json --vms 24 --hours 48 --seeds 20 --jobs 4 --until 20000 --price 0.9 --png replay.png
     """
     from manager.simulation.replay import Replay, advice, frame_of, policies_of
@@ -77,17 +89,24 @@ def replay_command(
             check_output(path, ConfigError)
     names = policies_of(policy)
     bound = None if until is None else Until.parse(until)
-    if bound is not None and bound.kind == "usd" and (price is None or ("on-demand" in names and not on_demand_price)):
+    measured = load_profile(profile)
+    if traces and (vms is not None or like is not None or model is not None):
+        raise ConfigError("cannot be combined with --vms, --like or --model", field="--trace")
+    if traces:
+        cases = _recorded(traces)
+    else:
+        drawn = model_of(vms, like, model, losses_per_vm_h, bulk_share, replacement_s, zones, notices)
+        cases = tuple((f"drawn {seed}", seed, drawn.draw(seed, hours * 3600)) for seed in range(seeds))
+    priced = price is not None or all(trace.prices for _, _, trace in cases)
+    if bound is not None and bound.kind == "usd" and (not priced or ("on-demand" in names and not on_demand_price)):
         raise ConfigError(
             "needs prices", field="--until", value=until, allowed="with --price, and --on-demand-price for on-demand"
         )
-    measured = load_profile(profile)
-    cases = _cases(traces or [], vms, hours, losses_per_vm_h, bulk_share, replacement_s, seeds)
     durations = Durations(setup_s=setup_s, restart_s=restart_s)
     most = max(trace.max_nodes for _, _, trace in cases)
     request = PlanRequest(memory_bytes=memory_bytes_of(memory_gib))
     job = job_from_profile(measured, most, request, durations=durations)
-    longest = hours if vms is not None else min(trace.duration_s for _, _, trace in cases) / 3600
+    longest = hours if not traces else min(trace.duration_s for _, _, trace in cases) / 3600
     if bound is not None and bound.kind == "hours" and bound.amount > longest:
         raise ConfigError("is after a trace's end", field="--until", value=until, allowed=f"at most {longest:.4g}h")
     replay = Replay(
@@ -118,45 +137,8 @@ def replay_command(
         draw(job, outcomes, png)
 
 
-def _cases(
-    files: list[Path],
-    vms: int | None,
-    hours: float,
-    losses_per_vm_h: float,
-    bulk_share: float,
-    replacement_s: float,
-    seeds: int,
-) -> Cases:
-    """The traces to play.
-
-    Raises:
-        ConfigError: neither files nor a number of VMs, or both.
-    """
+def _recorded(files: list[Path]) -> Cases:
+    """Read the traces; each begins with its first event."""
     from manager.preparation import from_its_first_event
-    from morph.contract.trace import load_trace
-    from simulator import generate_trace
 
-    if bool(files) == (vms is not None):
-        problem = "cannot be combined with --trace" if files else "is missing"
-        raise ConfigError(problem, field="--vms", value=vms, allowed="a number of VMs, or --trace FILE instead")
-    if vms is None:
-        return tuple((path.stem, 0, from_its_first_event(load_trace(path))) for path in files)
-    taken_at_once = 1 + 2 * bulk_share  # of bulk losses 3 on average
-    every_s = 3600 * taken_at_once / (losses_per_vm_h * vms)
-    return tuple(
-        (
-            f"drawn {seed}",
-            seed,
-            generate_trace(
-                seed,
-                duration_s=hours * 3600,
-                initial=vms,
-                min_nodes=0,
-                max_nodes=vms,
-                mean_revocation_s=every_s,
-                bulk_share=bulk_share,
-                replacement_s=replacement_s,
-            ),
-        )
-        for seed in range(seeds)
-    )
+    return tuple((path.stem, 0, from_its_first_event(read_traces([path]))) for path in files)

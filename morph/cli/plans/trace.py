@@ -1,0 +1,191 @@
+"""``morph trace``: figures of spot traces, other formats, drawn traces, pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from morph.cli.plans.trace_options import (
+    BulkShareOption,
+    LikeOption,
+    LossesOption,
+    ModelOption,
+    NoticesOption,
+    ReplacementOption,
+    VmsOption,
+    ZonesOption,
+    model_of,
+    read_traces,
+)
+from morph.cli.reading.options import JsonOption
+from morph.contract.errors import ConfigError
+from morph.contract.files import check_output, write_output
+
+if TYPE_CHECKING:
+    from morph.contract.trace import Trace
+
+trace_app = typer.Typer(
+    help="Spot traces: figures, other formats, traces drawn from a model, pictures.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+FilesArgument = Annotated[
+    list[Path],
+    typer.Argument(metavar="TRACE...", help="In any format that `morph trace convert` reads; several are one cluster."),
+]
+OutOption = Annotated[Path, typer.Option("-o", "--output", help="The trace, as CSV.", show_default=False)]
+ZoneOption = Annotated[str | None, typer.Option("--zone", help="Of VMs of which the file does not say it.")]
+TypeOption = Annotated[str | None, typer.Option("--instance-type", help="Of VMs of which the file does not say it.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn.")]
+WindowOption = Annotated[
+    float, typer.Option("--window-s", min=0.001, max=3600, help="VMs lost within so long are lost at once.")
+]
+
+
+@trace_app.command("stats")
+def stats_command(traces: FilesArgument, window_s: WindowOption = 60.0, as_json: JsonOption = False) -> None:
+    """Say how many VMs there are, how they are lost and come back, and what they cost.
+
+    \b
+    Example:
+      morph trace stats trace.csv
+      morph trace stats us-east-2b_v100_1.json us-west-2a_v100_1.json
+    """
+    from morph.tables import wide_console
+    from simulator.shown.trace import trace_table
+    from simulator.traces.statistics import statistics_of
+
+    told = statistics_of(read_traces(traces), window_s)
+    if as_json:
+        shown = {
+            zone: {
+                "hours": one.hours,
+                "mean_vms": one.mean_vms,
+                "peak_vms": one.peak,
+                "vms_lost": one.num_lost,
+                "losses_per_vm_h": one.losses_per_vm_h,
+                "bulk_share": one.bulk_share,
+                "lost_at_once": one.sizes,
+                "median_life_h": one.median_life_h,
+                "replacement_s": one.replacement_s,
+                "noticed": one.num_noticed,
+                "notice_s": one.lead_s,
+                "usd_per_h": one.usd_per_h,
+                "usd_per_h_range": one.usd_range,
+            }
+            for zone, one in told.items()
+        }
+        print(json.dumps(shown, indent=2))
+        return
+    names = ", ".join(path.name for path in traces)
+    wide_console(118).print(trace_table(names, told.values()))
+
+
+@trace_app.command("convert")
+def convert_command(
+    traces: FilesArgument,
+    output: OutOption,
+    zone: ZoneOption = None,
+    instance_type: TypeOption = None,
+    from_h: Annotated[float, typer.Option("--from-h", min=0, help="Leave out what is before.")] = 0.0,
+    hours: Annotated[float | None, typer.Option("--hours", min=0.001, help="Leave out what is later.")] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Write traces of other formats as one CSV that `morph replay`, `run`, `rehearse` and `inject` take.
+
+    \b
+    Formats, told by their contents:
+      time_s,event,node_id...           Morph's own
+      time_ms,add|remove,node           Bamboo, AWS
+      YYYY-MM-DD, HH:MM:SS, VMs         Bamboo, GCP
+      {"metadata": {"gap_seconds": 300}, "data": [VMs, ...]}, ZONE_TYPE.json     SkyPilot
+    Where only the number of VMs is told, which of them goes is drawn.
+
+    \b
+    Example:
+      morph trace convert p3-trace.csv --instance-type p3.2xlarge -o p3.csv
+      morph trace convert us-east-2b_v100_1.json us-west-2a_v100_1.json --from-h 24 --hours 48 -o v100.csv
+    """
+    from morph.contract.trace import write_trace
+    from simulator.traces.importing import part_of
+
+    check_output(output, ConfigError)
+    trace = read_traces(traces, zone, instance_type, seed)
+    if from_h or hours is not None:
+        end_s = trace.duration_s if hours is None else (from_h + hours) * 3600
+        trace = part_of(trace, from_h * 3600, end_s)
+    write_trace(trace, output)
+    print(f"{_told(trace)}; written: {output}")
+
+
+@trace_app.command("generate")
+def generate_command(
+    output: OutOption,
+    vms: VmsOption = None,
+    hours: Annotated[float, typer.Option("--hours", min=0.01, max=100_000, help="Length of the trace.")] = 24.0,
+    seed: SeedOption = 0,
+    losses_per_vm_h: LossesOption = None,
+    bulk_share: BulkShareOption = None,
+    replacement_s: ReplacementOption = None,
+    zones: ZonesOption = None,
+    notices: NoticesOption = None,
+    like: LikeOption = None,
+    model: ModelOption = None,
+    save_model: Annotated[
+        Path | None, typer.Option("--save-model", help="Write the model here, as JSON to be changed by hand.")
+    ] = None,
+) -> None:
+    """Draw a trace: of so many VMs (--vms), from what a recorded one has in common with others (--like), or a model.
+
+    The same options give the identical trace. A model says of each zone how many VMs are wanted, how they are lost by
+    hour of the day and how many at once, when they come back, and what they cost.
+
+    \b
+    Example:
+      morph trace generate --vms 24 --hours 48 --zones 3 -o trace.csv
+      morph trace generate --like p3.csv --zones 3 --seed 7 -o trace.csv --save-model p3.json
+      morph trace generate --model p3.json --hours 100 -o trace.csv
+    """
+    from morph.contract.trace import write_trace
+
+    for path in (output, save_model):
+        if path is not None:
+            check_output(path, ConfigError)
+    found = model_of(vms, like, model, losses_per_vm_h, bulk_share, replacement_s, zones, notices)
+    trace = found.draw(seed, hours * 3600)
+    write_trace(trace, output)
+    print(f"{_told(trace)}; written: {output}")
+    if save_model is not None:
+        write_output(save_model, found.model_dump_json(indent=2) + "\n", ConfigError)
+        print(f"its model: {save_model}")
+
+
+@trace_app.command("plot")
+def plot_command(
+    traces: FilesArgument,
+    png: Annotated[Path, typer.Option("--png", help="The picture.", show_default=False)],
+    fit: Annotated[bool, typer.Option("--fit", help="Beside it, traces of the model that is fitted to it.")] = False,
+    window_s: WindowOption = 60.0,
+) -> None:
+    """Draw VMs over time, how many are lost at once, lifetimes, and the times between losses.
+
+    \b
+    Example:
+      morph trace plot p3.csv --fit --png p3.png
+    """
+    from simulator.shown.trace import draw_trace
+    from simulator.traces.fitting import fit as fitted
+
+    check_output(png, ConfigError)
+    trace = read_traces(traces)
+    name = traces[0].stem if len(traces) == 1 else f"{len(traces)} traces"
+    draw_trace(trace, name, png, fitted(trace, window_s=window_s) if fit else None)
+    print(f"{_told(trace)}; drawn: {png}")
+
+
+def _told(trace: Trace) -> str:
+    lost = sum(event.event == "remove" for event in trace.events)
+    return f"{trace.duration_s / 3600:.1f} hours, {trace.max_nodes} VMs at most, {lost} lost"

@@ -1,1 +1,0 @@
-"""Profiles and traces drawn from a seed."""

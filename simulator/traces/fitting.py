@@ -1,0 +1,128 @@
+"""A model whose traces have a trace's statistics, zone by zone."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from morph.contract.errors import TraceError
+from morph.contract.trace import Trace
+from simulator.traces.model import HOURS, TraceModel, Zone, sizes_of
+from simulator.traces.statistics import (
+    ALL,
+    WINDOW_S,
+    Revocation,
+    TraceStatistics,
+    counts_of,
+    revocations_of,
+    statistics_of,
+)
+
+DAYS_FOR_HOURS = 2.0
+"""In a shorter trace no hour of the day comes often enough to tell it from the others."""
+_PRIOR_LOSSES = 4.0
+"""Of an hour of the day: it counts as if so many losses had come at the mean rate besides."""
+
+
+def fit(trace: Trace, *, window_s: float = WINDOW_S, start_hour: float = 0.0) -> TraceModel:
+    """Return the model that this trace is an example of.
+
+    Losses for each VM and hour, how many go at once, and notices are what the trace has. VMs wanted are its peak, and
+    one that is missing comes back as soon as on average (Little's law). Hours of the day differ only where the trace is
+    longer than ``DAYS_FOR_HOURS``. Zones go together as often as they do in the trace beyond chance.
+
+    Raises:
+        TraceError: nothing is ever lost in the trace, or it has no length.
+    """
+    told = statistics_of(trace, window_s)
+    whole = told.get(ALL) or next(iter(told.values()))
+    if not whole.num_lost or not whole.hours:
+        raise TraceError("cannot be fitted: no VM is lost in it", source="trace")
+    revocations = revocations_of(trace, window_s)
+    zones = tuple(
+        _zone(one, trace, start_hour) for name, one in told.items() if (name != ALL or len(told) == 1) and one.peak
+    )
+    gaps = [
+        later.time_s - price.time_s
+        for price, later in zip(trace.prices, trace.prices[1:], strict=False)
+        if later.zone == price.zone and later.time_s > price.time_s
+    ]
+    return TraceModel(
+        zones=zones,
+        together=_together(revocations, [zone.name for zone in zones], whole.hours * 3600, window_s),
+        noticed=whole.num_noticed / whole.num_lost,
+        notice_s=whole.lead_s or 120.0,
+        start_hour=start_hour % HOURS,
+        price_every_s=float(np.median(gaps)) if gaps else 3600.0,
+        instance_type=trace.events[0].instance_type,
+    )
+
+
+def _zone(one: TraceStatistics, trace: Trace, start_hour: float) -> Zone:
+    usd = [price.usd_per_h for price in trace.prices if price.zone == one.zone and price.usd_per_h > 0]
+    return Zone(
+        name=one.zone,
+        vms=one.peak,
+        initial=min(one.peak, one.first or round(one.mean_vms)),
+        losses_per_vm_h=one.losses_per_vm_h,
+        by_hour=_by_hour(one, trace, start_hour),
+        sizes=sizes_of(one.sizes),
+        replacement_s=max(1.0, one.replacement_s or 3600.0),
+        usd_per_h=one.usd_per_h,
+        price_spread=float(np.std(np.log(usd))) if usd else 0.0,
+    )
+
+
+def _by_hour(one: TraceStatistics, trace: Trace, start_hour: float) -> tuple[float, ...]:
+    """Factors of the rate of losses by hour of the day, shrunk towards 1."""
+    if one.hours < 24 * DAYS_FOR_HOURS or not one.num_lost:
+        return ()
+    events = [event for event in trace.events if event.zone == one.zone]
+    losses, vm_hours = np.zeros(HOURS), np.zeros(HOURS)
+    for event in events:
+        if event.event == "remove":
+            losses[int(start_hour + event.time_s / 3600) % HOURS] += 1
+    times, counts = counts_of(events)
+    ends = [*times[1:], trace.duration_s]
+    for time_s, end_s, count in zip(times, ends, counts, strict=True):
+        now_h, end_h = time_s / 3600, end_s / 3600
+        while now_h < end_h - 1e-12:
+            next_h = min(end_h, math.floor(now_h + 1e-9) + 1.0)
+            vm_hours[int(start_hour + now_h + 1e-9) % HOURS] += count * (next_h - now_h)
+            now_h = next_h
+    expected = vm_hours * one.losses_per_vm_h
+    factors = (losses + _PRIOR_LOSSES) / (expected + _PRIOR_LOSSES)
+    return tuple(round(float(factor), 4) for factor in factors / factors.mean())
+
+
+def _together(found: list[Revocation], zones: list[str], duration_s: float, window_s: float) -> float:
+    """How likely a revocation in one zone hits another one at the same moment, beyond chance."""
+    if len(zones) < 2:
+        return 0.0
+    times = {zone: np.array([one.time_s for one in found if one.zone == zone]) for zone in zones}
+    pairs = hits = chance = 0.0
+    for zone in zones:
+        for other in zones:
+            if other != zone and len(times[zone]):
+                near = np.searchsorted(times[other], times[zone] + window_s, "left") > np.searchsorted(
+                    times[other], times[zone] - window_s, "right"
+                )
+                pairs += len(near)
+                hits += float(near.sum())
+                chance += len(near) * -math.expm1(-len(times[other]) * 2 * window_s / duration_s)
+    beyond = (hits - chance) / pairs if pairs else 0.0
+    return _together_of(max(0.0, min(1.0, beyond)), len(zones))
+
+
+def _together_of(linked: float, num_zones: int) -> float:
+    """The probability with which this share of a zone's revocations comes with one in another zone, of zones alike.
+
+    A zone begins one of those that hit it, or another one does, which may hit both.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        share = middle * (2 + (num_zones - 2) * middle) / (1 + (num_zones - 1) * middle)
+        low, high = (middle, high) if share < linked else (low, middle)
+    return low

@@ -1,0 +1,151 @@
+"""What a trace says of its VMs: how many there are, how they are lost and replaced, and what they cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from morph.contract.trace import Trace, TraceEvent
+
+WINDOW_S = 60.0
+"""VMs of a zone that are lost within so long are lost at once: published traces look once a minute."""
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Revocation:
+    """VMs of one zone that are taken at once."""
+
+    time_s: float
+    zone: str
+    size: int
+
+
+@dataclass(frozen=True)
+class TraceStatistics:
+    """Of one zone, or of all. Lifetimes are in hours, each with whether the VM was taken at its end."""
+
+    zone: str
+    hours: float
+    vm_hours: float
+    peak: int
+    first: int
+    num_added: int
+    num_lost: int
+    num_noticed: int
+    sizes: dict[int, int]
+    lifetimes: tuple[tuple[float, bool], ...]
+    lead_s: float | None
+    usd_per_h: float | None
+    usd_range: tuple[float, float] | None
+
+    @property
+    def mean_vms(self) -> float:
+        """VMs that are there, on average."""
+        return self.vm_hours / self.hours if self.hours else 0.0
+
+    @property
+    def losses_per_vm_h(self) -> float:
+        """How often one VM is taken."""
+        return self.num_lost / self.vm_hours if self.vm_hours else 0.0
+
+    @property
+    def bulk_share(self) -> float:
+        """Share of the VMs lost that were lost with others of their zone."""
+        return 1 - self.sizes.get(1, 0) / self.num_lost if self.num_lost else 0.0
+
+    @property
+    def replacement_s(self) -> float | None:
+        """Mean time for which a lost VM is missing from the peak (Little's law); None: none was lost."""
+        return (self.peak - self.mean_vms) * self.hours * 3600 / self.num_lost if self.num_lost else None
+
+    @property
+    def median_life_h(self) -> float | None:
+        """Half of the VMs live for longer (Kaplan-Meier); None: more than half lived on."""
+        return next((hours for hours, share in survival(self.lifetimes) if share <= 0.5), None)
+
+
+def statistics_of(trace: Trace, window_s: float = WINDOW_S) -> dict[str, TraceStatistics]:
+    """Return them for each zone, and for all zones if there are several (under ``ALL``)."""
+    zones = list(dict.fromkeys(event.zone for event in trace.events))
+    found = revocations_of(trace, window_s)
+    told = {zone: _of(zone, [event for event in trace.events if event.zone == zone], trace, found) for zone in zones}
+    return told if len(zones) == 1 else told | {ALL: _of(ALL, trace.events, trace, found)}
+
+
+def revocations_of(trace: Trace, window_s: float = WINDOW_S) -> list[Revocation]:
+    """Return who is taken at once, in order of time: the first of them, the zone, how many."""
+    found: list[Revocation] = []
+    newest: dict[str, int] = {}
+    for event in trace.events:
+        if event.event == "add":
+            continue
+        place = newest.get(event.zone)
+        if place is not None and event.time_s - found[place].time_s < window_s:
+            found[place] = Revocation(found[place].time_s, event.zone, found[place].size + 1)
+        else:
+            newest[event.zone] = len(found)
+            found.append(Revocation(event.time_s, event.zone, 1))
+    return found
+
+
+def counts_of(events: Iterable[TraceEvent]) -> tuple[list[float], list[int]]:
+    """Return times in seconds, and how many VMs are there from each on."""
+    times, counts, now = [0.0], [0], 0
+    for event in events:
+        now += 1 if event.event == "add" else -1
+        if event.time_s == times[-1]:
+            counts[-1] = now
+        else:
+            times.append(event.time_s)
+            counts.append(now)
+    return times, counts
+
+
+def survival(lifetimes: Sequence[tuple[float, bool]]) -> list[tuple[float, float]]:
+    """Return which share of VMs is left after so many hours (Kaplan and Meier, 1958), at each loss."""
+    curve, share, left = [], 1.0, len(lifetimes)
+    for hours, lost in sorted(lifetimes, key=lambda life: (life[0], not life[1])):
+        if lost:
+            share *= 1 - 1 / left
+            curve.append((hours, share))
+        left -= 1
+    return curve
+
+
+def _of(zone: str, events: Sequence[TraceEvent], trace: Trace, revocations: Iterable[Revocation]) -> TraceStatistics:
+    end_s = trace.duration_s
+    added_s: dict[str, float] = {}
+    lifetimes: list[tuple[float, bool]] = []
+    leads: list[float] = []
+    for event in events:
+        if event.event == "add":
+            added_s[event.node_id] = event.time_s
+        else:
+            lifetimes.append(((event.time_s - added_s.pop(event.node_id)) / 3600, True))
+            leads += [] if event.notice_s is None else [event.notice_s]
+    lifetimes += [((end_s - since_s) / 3600, False) for since_s in added_s.values()]
+    times, counts = counts_of(events)
+    vm_s = sum(
+        count * (later - time_s) for (time_s, later), count in zip(pairwise([*times, end_s]), counts, strict=True)
+    )
+    usd = [price.usd_per_h for price in trace.prices if zone in (price.zone, ALL)]
+    return TraceStatistics(
+        zone=zone,
+        hours=end_s / 3600,
+        vm_hours=vm_s / 3600,
+        peak=max(counts),
+        first=counts[0],
+        num_added=sum(event.event == "add" for event in events),
+        num_lost=sum(lost for _, lost in lifetimes),
+        num_noticed=len(leads),
+        sizes=dict(sorted(Counter(one.size for one in revocations if zone in (one.zone, ALL)).items())),
+        lifetimes=tuple(lifetimes),
+        lead_s=float(np.mean(leads)) if leads else None,
+        usd_per_h=float(np.mean(usd)) if usd else None,
+        usd_range=(min(usd), max(usd)) if usd else None,
+    )
