@@ -71,7 +71,7 @@ def test_a_device_that_this_machine_lacks_is_refused(given: Given, monkeypatch: 
         ("a,b\n0,add,x\n", ", line 1: wrong header (got 'a,b'); allowed: time_s,event,node_id,zone"),
         (HEADER + "zero,add,x\n", ", line 2: time_s: Input should be a valid number"),
         (HEADER + "nan,add,x\n", ", line 2: time_s: Input should be a finite number (got 'nan')"),
-        (HEADER + "0,add,x\n1,explode,x\n", ", line 3: event: Input should be 'add' or 'remove' (got 'explode')"),
+        (HEADER + "0,add,x\n1,explode,x\n", ", line 3: event: is not a kind of event (got 'explode')"),
         (HEADER + "0,add,x\n1,remove,y\n", ", line 3: node_id: node is not there (got 'y')"),
         (HEADER + "0,add,x\n0,add,x\n", ", line 3: node_id: node is already there (got 'x')"),
         (HEADER + "5,add,x\n4,add,y\n", ", line 3: time_s: time steps back (got 4.0); allowed: at least 5.0"),
