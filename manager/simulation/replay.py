@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from manager.simulation.policies.bounds import play_ideal, play_on_demand
-from manager.simulation.policies.morph import play_morph
+from manager.simulation.policies.morph import play_mix, play_morph
+from manager.simulation.policies.pipelines import play_pipelines
 from manager.simulation.policies.restart import play_restart
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
@@ -39,10 +40,22 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
     "morph": (play_morph, "Morph in place: the shape changes between two steps, and state comes from who is left"),
     "restart": (play_restart, "every loss restarts the job from a checkpoint, saved as often as costs least"),
     "restart-100": (partial(play_restart, every_steps=100), "the same, saved every 100 steps"),
+    "drop": (
+        partial(play_pipelines, redundant=False),
+        "a pipeline that lost a VM stands still, the others train on with fewer samples",
+    ),
+    "bamboo": (
+        partial(play_pipelines, redundant=True),
+        "each VM computes forward for its successor, and takes over its stage (redundant computation)",
+    ),
+    "mix-50": (partial(play_mix, on_demand_share=0.5), "Morph, on as many VMs, half of which are never taken"),
     "on-demand": (play_on_demand, "as many VMs as there are on average, never taken, at their price"),
     "ideal": (play_ideal, "changes of shape are free and instant, and nothing is ever lost: the bound"),
 }
 BOUND = "ideal"
+OTHER_BATCHES = ("drop", "bamboo")
+"""They train with smaller batches while pipelines are missing: not what was asked for, however fast."""
+MOST = {"restart": 10**9, "mix": 99}
 
 
 @dataclass(frozen=True)
@@ -77,8 +90,23 @@ class Replay:
 
     def play(self, policy: str, name: str, seed: int, trace: Trace) -> Outcome:
         """Play one policy on one trace."""
-        play, _ = POLICIES[policy]
-        return play(self.job, trace, until=self.until, seed=seed, prices=self.prices, name=name)
+        return play_of(policy)(self.job, trace, until=self.until, seed=seed, prices=self.prices, name=name)
+
+
+def play_of(policy: str) -> Play:
+    """Return what plays a policy: one of ``POLICIES``, ``restart-N`` (saved every N steps), ``mix-N`` (N % on demand).
+
+    Raises:
+        KeyError: there is none of this name.
+    """
+    if policy in POLICIES:
+        return POLICIES[policy][0]
+    kind, _, number = policy.partition("-")
+    if not number.isdecimal() or kind not in ("restart", "mix") or not 1 <= int(number) <= MOST[kind]:
+        raise KeyError(policy)
+    if kind == "restart":
+        return partial(play_restart, every_steps=int(number))
+    return partial(play_mix, on_demand_share=int(number) / 100)
 
 
 def policies_of(text: str) -> tuple[str, ...]:
@@ -89,9 +117,11 @@ def policies_of(text: str) -> tuple[str, ...]:
     """
     names = tuple(POLICIES) if text == "all" else tuple(name.strip() for name in text.split(","))
     for name in names:
-        if name not in POLICIES:
-            allowed = f"all, or of {', '.join(POLICIES)}"
-            raise ConfigError("is no policy", field="--policy", value=name, allowed=allowed)
+        try:
+            play_of(name)
+        except KeyError:
+            allowed = f"all, or of {', '.join(POLICIES)}; restart-N for N steps, mix-N for N % on demand"
+            raise ConfigError("is no policy", field="--policy", value=name, allowed=allowed) from None
     return tuple(dict.fromkeys(names))
 
 
@@ -135,22 +165,27 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, floa
 
 
 def advice(outcomes: Sequence[Outcome]) -> str:
-    """Say which policy to take, and why: the most examples per dollar, or per second where nothing has a price."""
+    """Say which policy to take, and why: the most examples per dollar, or per second where nothing has a price.
+
+    Only one that trains with the batch that was asked for is taken.
+    """
     worth: dict[str, list[float]] = {}
     priced = all(one.examples_per_usd is not None for one in outcomes)
     for one in outcomes:
         if one.policy != BOUND:
             value = one.examples_per_usd if priced else one.examples_per_s
             worth.setdefault(one.policy, []).append(value or 0.0)
-    if not worth:
-        return ""
     means = {policy: sum(values) / len(values) for policy, values in worth.items()}
-    best, *others = sorted(means, key=lambda policy: -means[policy])
+    order = sorted(means, key=lambda policy: -means[policy])
     what = "examples per dollar" if priced else "examples per second"
-    if not others:
-        return f"{best}: {means[best]:.4g} {what}"
+    if len(order) < 2:
+        return "".join(f"{policy}: {means[policy]:.4g} {what}" for policy in order)
+    best = next((policy for policy in order if policy not in OTHER_BATCHES), order[0])
     compared = ", ".join(
         f"{means[best] / means[other]:.2f} times {other}" if means[other] else f"{other} makes no progress"
-        for other in others
+        for other in order
+        if other != best
     )
-    return f"Take {best}: {means[best]:.4g} {what}, {compared}."
+    smaller = " and ".join(policy for policy in order if policy in OTHER_BATCHES)
+    but = f" ({smaller}: smaller batches while VMs are missing)" if smaller else ""
+    return f"Take {best}: {means[best]:.4g} {what}, {compared}{but}."

@@ -52,7 +52,7 @@ def test_drawn_traces_end_with_the_steps_that_were_asked_for(files: tuple[str, s
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--vms", "4", "--policy", "bamboo"], "--policy: is no policy (got 'bamboo')"),
+        (["--vms", "4", "--policy", "mix-100"], "--policy: is no policy (got 'mix-100')"),
         (["--vms", "4", "--until", "soon"], "--until: is not a bound (got 'soon')"),
         (["--vms", "4", "--until", "50usd"], "--until: needs prices (got '50usd')"),
         (["--vms", "4", "--hours", "2", "--until", "3h"], "--until: is after a trace's end (got '3h')"),

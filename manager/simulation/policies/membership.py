@@ -13,6 +13,9 @@ from manager.simulation.spot.until import SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace, TraceEvent
 
+ON_DEMAND = "on-demand"
+"""The source of VMs that are not spot VMs."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -142,6 +145,8 @@ class Books:
 
 def usd_of(event: TraceEvent, trace: Trace, prices: SpotPrices | None) -> float | None:
     """Dollars an hour of a VM that comes: what is given, else what the trace says; None: not known."""
+    if event.source == ON_DEMAND:
+        return None if prices is None else prices.on_demand_usd_per_h
     if prices is not None and prices.spot_usd_per_h is not None:
         return prices.spot_usd_per_h
     return trace.price_at(event.time_s, event.zone, event.instance_type)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 from manager.controller.state.events import NodeFacts
 from manager.report.account import Part
-from manager.simulation.policies.membership import end_of, nothing_paid, usd_of
+from manager.simulation.policies.membership import ON_DEMAND, end_of, nothing_paid, usd_of
 from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
@@ -22,7 +23,10 @@ LOOK_EVERY_S = 600.0
 def play_morph(
     job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
 ) -> Outcome:
-    """Play the real controller's decisions on these VMs."""
+    """Play the real controller's decisions on these VMs.
+
+    Those whose events' source is ``ON_DEMAND`` cost what VMs on demand do.
+    """
     names = dict[str, str]()
     first_s = trace.events[0].time_s
     cluster = SpotCluster(
@@ -75,6 +79,36 @@ def play_morph(
         finished=cluster.finish is not None and cluster.finish.outcome == "finished",
         moments=tuple(cluster.moments),
     )
+
+
+def play_mix(
+    job: SpotJob,
+    trace: Trace,
+    *,
+    until: Until,
+    seed: int = 0,
+    prices: SpotPrices | None = None,
+    name: str = "",
+    on_demand_share: float,
+) -> Outcome:
+    """Play Morph on as many VMs, of which this share is on demand and never taken; the others are the trace's."""
+    num = round(on_demand_share * trace.max_nodes)
+    kept: set[str] = set()
+    first_s = trace.events[0].time_s
+    events = [
+        TraceEvent(time_s=first_s, event="add", node_id=f"{ON_DEMAND}-{place}", source=ON_DEMAND)
+        for place in range(num)
+    ]
+    for event in trace.events:
+        if event.event == "add" and len(kept) < trace.max_nodes - num:
+            kept.add(event.node_id)
+            events.append(event)
+        elif event.event == "remove" and event.node_id in kept:
+            kept.remove(event.node_id)
+            events.append(event)
+    mixed = trace.model_copy(update={"events": tuple(events)})
+    outcome = play_morph(job, mixed, until=until, seed=seed, prices=prices, name=name)
+    return replace(outcome, policy=f"mix-{round(100 * on_demand_share)}")
 
 
 def _usd(cluster: SpotCluster) -> float:

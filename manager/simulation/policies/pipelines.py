@@ -1,0 +1,213 @@
+"""Pipelines of fixed depth that are not re-cut: samples of a hit one are dropped, or its neighbours compute for it.
+
+Both are of Bamboo (NSDI 2023). ``drop`` is its second strawman (section 3): a pipeline that lost a VM stands still, the
+others go on with fewer samples, until newcomers complete it. ``bamboo`` is redundant computation (section 5): each VM
+computes forward for its successor too, so a lost VM's predecessor takes over its stage after a pause, and goes on with
+both stages until the pipelines are set up again (appendix A). Losses that leave a stage without a holder in its
+pipeline end that one; where a stage has no holder in any, the job goes back to a checkpoint.
+
+Depth and number of pipelines are upper bounds: those of the best plan for the most VMs of the trace. Progress is
+counted in whole batches: fewer pipelines train fewer samples in the same time. Both get more than the paper grants:
+no 1.5 times deeper pipelines, saves as often as costs least, pipelines set up as fast as Morph changes its shape.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from manager.report.account import Part
+from manager.simulation.policies.membership import Books, Change, end_of, intervals, nothing_paid
+from manager.simulation.spot.job import SpotJob
+from manager.simulation.spot.outcome import Outcome
+from manager.simulation.spot.until import SpotPrices, Until
+from morph.contract.plan import Plan
+from morph.contract.trace import Trace
+
+EAGER_FORWARD = 0.1977
+"""Of a step, what computing forward for the successor adds: BERT in table 4 (ResNet-152: 0.0951)."""
+LAZY_BACKWARD = 1 / 3
+"""Of a step, the pause in which a lost stage's backwards are computed: on average half of them, at 2/3 of a step."""
+Pipeline = list[str | None]
+
+
+@dataclass
+class _Run:
+    """How far the job is. ``done``: whole batches, as many samples as which were trained."""
+
+    job: SpotJob
+    books: Books
+    plan: Plan
+    redundant: bool
+    most: float
+    pipelines: list[Pipeline] = field(default_factory=list)
+    standby: list[str] = field(default_factory=list)
+    done: float = 0.0
+    ready_s: float = 0.0
+    since_save_s: float = 0.0
+    lost: float = 0.0
+    num_fatal: int = 0
+    num_changes: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Stages."""
+        return len(self.plan.stages)
+
+    @property
+    def working(self) -> list[Pipeline]:
+        """The pipelines that train."""
+        return [pipeline for pipeline in self.pipelines if self._works(pipeline)]
+
+    def _works(self, pipeline: Pipeline) -> bool:
+        if self.redundant:  # a stage's predecessor computes for it, the last stage for the first
+            return all(vm is not None or pipeline[stage - 1] is not None for stage, vm in enumerate(pipeline))
+        return None not in pipeline
+
+    def take(self, change: Change) -> None:
+        """VMs come and go; pipelines are set up again where that is due."""
+        self.standby += change.ready
+        lost = set(change.lost)
+        before, hit = len(self.working), False
+        self.standby = [vm for vm in self.standby if vm not in lost]
+        for pipeline in self.pipelines:
+            for stage, vm in enumerate(pipeline):
+                if vm in lost:
+                    pipeline[stage], hit = None, True
+        held = all(any(pipeline[stage] is not None for pipeline in self.pipelines) for stage in range(self.depth))
+        if before and not self.working and not (held or (self.redundant and self._held_by_neighbours())):
+            self._go_back()
+        elif hit and self.redundant:
+            self._pause(self.job.durations.noticed_s + LAZY_BACKWARD * self.plan.expected.mini_batch_s)
+        if self._is_due(before):
+            self._set_up()
+
+    def _held_by_neighbours(self) -> bool:
+        return all(
+            any(pipeline[stage] is not None or pipeline[stage - 1] is not None for pipeline in self.pipelines)
+            for stage in range(self.depth)
+        )
+
+    def _is_due(self, before: int) -> bool:
+        """Whether newcomers can complete all, or another pipeline; or too much is missing to go on like this."""
+        holes = sum(vm is None for pipeline in self.pipelines for vm in pipeline)
+        room = self.plan.num_replicas - len(self.pipelines)
+        if not self.working:
+            return len(self.standby) + sum(len(pipeline) for pipeline in self.pipelines) - holes >= self.depth
+        if self.redundant and len(self.working) < before:
+            return True
+        if holes and self.redundant:  # a further loss beside a hole would end its pipeline
+            most = max(sum(vm is None for vm in pipeline) for pipeline in self.pipelines)
+            return len(self.standby) >= holes or most > 1
+        fewest = min((sum(vm is None for vm in pipeline) for pipeline in self.pipelines if None in pipeline), default=0)
+        return 0 < fewest <= len(self.standby) or (room > 0 and len(self.standby) >= self.depth)
+
+    def _set_up(self) -> None:
+        """Make as many whole pipelines as there are VMs for; who is left stands by."""
+        there = [vm for pipeline in self.pipelines for vm in pipeline if vm is not None] + self.standby
+        num = min(self.plan.num_replicas, len(there) // self.depth)
+        whole = num * self.depth
+        self.pipelines = [list(there[first : first + self.depth]) for first in range(0, whole, self.depth)]
+        self.standby = there[whole:]
+        self.num_changes += 1
+        times = self.job.durations
+        self._pause(times.groups_s + self.job.state_bytes / self.depth / times.link_bytes_per_s)
+
+    def _go_back(self) -> None:
+        """The state is lost: begin again from the newest checkpoint that was durable."""
+        lost_s = self.since_save_s + (self._every_s() if self.since_save_s < self._durable_s() else 0.0)
+        members = max(1, self.depth * self.plan.num_replicas)
+        lost_s = min(lost_s, self.books.parts_s[Part.COMPUTE] / members, self.done * self._step_s())
+        self.books.undo(lost_s, members)
+        lost = min(self.done, lost_s / self._step_s())
+        self.done, self.lost = self.done - lost, self.lost + lost
+        self.num_fatal += 1
+        self.since_save_s = 0.0
+        times = self.job.durations
+        self._pause(times.restart_s + self.job.state_bytes / members / times.storage_bytes_per_s)
+
+    def _pause(self, seconds: float) -> None:
+        self.ready_s = max(self.ready_s, self.books.now_s) + seconds
+
+    def train(self, until_s: float) -> None:
+        """Go on until then with these pipelines."""
+        books, working = self.books, self.working
+        if not working:
+            return books.spend(until_s, Part.WAITING, 0)
+        members = sum(vm is not None for pipeline in working for vm in pipeline)
+        books.spend(min(self.ready_s, until_s), Part.MORPH, members)
+        if books.now_s >= until_s:
+            return None
+        share = len(working) / self.plan.num_replicas
+        every_s, stall_s = self._every_s(), self._stall_s()
+        slower = 1 + stall_s / every_s
+        step_s = self._step_s(with_holes=any(None in pipeline for pipeline in working))
+        gained = min((until_s - books.now_s) / slower / step_s * share, self.most - self.done)
+        compute_s = gained * step_s / share
+        books.spend(books.now_s + compute_s * (slower - 1), Part.CHECKPOINT, members)
+        books.spend(books.now_s + compute_s, Part.COMPUTE, members)
+        self.done += gained
+        self.since_save_s = math.fmod(self.since_save_s + compute_s, every_s)
+        return None
+
+    def _step_s(self, *, with_holes: bool = False) -> float:
+        step_s = self.plan.expected.mini_batch_s + self.job.durations.order_s
+        if self.redundant:
+            step_s *= 1 + EAGER_FORWARD
+        if with_holes:  # one VM runs two stages: twice the slowest one's time for each micro-batch
+            num = self.plan.num_micro_batches
+            step_s *= (2 * num + self.depth - 1) / (num + self.depth - 1)
+        return step_s
+
+    def _every_s(self) -> float:
+        """As often as costs least, for losses that no other pipeline heals; before there were any, one a day."""
+        mttf_s = max(3600.0, self.books.now_s) / max(1, self.num_fatal) if self.num_fatal else 86_400.0
+        return max(math.sqrt(2 * self._stall_s() * mttf_s), self._durable_s(), self._step_s())
+
+    def _stall_s(self) -> float:
+        times = self.job.durations
+        return self._bytes_of_one() / times.copy_bytes_per_s if times.stall_s is None else times.stall_s
+
+    def _durable_s(self) -> float:
+        times = self.job.durations
+        written_s = self._bytes_of_one() / times.storage_bytes_per_s if times.durable_s is None else times.durable_s
+        return written_s + times.manifest_s
+
+    def _bytes_of_one(self) -> float:
+        return self.job.state_bytes / (self.depth * self.plan.num_replicas)
+
+
+def play_pipelines(
+    job: SpotJob,
+    trace: Trace,
+    *,
+    until: Until,
+    seed: int = 0,
+    prices: SpotPrices | None = None,
+    name: str = "",
+    redundant: bool,
+) -> Outcome:
+    """Play pipelines that drop samples, or, ``redundant``, whose VMs compute for their successors."""
+    most = math.inf if until.num_steps is None else float(until.num_steps)
+    books = Books(job, nothing_paid(trace, prices))
+    plan = job.best_plan(max(trace.max_nodes, min(job.plans)))
+    assert plan is not None, "some number of workers fits a plan"
+    run = _Run(job, books, plan, redundant, most)
+    for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices):
+        books.spend(change.time_s, Part.WAITING, 0)
+        books.take(change)
+        run.take(change)
+        books.note(plan if run.working else None)
+        run.train(until_s)
+        if run.done >= most - 1e-9 or books.is_spent(until):
+            break
+    return books.outcome(
+        "bamboo" if redundant else "drop",
+        name,
+        seed,
+        math.floor(run.done + 1e-9),
+        lost_steps=math.ceil(run.lost - 1e-9),
+        num_fatal=run.num_fatal,
+        num_changes=run.num_changes,
+        finished=run.done >= most - 1e-9,
+    )
