@@ -39,6 +39,10 @@ class Play(Protocol):
 POLICIES: Mapping[str, tuple[Play, str]] = {
     "morph": (play_morph, "Morph in place: the shape changes between two steps, and state comes from who is left"),
     "restart": (play_restart, "every loss restarts the job from a checkpoint, saved as often as costs least"),
+    "adaptive": (
+        partial(play_restart, adaptive=True),
+        "the same, but nothing is saved besides where every notice leaves time for a save",
+    ),
     "restart-100": (partial(play_restart, every_steps=100), "the same, saved every 100 steps"),
     "drop": (
         partial(play_pipelines, redundant=False),

@@ -242,7 +242,8 @@ def test_a_job_ends_with_its_steps_or_its_dollars() -> None:
         steps = play(JOB, trace, until=Until(kind="steps", amount=300), seed=0, prices=PRICES, name="")
         assert steps.finished, policy
         assert steps.steps == 300
-        assert steps.hours < 2
+        assert 600 <= steps.hours * 3600 < 2000, policy  # not when the trace ends
+        assert steps.vm_s <= 6 * steps.hours * 3600
         spent = play(JOB, trace, until=Until(kind="usd", amount=2), seed=0, prices=PRICES, name="")
         assert spent.usd is not None
         assert 2 - 1e-6 <= spent.usd < 4.1, policy

@@ -8,6 +8,7 @@ each of them sends the job back.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from manager.report.account import Part
@@ -39,6 +40,8 @@ class _Run:
     """when the restart under way is over"""
     spent: list[tuple[int, int, float, int]] = field(default_factory=list)
     """of steps that may not be durable yet: the first of some, how many, what each took, and on how many VMs"""
+    only_heeds: bool = False
+    """every loss is told of, in time to save before: no other save is made"""
     must_save: bool = False
     """a VM will be taken, and there is time to save before"""
     lost_steps: int = 0
@@ -49,6 +52,13 @@ class _Run:
     def done(self) -> bool:
         """Every step that was asked for."""
         return self.step >= self.most
+
+    def is_told_in_time(self, leads: Sequence[float | None]) -> bool:
+        """Whether after each notice a step can be finished and saved; ``leads``: of all losses."""
+        if self.plan is None or not leads:
+            return False
+        needs_s = self.plan.expected.mini_batch_s + self.job.durations.order_s + self._stall_s() + self._durable_s()
+        return all(lead_s is not None and lead_s >= needs_s for lead_s in leads)
 
     def heed(self, lead_s: float) -> None:
         """A member will be taken: save after the step under way, if that is durable by then (the thesis, 4.2)."""
@@ -107,6 +117,8 @@ class _Run:
         most = int((until_s - books.now_s + self.begun_s) / step_s + 1e-9)
         if self.must_save:
             return 1
+        if self.only_heeds:
+            return max(1, int(min(most, self.most - self.step)))
         if self.every_steps is not None:
             due = self.every_steps - (self.step - self.saved[-1][1])
         else:
@@ -118,8 +130,8 @@ class _Run:
         on_its_way = self.saved[-1][0] > self.books.now_s + 1e-6
         if on_its_way or self.done:
             return False
-        if self.must_save:
-            return True
+        if self.must_save or self.only_heeds:
+            return self.must_save
         if self.every_steps is not None:
             return self.step - self.saved[-1][1] >= self.every_steps
         return self.books.now_s - self.since_s >= self._every_s() - 1e-6
@@ -163,11 +175,16 @@ def play_restart(
     prices: SpotPrices | None = None,
     name: str = "",
     every_steps: int | None = None,
+    adaptive: bool = False,
 ) -> Outcome:
-    """Play a job that restarts; saved every so many steps, or, None, as often as costs least."""
+    """Play a job that restarts; saved every so many steps, or, None, as often as costs least.
+
+    ``adaptive``: where every notice leaves time to save, nothing else is saved (the thesis on Spotify, 4.2).
+    """
     most = math.inf if until.num_steps is None else until.num_steps
     books = Books(job, nothing_paid(trace, prices))
     run = _Run(job, books, every_steps, most)
+    leads = [event.notice_s for event in trace.events if event.event == "remove"]
     for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices):
         books.spend(change.time_s, Part.WAITING, 0)
         books.take(change)
@@ -179,10 +196,11 @@ def play_restart(
         for lead_s in (lead_s for vm, lead_s in change.noticed if vm in run.members):
             run.heed(lead_s)
         books.note(run.plan)
+        run.only_heeds = adaptive and run.is_told_in_time(leads)
         run.train(until_s)
         if run.done or books.is_spent(until):
             break
-    policy = "restart" if every_steps is None else f"restart-{every_steps}"
+    policy = "adaptive" if adaptive else "restart" if every_steps is None else f"restart-{every_steps}"
     return books.outcome(
         policy,
         name,

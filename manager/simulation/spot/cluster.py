@@ -131,7 +131,7 @@ class SpotCluster:
                 events.append(Tick())
             if events:
                 self._tell(events[0] if len(events) == 1 else _together(events), until_s)
-        if until_s < math.inf:
+        if until_s < math.inf and self.finish is None:
             self.now_s = max(self.now_s, until_s)
         self.ledger.advance(self.now_s)
 

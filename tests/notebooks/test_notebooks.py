@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom in a fresh kernel of this interpreter."""
+"""Each notebook runs from top to bottom in a fresh kernel of this interpreter."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import pytest
 from nbclient import NotebookClient
 from traitlets.config import Config
 
-NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "plan_a_job.ipynb"
-CELL_TIMEOUT_S = 90
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+PLAN, SPOT = "plan_a_job.ipynb", "spot_job.ipynb"
+CELL_TIMEOUT_S = 120
 
 
-@pytest.fixture(scope="module")
-def executed() -> nbformat.NotebookNode:
-    """The notebook with outputs. Kernel and client talk through files, and leave nothing behind."""
+@pytest.fixture(scope="module", params=[PLAN, SPOT])
+def executed(request: pytest.FixtureRequest) -> nbformat.NotebookNode:
+    """A notebook with outputs. Kernel and client talk through files, and leave nothing behind."""
     with tempfile.TemporaryDirectory(prefix="kernel") as folder:  # a short path: a socket's name has few characters
         own = {"IPYTHONDIR": f"{folder}/ipython", "JUPYTER_RUNTIME_DIR": folder}
         backend = "module://matplotlib_inline.backend_inline"
         client = NotebookClient(
-            nbformat.read(NOTEBOOK, as_version=4),
+            nbformat.read(FOLDER / request.param, as_version=4),
             timeout=CELL_TIMEOUT_S,
             kernel_name="python3",
-            resources={"metadata": {"path": str(NOTEBOOK.parent)}},
+            resources={"metadata": {"path": str(FOLDER)}},
             config=Config(KernelManager={"transport": "ipc", "connection_file": f"{folder}/kernel.json"}),
         )
         return client.execute(env={**os.environ, **own, "MPLBACKEND": backend})
@@ -44,6 +45,7 @@ def test_every_cell_runs_and_says_nothing_on_stderr(executed: nbformat.NotebookN
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("executed", [PLAN], indirect=True)
 def test_it_shows_the_curves_the_timeline_and_the_ladder(executed: nbformat.NotebookNode) -> None:
     pictures = [output for output in outputs(executed) if "image/png" in output.get("data", {})]
     assert len(pictures) == 3
@@ -55,8 +57,22 @@ def test_it_shows_the_curves_the_timeline_and_the_ladder(executed: nbformat.Note
     ]
 
 
-def test_it_is_kept_without_outputs_and_without_paths_of_a_machine() -> None:
-    text = NOTEBOOK.read_text(encoding="utf-8")
+@pytest.mark.system
+@pytest.mark.parametrize("executed", [SPOT], indirect=True)
+def test_it_says_how_many_spot_vms_to_take_how_long_it_takes_and_what_it_costs(executed: nbformat.NotebookNode) -> None:
+    said = outputs(executed)[-1].text
+    number = r"(\d+(?:\.\d+)?)"
+    found = re.search(rf"Take (\d+) spot VMs: expect {number} to {number} hours and {number} to {number} dollars", said)
+    assert found is not None, said
+    _, low_h, high_h, low_usd, high_usd = map(float, found.groups())
+    assert 0 < low_h <= high_h < 2 * low_h
+    assert 0 < low_usd <= high_usd < 2 * low_usd
+    assert len([output for output in outputs(executed) if "image/png" in output.get("data", {})]) == 2
+
+
+@pytest.mark.parametrize("name", [PLAN, SPOT])
+def test_it_is_kept_without_outputs_and_without_paths_of_a_machine(name: str) -> None:
+    text = (FOLDER / name).read_text(encoding="utf-8")
     notebook = nbformat.reads(text, as_version=4)
     nbformat.validate(notebook)
     assert outputs(notebook) == []
