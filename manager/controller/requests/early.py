@@ -16,7 +16,7 @@ def keeps(draft: Draft, event: NoticeGiven) -> bool:
         return False
     entry = KeptNotice(notice=event.notice, taken_s=draft.now_s + event.lead_s)
     draft.change(kept_notices={**draft.state.kept_notices, event.worker: entry})
-    draft.say(ReasonCode.NOTICE_KEPT, f"{event.worker} will be taken in {event.lead_s:g} s and is not known yet")
+    draft.say(ReasonCode.NOTICE_KEPT, f"{event.worker} will be taken in {event.lead_s:.3g} s and is not known yet")
     return True
 
 

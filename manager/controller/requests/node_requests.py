@@ -167,7 +167,7 @@ def gives_back(draft: Draft, event: NoticeGiven) -> bool:
     for name, request in draft.state.requests.items():
         if event.worker in request.granted:
             keep_request(draft, name, without_granted(request, event.worker))
-            sentence = f"{event.worker} will be taken in {event.lead_s:g} s and is not up yet: it is given back"
+            sentence = f"{event.worker} will be taken in {event.lead_s:.3g} s and is not up yet: it is given back"
             draft.say(ReasonCode.NODE_ABSENT, sentence, ReleaseNodes(nodes=(event.worker,)))
             return True
     return False

@@ -35,7 +35,7 @@ def notice_given(draft: Draft, event: NoticeGiven) -> None:
     if event.notice:
         draft.change(leaving=state.leaving | {event.worker})
     draft.wake_by(until_s)
-    sentence = f"{event.worker} will be taken in {event.lead_s:g} s"
+    sentence = f"{event.worker} will be taken in {event.lead_s:.3g} s"
     if step_outlasts(draft):
         draft.say(ReasonCode.NOTICE_TAKEN, f"{sentence}, before the step could end and be followed by a change")
         return dissolve(draft)
