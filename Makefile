@@ -3,7 +3,10 @@
 #   make demo        calibrate, plan and a managed run that loses and gains VMs (two minutes)
 #   make test        every test, those with real processes included
 #   make test-fast   tests without real worker processes, and without the slow ones of the others
-#   make test-long   every test, with 10,000 random histories of the controller in place of 200
+#   make test-long   every test, with 10,000 random histories of the controller in place of 200, more members and
+#                    losses of elastic rings, and whole grids of cases of which `make test` goes through a part
+#   make test-gpu    the tests that need a CUDA device: skipped, with the reason, where there is none
+#   make bench-gpu   what a CUDA device takes: sums, copies, NCCL's forming and abort, whole steps beside a plain loop
 #   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED
 #   make check       lint, format, types, layers: what CI runs first
 #
@@ -25,9 +28,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 
 # Nothing here may reach out to a model hub, and one thread per process keeps CPU arithmetic comparable.
 TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_STATS_ENABLED=0 MPLBACKEND=Agg
+# Hundreds of processes import the same files: byte code is kept, whatever the environment says.
+TEST_ENV += PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-long soak check lint types layers format clean
+.PHONY: help setup demo test test-fast test-long test-gpu bench-gpu soak check lint types layers format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -45,7 +50,7 @@ $(READY): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP_INSTALL) $(TORCH_PIP_ARGS) torch==2.13.0
 	$(PIP_INSTALL) --editable '.[dev,examples]'
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib morph calibrate simulator manager || true
 	$(BIN)/morph plan configs/profiles/bert-large.json --gpus 4 > /dev/null
 	@touch $@
 
@@ -59,7 +64,13 @@ test-fast: $(READY)
 	$(PYTEST) -m "not system and not slow" $(PYTEST_ARGS)
 
 test-long: $(READY)
-	MORPH_HISTORIES=10000 $(PYTEST) $(PYTEST_ARGS)
+	MORPH_HISTORIES=10000 MORPH_EXPLORE=long $(PYTEST) $(PYTEST_ARGS)
+
+test-gpu: $(READY)
+	$(TEST_ENV) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+bench-gpu: $(READY)
+	$(BIN)/python -m benchmarks.device_speed
 
 soak: $(READY)
 	$(TEST_ENV) $(BIN)/python -m tests.chaos --minutes $(SOAK_MINUTES) $(if $(SEED),--seed $(SEED))

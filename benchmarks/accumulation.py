@@ -36,6 +36,7 @@ from morph.runtime.process.single import single_plan
 from morph.runtime.process.worker import Worker
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator
 from morph.runtime.state.fixed_point import first_exponent
+from morph.runtime.state.reducing import Reduction
 
 LOOPBACK = "127.0.0.1"
 AnswerT = TypeVar("AnswerT")
@@ -61,8 +62,8 @@ class Sums:
         generator = torch.Generator().manual_seed(rank)
         self._gradients = {str(i): torch.randn(s, generator=generator).mul_(1e-3) for i, s in enumerate(shapes)}
         self._kind = kind
-        interrupt = Interrupt(1)
-        self._groups = GroupSet(interrupt)
+        self._interrupt = Interrupt(1)
+        self._groups = GroupSet(self._interrupt)
         spec = GroupSpec(kind, ("w0", "w1"))
         self._groups.form([spec], f"w{rank}", LOOPBACK, lambda: connect_store(LOOPBACK, port))
         self._before_bytes = peak_bytes()
@@ -80,8 +81,9 @@ class Sums:
             for name, gradient in self._gradients.items():
                 accumulator.add(name, gradient)
         marks_s.append(time.perf_counter())
-        for pending in accumulator.start_reduce(self._groups.ring(self._kind)):
-            pending.wait("the reduction")
+        reduction = Reduction(self._interrupt, 2 * num_micro_batches)
+        reduction.put(accumulator, self._groups.ring(self._kind))
+        reduction.finish()
         marks_s.append(time.perf_counter())
         accumulator.finish(2 * num_micro_batches, 0)
         marks_s.append(time.perf_counter())

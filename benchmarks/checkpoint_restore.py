@@ -3,7 +3,10 @@
 A state of so many bytes lies in 24 files. P processes take its units as workers do: each reads, checks and loads
 its stage's. A plain reader is as many processes with as many threads that read the same files into memory, no more.
 Both alternate. Files of a local disk are thrown out of the page cache before each (``--warm``: they are not). Run:
-python benchmarks/checkpoint_restore.py [--mib 1024] [--rounds 3] [--warm] [--url URL]
+python benchmarks/checkpoint_restore.py [--mib 1024] [--rounds 3] [--warm] [--url URL | --store azure | --store s3]
+
+``--store``: from the tests' stand-in of that object store, a process of its own, through the real SDK; with
+``--bytes-per-s`` no faster than that. S3's needs s3fs and moto, see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -13,22 +16,30 @@ import multiprocessing
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import fsspec
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from morph.checkpoint.manifest import read_manifest, version_url, write_manifest
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.messages import Source
 from morph.cutting import ParameterUnit
+from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.pre_copy.state_moves import READ_AHEAD, MoveContext, take_units
 from morph.runtime.state.unit_state import UnitState
+from tests.checkpoint.fake_blobs import CONTAINER, BlobService, blob_service
+from tests.checkpoint.fake_buckets import BucketService, bucket_service
 
 NUM_UNITS = 24
 VERSION = 40
@@ -77,6 +88,7 @@ def _restore(url: str, width: int, units: list[str]) -> None:
         make_unit=lambda name, _: states[name],
         channel=none,  # type: ignore[arg-type]
         adopt=none,
+        interrupt=Interrupt(1),
     )
     take_units([Source(worker="w", unit=name, kind="checkpoint") for name in units], context)
 
@@ -100,13 +112,18 @@ def forget(folder: str) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _timed(work: Callable[[str, int, list[str]], None], url: str, width: int, depth: int) -> float:
-    """Return how long it takes until the last of so many processes is done, from when all of them are ready."""
+def _timed(work: Callable[[str, int, list[str]], None], url: str, width: int, depth: int) -> tuple[float, float]:
+    """Return how long it takes until the last of so many processes is done, from when all of them are ready.
+
+    And the processor seconds that they take together; what a stand-in takes is not in them.
+    """
     context = multiprocessing.get_context("spawn")
     ready, go = context.Barrier(depth + 1), context.Barrier(depth + 1)
-    done = context.Barrier(depth + 1)
+    done, busy_s = context.Barrier(depth + 1), context.Value("d", 0.0)
     shares = [[f"s{index}" for index in range(stage, NUM_UNITS, depth)] for stage in range(depth)]
-    workers = [context.Process(target=_worker, args=(work, url, width, share, ready, go, done)) for share in shares]
+    workers = [
+        context.Process(target=_worker, args=(work, url, width, share, ready, go, done, busy_s)) for share in shares
+    ]
     for worker in workers:
         worker.start()
     ready.wait(300)
@@ -116,17 +133,55 @@ def _timed(work: Callable[[str, int, list[str]], None], url: str, width: int, de
     took_s = time.perf_counter() - start_s
     for worker in workers:
         worker.join(60)
-    return took_s
+    return took_s, busy_s.value
 
 
-def _worker(work, url, width, units, ready, go, done) -> None:  # type: ignore[no-untyped-def]
+def _worker(work, url, width, units, ready, go, done, busy_s) -> None:  # type: ignore[no-untyped-def]
     torch.set_num_threads(1)
     fsspec.core.url_to_fs(url)
     unit_of("warm", 8)
     ready.wait(300)
     go.wait(300)
+    began_s = time.process_time()
     work(url, width, units)
+    took_s = time.process_time() - began_s
     done.wait(600)
+    with busy_s:
+        busy_s.value += took_s
+
+
+def _serve(store: str, bytes_per_s: float | None, told: Connection) -> None:
+    """Be a stand-in until the other end of ``told`` is closed; tells it a URL and the environment to use it in."""
+    service: BlobService | BucketService
+    with ExitStack() as stack:
+        if store == "azure":
+            service = stack.enter_context(blob_service())
+            environment = {"AZURE_STORAGE_CONNECTION_STRING": service.connection_string}
+            told.send((f"abfs://{CONTAINER}/restore", environment))
+        else:
+            service = stack.enter_context(bucket_service())
+            told.send((f"s3://{service.bucket}/restore", service.environment))
+        service.bytes_per_s = bytes_per_s
+        told.poll(None)
+
+
+@contextmanager
+def stand_in(store: str, bytes_per_s: float | None) -> Iterator[str]:
+    """Serve checkpoints from a stand-in while the block runs; yields their URL."""
+    context = multiprocessing.get_context("spawn")
+    told, end = context.Pipe()
+    process = context.Process(target=_serve, args=(store, bytes_per_s, end))
+    process.start()
+    end.close()
+    try:
+        if not told.poll(60):
+            raise SystemExit(f"the stand-in for {store} did not start")
+        url, environment = told.recv()
+        os.environ.update(environment)
+        yield url
+    finally:
+        told.close()
+        process.join(60)
 
 
 def main() -> None:
@@ -136,24 +191,36 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--url", help="any fsspec URL; default: a temporary folder")
+    parser.add_argument("--store", choices=("azure", "s3"), help="a stand-in of it")
+    parser.add_argument("--bytes-per-s", type=float, help="that the stand-in sends at most, to all together")
     options = parser.parse_args()
+    if options.store:
+        with stand_in(options.store, options.bytes_per_s) as url:
+            return _compare(options, url)
     folder = None if options.url else tempfile.mkdtemp(prefix="morph-restore-")
-    url = options.url or folder
+    return _compare(options, options.url or folder, folder)
+
+
+def _compare(options: argparse.Namespace, url: str, folder: str | None = None) -> None:
     width = int((options.mib * 2**20 / 12 / NUM_UNITS / 4) ** 0.5) // 16 * 16  # as widths of models are
     try:
         size = save(url, width)
         for depth in SHAPES:
             times: dict[str, list[float]] = {"restore": [], "read": []}
+            busy: dict[str, list[float]] = {"restore": [], "read": []}
             for _ in range(options.rounds):
                 for name, work in (("read", _read), ("restore", _restore)):
                     if folder and not options.warm:
                         forget(folder)
-                    times[name].append(_timed(work, url, width, depth))
+                    took_s, busy_s = _timed(work, url, width, depth)
+                    times[name].append(took_s)
+                    busy[name].append(busy_s)
             read_s, restore_s = statistics.median(times["read"]), statistics.median(times["restore"])
             print(
                 f"{size / 2**20:.0f} MiB into P={depth}: restored in {restore_s:.2f} s "
                 f"({min(times['restore']):.2f} to {max(times['restore']):.2f}), plain read {read_s:.2f} s "
-                f"({min(times['read']):.2f} to {max(times['read']):.2f}): {read_s / restore_s:.0%} of its speed",
+                f"({min(times['read']):.2f} to {max(times['read']):.2f}): {read_s / restore_s:.0%} of its speed; "
+                f"{statistics.median(busy['restore']):.2f} and {statistics.median(busy['read']):.2f} processor seconds",
                 flush=True,
             )
     finally:

@@ -35,8 +35,10 @@ from step_time.remote import Remote, call_all
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from morph.contract.messages import DEFAULT_LIMIT_S
 from morph.cutting.cuts.cut_model import BoundaryTensor
-from morph.runtime.groups.channels import GROUP_TIMEOUT_S, Channel, GroupSet, GroupSpec, Pending, connect_store
+from morph.runtime.device.links import HostLink
+from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, Pending, connect_store
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.store import StoreHost
@@ -172,7 +174,7 @@ class HeldBack:
     def done_at_s(self) -> float:
         return self.begun.done_at_s if self.begun else 0.0
 
-    def wait(self, what: str, timeout_s: float = GROUP_TIMEOUT_S) -> float:
+    def wait(self, what: str, timeout_s: float | None = None) -> float:
         return self._interrupt.wait_for(lambda: self.done, what, timeout_s)
 
 
@@ -273,7 +275,7 @@ class TorchLinks:
     def drain(self, count: int) -> None:
         """Wait until so many messages have left."""
         for _ in range(count):
-            self._sent.get(timeout=GROUP_TIMEOUT_S)[1].wait()
+            self._sent.get(timeout=DEFAULT_LIMIT_S)[1].wait()
 
 
 class StageProcess:
@@ -343,15 +345,15 @@ class StageProcess:
         stage = self._stage
         behind = stage + 1 < self._num_stages
         return Neighbours(
-            activations_in=self._groups.channel(f"b{stage - 1}/act", f"w{stage - 1}") if stage else None,
+            activations_in=HostLink(self._groups.channel(f"b{stage - 1}/act", f"w{stage - 1}")) if stage else None,
             gradients_out=self._sending(f"b{stage - 1}/grad", downstream=False) if stage else None,
             activations_out=self._sending(f"b{stage}/act", downstream=True) if behind else None,
-            gradients_in=self._groups.channel(f"b{stage}/grad", f"w{stage + 1}") if behind else None,
+            gradients_in=HostLink(self._groups.channel(f"b{stage}/grad", f"w{stage + 1}")) if behind else None,
         )
 
     def _sending(self, name: str, *, downstream: bool) -> Any:
         channel = self._groups.channel(name, f"w{self._stage}")
-        return SlowChannel(channel, self._wires[downstream], self._interrupt) if self._wires else channel
+        return HostLink(SlowChannel(channel, self._wires[downstream], self._interrupt) if self._wires else channel)
 
     def _run_torch(self) -> None:
         count = self._case.num_micro_batches

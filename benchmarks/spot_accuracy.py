@@ -41,6 +41,7 @@ FORWARD_S = 0.03
 PARAMETER_BYTES = 1_000_000
 REAL_STATE_BYTES = 256 * 1024
 MANY_STEPS = 10**7
+NOTICE_S = 8.0
 POLICY = Policy(checkpoint_every_steps=10, heartbeat_timeout_s=20.0)
 
 
@@ -113,13 +114,18 @@ def make_run(job: SpotJob, trace: Trace, directory: Path) -> tuple[RunSpec, RunF
 
 @dataclass(frozen=True)
 class Happened:
-    """What a real run's journal says: its report, and when VMs appeared and were killed (seconds of its clock)."""
+    """What a real run's journal says: its report, and when VMs appeared and were killed (seconds of its clock).
+
+    ``noticed``: when, of which VM, and how long before its end (seconds).
+    """
 
     report: RunReport
     entries: tuple[Entry, ...]
     appeared_s: dict[str, float]
     killed_s: dict[str, float]
+    noticed: tuple[tuple[float, str, float], ...]
     over_s: float
+    num_expected: int
 
     @property
     def num_changes(self) -> int:
@@ -139,13 +145,20 @@ def run_for_real(trace: Trace) -> Happened:
             entries = tuple(journal.read())
     appeared_s: dict[str, float] = {}
     killed_s: dict[str, float] = {}
+    noticed: list[tuple[float, str, float]] = []
     last_s = 0.0
     for entry in entries:
-        if entry.kind == "event" and isinstance(event := EVENT.validate_json(entry.payload_json), NodeAppeared):
-            appeared_s[event.node] = last_s = entry.time_s
+        if entry.kind == "event":
+            event = EVENT.validate_json(entry.payload_json)
+            if isinstance(event, NodeAppeared):
+                appeared_s[event.node] = last_s = entry.time_s
+            elif isinstance(event, NoticeGiven):
+                noticed.append((entry.time_s, event.worker, event.lead_s))
         elif entry.kind == "fact" and (fact := Fact.model_validate_json(entry.payload_json)).name == VM_KILLED:
             killed_s[str(fact.worker)] = last_s = entry.time_s
-    return Happened(report_of(entries), entries, appeared_s, killed_s, last_s)
+    return Happened(
+        report_of(entries), entries, appeared_s, killed_s, tuple(noticed), last_s, spec.config.expected_nodes
+    )
 
 
 def measured(happened: Happened) -> Durations:
@@ -165,8 +178,6 @@ def measured(happened: Happened) -> Durations:
         event = EVENT.validate_json(entry.payload_json)
         if isinstance(event, WorkerLost) and event.worker in happened.killed_s:
             noticed.append(entry.time_s - happened.killed_s[event.worker])
-        elif isinstance(event, NoticeGiven):
-            continue
         elif isinstance(event, WorkerAnswered):
             match event.answer:
                 case WorkerReady():
@@ -195,8 +206,7 @@ def measured(happened: Happened) -> Durations:
 def simulate(happened: Happened, durations: Durations) -> SpotCluster:
     """Play the same VMs in virtual time."""
     start_s = min(happened.appeared_s.values())
-    first = sum(time_s < start_s + 5 for time_s in happened.appeared_s.values())
-    cluster = SpotCluster(make_job(durations), num_steps=MANY_STEPS, num_expected=first)
+    cluster = SpotCluster(make_job(durations), num_steps=MANY_STEPS, num_expected=happened.num_expected)
     names: dict[str, str] = {}
 
     def come(vm: str) -> tuple[()]:
@@ -208,10 +218,17 @@ def simulate(happened: Happened, durations: Durations) -> SpotCluster:
             cluster.vm_taken(names[vm])
         return ()
 
+    def notice(vm: str, lead_s: float) -> tuple[()]:
+        if vm in names:
+            cluster.vm_noticed(names[vm], lead_s)
+        return ()
+
     for vm, time_s in happened.appeared_s.items():
         cluster.after(time_s - start_s, lambda vm=vm: come(vm))
     for vm, time_s in happened.killed_s.items():
         cluster.after(time_s - start_s, lambda vm=vm: go(vm))
+    for time_s, vm, lead_s in happened.noticed:
+        cluster.after(time_s - start_s, lambda vm=vm, lead_s=lead_s: notice(vm, lead_s))
     cluster.play(happened.over_s - start_s)
     return cluster
 
@@ -235,7 +252,7 @@ def compare(happened: Happened, durations: Durations) -> tuple[float, dict[Part,
 
 
 def traces(count: int, seconds: float) -> Sequence[Trace]:
-    """Traces with losses alone and in bulk."""
+    """Traces with losses alone and in bulk, half of them noticed before."""
     model = spot_model(
         MOST_VMS,
         losses_per_vm_h=3600 * 20 * 1.6 / seconds / MOST_VMS,
@@ -243,6 +260,8 @@ def traces(count: int, seconds: float) -> Sequence[Trace]:
         replacement_s=seconds / 15,
         initial=5,
         least=1,
+        noticed=0.5,
+        notice_s=NOTICE_S,
     )
     return [model.draw(seed, seconds) for seed in range(count)]
 

@@ -49,8 +49,8 @@ from morph.contract.messages import (
     WorkerReady,
     WorkerSetup,
 )
-from morph.contract.proof import new_secret
 from morph.contract.timeline import ComputeTimes
+from morph.link.proof import new_secret
 from morph.runtime.process.serving import serve
 
 LINKS = ("sealed", "tls")

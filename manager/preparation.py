@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.expected import ExpectedLosses
+from manager.machine.devices import CudaDevice, cuda_devices, device_share_bytes
+from morph.contract import ranges
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms, Policy, Vms
 from morph.contract.errors import CheckpointError, PlanError
 from morph.contract.profile import Profile
 from morph.contract.trace import Trace, TraceEvent
 from simulator import PlanRequest, plan, plan_table
+
+_ANY_BYTES = int(ranges.MEMORY_BYTES.high)
+"""Of a host of which nothing is known."""
 
 
 def constant_trace(vms: Vms) -> Trace:
@@ -29,14 +35,44 @@ def from_its_first_event(trace: Trace) -> Trace:
     start_s = trace.events[0].time_s
     prices = (price.model_copy(update={"time_s": max(0.0, price.time_s - start_s)}) for price in trace.prices)
     events = (event.model_copy(update={"time_s": event.time_s - start_s}) for event in trace.events)
-    return Trace(events=tuple(events), prices=tuple(prices))
+    end_s = None if trace.end_s is None else trace.end_s - start_s
+    return Trace(events=tuple(events), prices=tuple(prices), end_s=end_s)
 
 
-def device_memory_bytes(vms: Vms) -> int:
-    """Memory of one VM's device, for the planner: as the cluster file says, else this machine's share."""
+@dataclass(frozen=True)
+class VmMemory:
+    """What one worker may take: of its device, and of the host where devices have memory of their own."""
+
+    device_bytes: int
+    host_bytes: int | None = None
+
+
+def memory_of(
+    vms: Vms,
+    profile: Profile | None = None,
+    *,
+    num_vms: int | None = None,
+    devices: Callable[[], Sequence[CudaDevice]] = cuda_devices,
+) -> VmMemory:
+    """Memory of one worker, for the planner: as the cluster file says, else a share of this machine's.
+
+    Args:
+        vms: Of the cluster file.
+        profile: Says what host memory VMs of a provider have.
+        num_vms: So many at once, at most; None: as the cluster file says.
+        devices: Lists this machine's CUDA devices, where local VMs use these.
+
+    Raises:
+        ConfigError: local VMs are to use CUDA devices, and there are none.
+    """
+    known_host = None if profile is None else profile.environment.host_memory_bytes
     if not isinstance(vms, LocalVms):
-        return vms.memory_bytes
-    return vms.memory_bytes or psutil.virtual_memory().total // (vms.keep or vms.num_vms)
+        return VmMemory(vms.memory_bytes, (known_host or _ANY_BYTES) if vms.device == "cuda" else None)
+    num_vms = max(num_vms or 0, vms.keep or vms.num_vms)
+    host_bytes = psutil.virtual_memory().total // num_vms
+    if vms.device == "cpu":
+        return VmMemory(vms.memory_bytes or host_bytes)
+    return VmMemory(vms.memory_bytes or device_share_bytes(devices(), num_vms), host_bytes)
 
 
 def controller_config(
@@ -51,6 +87,7 @@ def controller_config(
     timeline_step: int | None = None,
     num_beyond: int = 0,
     expected_losses: ExpectedLosses = ExpectedLosses(),  # noqa: B008 (frozen)
+    devices: Callable[[], Sequence[CudaDevice]] = cuda_devices,
     **more: Any,
 ) -> ControllerConfig:
     """Plan for every number of workers that the trace or ``vms.keep`` can bring, and gather what the controller needs.
@@ -58,7 +95,8 @@ def controller_config(
     ``request``, with ``more`` of its fields: P of every shape, with fewer workers than which the run waits; D at most,
     fewer workers make fewer, others stand by; m of all plans, as a run that goes on has it; schedule and recompute.
     ``num_beyond``: so many more may come, where the last VM has several devices. ``timeline_step``: of this step the
-    workers record a timeline. ``expected_losses``: of VMs, until the run has seen its own.
+    workers record a timeline. ``expected_losses``: of VMs, until the run has seen its own. ``devices``: lists CUDA
+    devices, where local VMs use these.
 
     Raises:
         PlanError: when not even the trace's largest number of VMs can run the job, or reach what is asked for.
@@ -67,7 +105,14 @@ def controller_config(
     if checkpoint is not None:
         _check_fits(checkpoint, profile)
     max_nodes = max(trace.max_nodes, vms.keep or 0)
-    asked = replace(request, **more, memory_bytes=device_memory_bytes(vms))
+    memory = memory_of(vms, profile, num_vms=max_nodes, devices=devices)
+    asked = replace(
+        request,
+        **more,
+        memory_bytes=memory.device_bytes,
+        host_memory_bytes=memory.host_bytes,
+        redundancy=policy.redundancy,
+    )
     most, request = asked.num_replicas, replace(asked, num_replicas=None)
     plans = plan_table(profile, max_nodes, request, most_replicas=most)
     if not plans or most is not None:
@@ -85,6 +130,7 @@ def controller_config(
         plans=plans,
         units={unit.id: unit.sections for unit in profile.units},
         unit_bytes={unit.id: unit.parameter_bytes * state_share for unit in profile.units},
+        state_copies=state_share,
         num_steps=num_steps,
         policy=policy,
         initial_version=checkpoint.version if checkpoint else 0,
@@ -92,6 +138,7 @@ def controller_config(
         expected_nodes=vms.keep or sum(event.event == "add" and event.time_s == 0 for event in trace.events) or 1,
         target_nodes=vms.keep or 0,
         timeline_step=timeline_step,
+        device_memory_bytes=memory.device_bytes,
         section_compute_s=section_compute_s(profile, micro_batch_size),
         expected_losses=expected_losses,
     )

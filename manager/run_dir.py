@@ -18,9 +18,9 @@ from typing import IO
 from pydantic import Field
 
 from morph.contract.base import Value, read_json
-from morph.contract.data_facts import JobFacts
 from morph.contract.errors import RunDirError, RunDirStuck
 from morph.contract.files import NO_ROOM, PRIVATE, write_whole
+from morph.contract.job_file import JobFacts
 
 WORKERS_LOG = "workers.log"
 

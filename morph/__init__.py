@@ -25,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from morph.cutting.sections.cut_point import CutPoint
 
         return CutPoint
+    if name in ("elastic", "spot"):
+        import importlib
+
+        return importlib.import_module(f"morph.{name}")
     raise AttributeError(f"module 'morph' has no attribute {name!r}")

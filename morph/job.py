@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Accumulation = Literal["exact", "fast"]
 Precision = Literal["fp32", "bf16", "fp16"]
 OptimizerDevice = Literal["same", "cpu"]
+Boundary = Literal["same", "bf16"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -90,7 +91,10 @@ class Job:
         lr_scheduler: Builds the learning-rate schedule of one optimizer; stepped once per applied step.
         clip_grad_norm: Largest 2-norm of the whole model's gradient; ``math.inf`` reports the norm and clips nothing.
         precision: Type in which autocast lets suitable operations run; parameters and optimizer stay as they are.
+        boundary: Type in which wider floating-point tensors and their gradients cross cut-points; ``same``: their own.
+        master_weights: The optimizer works on fp32 copies of parameters that have fewer bits (bf16, fp16).
         loss_scaling: Dynamic loss scaling; None: none, but for ``fp16``, which then has its defaults.
+        compile: Sections are compiled by torch.compile.
         optimizer_device: ``cpu`` keeps the optimizer's state and its step in host memory.
         eval_data: Builds the data set to evaluate on.
         eval_every_steps: Evaluate whenever so many steps were applied.
@@ -116,7 +120,10 @@ class Job:
     lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None
     clip_grad_norm: float | None = None
     precision: Precision = "fp32"
+    boundary: Boundary = "same"
+    master_weights: bool = False
     loss_scaling: LossScaling | None = None
+    compile: bool = False
     optimizer_device: OptimizerDevice = "same"
     eval_data: Callable[[], MapDataset] | None = None
     eval_every_steps: int | None = None
@@ -167,6 +174,9 @@ class Job:
             is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
             _require(is_number and norm > 0, "clip_grad_norm", norm, "a number above 0, or None")
         _require(self.precision in get_args(Precision), "precision", self.precision, "'fp32', 'bf16' or 'fp16'")
+        _require(self.boundary in get_args(Boundary), "boundary", self.boundary, "'same' or 'bf16'")
+        for field in ("master_weights", "compile"):
+            _require(isinstance(getattr(self, field), bool), field, getattr(self, field), "True or False")
         allowed = "a morph.LossScaling, or None"
         _require(scaling is None or isinstance(scaling, LossScaling), "loss_scaling", scaling, allowed)
         where = self.optimizer_device

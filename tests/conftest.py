@@ -1,13 +1,14 @@
 """Settings for every test: nothing reaches a model hub, and torch, where a test loads it, uses one thread.
 
 Several pytest-xdist workers share the machine (``--dist loadfile``: a file's tests run one after the other in one of
-them, so that its fixtures are made once). Files with real processes go first, for they take longest; the short ones
-then fill up whatever worker is free.
+them, so that its fixtures are made once). Files with real processes go first, for they take longest, then those with
+slow tests; the short ones then fill up whatever worker is free.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -41,15 +42,15 @@ MOST_WORKERS = 4
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of ``--numprocesses auto``: one more than cores that may be used, for a test with processes waits much."""
+    """Of ``--numprocesses auto``: two more than cores that may be used, for a test with processes waits much."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores + 1, MOST_WORKERS)
+    return min(cores + 2, MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        slow = {item.path for item in items if item.get_closest_marker("system")}
-        items.sort(key=lambda item: item.path not in slow)
+        marked = {mark: {item.path for item in items if item.get_closest_marker(mark)} for mark in ("system", "slow")}
+        items.sort(key=lambda item: tuple(item.path not in paths for paths in marked.values()))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,4 +62,9 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         profile = synthetic_profile(num_sections=4, jitter=0.1)
         plan(profile, num_gpus=4)
         simulate(profile, num_stages=2, num_replicas=2, jitter_seed=0)
-    return (yield)
+    gc.disable()  # what is imported stays: a fifth of the time would go into looking through it again and again
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

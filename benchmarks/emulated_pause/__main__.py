@@ -30,13 +30,13 @@ from manager.report.reading import read_report
 from manager.run_dir import RunDir
 
 
-def run_shape(shape: Shape, kills: int, together: int, seed: int, directory: Path) -> list[Pause]:
+def run_shape(shape: Shape, kills: int, together: int, seed: int, directory: Path, redundancy: str) -> list[Pause]:
     """Run one shape through its kills.
 
     Raises:
         SystemExit: the run did not come to its end.
     """
-    spec, facts = make_run(shape, directory)
+    spec, facts = make_run(shape, directory, redundancy)
     nodes = [event.node_id for event in spec.trace.events]
     watch = FormingWatch()
     killers: list[Killer] = []
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["4x4", "8x2", "2x8", "16x1"], help="PxD, all workers there")
     parser.add_argument("--kills", type=int, default=100, help="in all")
     parser.add_argument("--together", type=int, default=3, help="most VMs killed at once")
+    parser.add_argument("--redundancy", choices=["off", "state", "salvage", "auto"], default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slowest", type=int, default=5, help="how many of the slowest to print one by one")
     parser.add_argument("--out", type=Path, default=None, help="also write every pause as JSON")
@@ -98,7 +99,7 @@ def main() -> None:
         for index, shape in enumerate(shapes):
             directory = (options.keep or Path(temporary)) / str(shape)
             directory.mkdir(parents=True)
-            found = run_shape(shape, kills, options.together, options.seed + index, directory)
+            found = run_shape(shape, kills, options.together, options.seed + index, directory, options.redundancy)
             pauses += found
             if options.out is not None:
                 options.out.write_text(
@@ -109,7 +110,8 @@ def main() -> None:
             show("after kills", [pause for pause in found if not pause.planned])
             show("joins", [pause for pause in found if pause.planned])
     forced = [pause for pause in pauses if not pause.planned]
-    print(f"\n== all shapes; {os.cpu_count()} cores, load before {load:.1f}, seed {options.seed}")
+    machine = f"{os.cpu_count()} cores, load before {load:.1f}, seed {options.seed}"
+    print(f"\n== all shapes; redundancy {options.redundancy}, {machine}")
     show("after kills", forced)
     for count in range(1, options.together + 1):
         show(f"after kills of {count} at once", [pause for pause in forced if pause.num_lost == count])

@@ -95,11 +95,11 @@ def make_plans(profile: Profile, shape: Shape) -> dict[int, Plan]:
     return plans
 
 
-def make_run(shape: Shape, directory: Path) -> tuple[RunSpec, RunFacts]:
+def make_run(shape: Shape, directory: Path, redundancy: str = "auto") -> tuple[RunSpec, RunFacts]:
     """What to run in this directory, and what the directory belongs to."""
     profile = make_profile(shape)
     plans = make_plans(profile, shape)
-    policy = Policy(checkpoint_every_steps=CHECKPOINT_EVERY_STEPS)
+    policy = Policy.model_validate({"checkpoint_every_steps": CHECKPOINT_EVERY_STEPS, "redundancy": redundancy})
     units = known_units(profile)
     config = ControllerConfig(
         job=f"pause of {shape}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from statistics import NormalDist, fmean, median
 
+from calibrate.timing.environment import ALLOCATOR_PERMILLE, CONTEXT_BYTES, PROCESS_BYTES
 from morph.contract.profile import AllReduceTime, Environment, LinkProfile, SendTime, Timing
 
 GPU_MEMORY_BYTES = 16 * 2**30
@@ -116,6 +117,10 @@ ENVIRONMENT = Environment(
     num_cores=6,
     threads_per_worker=6,
     device_memory_bytes=GPU_MEMORY_BYTES,
+    host_memory_bytes=112 * 2**30,
+    context_bytes=CONTEXT_BYTES,
+    allocator_permille=ALLOCATOR_PERMILLE,
+    process_bytes=PROCESS_BYTES,
     created="1970-01-01T00:00:00Z",
 )
 """Nobody measured: the date says so too."""

@@ -5,6 +5,7 @@
 Each answer stands beside the published value, with their ratio. One published figure per model went into its profile
 (simulator/published/speeds.py); a row that repeats it is marked "anchor" and is no prediction, the others are. Nothing
 else was fitted. m is 4 for GPT-2 as in the anchors; stages hold L / P layers each, as in the paper, where P divides L.
+Gradients are reduced after the pipelines, as the paper has it; Morph reduces them beside the last backward.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ def as_published(
         schedule=schedule,
         num_gpus_per_node=gpus_per_vm,
         share_links=share_links,
+        all_reduce="late",
     ).plan
 
 

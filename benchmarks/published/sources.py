@@ -9,6 +9,7 @@ from benchmarks.published import hardware
 from benchmarks.published.shapes import MODELS
 from benchmarks.published.speeds import ANCHOR_OF, ANCHORS, flops_per_s, speed_of
 
+_STATED = "what calibration states for CUDA (docs/calibration.md)"
 _NOBODY = "derived: constant; nobody ran anything for this profile"
 _NAMES = "derived: from the model's name"
 _FEEDS_EMBEDDING = "8 bytes per token into the embedding"
@@ -34,6 +35,7 @@ def sources_of(model: str, slower_network: float = 1.0) -> dict[str, str]:
             "derived: 2 (D - 1) messages of S / D bytes (Patarasuk and Yuan 2009) over inter_node's bandwidth, with "
             "its median latency; in_flight 4: four rings share the link of a 4-GPU VM (Varuna 4.3)" + slower
         ),
+        "optimizer_in_host_memory": "derived: no; the paper offloads no optimizer of these models",
         "accumulator_bytes_per_parameter": "derived: Morph with accumulation: fast; Varuna's systems may send 2",
         "commit": "derived: two messages without a size over inter_node, at its median",
         "checkpoint_write_bytes_per_s": "assumed: 500 MB/s for the local SSD of Varuna 4.5, which names no speed",
@@ -67,6 +69,10 @@ def _environment() -> dict[str, str]:
         "environment.platform": "Varuna 7: spot VMs of type NC24_v3 (4-GPU) or NC6_v3 (1-GPU) in Azure",
         "environment.device": "Varuna 7: Nvidia Volta-100 GPU with 16GB memory",
         "environment.device_memory_bytes": "Varuna 7: Nvidia Volta-100 GPU with 16GB memory",
+        "environment.host_memory_bytes": "assumed: 112 GiB for each GPU, as Azure lists for NC6s_v3 and NC24s_v3",
+        "environment.context_bytes": f"assumed: {_STATED}",
+        "environment.allocator_permille": f"assumed: {_STATED}",
+        "environment.process_bytes": f"assumed: {_STATED}",
         "environment.num_cores": "Varuna 7: 6 Xeon cores",
         "environment.threads_per_worker": "derived: one GPU per VM has all its cores",
         "environment.created": _NOBODY,
@@ -94,6 +100,9 @@ def _sections(model: str) -> dict[str, str]:
         "sections.output_bytes_per_sample": "derived: s h 16-bit floats, as input_bytes_per_sample; 0 behind the head",
         "sections.optimizer_step": "derived: 30 bytes per parameter at the 900 GB/s of NVIDIA's V100 data sheet",
         "sections.peak_bytes": "not published",
+        "sections.reduced_bytes": "not published: as many bytes as the parameters",
+        "sections.finish_bytes": "not published",
+        "sections.step_bytes": "not published",
     }
 
 

@@ -11,7 +11,9 @@ def first_hours(trace: Trace, hours: float) -> Trace:
     """The trace from its first event on, cut off after so many hours."""
     start_s = trace.events[0].time_s
     kept = (event for event in trace.events if event.time_s - start_s <= hours * 3600)
-    return Trace(events=tuple(event.model_copy(update={"time_s": event.time_s - start_s}) for event in kept))
+    end_s = min(hours * 3600, trace.duration_s - start_s)
+    events = tuple(event.model_copy(update={"time_s": event.time_s - start_s}) for event in kept)
+    return Trace(events=events, end_s=end_s)
 
 
 def thinned(trace: Trace, max_vms: int, seed: int) -> Trace:
@@ -37,7 +39,7 @@ def thinned(trace: Trace, max_vms: int, seed: int) -> Trace:
         elif event.node_id in kept:
             kept.discard(event.node_id)
             events.append(event)
-    return Trace(events=tuple(events))
+    return Trace(events=tuple(events), end_s=trace.end_s)
 
 
 def _removal_times(trace: Trace) -> dict[int, float]:

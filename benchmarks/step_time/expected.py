@@ -113,6 +113,7 @@ def shapes(profile: Profile) -> Iterator[Shape]:
 
     yield Shape("1x1", plan(1, 1))
     yield Shape("1x2", plan(1, 2))
+    yield Shape("2x2", plan(2, 2))
     schedules: tuple[Schedule, ...] = ("varuna", "1f1b", "gpipe")
     for schedule in schedules:
         yield Shape(f"2x1 {schedule}", plan(2, 1, schedule))
@@ -158,7 +159,7 @@ def main() -> None:
     measured = list(shapes(profile))
     model = cut(export_job(job), num_sections=profile.num_sections, micro_batch_size=measured[0].plan.micro_batch_size)
     with tempfile.TemporaryDirectory() as directory:
-        side = MorphSide(options.job, model, directory)
+        side = MorphSide(options.job, model, directory, max(shape.plan.num_workers for shape in measured))
         turns = random.Random(options.seed)
         for round_index in range(options.rounds):
             for shape in turns.sample(measured, len(measured)):

@@ -67,13 +67,13 @@ def cut_job(job_path: str) -> CutModel:
 
 
 class MorphSide:
-    """Two workers that train one job, from its first step again in every turn."""
+    """Workers that train one job, from its first step again in every turn."""
 
-    def __init__(self, job_path: str, model: CutModel, checkpoint_url: str) -> None:
+    def __init__(self, job_path: str, model: CutModel, checkpoint_url: str, num_workers: int = 2) -> None:
         self._job, self._model = load_job(job_path), model
         self._generation = 0
         self._store = StoreHost(LOOPBACK)
-        self._workers = {name: Remote(Worker) for name in ("w0", "w1")}
+        self._workers = {name: Remote(Worker) for name in (f"w{number}" for number in range(num_workers))}
         for name, remote in self._workers.items():
             setup = WorkerSetup(
                 worker=name,

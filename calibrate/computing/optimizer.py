@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from calibrate.computing.peak import peak_bytes
 from calibrate.computing.subject import Subject
-from calibrate.timing.clocks import Clock, clock_of
+from calibrate.timing.clocks import clock_of
 from calibrate.timing.samples import Sampling, no_garbage_collection, timing
 from morph.contract.decided import Decided
 from morph.contract.profile import Timing
@@ -25,10 +26,13 @@ _MOCK_GRADIENT = 1e-3
 
 @dataclass(frozen=True)
 class UnitMeasurement:
-    """Of one parameter unit."""
+    """Of one parameter unit; bytes as in ``SectionProfile``."""
 
     step: Timing
     optimizer_bytes: int
+    reduced_bytes: int
+    finish_bytes: int
+    step_bytes: int
 
 
 def measure_units(subject: Subject, model: CutModel, sampling: Sampling) -> dict[str, UnitMeasurement]:
@@ -48,20 +52,21 @@ def measure_units(subject: Subject, model: CutModel, sampling: Sampling) -> dict
                 rules=update_rules(job, device),
             )
             clips = job.clip_grad_norm is not None
-            by_shapes[shapes] = _measure(state, clock_of(device), sampling, job.batch_size, clips=clips)
+            by_shapes[shapes] = _measure(state, device, sampling, job.batch_size, clips=clips)
         result[unit.id] = by_shapes[shapes]
     return result
 
 
 def _measure(
-    state: UnitState, clock: Clock, sampling: Sampling, num_micro_batches: int, *, clips: bool
+    state: UnitState, device: torch.device, sampling: Sampling, num_micro_batches: int, *, clips: bool
 ) -> UnitMeasurement:
+    clock = clock_of(device)
     generator = torch.Generator().manual_seed(0)
     gradients = {
-        name: torch.randn(parameter.shape, generator=generator) * _MOCK_GRADIENT
+        name: (torch.randn(parameter.shape, generator=generator) * _MOCK_GRADIENT).to(state.device)
         for name, parameter in state.parameters.items()
     }
-    gradients |= {name: torch.zeros(buffer.shape) for name, buffer in state.buffers.items()}
+    gradients |= {name: torch.zeros(buffer.shape, device=state.device) for name, buffer in state.buffers.items()}
     samples_s: list[float] = []
     with no_garbage_collection():
         sums = state.new_accumulator()
@@ -70,8 +75,7 @@ def _measure(
             _fill(sums, gradients)
             clock.settle()
             start = clock.mark()
-            state.reduced = sums.finish(num_micro_batches, number)
-            state.norm_sq()
+            _finish(state, sums, num_micro_batches, number)
             number += 1
             state.apply(Decided(version=number, gradient_norm=1.0 if clips else None))
             sums = state.new_accumulator()
@@ -79,8 +83,29 @@ def _measure(
             clock.settle()
             if number > _WARM_UP:
                 samples_s.append(clock.between_s(start, end))
-    held = [value for entry in state.optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-    return UnitMeasurement(timing(samples_s), sum(value.numel() * value.element_size() for value in held))
+    _fill(sums, gradients)
+    finish_peak = peak_bytes(lambda: _finish(state, sums, num_micro_batches, number), device)
+    assert state.reduced is not None
+    reduced_bytes = _bytes_of(state.reduced.gradients.values())
+    decided = Decided(version=number + 1, gradient_norm=1.0 if clips else None)
+    return UnitMeasurement(
+        step=timing(samples_s),
+        optimizer_bytes=_bytes_of(value for entry in state.optimizer.state.values() for value in entry.values())
+        + state.master_bytes,
+        reduced_bytes=reduced_bytes,
+        finish_bytes=max(0, finish_peak - reduced_bytes),
+        step_bytes=peak_bytes(lambda: state.apply(decided), device),
+    )
+
+
+def _finish(state: UnitState, sums: Accumulator, num_micro_batches: int, number: int) -> None:
+    """As a worker does before a step is decided."""
+    state.reduced = sums.finish(num_micro_batches, number)
+    state.norm_sq()
+
+
+def _bytes_of(values: Iterable[object]) -> int:
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
 
 
 def _fill(sums: Accumulator, gradients: Mapping[str, Tensor]) -> None:

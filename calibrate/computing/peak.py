@@ -32,6 +32,21 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     return live.peak
 
 
+def held_bytes(make: Callable[[], object], device: torch.device) -> int:
+    """Run ``make`` once and return the bytes of what it made that live as long as its result does."""
+    if device.type == "cuda":
+        before = int(torch.cuda.memory_allocated(device))
+        made = make()
+        held = int(torch.cuda.memory_allocated(device)) - before
+    else:
+        live = LiveBytes()
+        with live:
+            made = make()
+        held = live.now
+    del made
+    return max(0, held)
+
+
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ships no types for it
     """Counts the bytes of the storages that operations make, for as long as they live.
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from math import ceil
 
-from calibrate.computing.peak import peak_bytes
+from calibrate.computing.peak import held_bytes, peak_bytes
 from calibrate.timing.bench import Bench
 from calibrate.timing.clocks import Clock
 from calibrate.timing.samples import Sampling, no_garbage_collection, timing
@@ -40,7 +41,9 @@ def measure_benches(
         clock: The device's.
         sampling: How many rounds.
     """
-    held = [bench.activation_bytes() for bench in benches]
+    for bench in benches:
+        bench.both()  # what is made once and for all is not held for a micro-batch
+    held = [held_bytes(partial(bench.forward, 0), bench.device) for bench in benches]
     peaks = [peak_bytes(bench.both, bench.device) for bench in benches]
     forward_s, backward_s = _sample(benches, clock, sampling)
     return {

@@ -13,6 +13,8 @@ from morph.cutting import CutModel, ExportedJob, cut, export_job
 from morph.cutting.trials.data_trial import check_data
 from morph.data import MicroBatchLoader, data_of
 from morph.job import Job, MapDataset, load_job
+from morph.runtime.step.compiled import compiled
+from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class Subject:
     device: torch.device
 
     def cut(self, micro_batch_size: int) -> CutModel:
-        """Cut the job for one m."""
-        return cut(self.exported, num_sections=self.num_sections, micro_batch_size=micro_batch_size)
+        """Cut the job for one m; its sections are run as workers run them."""
+        model = cut(self.exported, num_sections=self.num_sections, micro_batch_size=micro_batch_size)
+        return compiled(model) if self.job.compile else model
 
     def benches(self, model: CutModel, signatures: Container[str] | None = None) -> list[Bench]:
         """Set up one section of each kind, or of these kinds."""
@@ -41,7 +44,7 @@ class Subject:
 
 
 def load_subject(job_path: str, device: torch.device, num_sections: int | None = None) -> Subject:
-    """Load and export a job.
+    """Load and export a job; torch is set to the kernels that its workers take.
 
     Args:
         job_path: ``path/to/file.py:name``.
@@ -51,8 +54,10 @@ def load_subject(job_path: str, device: torch.device, num_sections: int | None =
     Raises:
         JobError, ExportError: the job cannot be measured.
     """
+    prepare_cublas()
     use_device(device)
     job = load_job(job_path)
+    set_kernels(kernels_for(job.accumulation, kernels_now()))
     exported = export_job(job)
     check_data(job)
     return Subject(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from morph.contract.errors import ClusterError, ConfigError, WaitTimeout
-from morph.contract.proof import new_secret
+from morph.link import session as link
 from morph.link.greeting import Greeting
-from morph.link.wire import CHUNK_BYTES, Wire
+from morph.link.proof import new_secret
+from morph.link.wire import Wire
 
 PROTOCOL = 2
 NAME = "morph calibrate-peer"
@@ -26,8 +26,8 @@ _REFUSED = b"refused"
 class Session:
     """One connection, after ``call`` or ``answer``. Closes with its ``with`` block."""
 
-    def __init__(self, connection: socket.socket, wire: Wire) -> None:
-        self._connection, self._wire = connection, wire
+    def __init__(self, link: link.Session) -> None:
+        self._link = link
 
     def __enter__(self) -> Session:
         return self
@@ -37,17 +37,17 @@ class Session:
 
     def close(self) -> None:
         """Close the connection. Safe to call twice."""
-        self._connection.close()
+        self._link.close()
 
     @property
     def own_address(self) -> str:
         """This node's address on the way to the other."""
-        return str(self._connection.getsockname()[0])
+        return self._link.own_address
 
     @property
     def other_address(self) -> str:
         """The other node's address."""
-        return str(self._connection.getpeername()[0])
+        return self._link.other_address
 
     def send(self, message: Mapping[str, Any], timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
         """Send one message.
@@ -70,35 +70,23 @@ class Session:
 
     def put(self, body: bytes, timeout_s: float) -> None:
         """Send the bytes of one message; raises as ``send``."""
-        self._connection.settimeout(timeout_s)
         try:
-            self._connection.sendall(self._wire.put(body))
+            self._link.send(body, timeout_s)
         except OSError as error:
             raise ClusterError(f"the other node is gone: {error.strerror or error}") from error
 
     def next(self, what: str, timeout_s: float) -> bytes:
         """Block for the bytes of the next message, the whole of it within ``timeout_s``; raises as ``receive``."""
-        until_s = time.monotonic() + timeout_s
         try:
-            while (message := self._wire.next()) is None:
-                left_s = until_s - time.monotonic()
-                if left_s <= 0:
-                    raise WaitTimeout(f"waited {timeout_s:g} s for {what}")
-                self._connection.settimeout(left_s)
-                try:
-                    data = self._connection.recv(CHUNK_BYTES)
-                except TimeoutError:
-                    continue
-                if not data:
-                    raise ConnectionError("the other node closed the connection")
-                self._wire.take(data)
+            return self._link.receive(timeout_s)
+        except TimeoutError as error:
+            raise WaitTimeout(f"waited {timeout_s:g} s for {what}") from error
         except OSError as error:
             raise ClusterError(f"waiting for {what}: {error.strerror or error}") from error
-        return message
 
     def known(self, greeting: Greeting, token: str) -> Session:
         """Return this, sealed from now on."""
-        self._wire.seal(greeting.key(token))
+        self._link.seal(greeting, token)
         return self
 
 
@@ -128,7 +116,7 @@ def call(host: str, port: int, token: str) -> Session:
             )
         return session.known(greeting, token)
 
-    return _greeted(Session(connection, Wire(None, host)), greet)
+    return _greeted(Session(link.Session(connection, Wire(None, host))), greet)
 
 
 def answer(connection: socket.socket, token: str) -> Session:
@@ -153,7 +141,7 @@ def answer(connection: socket.socket, token: str) -> Session:
         session.put(greeting.welcome(token), HANDSHAKE_TIMEOUT_S)
         return session.known(greeting, token)
 
-    return _greeted(Session(connection, Wire(None)), greet)
+    return _greeted(Session(link.Session(connection, Wire(None))), greet)
 
 
 def _greeted(session: Session, greet: Callable[[Session], Session]) -> Session:

@@ -1,4 +1,4 @@
-"""One of the processes between which messages and all-reduces are measured: ``python -m calibrate.links.peer``.
+"""One of the processes between which messages and reductions are measured: ``python -m calibrate.links.peer``.
 
 Is told what to measure (``links.network``), answers with time stamps. These are ``time.monotonic_ns``: one clock
 for all processes of a machine. Between two machines, clocks are compared again and again meanwhile
@@ -20,8 +20,11 @@ from calibrate.links.network import NetworkSpec, PeerSpec, Place
 from calibrate.timing.clocks import finish_work, use_device
 from calibrate.timing.samples import Sampling
 from morph.cutting.sections.section import BoundaryTensor
-from morph.runtime.groups.channels import Channel, GroupSpec, Ring, connect_store, form_group, open_device
+from morph.runtime.device.links import link_over
+from morph.runtime.groups.channels import Channel, GlooRing, GroupSpec, connect_store, form_group, open_device
 from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator
+from morph.runtime.state.reducing import Reduction
 from morph.runtime.step.links import Receiver, Sender
 
 _WARM_UP = 2
@@ -69,15 +72,14 @@ class Peer:
                 result["activation"][str(size)], result["gradient"][str(size)] = messages.measure(self._sampling)
                 compare_clocks()
         if pair:
-            result["barrier"] = self._reductions(pair, torch.zeros(1, dtype=torch.int64))
+            result["barrier"] = self._reductions(pair, self._element.itemsize)
             compare_clocks()
         for ring_size in self._ring_sizes:
             if not (ring := rings[ring_size]):
                 continue
             for size in self._spec.reduced_sizes:
-                tensor = torch.zeros(max(1, size // self._element.itemsize), dtype=self._element)
                 for count in self._spec.in_flight:
-                    result["all_reduce"][f"{ring_size}/{size}/{count}"] = self._reductions(ring[:count], tensor)
+                    result["all_reduce"][f"{ring_size}/{size}/{count}"] = self._reductions(ring[:count], size)
                     compare_clocks()
         return result
 
@@ -90,23 +92,25 @@ class Peer:
         members = tuple(str(rank) for rank in (*range(0, size, 2), *range(1, size, 2)))
         if self._rank >= size:
             return None
-        return form_group(self._store, GroupSpec(name, members), str(self._rank), open_device(self._place.listen))
+        spec, device = GroupSpec(name, members), open_device(self._place.listen)
+        return form_group(self._store, spec, str(self._rank), device, self._interrupt.limit_s)
 
-    def _rings(self, name: str, size: int, count: int) -> list[Ring]:
+    def _rings(self, name: str, size: int, count: int) -> list[GlooRing]:
         """Several rings of the same processes, as stages that share a machine have; none for one not in them."""
         groups = [self._group(f"{name}.{number}", size) for number in range(count)]
-        return [Ring(group, self._interrupt) for group in groups if group is not None]
+        return [GlooRing(group, self._interrupt) for group in groups if group is not None]
 
     def _channel(self, name: str, sender: int) -> Channel | None:
         group = self._group(name, 2)
         return None if group is None else Channel(group, sender, self._interrupt)
 
-    def _reductions(self, rings: Sequence[Ring], tensor: torch.Tensor) -> Spans:
-        """Run one all-reduce over each ring at once, after a barrier; returns (start, end) of each sample.
+    def _reductions(self, rings: Sequence[GlooRing], size: int) -> Spans:
+        """Reduce sums of so many bytes over each ring at once, after a barrier; returns (start, end) of each sample.
 
-        The barrier counts the members that want another sample, so that all stop together.
+        They are reduced as a worker does. The barrier counts the members that want another sample, so that all stop
+        together.
         """
-        tensors = [tensor.clone() for _ in rings]
+        accumulators = [self._accumulator(size // self._element.itemsize) for _ in rings]
         votes = torch.zeros(1, dtype=torch.int64)
         spans: Spans = []
         durations_s: list[float] = []
@@ -117,11 +121,19 @@ class Peer:
             if not votes.item():
                 return spans[_WARM_UP:]
             start_ns = time.monotonic_ns()
-            started = [ring.reduce(part, dist.ReduceOp.SUM) for ring, part in zip(rings, tensors, strict=True)]
-            for pending in started:
-                pending.wait("the all-reduce", _TIMEOUT_S)
+            started = [Reduction(self._interrupt, 1) for _ in rings]
+            for reduction, accumulator, ring in zip(started, accumulators, rings, strict=True):
+                reduction.put(accumulator, ring)
+            for reduction in started:
+                reduction.finish()
             spans.append((start_ns, time.monotonic_ns()))
             durations_s.append((spans[-1][1] - start_ns) / 1e9)
+
+    def _accumulator(self, size: int) -> Accumulator:
+        like = {"": torch.zeros(max(1, size), device=self._device)}
+        if self._element == torch.int64:
+            return ExactAccumulator(like, {"": 0}, 1, device=self._device)
+        return FastAccumulator(like, device=self._device)
 
 
 class _Messages:
@@ -131,7 +143,8 @@ class _Messages:
         self, down: Channel, up: Channel, size: int, rank: int, interrupt: Interrupt, device: torch.device
     ) -> None:
         self._begins = rank == 0
-        self._out, self._in = (down, up) if self._begins else (up, down)
+        out, back = (down, up) if self._begins else (up, down)
+        self._out, self._in = (link_over(channel, device, interrupt) for channel in (out, back))
         self._spec = BoundaryTensor("message", (size,), torch.uint8, False)
         self._interrupt = interrupt
         self._device = device
@@ -168,7 +181,7 @@ class _Messages:
         return min(_BATCH, sampling.most - count, max(1, sampling.least - count, fitting))
 
     def _run(self, count: int, next_count: Callable[[], int]) -> int:
-        sender, receiver = Sender(self._out), Receiver(self._in, (self._spec,), count, self._device)
+        sender, receiver = Sender(self._out), Receiver(self._in, (self._spec,), count)
         payload = torch.zeros(self._spec.shape, dtype=torch.uint8, device=self._device)
         for number in range(1, count + 1):
             if self._begins:

@@ -49,23 +49,6 @@ class Bench:
         """Bytes that must be kept to run the section again."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.inputs, *self.batch.values()))
 
-    def activation_bytes(self) -> int:
-        """Bytes that autograd holds between forward and backward, without the section's inputs and parameters."""
-        given = (*self.inputs, *self.parameters.values(), *self.batch.values())
-        known = {tensor.untyped_storage().data_ptr() for tensor in given}
-        held: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                held[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            run = self.forward(0)
-        self.backward(run)
-        return sum(held.values())
-
 
 def make_bench(
     job: Job, section: Section, initial: Mapping[str, Tensor], loader: MicroBatchLoader, device: torch.device
@@ -85,7 +68,7 @@ def make_bench(
         output_gradients=tuple(None if gradient is None else gradient.to(device) for gradient in gradients),
         batch={key: tensor.to(device) for key, tensor in loader.load(0, 0, section.batch_keys).items()},
         parameters=parameters | buffers,
-        accumulator=_accumulator(job, parameters, buffers),
+        accumulator=_accumulator(job, parameters, buffers, device),
         precision=job.precision,
         device=device,
     )
@@ -106,10 +89,13 @@ def mock(spec: BoundaryTensor, generator: torch.Generator, scale: float) -> Tens
     return torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype)
 
 
-def _accumulator(job: Job, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Accumulator:
+def _accumulator(
+    job: Job, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], device: torch.device
+) -> Accumulator:
     """Return the accumulator that a worker would use."""
     exact = job.accumulation == "exact"
     summed = {**parameters, **{name: change_like(buffer, exact=exact) for name, buffer in buffers.items()}}
     if not exact:
-        return FastAccumulator(summed)
-    return ExactAccumulator(summed, dict.fromkeys(summed, first_exponent(job.batch_size)), job.batch_size)
+        return FastAccumulator(summed, device=device)
+    exponents = dict.fromkeys(summed, first_exponent(job.batch_size))
+    return ExactAccumulator(summed, exponents, job.batch_size, device=device)

@@ -18,8 +18,17 @@ CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memo
 """Of control groups, versions 2 and 1."""
 
 
+CONTEXT_BYTES = 768 << 20
+"""Of a CUDA device's memory: its context with torch's kernels and cuBLAS workspaces. Stated, not measured."""
+ALLOCATOR_PERMILLE = 60
+"""What CUDA's caching allocator reserves beyond what tensors take, by rounding and gaps. Stated, not measured."""
+PROCESS_BYTES = 3 << 30
+"""Of host memory: a process that has loaded torch and CUDA's libraries. Stated, not measured."""
+
+
 def describe_environment(device: torch.device) -> Environment:
     """Return versions, what computes, and the cores that this process may use."""
+    apart = device.type == "cuda"
     return Environment(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -28,6 +37,10 @@ def describe_environment(device: torch.device) -> Environment:
         num_cores=num_cores(),
         threads_per_worker=torch.get_num_threads(),
         device_memory_bytes=device_memory_bytes(device),
+        host_memory_bytes=machine_memory_bytes() // max(1, torch.cuda.device_count()) if apart else None,
+        context_bytes=CONTEXT_BYTES if apart else 0,
+        allocator_permille=ALLOCATOR_PERMILLE if apart else 0,
+        process_bytes=PROCESS_BYTES if apart else 0,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

@@ -83,13 +83,19 @@ def assemble_profile(
         environment=environment,
         sections=tuple(_section_profile(job, compute, section) for section in model.sections),
         units=tuple(
-            UnitProfile(id=unit.id, sections=unit.sections, parameter_bytes=parameter_bytes(model, unit.names))
+            UnitProfile(
+                id=unit.id,
+                sections=unit.sections,
+                parameter_bytes=parameter_bytes(model, unit.names),
+                optimizer_bytes=compute.units[unit.id].optimizer_bytes,
+            )
             for unit in model.units
         ),
         intra_node=network.inside.link,
         inter_node=links.link,
         all_reduce=links.all_reduce,
         accumulator_bytes_per_parameter=8 if accumulator_bytes(job) == 8 else 4,
+        optimizer_in_host_memory=job.optimizer_device == "cpu" and environment.host_memory_bytes is not None,
         commit=links.barrier,
         checkpoint_write_bytes_per_s=storage.write_bytes_per_s,
         checkpoint_upload_bytes_per_s=storage.upload_bytes_per_s,
@@ -141,7 +147,7 @@ def _optimizer_step(compute: Compute, section: Section) -> Timing:
 
 def _section_profile(job: Job, compute: Compute, section: Section) -> SectionProfile:
     model, newest = compute.model, compute.sizes[-1].of(section.index)
-    names = (*section.parameters, *section.buffers)
+    names, units = (*section.parameters, *section.buffers), _own_units(compute, section)
     summed = sum(prod(model.specs[name][0]) for name in names)
     is_last = section.index == len(model.sections) - 1
     out_bytes = 0 if is_last else sum(spec.num_bytes for spec in section.outputs)
@@ -151,11 +157,14 @@ def _section_profile(job: Job, compute: Compute, section: Section) -> SectionPro
         forward=_forward(compute.sizes, section),
         backward=_backward(compute.sizes, section),
         parameter_bytes=parameter_bytes(model, names),
-        optimizer_bytes=sum(unit.optimizer_bytes for unit in _own_units(compute, section)),
+        optimizer_bytes=sum(unit.optimizer_bytes for unit in units),
         gradient_bytes=summed * accumulator_bytes(job),
         input_bytes_per_sample=newest.input_bytes_per_sample,
         activation_bytes_per_sample=newest.activation_bytes_per_sample,
         output_bytes_per_sample=-(-out_bytes // model.micro_batch_size),
         optimizer_step=_optimizer_step(compute, section),
         peak_bytes={entry.model.micro_batch_size: entry.of(section.index).peak_bytes for entry in compute.sizes},
+        reduced_bytes=sum(unit.reduced_bytes for unit in units),
+        finish_bytes=max((unit.finish_bytes for unit in units), default=0),
+        step_bytes=max((unit.step_bytes for unit in units), default=0),
     )

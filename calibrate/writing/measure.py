@@ -25,6 +25,7 @@ from calibrate.writing.storage import (
 )
 from morph.contract.profile import Profile
 from morph.job import Job
+from morph.runtime.step.kernels import kernels_now, set_kernels
 
 MAX_SAMPLES = 100
 _MAX_MESSAGE_BYTES = 64 << 20
@@ -103,13 +104,14 @@ def silent(what: str, share: float) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread meanwhile."""
-    before = torch.get_num_threads()
+    """Let torch compute with one thread meanwhile; afterwards its kernels are those of before, too."""
+    before, kernels = torch.get_num_threads(), kernels_now()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        set_kernels(kernels)
 
 
 def _sizes(job: Job, wanted: Sequence[int] | None) -> tuple[tuple[int, ...], bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from manager.controller.failures.lost_workers import dissolve, settle
 from manager.controller.failures.worker_errors import failed
@@ -14,7 +14,7 @@ from manager.controller.shape.pre_copy import measure_speed
 from manager.controller.shape.starting import start_if_due
 from manager.controller.state.actions import EndWorker
 from manager.controller.state.draft import Draft
-from manager.controller.state.events import AnsweredAlike, WorkerAnswered
+from manager.controller.state.events import WorkerAnswered
 from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
@@ -44,49 +44,82 @@ def answered(draft: Draft, event: WorkerAnswered) -> None:
     if state.order is None or event.worker not in state.awaited or not _fits(event.answer, state.order):
         return draft.say(ReasonCode.IGNORED, f"{event.worker} has no order that this {event.answer.kind} answers")
     if isinstance(event.answer, Failed):
+        draft.change(kept={worker: sums for worker, sums in state.kept.items() if worker != event.worker})
         return failed(draft, event.worker, event.answer)
     return _order_answered(draft, event.worker, event.answer)
 
 
-def note_alike(draft: Draft, event: AnsweredAlike) -> Sequence[WorkerAnswered]:
-    """Note what many workers answer alike; returns the answers that are still to be taken one by one.
+def note_answers(draft: Draft, answers: Mapping[WorkerId, Answer]) -> Sequence[WorkerAnswered]:
+    """Note what many workers answer at the same time; returns the answers that are still to be taken one by one.
 
     That is the last one that is awaited, by which something is decided, or all of them where each may decide something.
     """
-    state, order, answer = draft.state, draft.state.order, event.answer
-    workers = dict.fromkeys(event.workers)
-    awaited = order is not None and state.awaited.issuperset(workers) and _fits(answer, order)
-    if not awaited or not isinstance(answer, NOTED[state.phase]):
-        return [_answer_of(worker, answer) for worker in workers]
-    last = workers.popitem()[0] if len(workers) == len(state.awaited) else None
-    if workers:
-        _note(draft, workers, answer)
-        draft.change(awaited=state.awaited.difference(workers))
-        left = len(draft.state.awaited)
-        draft.say(ReasonCode.AWAITING_ANSWERS, f"{len(workers)} workers answered {answer.kind}, {left} have still to")
-    return () if last is None else [_answer_of(last, answer)]
+    state, order, noted = draft.state, draft.state.order, NOTED[draft.state.phase]
+    awaited = order is not None and state.awaited.issuperset(answers)
+    alike = {id(answer): answer for answer in answers.values()}.values()
+    if order is None or not awaited or not all(isinstance(one, noted) and _fits(one, order) for one in alike):
+        return [_answer_of(worker, answer) for worker, answer in answers.items()]
+    answers = dict(answers)
+    last = answers.popitem() if len(answers) == len(state.awaited) else None
+    if answers:
+        _note(draft, answers)
+        draft.change(awaited=state.awaited.difference(answers))
+        left, kind = len(draft.state.awaited), next(iter(answers.values())).kind
+        draft.say(ReasonCode.AWAITING_ANSWERS, f"{len(answers)} workers answered {kind}, {left} have still to")
+    return () if last is None else [_answer_of(*last)]
 
 
 def _answer_of(worker: WorkerId, answer: Answer) -> WorkerAnswered:
     return WorkerAnswered(worker=worker, answer=answer.model_copy(update={"worker": worker}))
 
 
-def _note(draft: Draft, workers: Iterable[WorkerId], answer: Answer) -> None:
+def _note(draft: Draft, answers: Mapping[WorkerId, Answer]) -> None:
     """Keep what these workers report of their orders."""
+    for kind in dict.fromkeys(map(type, answers.values())):
+        if kind is Reshaped:
+            _note_reshaped(draft, {worker: one for worker, one in answers.items() if isinstance(one, Reshaped)})
+        elif kind is Prepared:
+            _note_prepared(draft, {worker: one for worker, one in answers.items() if isinstance(one, Prepared)})
+        elif kind is Aborted:
+            _note_aborted(draft, {worker: one for worker, one in answers.items() if isinstance(one, Aborted)})
+
+
+def _note_reshaped(draft: Draft, answers: Mapping[WorkerId, Reshaped]) -> None:
     state = draft.state
-    if isinstance(answer, Reshaped):
-        entries = dict(state.workers)
-        for worker in workers:
-            entry, units = entries[worker], state.member_units.get(worker, frozenset())
-            if not units <= entry.holds:
-                entries[worker] = entry.model_copy(update={"holds": entry.holds | units})
-        draft.change(workers=entries, loss_scale=answer.loss_scale or state.loss_scale)
-        measure_speed(draft, answer)
-    elif isinstance(answer, Prepared):
-        report = StepReport(
-            overflowed=answer.overflowed, unit_norms_sq=answer.unit_norms_sq, non_finite=answer.non_finite
-        )
-        draft.change(reports={**state.reports, **dict.fromkeys(workers, report)})
+    entries = dict(state.workers)
+    for worker in answers:
+        entry, units = entries[worker], state.member_units.get(worker, frozenset())
+        if not units <= entry.holds:
+            entries[worker] = entry.model_copy(update={"holds": entry.holds | units})
+    scales = [answer.loss_scale for answer in answers.values() if answer.loss_scale is not None]
+    draft.change(workers=entries, loss_scale=scales[-1] if scales else state.loss_scale)
+    measure_speed(draft, answers)
+
+
+def _note_prepared(draft: Draft, answers: Mapping[WorkerId, Prepared]) -> None:
+    alike = {id(answer): answer for answer in answers.values()}  # of many workers it may be one and the same
+    reports = {key: _report_of(answer) for key, answer in alike.items()}
+    told = {worker: reports[id(answer)] for worker, answer in answers.items()}
+    draft.change(reports={**draft.state.reports, **told})
+
+
+def _note_aborted(draft: Draft, answers: Mapping[WorkerId, Aborted]) -> None:
+    state = draft.state
+    kept = {worker: sums for worker, sums in state.kept.items() if worker not in answers}
+    if state.config.policy.keeps_sums:
+        for worker, answer in answers.items():
+            if answer.kept is not None and answer.kept.step == state.version and answer.kept.sums:
+                kept[worker] = answer.kept.sums
+    draft.change(kept=kept)
+
+
+def _report_of(answer: Prepared) -> StepReport:
+    return StepReport(
+        overflowed=answer.overflowed,
+        unit_norms_sq=answer.unit_norms_sq,
+        non_finite=answer.non_finite,
+        followed=answer.followed,
+    )
 
 
 def _set_up(draft: Draft, worker: WorkerId, answer: Answer) -> None:
@@ -106,6 +139,7 @@ def _set_up(draft: Draft, worker: WorkerId, answer: Answer) -> None:
     eligible_s = now_s + wait_s if wait_s else None
     draft.change_node(worker, NodeEvent.SET_UP, ready_s=now_s, eligible_s=eligible_s)
     draft.change(num_setups_lost=0, setup_lost_s=None, setup_s=mean_of(state.setup_s, now_s - entry.appeared_s))
+    draft.change(evaluation=answer.evaluation)
     sentence = f"{worker} is ready"
     if eligible_s is not None:
         sentence += f"; its machine came back before, so that it is taken in after {wait_s:g} s"
@@ -134,7 +168,7 @@ def _fits(answer: Answer, order: OutstandingOrder) -> bool:
 
 def _order_answered(draft: Draft, worker: WorkerId, answer: Answer) -> None:
     state = draft.state
-    _note(draft, (worker,), answer)
+    _note(draft, {worker: answer})
     draft.answered(worker)
     if isinstance(answer, Aborted) and state.phase not in (Phase.RESTING, Phase.ABORTING):
         detail = answer.detail or ("a peer was lost" if answer.peer_lost else "no detail")

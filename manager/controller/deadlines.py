@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from manager.controller.failures.lost_workers import FORMED_PHASES, dissolve, lose
 from manager.controller.requests.node_requests import look_after_requests, nothing_comes, resend_at_s, why_no_more
 from manager.controller.requests.notices import spare
-from manager.controller.saves.timing import patience_s
 from manager.controller.shape.forming import form, form_or_hold
 from manager.controller.shape.starting import start_if_due
 from manager.controller.state.actions import EndWorker
+from manager.controller.state.bounds import save_bound_s, setup_bound_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import NobodyHeard, Tick
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState
 from manager.controller.steps.resting import rest_over
+from manager.controller.steps.restoring import find_if_due, in_doubt, loading_workers, note_doubt
 from manager.controller.steps.saving import SAVING, save_if_due
 from manager.controller.stragglers.probing import probe_at_s, probe_if_due
-from morph.contract.cluster import Policy
 from morph.contract.messages import WorkerId
 
 
@@ -33,17 +33,17 @@ def wake_at_s(state: ControllerState) -> float | None:
     policy = state.config.policy
     times = [time_s for time_s in (state.nodes_wake_s, state.hold_until_s) if time_s is not None]
     if state.order is not None:
-        times.append(_order_until(state.order, policy)[0])
+        times.append(_order_until(state.order)[0])
     elif state.phase is Phase.RESTING and state.rest_until_s is not None:
         times.append(state.rest_until_s)
     elif state.phase is Phase.COMMITTING and state.pending is not None:
-        times.append(state.pending.started_s + patience_s(state))
+        times.append(state.pending.started_s + save_bound_s(state))
     if state.waiting_since_s is not None:
         times.append(state.waiting_since_s + policy.rules.wait.vms_patience_s)
     if state.phase is Phase.STARTING and state.first_feasible_s is not None:
         times.append(max([state.first_feasible_s + policy.start_patience_s, *state.torn.values()]))
     if state.phase is Phase.SEALING and state.sealing_since_s is not None:
-        times.append(state.sealing_since_s + patience_s(state))
+        times.append(state.sealing_since_s + save_bound_s(state))
     if state.phase in SAVING and state.save_again_s is not None:
         times.append(state.save_again_s)
     return min(times, default=None)
@@ -56,7 +56,12 @@ def tick(draft: Draft, event: Tick) -> None:
         draft.change(nodes_wake_s=None)
         _look_after_nodes(draft)
     late = _late_workers(draft.state, draft.now_s)
-    if _cannot_tell(draft.state, late):
+    if late and (loading := loading_workers(draft.state)):
+        sentence = f"storage did not give {', '.join(loading)} what is to be loaded of version {draft.state.version}"
+        note_doubt(draft, sentence, *loading)
+        draft.say(ReasonCode.ABORTING, sentence)
+        dissolve(draft)
+    elif _cannot_tell(draft.state, late):
         draft.say(ReasonCode.ABORTING, f"{len(late)} workers did not answer: it is not known which of them hang")
         dissolve(draft)
     elif late:
@@ -96,20 +101,22 @@ def nobody_heard(draft: Draft, event: NobodyHeard) -> None:
 def _end_long_waits(draft: Draft) -> None:
     """End a phase that only waits, when its time is over."""
     state, now_s = draft.state, draft.now_s
-    limit_s = patience_s(state)
+    limit_s = save_bound_s(state)
     match state.phase:
         case Phase.STARTING | Phase.WAITING:
             _end_if_waited_too_long(draft)
             if draft.state.phase is Phase.STARTING:
                 start_if_due(draft)
         case Phase.SEALING if state.sealing_since_s is not None and now_s >= state.sealing_since_s + limit_s:
-            draft.end("failed", f"the manifest of version {state.version} was not written within {limit_s:g} s")
+            draft.end("failed", f"the manifest of version {state.version} was not written within {limit_s:.4g} s")
         case Phase.COMMITTING | Phase.SEALING:
             save_if_due(draft)
         case Phase.HOLDING if state.hold_until_s is not None and now_s >= state.hold_until_s:
             form_or_hold(draft) if state.torn else form(draft)
         case Phase.HOLDING:
             form_or_hold(draft)
+        case Phase.RESTING if in_doubt(state):
+            find_if_due(draft)
         case Phase.RESTING:
             rest_over(draft)
 
@@ -124,13 +131,12 @@ def _end_if_waited_too_long(draft: Draft) -> None:
         draft.end("stopped", sentence)
 
 
-def _order_until(order: OutstandingOrder, policy: Policy) -> tuple[float, str]:
+def _order_until(order: OutstandingOrder) -> tuple[float, str]:
     """Return until when (seconds) an order may be answered, and what for."""
     if order.abort_sent_s is not None:
-        limit_s = policy.heartbeat_timeout_s
-        return order.abort_sent_s + limit_s, f"it did not give up its {order.kind} within {limit_s:g} s"
-    limit_s = policy.order_timeout_s
-    return order.sent_s + limit_s, f"its {order.kind} was not answered within {limit_s:g} s"
+        limit_s = order.give_up_s
+        return order.abort_sent_s + limit_s, f"it did not give up its {order.kind} within {limit_s:.4g} s"
+    return order.sent_s + order.limit_s, f"its {order.kind} was not answered within {order.limit_s:.4g} s"
 
 
 def _cannot_tell(state: ControllerState, late: Mapping[WorkerId, str]) -> bool:
@@ -141,16 +147,15 @@ def _cannot_tell(state: ControllerState, late: Mapping[WorkerId, str]) -> bool:
 
 def _late_workers(state: ControllerState, now_s: float) -> dict[WorkerId, str]:
     """Return the workers that were awaited too long, with what they were awaited for."""
-    policy, late = state.config.policy, {}
-    limit_s = policy.order_timeout_s
+    late, limit_s = {}, setup_bound_s(state)
     for worker, entry in state.workers.items():
         if entry.node is NodeState.WARMING and now_s >= entry.appeared_s + limit_s:
-            late[worker] = f"it was not set up within {limit_s:g} s"
+            late[worker] = f"it was not set up within {limit_s:.4g} s"
     if state.order is not None:
-        until_s, why = _order_until(state.order, policy)
+        until_s, why = _order_until(state.order)
         late |= dict.fromkeys(state.busy_workers, why) if now_s >= until_s else {}
-    elif state.phase is Phase.COMMITTING and state.pending and now_s >= state.pending.started_s + patience_s(state):
-        why = f"for {patience_s(state):g} s none of its last units was written"
+    elif state.phase is Phase.COMMITTING and state.pending and now_s >= state.pending.started_s + save_bound_s(state):
+        why = f"for {save_bound_s(state):.4g} s none of its last units was written"
         late |= dict.fromkeys(sorted(state.pending.debtors & set(state.workers)), why)
     return late
 
@@ -174,11 +179,11 @@ def _look_after_nodes(draft: Draft) -> None:
 def _node_times(state: ControllerState, entry: WorkerState) -> list[float]:
     match entry.node:
         case NodeState.WARMING:
-            return [entry.appeared_s + state.config.policy.order_timeout_s]
+            return [entry.appeared_s + setup_bound_s(state)]
         case NodeState.DRAINING if entry.drain_until_s is not None:
             return [entry.drain_until_s]
         case NodeState.SUSPECT if entry.probation is not None:
-            return [probe_at_s(state, entry.probation)]
+            return [probe_at_s(state, entry)]
         case _:
             return []
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from manager.controller.acknowledging import acknowledge
-from manager.controller.answering import answered, note_alike
+from manager.controller.answering import answered, note_answers
 from manager.controller.deadlines import nobody_heard, tick, wake_at_s
 from manager.controller.failures.lost_workers import lose
 from manager.controller.requests.early import forget_kept, notice_of
@@ -26,10 +26,13 @@ from manager.controller.shape.pre_copy import ahead_reported
 from manager.controller.shape.starting import start_if_due
 from manager.controller.shape.torn_vms import note_torn_vms
 from manager.controller.state.actions import StartWorker
+from manager.controller.state.bounds import setup_bound_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import (
     AnsweredAlike,
     CheckpointFailed,
+    CheckpointFound,
+    CheckpointNotFound,
     ComputeTimesSeen,
     Event,
     ManagerResumed,
@@ -53,10 +56,12 @@ from manager.controller.state.events import (
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Decision, Phase, WorkerState
 from manager.controller.steps.resting import stop_while_resting
+from manager.controller.steps.restoring import checkpoint_found, checkpoint_not_found, find_whole, in_doubt
 from manager.controller.steps.saving import checkpoint_failed, manifest_written, units_written
 from manager.controller.stragglers.detection import times_seen
 from manager.controller.stragglers.probing import probed
 from morph.contract.errors import MorphError
+from morph.contract.messages import Answer, WorkerId
 
 MAX_RECENT = 12
 
@@ -103,14 +108,32 @@ def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
 
 
 def _take_all(draft: Draft, events: Sequence[Single | AnsweredAlike]) -> bool:
-    """Take events one after the other, what many workers answer alike at once; returns whether all are answers."""
-    for event in events:
-        for each in note_alike(draft, event) if isinstance(event, AnsweredAlike) else (event,):
+    """Take events one after the other, answers of many workers at once; returns whether all are answers."""
+    for run in _runs(events):
+        for each in note_answers(draft, run) if isinstance(run, dict) else (run,):
             handler = TRANSITIONS.get((draft.state.phase, type(each)))
             if handler is None:
                 raise ImpossibleEvent(draft.state, each)
             handler(draft, each)
     return all(isinstance(event, WorkerAnswered | AnsweredAlike) for event in events)
+
+
+def _runs(events: Sequence[Single | AnsweredAlike]) -> Iterator[Single | dict[WorkerId, Answer]]:
+    """Each event, but answers of different workers that follow one another together."""
+    answers: dict[WorkerId, Answer] = {}
+    for event in events:
+        workers = event.workers if isinstance(event, AnsweredAlike) else ()
+        if isinstance(event, WorkerAnswered) and len(events) > 1:
+            workers = (event.worker,)
+        if answers and (not workers or not answers.keys().isdisjoint(workers)):
+            yield answers
+            answers = {}
+        if isinstance(event, WorkerAnswered | AnsweredAlike) and workers:
+            answers |= dict.fromkeys(workers, event.answer)
+        elif not isinstance(event, AnsweredAlike):
+            yield event
+    if answers:
+        yield answers
 
 
 def _node_appeared(draft: Draft, event: NodeAppeared) -> None:
@@ -125,7 +148,7 @@ def _node_appeared(draft: Draft, event: NodeAppeared) -> None:
     forget_kept(draft, event.node)
     if state.phase is Phase.STARTING and state.waiting_since_s is None:
         draft.change(waiting_since_s=now_s)
-    draft.wake_by(now_s + state.config.policy.order_timeout_s)
+    draft.wake_by(now_s + setup_bound_s(state))
     sentence = f"{event.node} appeared: its worker is started"
     draft.say(ReasonCode.NODE_REGISTERED, sentence, StartWorker(worker=event.node))
     return None if notice is None else notice_given(draft, notice)
@@ -161,7 +184,10 @@ def _stop_now(draft: Draft, event: StopRequested) -> None:
 
 def _stop_while_nobody_trains(draft: Draft, event: StopRequested) -> None:
     _stop_later(draft, event)
-    form(draft) if draft.state.phase is Phase.HOLDING else stop_while_resting(draft)
+    if in_doubt(draft.state):
+        find_whole(draft)
+    else:
+        form(draft) if draft.state.phase is Phase.HOLDING else stop_while_resting(draft)
 
 
 def _ignored(sentence: str) -> Handler:
@@ -213,6 +239,10 @@ _ROWS: tuple[tuple[type[Single], tuple[Phase, ...], Handler], ...] = (
     (CheckpointFailed, OVER, _ending),
     (ManifestWritten, (*RUNNING, *LAST), manifest_written),
     (ManifestWritten, OVER, _ending),
+    (CheckpointFound, (*RUNNING, *LAST), checkpoint_found),
+    (CheckpointFound, OVER, _ending),
+    (CheckpointNotFound, (*RUNNING, *LAST), checkpoint_not_found),
+    (CheckpointNotFound, OVER, _ending),
     (PreCopyReported, FORMED, ahead_reported),
     (PreCopyReported, (*BEFORE, *IDLE, *HELD, *RESTS, *LAST), _nothing_is_sent_ahead),
     (PreCopyReported, OVER, _ending),

@@ -9,11 +9,13 @@ from manager.controller.state.actions import (
     Abort,
     Action,
     EndWorker,
+    FindCheckpoint,
     RequestNodes,
     SendReshape,
     StartWorker,
     WriteManifest,
 )
+from manager.controller.state.bounds import commit_bound_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import ManagerResumed
 from manager.controller.state.nodes import NodeState
@@ -63,7 +65,10 @@ def _begin_waits_anew(draft: Draft) -> None:
     state, now_s = draft.state, draft.now_s
     order, awaited, pending = state.order, state.awaited, state.pending
     if order is None and state.phase is Phase.COMMITTING and pending is not None:
-        order = OutstandingOrder(kind="commit", generation=state.generation, version=state.version, sent_s=now_s)
+        limit_s = commit_bound_s(state)
+        order = OutstandingOrder(
+            kind="commit", generation=state.generation, version=state.version, sent_s=now_s, limit_s=limit_s
+        )
     if order is not None:
         aborted = {} if order.abort_sent_s is None else {"abort_sent_s": now_s}
         order = order.model_copy(update={"sent_s": now_s, **aborted})
@@ -103,6 +108,8 @@ def _again(state: ControllerState) -> tuple[Action, ...]:
         if state.order.abort_sent_s is not None:
             actions += [Abort(worker=worker, generation=state.generation) for worker in state.busy_workers]
     actions += [WriteManifest(manifest=manifest) for manifest in state.sealing]
+    if state.doubt is not None and state.doubt.status == "asked":
+        actions.append(FindCheckpoint(doubted=state.doubt.version))
     return tuple(actions)
 
 

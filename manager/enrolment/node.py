@@ -11,23 +11,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from manager.enrolment.exchange import Answered, Exchange
 from manager.enrolment.files import Certificates
-from manager.notices.line import Lines
+from manager.notices.call import ERRAND, called
 from morph.contract.errors import MorphError
 from morph.contract.files import PRIVATE, write_whole
-from morph.contract.proof import new_secret
 
-CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 10.0
 RETRY_S = 2.0
 MakeRequest = Callable[[str], str]
@@ -63,21 +57,13 @@ def ask(place: Place, make_request: MakeRequest) -> Granted:
         OSError: the manager is not there, is slow, or whoever answers does not prove to be it.
         NotEnrolled: the manager refuses.
     """
-    source = (place.source, 0) if place.source else None
-    with socket.create_connection(place.manager, CONNECT_TIMEOUT_S, source) as connection:
-        lines, address = Lines(connection), str(connection.getsockname()[0])
-        nonce = str(lines.read(ANSWER_TIMEOUT_S).get("nonce"))
-        exchange = Exchange(place.secret, nonce, new_secret(), place.node, make_request(address))
-        lines.write(**exchange.ask().model_dump())
-        try:
-            answered = Answered.model_validate(lines.read(ANSWER_TIMEOUT_S))
-        except ValidationError as error:
-            raise ConnectionError("the answer is none") from error
-    if not exchange.is_answered(answered):
-        raise ConnectionError("the peer does not have this run's secret")
-    if answered.refused:
-        raise NotEnrolled(answered.refused)
-    return Granted(answered.certificate, address)
+    with called(place.manager, place.secret, place.node, ERRAND, source=place.source) as session:
+        address = session.own_address
+        session.tell({"kind": "certificate", "request": make_request(address)})
+        answer = session.hear(ANSWER_TIMEOUT_S)
+    if "refused" in answer:
+        raise NotEnrolled(str(answer["refused"]))
+    return Granted(str(answer.get("certificate")), address)
 
 
 def ask_for_long(place: Place, make_request: MakeRequest, patience_s: float, retry_s: float = RETRY_S) -> Granted:

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pydantic_core import PydanticSerializationError
+
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event
 from manager.controller.state.state import Decision
@@ -103,10 +105,15 @@ class Journal:
         """Append an event and what was decided, both or neither; to be called before the actions are carried out."""
         record = DecisionRecord.of(decision)
         state_json = None
-        if self._num_unsaved + 1 >= SNAPSHOT_EVERY:
-            state_json = decision.state.model_dump_json(exclude={"config"})
         rows: list[tuple[float, EntryKind, str]]
-        rows = [(time_s, "event", event.model_dump_json()), (time_s, "decision", record.model_dump_json())]
+        try:
+            if self._num_unsaved + 1 >= SNAPSHOT_EVERY:
+                state_json = decision.state.model_dump_json(exclude={"config"})
+            rows = [(time_s, "event", event.model_dump_json()), (time_s, "decision", record.model_dump_json())]
+        except PydanticSerializationError as error:
+            if "KeyboardInterrupt" in str(error):  # which pydantic takes for an error of the value
+                raise KeyboardInterrupt from error
+            raise
         self._write(rows, state_json)
         self._num_unsaved = 0 if state_json is not None else self._num_unsaved + 1
 

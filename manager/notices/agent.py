@@ -12,7 +12,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,14 +22,13 @@ import psutil
 
 from manager.notices.aws import AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.notices.azure import AzureNotices
+from manager.notices.call import AGENT, called
 from manager.notices.end import MANAGEMENT_URL, end_vm
 from manager.notices.gcp import GcpNotices
-from manager.notices.line import Handshake, Lines
 from manager.notices.source import NoticeSource
 from manager.notices.watch import Given, NoticeWatch, Told, Trouble, Withdrawn
-from morph.contract.proof import new_secret
+from morph.link.session import Session
 
-CONNECT_TIMEOUT_S = 10.0
 BEAT_S = 5.0
 RETRY_S = 2.0
 END_AGAIN_S = 60.0
@@ -98,15 +96,9 @@ class Agent:
         heard_s = time.monotonic()
         while not self._over.is_set():
             try:
-                with socket.create_connection(self._address, CONNECT_TIMEOUT_S) as connection:
-                    lines = Lines(connection)
-                    nonce = str(lines.read(CONNECT_TIMEOUT_S)["nonce"])
-                    handshake = Handshake(self._secret, nonce, new_secret(), self._node, self._num_devices)
-                    lines.write(**handshake.hello())
-                    lines.seal(handshake.key, "agent", "manager")
-                    if lines.read(CONNECT_TIMEOUT_S).get("welcome") is True:
-                        heard_s = self._talk(lines)
-            except (OSError, KeyError):
+                with called(self._address, self._secret, self._node, AGENT, self._num_devices) as session:
+                    heard_s = self._talk(session)
+            except OSError:
                 pass  # not there, or no longer: tried again until the VM has been lonely for too long
             if time.monotonic() - heard_s >= self._lonely_s and not self._over.is_set():
                 self._end()
@@ -115,42 +107,42 @@ class Agent:
         for watch in self._watches:
             watch.close()
 
-    def _talk(self, lines: Lines) -> float:
+    def _talk(self, session: Session) -> float:
         """Tell the manager of everything until it is gone; returns when it was last heard, a monotonic second."""
         heard_s = time.monotonic()
         told: Told | None = None
-        reader = threading.Thread(target=self._listen, args=(lines,), name="morph-agent-listen", daemon=True)
+        reader = threading.Thread(target=self._listen, args=(session,), name="morph-agent-listen", daemon=True)
         reader.start()
         try:
             for given in self._still_standing():
-                lines.write(**_line(given))
+                session.tell(_message(given))
             while reader.is_alive() and not self._over.is_set():
                 told = None
                 with contextlib.suppress(queue.Empty):
                     told = self._news.get(timeout=min(BEAT_S, self._every_s))
                 if told is None:
-                    lines.write(kind="beat")
+                    session.tell({"kind": "beat"})
                 elif not isinstance(told, Given) or told.notice in self._standing:
-                    lines.write(**_line(told))
+                    session.tell(_message(told))
                 heard_s = time.monotonic() if reader.is_alive() else heard_s
         except OSError:
             if told is not None:
                 self._news.put(told)  # it may not have arrived
         finally:
-            lines.close()
+            session.close()
             reader.join(2 * BEAT_S)
         return heard_s
 
-    def _listen(self, lines: Lines) -> None:
+    def _listen(self, session: Session) -> None:
         """Take what the manager says. It answers each beat, so that silence is heard."""
         try:
             while True:
-                left = lines.read(3 * BEAT_S).get("left")
+                left = session.hear(3 * BEAT_S).get("left")
                 if isinstance(left, str):
                     for watch in self._watches:
                         watch.left(left)
         except OSError:
-            lines.close()
+            session.close()
 
     def _take(self, told: Told) -> None:
         with self._lock:
@@ -176,7 +168,7 @@ class Agent:
             ]
 
 
-def _line(told: Told) -> dict[str, object]:
+def _message(told: Told) -> dict[str, object]:
     kind = {Given: "given", Withdrawn: "withdrawn", Trouble: "trouble"}[type(told)]
     return {"kind": kind, **told.model_dump()}
 

@@ -9,7 +9,7 @@ from manager.engine.local_vms.namespaces import check_permitted
 from manager.rehearsal.device import stretched
 from manager.rehearsal.measured import WARM_UP_STEPS
 from manager.rehearsal.scales import Scales, choose_scales
-from manager.rehearsal.spec import MAX_MINI_BATCH_S, RehearsalSpec
+from manager.rehearsal.spec import RehearsalSpec
 from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
@@ -49,13 +49,6 @@ def plan_rehearsal(spec: RehearsalSpec) -> Planned:
     scales = choose_scales(spec, unstretched, os.cpu_count() or 1)
     profile = stretched(spec.profile, scales.time)
     simulation = plan_shape(spec, profile)
-    if simulation.expected.mini_batch_s > MAX_MINI_BATCH_S:
-        raise PlanError(
-            f"a mini-batch would take {simulation.expected.mini_batch_s:.0f} s",
-            field="time_scale",
-            value=scales.time,
-            allowed=f"at most {scales.time * MAX_MINI_BATCH_S / simulation.expected.mini_batch_s:.2g} here",
-        )
     return Planned(spec, scales, profile, simulation)
 
 

@@ -23,7 +23,6 @@ from morph.contract.trace import Trace, TraceEvent
 from simulator.given.conditions import slow_workers
 
 HEARTBEAT_TIMEOUT_S = 30.0
-ORDER_TIMEOUT_S = 600.0
 NEVER_STEPS = 10**9
 
 
@@ -133,7 +132,6 @@ def controller_config_of(planned: Planned) -> ControllerConfig:
         policy=Policy(
             checkpoint_every_steps=NEVER_STEPS,
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
-            order_timeout_s=ORDER_TIMEOUT_S,
             takeover_patience_s=0,  # nobody goes on with a rehearsal
         ),
         expected_nodes=planned.plan.num_workers,

@@ -15,8 +15,6 @@ from simulator.given.conditions import slow_workers
 Network = Literal["loopback", "namespaces"]
 
 MAX_WORKERS = 256
-MAX_MINI_BATCH_S = 100.0
-"""Workers give up on a neighbour after 120 s."""
 _TIME_SCALE = ranges.Range(0, 1e4, above=True)
 _SIZE_SCALE = ranges.Range(0, 1, above=True)
 

@@ -24,7 +24,7 @@ from manager.controller.state.state import Phase
 from manager.journal.records import DecisionRecord
 from manager.report.account import Account, Part
 from manager.report.spent import NOTHING, NS_PER_S, Spent, nano_usd, rate_of
-from morph.contract.messages import Prepared, WorkerId, WorkerReady
+from morph.contract.messages import Prepared, ReshapeOrder, WorkerId, WorkerReady
 from morph.contract.vm_names import vm_of
 
 _OF_MEMBERS = {
@@ -43,7 +43,9 @@ class Ledger:
     A clock that was set back stands until it has caught up. ``since_ns``: from when on the present rate of each node
     that is paid for counts; ``rates``: what a nanosecond of it is; ``unheard``: those of which nobody said yet what
     they cost; ``idle``: those that are gone while others of their VM live, which is paid whole until the last one goes;
-    ``outlives_ns``: how long nodes outlive a manager that is killed.
+    ``outlives_ns``: how long nodes outlive a manager that is killed. ``given_up``: what went into attempts of the
+    present step, and ``kept``, as much of it as made what the next shape goes on with: that was computing, the rest was
+    lost.
     """
 
     now_ns: int = 0
@@ -57,6 +59,9 @@ class Ledger:
     parts: dict[Part, Spent] = field(default_factory=lambda: dict.fromkeys(Part, NOTHING))
     lives: Spent = NOTHING
     open: Spent = NOTHING
+    given_up: Spent = NOTHING
+    kept: Spent = NOTHING
+    version: int = 0
     settled: dict[int, tuple[Spent, Spent]] = field(default_factory=dict)
     dearest: int | None = None
     outlives_ns: int = 0
@@ -84,6 +89,7 @@ class Ledger:
     def end_session(self) -> None:
         """Every node is gone."""
         self._give_up_step()
+        self._keep_nothing()
         self._gone(list(self.since_ns))
 
     def unmanaged(self, time_s: float) -> None:
@@ -125,9 +131,15 @@ class Ledger:
             self._members = sum((self.rates[node] for node in self.members), NOTHING)
         if record.reason.code is ReasonCode.OVERFLOW_RETRY or record.phase is not Phase.TRAINING:
             self._give_up_step()
+        if record.reason.code is ReasonCode.OVERFLOW_RETRY or record.version < self.version:
+            self._keep_nothing()
         self._set_back(record.version)
+        self.version = record.version
+        if record.reshape is not None:
+            self._keep(record.reshape)
         self.phase = record.phase
         if any(isinstance(action, Finish) for action in record.actions):
+            self._keep_nothing()
             self._gone(list(self.since_ns))
 
     def _heard(self, event: Single | AnsweredAlike, *, is_open: bool) -> None:
@@ -243,8 +255,26 @@ class Ledger:
         bubble = self.open - compute
         self.parts[Part.COMPUTE] += compute
         self.parts[Part.BUBBLE] += bubble
-        self.settled[step] = (compute, bubble)
-        self.open = NOTHING
+        self.settled[step] = (compute + self.kept, bubble)
+        self.open = self.kept = self.given_up = NOTHING
+
+    def _keep(self, order: ReshapeOrder) -> None:
+        """A shape goes on with some micro-batches of the step that was given up: their time was computing."""
+        kept = NOTHING
+        if order.salvage is not None and self.given_up.node_ns:
+            total = order.plan.num_micro_batches
+            done = total - sum(end - first for first, end in order.salvage.remaining)
+            made_ns = _ns(order.plan.expected.mini_batch_s) * order.plan.num_workers * done // total
+            kept = self.given_up.part(min(made_ns, self.given_up.node_ns), self.given_up.node_ns)
+        self.parts[Part.COMPUTE] += kept - self.kept
+        self.parts[Part.LOST] += self.kept - kept
+        self.kept = kept
+
+    def _keep_nothing(self) -> None:
+        """Nobody goes on with the step that was given up: all of it was lost."""
+        self.parts[Part.COMPUTE] -= self.kept
+        self.parts[Part.LOST] += self.kept
+        self.kept = self.given_up = NOTHING
 
     def _set_back(self, version: int) -> None:
         """Steps from ``version`` on are lost."""
@@ -256,6 +286,7 @@ class Ledger:
 
     def _give_up_step(self) -> None:
         self.parts[Part.LOST] += self.open
+        self.given_up += self.open
         self.open = NOTHING
 
 

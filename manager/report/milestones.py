@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from manager.controller.state.actions import RequestNodes
 from manager.controller.state.config import ControllerConfig
-from manager.controller.state.events import Event
+from manager.controller.state.events import CheckpointFound, Event
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Phase
 from manager.journal.records import DecisionRecord
@@ -65,7 +65,7 @@ class Milestones:
     ) -> tuple[Milestone, ...]:
         """Take in one decision; returns what it means to a user."""
         reader, told = self.morphs, []
-        shape, phase, num_over = reader.shape, reader.phase, len(reader.over)
+        shape, phase, num_over, version = reader.shape, reader.phase, len(reader.over), reader.version
         reader.take(config, event, record, time_s)
         for morph in reader.over[num_over:]:
             told.append(Milestone("morph", morph_line(morph)))
@@ -78,6 +78,12 @@ class Milestones:
             told.append(Milestone("shape", f"{reader.shape} on {num_workers} workers, from step {record.version}"))
         if record.phase is Phase.WAITING and phase is not Phase.WAITING:
             told.append(Milestone("waiting", f"training waits until {config.fewest_workers} workers are ready"))
+        if isinstance(event, CheckpointFound):
+            lost = version - record.version
+            cost = f"; {lost} more step{'s' if lost > 1 else ''} are run again" if lost > 0 else ""
+            without = f"version {version} is gone, and version {event.manifest.version} is the newest that is whole"
+            sentences = event.passed_over or ((without,) if lost > 0 else ())
+            told += [Milestone("passed_over", sentence + cost) for sentence in sentences]
         for action in record.actions:
             if isinstance(action, RequestNodes):
                 told.append(Milestone("requested", f"{action.count} more requested from the provider"))

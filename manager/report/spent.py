@@ -48,6 +48,15 @@ class Spent:
         """So many times as much."""
         return Spent(self.node_ns * times, self.vm_ns * times, self.unpriced_ns * times, self.cost * times)
 
+    def part(self, counter: int, denominator: int) -> Spent:
+        """This share of it, rounded down."""
+        return Spent(
+            self.node_ns * counter // denominator,
+            self.vm_ns * counter // denominator,
+            self.unpriced_ns * counter // denominator,
+            self.cost * counter // denominator,
+        )
+
     def at_most(self, whole: Spent) -> Spent:
         """This, in no respect more than the whole that it is a part of."""
         return Spent(

@@ -9,8 +9,8 @@ from manager.engine.run.job_code import changed, digests, from_elsewhere, keep, 
 from manager.journal.records import Fact
 from manager.run.request import IfChanged
 from manager.run_dir import RunDir
-from morph.contract.data_facts import JobFacts, require_same
 from morph.contract.errors import JobError, RunDirError
+from morph.contract.job_file import JobFacts, require_same
 from morph.contract.messages import JobCode
 from morph.contract.profile import Profile
 from morph.job_files import JobFiles

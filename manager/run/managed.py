@@ -105,12 +105,11 @@ def managed_run(
             return None
 
     code: JobCode | None = None
-    in_doubt = False
 
     def restored() -> Manifest | None:
-        """Find what the run goes on from; every byte of it is read once a worker could not load what was found."""
+        """Find what the run goes on from by its files' sizes; a worker that loads it finds what is wrong inside."""
         try:
-            manifest, passed_over = newest_whole(opened.checkpoint_url, every_byte=in_doubt)
+            manifest, passed_over = newest_whole(opened.checkpoint_url)
         except CheckpointDamaged:
             raise
         except CheckpointError as error:
@@ -120,15 +119,6 @@ def managed_run(
         for sentence in passed_over:
             _tell(sentence)
         return manifest
-
-    def readable(session_number: int) -> Finish:
-        """Run one session; one that ends because a checkpoint could not be loaded is followed by another."""
-        nonlocal in_doubt
-        finish = one_session(session_number)
-        in_doubt = finish.outcome == "failed" and finish.cause == "checkpoint"
-        if in_doubt:
-            raise ClusterLost(finish.sentence)
-        return finish
 
     def one_session(number: int) -> Finish:
         nonlocal code
@@ -168,14 +158,14 @@ def managed_run(
             wait(partial(write_name, opened.path, name))  # the provider marks VMs with it: it must find them again
             spec = replace(spec, providing=cloud.providing(name, opened.path))
         try:
-            return until_it_ends(readable, again, _tell), read_report(opened.path)
+            return until_it_ends(one_session, again, _tell), read_report(opened.path)
         finally:
             history.take_in(opened.path)
 
 
 def _leave_recovery(run: PreparedRun, opened: RunDir, trained: RunCode) -> None:
     """Put beside the checkpoints what the run could be gone on with elsewhere; it runs without that too."""
-    limit_s = run.cluster.policy.rules.checkpoints.file_timeout_s
+    limit_s = run.cluster.policy.rules.checkpoints.file_limit_s(0)
     try:
         recovery = recovery_of(run, opened.facts, trained.files)
         bounded(partial(write_recovery, opened.checkpoint_url, recovery), limit_s, "storage")

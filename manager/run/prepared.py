@@ -57,6 +57,7 @@ class PreparedRun:
         source, short = str(self.request.cluster), {"pipeline_depth": "-P", "num_replicas": "-D"}
         return {
             "memory_bytes": (source, "vms.memory_bytes"),
+            "host_memory_bytes": (source, "memory of the VMs' hosts, in bytes"),
             "micro_batch_size": (str(self.request.profile), "job.micro_batch_size"),
             **{name: (source, f"job.{name}") if self.in_file else ("", option) for name, option in short.items()},
         }

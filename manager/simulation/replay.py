@@ -38,6 +38,11 @@ class Play(Protocol):
 
 POLICIES: Mapping[str, tuple[Play, str]] = {
     "morph": (play_morph, "Morph in place: the shape changes between two steps, and state comes from who is left"),
+    "morph-state": (
+        partial(play_morph, redundancy="state"),
+        "Morph, with a second VM for what only one holds, but a step that is given up is repeated",
+    ),
+    "morph-off": (partial(play_morph, redundancy="off"), "Morph without second holders: what is lost is repeated"),
     "restart": (play_restart, "every loss restarts the job from a checkpoint, saved as often as costs least"),
     "adaptive": (
         partial(play_restart, adaptive=True),
@@ -155,7 +160,7 @@ def frame_of(outcomes: Sequence[Outcome]) -> pd.DataFrame:
             }
             for one in outcomes
         ]
-    )
+    ).astype({"usd": float, "examples_per_usd": float})  # empty, not absent, where nothing has a price
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, float]:

@@ -44,7 +44,7 @@ def copy_version(url: str, manifest: Manifest, target_url: str) -> bool:
     where = version_url(target_url, manifest.version)
     for unit in manifest.units:
         try:
-            data = read_file(url, manifest.version, unit)
+            data = read_file(url, manifest.version, unit, sha256=True)
         except CheckpointDamaged:
             if manifest.version not in complete_versions(target_url):
                 with writing(where):

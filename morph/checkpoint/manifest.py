@@ -11,8 +11,10 @@ import mmap
 import os
 import uuid
 from pathlib import Path
+from typing import Protocol, cast
 
 import fsspec
+import xxhash
 from pydantic import ValidationError
 
 from morph.checkpoint.storage import is_local, reading
@@ -33,12 +35,12 @@ def version_url(url: str, version: int) -> str:
     return f"{url.rstrip('/')}/v{version:08d}"
 
 
-def write_atomically(url: str, data: bytes | memoryview) -> None:
-    """Write a file so that a reader sees all of it or nothing."""
+def write_atomically(url: str, *parts: bytes | memoryview) -> None:
+    """Write a file, given in parts, so that a reader sees all of it or nothing."""
     filesystem, path = fsspec.core.url_to_fs(url)
     protocols = (filesystem.protocol,) if isinstance(filesystem.protocol, str) else filesystem.protocol
     if not OBJECT_STORES.isdisjoint(protocols):
-        filesystem.pipe_file(path, bytes(data))
+        filesystem.pipe_file(path, b"".join(parts))
         return
     parent = path.rsplit("/", 1)[0]
     filesystem.makedirs(parent, exist_ok=True)
@@ -46,7 +48,8 @@ def write_atomically(url: str, data: bytes | memoryview) -> None:
     local = "file" in protocols
     try:
         with filesystem.open(temporary, "wb") as out:
-            out.write(data)
+            for part in parts:
+                out.write(part)
             if local:
                 out.flush()
                 os.fsync(out.fileno())
@@ -68,9 +71,19 @@ def _sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
+class StoredManifest(Manifest):
+    """As it is stored. ``sha256``: of the rest as compact JSON; older ones have none."""
+
+    sha256: str | None = None
+
+
+def _digest(manifest: Manifest) -> str:
+    return hashlib.sha256(manifest.model_dump_json().encode()).hexdigest()
+
+
 def write_manifest(url: str, manifest: Manifest) -> None:
     """Make a set of unit files a checkpoint."""
-    data = manifest.model_dump_json(indent=2).encode()
+    data = StoredManifest(**dict(manifest), sha256=_digest(manifest)).model_dump_json(indent=2).encode()
     write_atomically(f"{version_url(url, manifest.version)}/{MANIFEST}", data)
 
 
@@ -86,58 +99,89 @@ def read_manifest(url: str, version: int, name: str = MANIFEST) -> Manifest:
         with reading(where):
             filesystem, path = fsspec.core.url_to_fs(where)
             data = filesystem.cat_file(path)
-        manifest = Manifest.model_validate_json(data)
+        stored = StoredManifest.model_validate_json(data)
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{where}: there is no such checkpoint") from error
     except ValidationError as error:
         field, problem, _ = first_problem(error)
         raise CheckpointDamaged(": ".join(part for part in (where, field, problem) if part)) from error
+    manifest = Manifest(**{name: getattr(stored, name) for name in Manifest.model_fields})
+    if stored.sha256 is not None and stored.sha256 != _digest(manifest):
+        raise CheckpointDamaged(f"{where}: the file is not what was written (its sha256 differs)")
     if manifest.version != version:
         raise CheckpointDamaged(f"{where}: version is {manifest.version}, expected {version}")
     return manifest
 
 
-def read_file(url: str, version: int, entry: UnitFile) -> memoryview:
-    """Read a file of a version, and hold every byte against what its manifest says.
+class Hash(Protocol):
+    """As hashlib has them."""
 
-    One of this machine's comes into memory of its own, which may be written to; others' may not.
+    def update(self, data: memoryview, /) -> None:
+        """Take more in."""
+
+    def hexdigest(self) -> str:
+        """Of all that was taken in."""
+
+
+def read_file(url: str, version: int, entry: UnitFile, *, sha256: bool = False) -> memoryview:
+    """Read a file of a version into memory of its own, and hold every byte against what its manifest says.
+
+    Args:
+        url: Where checkpoints are.
+        version: One of them.
+        entry: What the manifest says of the file.
+        sha256: By this, though what is quicker finds any damage too.
 
     Raises:
         CheckpointDamaged: when it is missing or differs.
         CheckpointError: when it is unreadable.
     """
     where = f"{version_url(url, version)}/{entry.file}"
+    quick, hashed = None if sha256 else entry.xxh3_128, cast(Hash, hashlib.sha256())
+    if quick is not None:
+        hashed = xxhash.xxh3_128()
     try:
         with reading(where):
             filesystem, path = fsspec.core.url_to_fs(where)
             if is_local(where):
-                data, sha256 = _read_local(path, entry.size_bytes)
+                data = _read_local(path, entry.size_bytes, hashed)
             else:
-                data = memoryview(filesystem.cat_file(path))
-                sha256 = hashlib.sha256(data).hexdigest()
+                data = _own(filesystem.cat_file(path), hashed)
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{where}: the file is missing") from error
-    if len(data) != entry.size_bytes or sha256 != entry.sha256:
-        raise CheckpointDamaged(f"{where}: the file differs from its manifest (size or sha256)")
+    if len(data) != entry.size_bytes or hashed.hexdigest() != (quick or entry.sha256):
+        raise CheckpointDamaged(f"{where}: the file differs from its manifest (size or checksum)")
     return data
 
 
-def _read_local(path: str, size_bytes: int) -> tuple[memoryview, str]:
-    """Read a file of this size into memory, and return its SHA-256: each piece is hashed while it is in the cache.
-
-    The memory begins where the data of a safetensors file, that is what follows its header, is aligned for any kernel.
-    """
+def _read_local(path: str, size_bytes: int, hashed: Hash) -> memoryview:
+    """Read a file of this size into memory; each piece is hashed while it is in the processor's cache."""
     with Path(path).open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-        header_bytes = 8 + int.from_bytes(file.read(8), "little")
+        data = _memory(file.read(8), size_bytes + 1)
         file.seek(0)
-        before = -header_bytes % ALIGNMENT
-        memory = mmap.mmap(-1, before + size_bytes + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        data, digest, end = memoryview(memory)[before:], hashlib.sha256(), 0
+        end = 0
         while size := file.readinto(data[end : end + PIECE_BYTES]):
-            digest.update(data[end : end + size])
+            hashed.update(data[end : end + size])
             end += size
-    return data[:end], digest.hexdigest()
+    return data[:end]
+
+
+def _own(given: bytes, hashed: Hash) -> memoryview:
+    """The same for what a client of storage has read, which nobody may write to."""
+    source, data = memoryview(given), _memory(given[:8], len(given))
+    for begin in range(0, len(given), PIECE_BYTES):
+        end = begin + PIECE_BYTES
+        data[begin:end] = source[begin:end]
+        hashed.update(data[begin:end])
+    return data
+
+
+def _memory(head: bytes, size_bytes: int) -> memoryview:
+    """Memory for a safetensors file that begins so: what follows its header is aligned for any kernel."""
+    before = -(8 + int.from_bytes(head, "little")) % ALIGNMENT
+    memory = mmap.mmap(-1, before + size_bytes + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return memoryview(memory)[before : before + size_bytes]
 
 
 def complete_versions(url: str) -> tuple[int, ...]:

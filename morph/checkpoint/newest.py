@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
 
 import fsspec
 
@@ -15,13 +17,18 @@ from morph.checkpoint.manifest import (
     version_url,
     write_atomically,
 )
-from morph.checkpoint.storage import reading
+from morph.checkpoint.storage import bounded, reading
 from morph.checkpoint.stored import SET_ASIDE
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged, CheckpointError
 
+T = TypeVar("T")
+LimitOf = Callable[[int], float]
 
-def newest_whole(url: str, *, every_byte: bool = False) -> tuple[Manifest | None, tuple[str, ...]]:
+
+def newest_whole(
+    url: str, *, every_byte: bool = False, limit_s: LimitOf | None = None
+) -> tuple[Manifest | None, tuple[str, ...]]:
     """Return the newest whole checkpoint, None where there is none at all; and a sentence for each that is damaged.
 
     Those are set aside, once an older one is found whole: else they would be taken for newer ones when the oldest are
@@ -31,27 +38,30 @@ def newest_whole(url: str, *, every_byte: bool = False) -> tuple[Manifest | None
         url: Where the run's checkpoints are.
         every_byte: Read all of each; else that every file is there with its size is enough, and a worker that loads one
             finds the rest.
+        limit_s: Within what a file of so many bytes is read (seconds), a listing of 0; None: storage is waited for.
 
     Raises:
         CheckpointDamaged: there are checkpoints, and all of them are damaged.
         CheckpointError: storage does not answer, or what is damaged cannot be set aside. Nothing is known then.
     """
-    manifest, damaged = find_whole(url, every_byte=every_byte)
+    manifest, damaged = find_whole(url, every_byte=every_byte, limit_s=limit_s)
     for version in damaged:
-        _set_aside(url, version)
+        _asked(url, limit_s, partial(_set_aside, url, version))
     return manifest, told_of(manifest, damaged)
 
 
-def find_whole(url: str, *, every_byte: bool = False) -> tuple[Manifest | None, Mapping[int, CheckpointDamaged]]:
+def find_whole(
+    url: str, *, every_byte: bool = False, limit_s: LimitOf | None = None
+) -> tuple[Manifest | None, Mapping[int, CheckpointDamaged]]:
     """Return the newest whole checkpoint as ``newest_whole`` does, and what is wrong with each newer one.
 
     Nothing is changed.
     """
     damaged: dict[int, CheckpointDamaged] = {}
-    for version in reversed(complete_versions(url)):
+    for version in reversed(_asked(url, limit_s, partial(complete_versions, url))):
         try:
-            manifest = read_manifest(url, version)
-            check_files(url, manifest, every_byte=every_byte)
+            manifest = _asked(url, limit_s, partial(read_manifest, url, version))
+            check_files(url, manifest, every_byte=every_byte, limit_s=limit_s)
         except CheckpointDamaged as error:
             damaged[version] = error
             continue
@@ -71,19 +81,17 @@ def told_of(manifest: Manifest | None, damaged: Mapping[int, CheckpointDamaged])
     )
 
 
-def check_files(url: str, manifest: Manifest, *, every_byte: bool) -> None:
+def check_files(url: str, manifest: Manifest, *, every_byte: bool, limit_s: LimitOf | None = None) -> None:
     """See that every file of a version is there with its size; with ``every_byte`` also that it is what was written.
 
-    Reads one file after the other.
+    Reads one file after the other, each within its ``limit_s``.
 
     Raises:
         CheckpointDamaged: naming the file.
         CheckpointError: storage does not answer.
     """
     where = version_url(url, manifest.version)
-    with reading(where):
-        filesystem, path = fsspec.core.url_to_fs(where)
-        sizes = files_in(filesystem, path)
+    sizes = _asked(where, limit_s, lambda: files_in(*fsspec.core.url_to_fs(where)))
     for unit in manifest.units:
         size_bytes = sizes.get(unit.file)
         if size_bytes is None:
@@ -92,7 +100,13 @@ def check_files(url: str, manifest: Manifest, *, every_byte: bool) -> None:
             raise CheckpointDamaged(f"{where}/{unit.file}: it has {size_bytes} bytes, its manifest {unit.size_bytes}")
     if every_byte:
         for unit in manifest.units:
-            read_file(url, manifest.version, unit)
+            _asked(where, limit_s, partial(read_file, url, manifest.version, unit, sha256=True), unit.size_bytes)
+
+
+def _asked(where: str, limit_s: LimitOf | None, call: Callable[[], T], num_bytes: int = 0) -> T:
+    """What storage answers, or a CheckpointError; also where it does not within this time."""
+    with reading(where):
+        return call() if limit_s is None else bounded(call, limit_s(num_bytes), "storage")
 
 
 def _set_aside(url: str, version: int) -> None:

@@ -22,8 +22,8 @@ def is_local(url: str) -> bool:
     return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
 
-def bounded(call: Callable[[], T], limit_s: float, what: str) -> T:
-    """Return what ``call`` returns, and raise what it raises; give it up after ``limit_s``.
+def bounded(call: Callable[[], T], limit_s: float, what: str, *, spent_s: float = 0.0) -> T:
+    """Return what ``call`` returns, and raise what it raises; give it up after ``limit_s``, less what is spent of it.
 
     No bound is kept by every kind of storage: a network file system that is gone blocks for good. The thread of a call
     that was given up is left behind, and ends with it.
@@ -41,7 +41,7 @@ def bounded(call: Callable[[], T], limit_s: float, what: str) -> T:
 
     threading.Thread(target=run, name="morph-storage", daemon=True).start()
     try:
-        value, error = outcome.get(timeout=limit_s)
+        value, error = outcome.get(timeout=max(0.0, limit_s - spent_s))
     except queue.Empty:
         raise TimeoutError(f"{what} took longer than {limit_s:.3g} s") from None
     if error is not None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import safetensors.torch
 import torch
+import xxhash
 from torch import Tensor
 
-from morph.checkpoint.manifest import ALIGNMENT, read_file, version_url, write_atomically
+from morph.checkpoint.manifest import ALIGNMENT, PIECE_BYTES, read_file, version_url, write_atomically
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged
 from morph.contract.messages import UnitWritten
@@ -39,22 +40,32 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def to_payload(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return host tensors as a safetensors file; equal tensors give equal bytes.
+def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
+    """Return the header of tensors as a safetensors file has it, and the order of their bytes behind it.
 
-    In contrast to what the library writes, large tensors come first, so that each can be used where it lies once the
-    file is in memory, and all are copied once.
+    In contrast to what the library writes, large tensors come first, so that each can be used where it lies once all
+    are in memory.
     """
     header: dict[str, Any] = {}
-    parts: list[memoryview] = []
     end = 0
-    for name in sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, name)):
+    names = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, name))
+    for name in names:
         tensor, begin, end = tensors[name], end, end + tensors[name].nbytes
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        parts.append(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+    return text + b" " * (-len(text) % 8), names
+
+
+def parts_of(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """Return host tensors as a safetensors file, in parts that are not copied; equal tensors give equal bytes."""
+    text, names = layout(tensors)
+    flat = [tensors[name].detach().reshape(-1).view(torch.uint8) for name in names if tensors[name].numel()]
+    return [len(text).to_bytes(8, "little"), text, *(memoryview(part.numpy()) for part in flat)]  # type: ignore[arg-type]
+
+
+def to_payload(tensors: Mapping[str, Tensor]) -> bytes:
+    """The same in one piece."""
+    return b"".join(parts_of(tensors))
 
 
 def from_payload(payload: bytes | memoryview) -> dict[str, Tensor]:
@@ -69,9 +80,15 @@ def from_payload(payload: bytes | memoryview) -> dict[str, Tensor]:
     begin = 8 + int.from_bytes(data[:8], "little")
     if begin > len(data):
         raise ValueError("a unit's state has no whole header")
-    header = json.loads(bytes(data[8:begin]))
-    body = torch.frombuffer(data, dtype=torch.uint8)[begin:]
-    return {name: _view(body, name, entry) for name, entry in header.items() if name != "__metadata__"}
+    _, make = views(bytes(data[8:begin]))
+    return make(torch.frombuffer(data, dtype=torch.uint8)[begin:])
+
+
+def views(header: bytes) -> tuple[list[tuple[int, int]], Callable[[Tensor], dict[str, Tensor]]]:
+    """Read a header: beginning and end of each tensor behind it, and what makes tensors of the bytes there."""
+    entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+    offsets = sorted((int(first), int(end)) for entry in entries.values() for first, end in (entry["data_offsets"],))
+    return offsets, lambda body: {name: _view(body, name, entry) for name, entry in entries.items()}
 
 
 def _view(body: Tensor, name: str, entry: Mapping[str, Any]) -> Tensor:
@@ -87,12 +104,25 @@ def _view(body: Tensor, name: str, entry: Mapping[str, Any]) -> Tensor:
 
 def write_unit(url: str, version: int, unit: str, worker: str, tensors: Mapping[str, Tensor]) -> UnitWritten:
     """Write one unit of a checkpoint; blocks until the storage has it."""
-    payload = to_payload(tensors)
-    digest = hashlib.sha256(payload).hexdigest()
+    parts = parts_of(tensors)
+    sha256, xxh3 = hashlib.sha256(), xxhash.xxh3_128()
+    for part in [memoryview(part) for part in parts]:
+        for begin in range(0, len(part), PIECE_BYTES):  # the second one reads it from the processor's cache
+            sha256.update(part[begin : begin + PIECE_BYTES])
+            xxh3.update(part[begin : begin + PIECE_BYTES])
+    digest, size_bytes = sha256.hexdigest(), sum(len(part) for part in parts)
     # named by content: a late writer of a history that was set back cannot replace what a manifest names
     file = f"{unit.replace('+', '_')}-{digest[:16]}.safetensors"
-    write_atomically(f"{version_url(url, version)}/{file}", payload)
-    return UnitWritten(worker=worker, version=version, unit=unit, file=file, size_bytes=len(payload), sha256=digest)
+    write_atomically(f"{version_url(url, version)}/{file}", *parts)
+    return UnitWritten(
+        worker=worker,
+        version=version,
+        unit=unit,
+        file=file,
+        size_bytes=size_bytes,
+        sha256=digest,
+        xxh3_128=xxh3.hexdigest(),
+    )
 
 
 def read_unit(url: str, manifest: Manifest, unit: str) -> dict[str, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -15,8 +17,61 @@ class Value(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="strings")
 
+    @classmethod
+    def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:  # type: ignore[override]
+        """Make one of values that are checked already; as pydantic's, in a fraction of its time. Never of input."""
+        defaults, factories, required = _defaults(cls)
+        if not required <= values.keys():
+            raise TypeError(f"{cls.__name__} lacks {', '.join(sorted(required - values.keys()))}")
+        fields = {**defaults, **values}
+        for name, factory in factories:
+            if name not in values:
+                fields[name] = factory()
+        return _made(cls, fields, set(values) if _fields_set is None else _fields_set)
+
+    @classmethod
+    def each(cls, name: str, values: Iterable[Any], **shared: Any) -> list[Self]:
+        """Make many that differ in one field, of values that are checked already: faster still. Never of input."""
+        like = cls.model_construct(**{name: None}, **shared)
+        fields, given = like.__dict__, like.__pydantic_fields_set__
+        return [_made(cls, {**fields, name: value}, given) for value in values]
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return the same with some fields replaced, which are not checked; as pydantic's, in a fraction of its time.
+
+        What was worked out of the fields and kept (``cached_property``) is left behind, for they may differ.
+        """
+        if deep:
+            return super().model_copy(update=update, deep=True)
+        update, fields = update or {}, {**self.__dict__}
+        names = type(self).__pydantic_fields__
+        if len(fields) > len(names):
+            fields = {name: fields[name] for name in names}
+        fields.update(update)
+        given = self.__pydantic_fields_set__
+        return _made(type(self), fields, given if given.issuperset(update) else given | update.keys())
+
 
 ValueT = TypeVar("ValueT", bound=Value)
+_put = object.__setattr__
+
+
+def _made(kind: type[ValueT], fields: dict[str, Any], given: set[str]) -> ValueT:
+    value = kind.__new__(kind)
+    _put(value, "__dict__", fields)
+    _put(value, "__pydantic_fields_set__", given)
+    _put(value, "__pydantic_extra__", None)
+    _put(value, "__pydantic_private__", None)
+    return value
+
+
+@cache
+def _defaults(kind: type[Value]) -> tuple[dict[str, Any], tuple[tuple[str, Callable[[], Any]], ...], frozenset[str]]:
+    """Every field in order with what it is where nothing is given, those that are made anew each time, and the rest."""
+    fields = kind.model_fields
+    made = tuple((name, field.default_factory) for name, field in fields.items() if field.default_factory is not None)
+    required = frozenset(name for name, field in fields.items() if field.is_required())
+    return {name: field.default for name, field in fields.items()}, made, required  # type: ignore[return-value]
 
 
 def first_problem(error: ValidationError) -> tuple[str, str, object]:

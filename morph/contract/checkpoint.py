@@ -16,6 +16,12 @@ class UnitFile(Value):
     file: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     size_bytes: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    xxh3_128: str | None = Field(
+        default=None,
+        pattern=r"^[0-9a-f]{32}$",
+        exclude_if=lambda given: given is None,  # what signed a manifest without it still does
+        description="XXH3 of 128 bits, which is held against what is loaded; None: older, and SHA-256 is",
+    )
 
 
 SaveKind = Literal["periodic", "insurance", "emergency", "final", "imported"]

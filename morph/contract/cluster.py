@@ -24,6 +24,14 @@ VariableNames = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...],
     Field(description="variables of the manager's environment that workers get, by name; no other secret is handed on"),
 ]
+RingSetting = Literal["auto", "gloo", "nccl"]
+Rings = Annotated[
+    RingSetting,
+    Field(
+        description="what reduces gradients of CUDA devices: gloo, through host memory; nccl, which keeps them on the "
+        "devices and needs one for each worker; auto: nccl where it can, else gloo. nccl never ran on a device yet"
+    ),
+]
 NUM_PORTS = 100
 """In the block that ``ProvidedVms.first_port`` begins."""
 JOB_UID = 50505
@@ -57,9 +65,11 @@ class LocalVms(Value):
     )
     memory_bytes: Memory | None = Field(
         default=None,
-        description="memory of one VM's device as the planner sees it; absent: this machine's memory / num_vms",
+        description="memory of one VM's device as the planner sees it; absent: this machine's memory / num_vms, or its "
+        "share of a CUDA device",
     )
     device: Literal["cpu", "cuda"] = "cpu"
+    rings: Rings = "gloo"
     tls: bool = Field(
         default=False, description="encrypt orders and answers (not tensors); wants the package cryptography"
     )
@@ -127,6 +137,7 @@ class ProvidedVms(Value):
     )
     memory_bytes: Memory = Field(description="memory of one device")
     device: Literal["cpu", "cuda"] = "cuda"
+    rings: Rings = "gloo"
     address: str = Field(
         description="this machine's IPv4 address as VMs reach it: Ray, the store and the notice server listen there"
     )
@@ -238,7 +249,11 @@ class Policy(Value):
         default=45.0,
         description="workers that all fall silent together are given up after this: it is the network, or this machine",
     )
-    order_timeout_s: Seconds = Field(default=300.0, description="bound on one step or reshape")
+    order_timeout_s: Seconds | None = Field(
+        default=None,
+        description="bound on one setup, reshape, step or commit; absent: four times what the plan, sizes and measured "
+        "speeds let expect, and 120 s at least",
+    )
     max_fruitless_generations: Count = Field(
         default=10,
         description="generations in a row without a new step before what is held is saved and the run pauses",
@@ -251,11 +266,27 @@ class Policy(Value):
     min_join_gain: Annotated[float, ranges.GAIN.field] = Field(
         default=0.02, description="a newcomer is taken in when the better shape is faster by this share"
     )
+    redundancy: Literal["off", "state", "salvage", "auto"] = Field(
+        default="auto",
+        description="state: what only one VM holds is kept in step on another; salvage: that, and a step that is given "
+        "up is finished in the next shape, and only what nobody has any more is run again; auto: each of these where "
+        "it saves more than it costs; off: none",
+    )
     takeover_patience_s: Annotated[float, ranges.PATIENCE_S.field] = Field(
         default=60.0,
         description="how long VMs and workers outlive a manager that is killed, for the next one; 0: not at all",
     )
     rules: Rules = Rules()
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether what workers have summed of a step that is given up is kept."""
+        return self.redundancy in ("salvage", "auto")
+
+    @field_validator("redundancy", mode="before")
+    @classmethod
+    def _off(cls, redundancy: Any) -> Any:
+        return "off" if redundancy is False else redundancy  # which YAML makes of the word
 
 
 class ClusterConfig(Value):

@@ -52,7 +52,7 @@ def check_output(path: Path, error_type: type[InputError]) -> None:
         raise error_type("cannot be written: its folder is not writable", source=str(path))
 
 
-def write_output(path: Path, text: str, error_type: type[InputError]) -> None:
+def write_output(path: Path, content: str | bytes, error_type: type[InputError]) -> None:
     """Write what the user asked for, whole or not at all.
 
     Raises:
@@ -60,6 +60,6 @@ def write_output(path: Path, text: str, error_type: type[InputError]) -> None:
     """
     check_output(path, error_type)
     try:
-        write_whole(path, text)
+        write_whole(path, content)
     except OSError as error:
         raise error_type(f"cannot be written: {error.strerror}", source=str(path)) from error

@@ -8,60 +8,28 @@ order (a step, a reshape or a commit) names that version.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
 from morph.contract.base import Value
-from morph.contract.data_facts import JobFacts
+from morph.contract.cluster import RingSetting
 from morph.contract.decided import Decided, LossScale
 from morph.contract.emulation import EmulatedDevice
+from morph.contract.faults import Fault, SlowSpell
+from morph.contract.job_file import JobFacts
 from morph.contract.plan import Plan
 from morph.contract.rules import CheckpointRules
-from morph.contract.timeline import ComputeTimes, StepTimeline
+from morph.contract.salvage import Follow, KeptSums, Salvage
+from morph.contract.timeline import ComputeTimes, MicroBatchTimes, StepTimeline
+
+DEFAULT_LIMIT_S = 120.0
+"""Of a wait for others in an order that does not say it."""
 
 WorkerId = str
 UnitId = str
 Version = Annotated[int, Field(ge=0)]
-
-
-class Fault(Value):
-    """A scheduled fault, for tests: the worker kills itself with SIGKILL when it reaches the phase.
-
-    Or an error is raised there, as torch does when a device has no memory left, or is gone itself. ``nth`` picks the
-    nth arrival at the phase within the step (0 = first).
-    """
-
-    worker: WorkerId
-    phase: Literal[
-        "forward",
-        "backward",
-        "reduce",
-        "before_commit",
-        "after_commit",
-        "applied",
-        "reshape",
-        "transfer",
-        "checkpoint",
-        "send_ahead",
-        "receive_ahead",
-    ]
-    step: Annotated[int, Field(ge=0)]
-    nth: Annotated[int, Field(ge=0)] = 0
-    kind: Literal["kill", "out_of_memory", "lost_device"] = "kill"
-
-
-class SlowSpell(Value):
-    """A scheduled fail-stutter, for tests and demonstrations: a worker's compute takes ``factor`` times as long.
-
-    It begins with step ``first_step`` and ends before step ``end_step``; None: it does not end. A probe belongs to the
-    step that was decided last when it was sent.
-    """
-
-    worker: WorkerId
-    factor: float = Field(ge=1, allow_inf_nan=False)
-    first_step: int = Field(default=0, ge=0)
-    end_step: int | None = Field(default=None, ge=0)
 
 
 class JobCode(Value):
@@ -92,6 +60,10 @@ class WorkerSetup(Value):
     listen_host: str = Field(description="address on which this worker accepts its peers")
     secret: str = Field(default="", repr=False, description="of the run; empty where a worker has no peers")
     device: Literal["cpu", "cuda"] = "cpu"
+    device_slots: tuple[str, ...] = Field(
+        default=(), description="of local VMs on CUDA: files, of which each worker locks one, named after a device"
+    )
+    rings: RingSetting = "gloo"
     num_threads: int = Field(default=1, ge=1)
     heartbeat_wait_s: float = Field(default=1.0, gt=0, description="between two heartbeats")
     checkpoints: CheckpointRules = CheckpointRules()
@@ -116,7 +88,8 @@ class Source(Value):
 
     ``keep``: the worker holds it already; ``peer``: from the living worker ``peer``;
     ``ahead``: sent ahead by the living worker ``peer``, from which the last steps' gradients follow;
-    ``checkpoint``: from the checkpoint of version ``ReshapeOrder.version``; ``initial``: made from the job's seed.
+    ``checkpoint``: from the checkpoint of version ``ReshapeOrder.version``, which ``peer`` reads and sends to it where
+    one is named, because storage cannot be read from here; ``initial``: made from the job's seed.
     """
 
     worker: WorkerId
@@ -134,7 +107,10 @@ class ReshapeOrder(Value):
     named as a ``peer`` in ``sources``: it serves those units, joins no group, keeps its units and answers too.
     ``decided`` is what was decided of step ``version - 1``; absent after a return to a checkpoint.
     ``ahead``: the number of the ``PreCopyOrder`` to which sources of kind "ahead" belong; whatever else was sent ahead
-    is dropped.
+    is dropped. ``salvage``: what is there of the step from ``version``, which was given up; other partial sums go.
+    ``keep_sums``: should a step be given up, what a worker has summed is kept. ``follows``: who has a follower;
+    ``copy_sums_every``: after so many micro-batches of its own a worker's partial sums go to its follower; 0: never.
+    ``limit_s``: of any wait for others in this generation; whoever gave the order gives it up earlier.
     """
 
     generation: int = Field(ge=1)
@@ -144,6 +120,20 @@ class ReshapeOrder(Value):
     slots: tuple[Slot, ...] = Field(min_length=1)
     sources: tuple[Source, ...]
     ahead: int | None = None
+    salvage: Salvage | None = None
+    keep_sums: bool = False
+    follows: tuple[Follow, ...] = ()
+    copy_sums_every: int = Field(default=0, ge=0)
+    limit_s: float = Field(default=DEFAULT_LIMIT_S, gt=0)
+
+    @cached_property
+    def lacked(self) -> dict[WorkerId, list[Source]]:
+        """Where each worker gets what it does not hold."""
+        found: dict[WorkerId, list[Source]] = {}
+        for source in self.sources:
+            if source.kind != "keep":
+                found.setdefault(source.worker, []).append(source)
+        return found
 
 
 class PreCopyMove(Value):
@@ -166,6 +156,7 @@ class PreCopyOrder(Value):
     number: int = Field(ge=1)
     num_micro_batches: int = Field(ge=1)
     moves: tuple[PreCopyMove, ...] = ()
+    limit_s: float = Field(default=DEFAULT_LIMIT_S, gt=0, description="for which a stream may be silent")
 
 
 class PreCopyReport(Value):
@@ -225,13 +216,21 @@ class ProbeOrder(Value):
     healthy_s: float = Field(gt=0)
 
 
+class EvaluationSize(Value):
+    """How often a job is evaluated, and on how many micro-batches of training's size."""
+
+    every_steps: int = Field(ge=1)
+    num_micro_batches: int = Field(ge=1)
+
+
 class WorkerReady(Value):
-    """Answer to the setup."""
+    """Answer to the setup. ``evaluation``: absent where the job has none."""
 
     kind: Literal["ready"] = "ready"
     worker: WorkerId
     pid: int
     setup_s: float = Field(ge=0)
+    evaluation: EvaluationSize | None = None
 
 
 class Reshaped(Value):
@@ -276,6 +275,7 @@ class Prepared(Value):
     be run again, with scales that fit. ``unit_norms_sq``: squared 2-norm of the mean gradient of each unit that
     this worker holds, in float64 and a fixed order, so that all holders report equal bits; empty unless the job
     asks for the norm. ``non_finite``: a gradient is NaN or infinite, and the job's loss scale allows to skip the step.
+    ``followed``: the follower of this worker's units has them, and these gradients.
     """
 
     kind: Literal["prepared"] = "prepared"
@@ -286,6 +286,7 @@ class Prepared(Value):
     overflowed: bool = False
     unit_norms_sq: dict[UnitId, float] = Field(default_factory=dict)
     non_finite: bool = False
+    followed: bool = False
     losses: tuple[MicroBatchLoss, ...] = ()
     evaluation: Evaluation | None = None
     times: ComputeTimes
@@ -305,7 +306,8 @@ class Committed(Value):
 class Aborted(Value):
     """The order was given up because the generation was aborted or a peer was lost.
 
-    ``peer_lost`` is true when this worker itself saw a connection fail.
+    ``peer_lost`` is true when this worker itself saw a connection fail. ``kept``: what it has of a step that is not
+    decided.
     """
 
     kind: Literal["aborted"] = "aborted"
@@ -313,6 +315,7 @@ class Aborted(Value):
     generation: int
     peer_lost: bool
     detail: str = ""
+    kept: KeptSums | None = None
 
 
 FailureCause = Literal["device", "memory", "job", "checkpoint", "run"]
@@ -345,6 +348,7 @@ class UnitWritten(Value):
     file: str = Field(description="name inside the checkpoint's directory")
     size_bytes: int = Field(ge=0)
     sha256: str
+    xxh3_128: str | None = None
     stall_s: float = Field(default=0.0, ge=0, description="for which it kept training from the device")
 
 
@@ -359,21 +363,6 @@ class Probed(Value):
     probe: int
     slowdown: float | None = Field(default=None, gt=0)
     error: str | None = None
-
-
-class MicroBatchTimes(Value):
-    """Wall-clock seconds that a worker's micro-batches took, in the order in which they were finished.
-
-    One entry each; ``recompute_s`` is 0 where there was none.
-    """
-
-    generation: int
-    forward_s: tuple[float, ...]
-    recompute_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    processor_s: tuple[float, ...] = Field(
-        default=(), description="processor time of forward and backward; empty where the device is no processor"
-    )
 
 
 class Heartbeat(Value):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,13 +25,16 @@ Seconds = Annotated[float, Field(strict=True, ge=0)]
 class StagePlan(Value):
     """Consecutive sections ``first_section .. end_section - 1`` on one worker.
 
-    ``window`` is how many micro-batches may be in flight (forward started, backward not finished).
+    ``window`` is how many micro-batches may be in flight (forward started, backward not finished). ``live_sections``:
+    of how many sections a stage with recompute holds activations at once. It keeps the input of each group of so many,
+    counted from the end; the last group is run again in the task R, the others within B. None: all in R.
     """
 
     first_section: Number
     end_section: Count
     window: Count
     recompute: bool
+    live_sections: Count | None = None
 
     @property
     def sections(self) -> range:
@@ -46,7 +52,15 @@ class Expectation(Value):
     mini_batch_s: Seconds
     examples_per_s: Annotated[float, Field(strict=True, ge=0)]
     lower_bound_s: Seconds
-    peak_memory_bytes: Number = Field(description="of the fullest stage")
+    peak_memory_bytes: Number = Field(description="of the fullest stage's device")
+    memory_moment: str = Field(default="", description="when that is, such as computing or reducing")
+    memory_parts_bytes: dict[str, Number] = Field(default={}, description="what it consists of then")
+    followed_memory_bytes: Number = Field(
+        default=0, description="peak_memory_bytes where each stage's state is kept by another worker too; 0: not asked"
+    )
+    host_memory_bytes: Number = Field(
+        default=0, description="of the fullest stage, where devices have memory of their own"
+    )
     parts_s: dict[str, Seconds]
 
 
@@ -118,17 +132,43 @@ class Plan(Value):
         """``"PxD"``."""
         return f"{self.pipeline_depth}x{self.num_replicas}"
 
-    @property
+    @cached_property
     def micro_batches_per_replica(self) -> tuple[int, ...]:
         """How many micro-batches each replica gets; the first N mod D replicas get one more."""
-        share, extra = divmod(self.num_micro_batches, self.num_replicas)
-        return tuple(share + (replica < extra) for replica in range(self.num_replicas))
+        return tuple(len(share) for share in shares(self.num_micro_batches, self.num_replicas))
 
     def micro_batches_of(self, replica: int) -> range:
         """Global numbers of the micro-batches dealt to one replica, in the order it runs them."""
-        counts = self.micro_batches_per_replica
-        start = sum(counts[:replica])
-        return range(start, start + counts[replica])
+        return shares(self.num_micro_batches, self.num_replicas)[replica]
+
+    def share_of(self, replica: int, micro_batches: Sequence[int]) -> Sequence[int]:
+        """One replica's part of some of the micro-batches, where only these are run."""
+        share = shares(len(micro_batches), self.num_replicas)[replica]
+        return micro_batches[share.start : share.stop]
+
+    def order_of(self, stage: int, num_micro_batches: int) -> str:
+        """A stage's static task order for so many micro-batches, at most what a replica has in a whole step.
+
+        Where the plan has none for that number, it is that of a whole step without the tasks of the last micro-batches:
+        each task still comes after what it needs, and no more micro-batches are in flight.
+        """
+        known = self.orders.get(num_micro_batches)
+        if known is not None:
+            return known[stage]
+        seen = dict.fromkeys("FRB", 0)
+        kept = []
+        for task in self.orders[max(self.orders)][stage]:
+            if seen[task] < num_micro_batches:
+                kept.append(task)
+            seen[task] += 1
+        return "".join(kept)
+
+
+def shares(num_micro_batches: int, num_replicas: int) -> list[range]:
+    """Deal micro-batches to replicas: the first ones get one more where they do not divide evenly."""
+    share, extra = divmod(num_micro_batches, num_replicas)
+    starts = [replica * share + min(replica, extra) for replica in range(num_replicas + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
 def load_plan(path: Path) -> Plan:

@@ -71,11 +71,22 @@ class SectionProfile(Value):
     optimizer_bytes: Bytes = Field(description="optimizer state of this section's parameters")
     gradient_bytes: Bytes = Field(description="accumulated gradient held until the commit")
     input_bytes_per_sample: Bytes = Field(description="what must be kept to recompute the section")
-    activation_bytes_per_sample: Bytes = Field(description="held between forward and backward without recompute")
+    activation_bytes_per_sample: Bytes = Field(
+        description="held between forward and backward without recompute: what autograd keeps, and the outputs"
+    )
     output_bytes_per_sample: Bytes = Field(description="crosses the cut-point behind this section; 0 for the last")
     optimizer_step: Timing
     peak_bytes: dict[MicroBatchKey, Bytes] = Field(
         default={}, description="by m: most memory that one forward and backward take beyond what is held between tasks"
+    )
+    reduced_bytes: Bytes | None = Field(
+        default=None, description="mean gradients held from the reduction to the update; None: as parameter_bytes"
+    )
+    finish_bytes: Bytes = Field(
+        default=0, description="taken beyond sums and mean gradients while one unit's sums become mean gradients"
+    )
+    step_bytes: Bytes = Field(
+        default=0, description="taken beyond state and mean gradients while one unit's optimizer steps"
     )
 
 
@@ -85,6 +96,9 @@ class UnitProfile(Value):
     id: str
     sections: tuple[Index, ...] = Field(min_length=1, max_length=ranges.SECTIONS)
     parameter_bytes: Bytes
+    optimizer_bytes: Bytes | None = Field(
+        default=None, description="optimizer state; None: in proportion to the first section's"
+    )
 
 
 class SendTime(Value):
@@ -144,6 +158,15 @@ class Environment(Value):
         default=None,
         description="of one device; of a CPU, one core's share of the machine's memory; None: not known, no limit",
     )
+    host_memory_bytes: Annotated[int, ranges.MEMORY_BYTES.field] | None = Field(
+        default=None,
+        description="of the machine for each device that has memory of its own; None: the device's is the host's",
+    )
+    context_bytes: Bytes = Field(default=0, description="of the device's memory, taken by its driver for a process")
+    allocator_permille: Annotated[int, Field(strict=True, ge=0, le=1000)] = Field(
+        default=0, description="what the device's allocator keeps for itself, in thousandths of what tensors take"
+    )
+    process_bytes: Bytes = Field(default=0, description="of host memory, taken by a worker before it holds anything")
     created: str = Field(description="ISO 8601, UTC")
 
 
@@ -175,6 +198,9 @@ class Profile(Value):
     inter_node: LinkProfile
     all_reduce: tuple[AllReduceTime, ...] = ()
     accumulator_bytes_per_parameter: Literal[4, 8] = Field(description="8: exact accumulation, 4: fast")
+    optimizer_in_host_memory: bool = Field(
+        default=False, description="optimizer_bytes lie in host memory, with a copy of the parameters"
+    )
     commit: Timing = Field(description="commit barrier: manager round trip")
     checkpoint_write_bytes_per_s: BytesPerSecond
     checkpoint_upload_bytes_per_s: BytesPerSecond | None = Field(

@@ -9,6 +9,10 @@ from pydantic import Field
 from morph.contract import ranges
 from morph.contract.base import Value
 
+FILE_FLOOR_S = 600.0
+SLOWEST_BYTES_PER_S = 5e6
+"""Storage that is slower counts as storage that hangs."""
+
 Seconds = Annotated[float, ranges.POLICY_SECONDS.field]
 Count = Annotated[int, ranges.COUNT.field]
 
@@ -80,7 +84,11 @@ class PreCopyRules(Value):
         default=2.5e8, description="of state to one worker, until it was measured"
     )
     min_saved_s: Annotated[float, ranges.PATIENCE_S.field] = Field(default=0.1, description="less is not worth it")
-    patience_s: Seconds = Field(default=60.0, description="bound: what has not arrived by then is sent in the change")
+    patience_s: Seconds | None = Field(
+        default=None,
+        description="bound: what has not arrived by then is sent in the change; absent: 60 s, or four times what it is "
+        "expected to take if that is more",
+    )
 
 
 class CheckpointRules(Value):
@@ -98,11 +106,21 @@ class CheckpointRules(Value):
     keep_every_steps: Count | None = Field(
         default=None, description="of each span of so many steps the first stays for good; absent: of none"
     )
-    file_timeout_s: Seconds = Field(default=600.0, description="a file that takes longer to be written is given up")
+    file_timeout_s: Seconds | None = Field(
+        default=None,
+        description="a file that takes longer to be written or read is given up; absent: after 600 s, or what it takes "
+        "at 5 MB/s if that is more",
+    )
     bytes_per_s: Annotated[float, ranges.BYTES_PER_S.field] | None = Field(
         default=None,
         description="that each worker writes at most, which leaves the network to gradients; absent: any",
     )
+
+    def file_limit_s(self, num_bytes: int) -> float:
+        """Return within what a file of this size is written or read (seconds)."""
+        if self.file_timeout_s is not None:
+            return self.file_timeout_s
+        return max(FILE_FLOOR_S, num_bytes / SLOWEST_BYTES_PER_S)
 
 
 class Rules(Value):

@@ -91,3 +91,18 @@ class ComputeTimes(Value):
     late_s: float = Field(
         default=0.0, ge=0, description="of an emulated device: the most by which a task ended late, the host being busy"
     )
+
+
+class MicroBatchTimes(Value):
+    """Wall-clock seconds that a worker's micro-batches took, in the order in which they were finished.
+
+    One entry each; ``recompute_s`` is 0 where there was none.
+    """
+
+    generation: int
+    forward_s: tuple[float, ...]
+    recompute_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    processor_s: tuple[float, ...] = Field(
+        default=(), description="processor time of forward and backward; empty where the device is no processor"
+    )

@@ -1,13 +1,15 @@
 """A spot trace: when VMs come and go, with which notice, and what they cost meanwhile.
 
 CSV with header ``time_s,event,node_id,zone,instance_type,source,notice_s,usd_per_h``, lines in time order. Only the
-first three columns are required. Three kinds of event:
+first three columns are required. Four kinds of event:
 
 - ``add``: a VM comes.
 - ``remove``: a VM is taken, ``notice_s`` seconds after its notice; empty: without one. A notice is part of the removal
   that it announces, not a line of its own: so none is without its removal, or of a VM that is not there, and programs
   that know nothing of notices still see every VM come and go.
 - ``price``: from this time on a VM of this ``zone`` and ``instance_type`` costs ``usd_per_h``; ``node_id`` is empty.
+- ``end``: until then the VMs were watched; the last line, all other columns empty. Without it a trace ends with what
+  happened last, and a quiet time after that is lost.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ _COLUMNS = {
     "add": HEADER[:6],
     "remove": HEADER[:7],
     "price": tuple(name for name in HEADER if name not in ("node_id", "notice_s")),
+    "end": ("time_s", "event"),
 }
 _MAY_BE_EMPTY = ("node_id", "notice_s", "usd_per_h")
 UNKNOWN = "unknown"
@@ -57,16 +60,23 @@ class TracePrice(Value):
     source: str = ""
 
 
+class TraceEnd(Value):
+    """Until then the VMs were watched."""
+
+    time_s: TimeS
+
+
 class Trace(Value):
     """Events, and prices, in time order; a node is added before it is removed, and each at most once at a time."""
 
     events: tuple[TraceEvent, ...]
     prices: tuple[TracePrice, ...] = ()
+    end_s: TimeS | None = Field(default=None, description="no event is later; None: ends with what happened last")
 
     @property
     def duration_s(self) -> float:
-        """Time of the last event or price."""
-        return max((told[-1].time_s for told in (self.events, self.prices) if told), default=0.0)
+        """Until when the VMs were watched: the end, or the time of the last event or price."""
+        return max((*(told[-1].time_s for told in (self.events, self.prices) if told), self.end_s or 0.0))
 
     @property
     def max_nodes(self) -> int:
@@ -111,7 +121,7 @@ class Trace(Value):
             for event in self.events
         )
         prices = tuple(price.model_copy(update={"time_s": price.time_s * factor}) for price in self.prices)
-        return Trace(events=events, prices=prices)
+        return Trace(events=events, prices=prices, end_s=None if self.end_s is None else self.end_s * factor)
 
 
 def parse_trace(lines: Iterable[str], source: str) -> Trace:
@@ -135,7 +145,7 @@ def _parse(reader: csv.DictReader[str], source: str) -> Trace:
     events: list[TraceEvent] = []
     prices: list[TracePrice] = []
     added_s: dict[str, float] = {}
-    last_s = 0.0
+    last_s, end_s = 0.0, None
     for row in reader:
         where = f"{source}, line {reader.line_num}"
         if None in row or None in row.values():
@@ -145,32 +155,36 @@ def _parse(reader: csv.DictReader[str], source: str) -> Trace:
             raise TraceError(
                 "time steps back", source=where, field="time_s", value=line.time_s, allowed=f"at least {last_s}"
             )
+        if end_s is not None:
+            raise TraceError("comes after the trace's end", source=where, field="event", value=row["event"])
         last_s = line.time_s
-        if isinstance(line, TracePrice):
+        if isinstance(line, TraceEnd):
+            end_s = line.time_s
+        elif isinstance(line, TracePrice):
             prices.append(line)
         else:
             _check_follows(line, added_s, where)
             events.append(line)
     if not events:
         raise TraceError("holds no events", source=source)
-    return Trace(events=tuple(events), prices=tuple(prices))
+    return Trace(events=tuple(events), prices=tuple(prices), end_s=end_s)
 
 
-def _line(row: dict[str, str], where: str) -> TraceEvent | TracePrice:
+def _line(row: dict[str, str], where: str) -> TraceEvent | TracePrice | TraceEnd:
     kind = row["event"]
     if kind not in _COLUMNS:
         raise TraceError(
-            "is not a kind of event", source=where, field="event", value=kind, allowed="'add', 'remove' or 'price'"
+            "is not a kind of event", source=where, field="event", value=kind, allowed=", ".join(map(repr, _COLUMNS))
         )
-    given = {name: value for name, value in row.items() if value or name not in _MAY_BE_EMPTY}
+    given = {name: value for name, value in row.items() if value or (name not in _MAY_BE_EMPTY and kind != "end")}
     for name in given.keys() - set(_COLUMNS[kind]):
         raise TraceError(
             f"does not belong to a line of event {kind}", source=where, field=name, value=given[name], allowed="nothing"
         )
     try:
-        if kind == "price":
+        if kind in ("price", "end"):
             del given["event"]
-            return TracePrice.model_validate(given)
+            return (TracePrice if kind == "price" else TraceEnd).model_validate(given)
         return TraceEvent.model_validate(given)
     except ValidationError as error:
         field, problem, value = first_problem(error)
@@ -230,6 +244,8 @@ def write_trace(trace: Trace, path: Path) -> None:
         for line in lines:
             cells = {name: _cell(value) for name, value in line.model_dump(exclude_none=True).items()}
             writer.writerow({"event": "price", **cells})
+        if trace.end_s is not None:
+            writer.writerow({"event": "end", "time_s": _cell(max(trace.end_s, trace.duration_s))})
 
 
 def _cell(value: float | str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from morph.contract.proof import is_proven, new_secret, proof
+from morph.link.proof import is_proven, new_secret, proof
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,10 @@ class Greeting:
         Raises:
             ValueError: it is no hello.
         """
-        said = json.loads(message)
+        try:
+            said = json.loads(message)
+        except RecursionError as error:
+            raise ValueError("it does not say hello") from error
         if not (isinstance(said, list) and len(said) == 2 + num_facts and all(isinstance(part, str) for part in said)):
             raise ValueError("it does not say hello")
         return cls(purpose, nonce, said[0], tuple(said[2:])), said[1]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from morph.contract.plan import Expectation, Plan, StagePlan
 from simulator.answers.bounds import lower_bound_ns, pipes_of, total_ns
 from simulator.answers.costs import StageCosts
-from simulator.answers.finish import finish, optimizer_ns, optimizer_steps_ns
+from simulator.answers.finish import optimizer_ns, optimizer_steps_ns
 from simulator.answers.outcome import Outcome, Rehearsal
 from simulator.answers.time_breakdown import breakdown_s, explain
 from simulator.given.conditions import Conditions
@@ -29,12 +29,11 @@ def deal(num_micro_batches: int, num_replicas: int) -> tuple[int, ...]:
 def bound_ns(costs: StageCosts, counts: Sequence[int], conditions: Conditions) -> int:
     """Lower bound of the whole mini-batch on these workers and links; of its mean, where times are drawn."""
     num_replicas = len(counts)
-    reduce = costs.reduce_ns(num_replicas)
     pipes = pipes_of(costs, counts, conditions, _mean_luck(costs, conditions))
     if conditions.jitter_seed is not None:
         pipes = [(pipe.less_one_ns(), count, number) for pipe, count, number in pipes]
     busiest = {id(pipe): (pipe, count) for pipe, count, _ in sorted(pipes, key=lambda entry: entry[1])}
-    bound = max(lower_bound_ns(pipe, costs.times.window, count, reduce) for pipe, count in busiest.values())
+    bound = max(lower_bound_ns(pipe, costs.times.window, count) for pipe, count in busiest.values())
     if conditions.compute_slots is not None:
         work = sum(int(total_ns(pipe.work_ns, count).sum()) * number for pipe, count, number in pipes)
         bound = max(bound, work // conditions.compute_slots)
@@ -85,7 +84,7 @@ class Simulation:
 
         counts, conditions = self.plan.micro_batches_per_replica, self.rehearsal.conditions
         played = self.rehearsal.played(self.costs, counts, keep_times=True)
-        after = finish(self.costs, played.last_backward_ns, conditions)
+        after = self.rehearsal.finished(self.costs, counts, played.last_backward_ns)
         return timeline_frame(self.costs, counts, conditions, played, after)
 
 
@@ -94,6 +93,7 @@ def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
     costs, counts, conditions = outcome.costs, outcome.counts, rehearsal.conditions
     sections, times, placement = costs.sections, costs.times, costs.layout.placement
     total_s = outcome.mini_batch_ns / 1e9
+    moment, memory_parts = costs.memory_parts(int(costs.memory_bytes.argmax()))
     ends = (*costs.boundaries[1:], sections.num_sections)
     plan = Plan(
         fingerprint=sections.profile.job.fingerprint,
@@ -116,6 +116,10 @@ def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
             examples_per_s=sections.profile.job.batch_size / total_s,
             lower_bound_s=bound_ns(costs, counts, conditions) / 1e9,
             peak_memory_bytes=int(costs.memory_bytes.max()),
+            memory_moment=moment,
+            followed_memory_bytes=costs.followed_bytes if costs.single and costs.times.num_stages > 1 else 0,
+            memory_parts_bytes=memory_parts,
+            host_memory_bytes=int(costs.host_bytes.max()),
             parts_s=_parts_s(outcome, conditions),
         ),
         node_sizes=placement.node_sizes if placement else (),
@@ -137,7 +141,7 @@ def _parts_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
 
     parts_ns = {kind: task_ns(f"{kind}_ns") for kind in ("forward", "recompute", "backward")}
     parts_ns |= {
-        "all_reduce": float(outcome.after.reduce_ns.mean()),
+        "all_reduce": float(outcome.after.exposed_ns.mean()),
         "optimizer": float(optimizer_steps_ns(costs, len(counts), conditions).mean()),
         "commit": float(costs.sections.commit_ns),
     }

@@ -2,7 +2,8 @@
 
 t_s = F_s + R_s + B_s; a, g = activation and gradient latency; head_s = sum over j < s of (F_j + a_j);
 q_s = F_s + B_s + sum over j > s of (F_j + B_j) + sum over j >= s of (a_j + g_j), the round trip of one
-micro-batch; n micro-batches; window w_s; AR_j the all-reduces of stage j:
+micro-batch; n micro-batches; window w_s; AR_j what is exposed of the all-reduces of stage j (E in
+:mod:`simulator.answers.reductions`):
 
     LB = max over s of { head_s + max( n t_s, (floor((n - 1)/w_s) + 1) q_s ) + tail_s },
     tail_s = max over j <= s of [ sum from j to s - 1 of (B + g) + AR_j ]
@@ -13,8 +14,9 @@ after the other,
     LB >= max over s of { head_s + q_s + (n - 1) max(u_s, v_s) + tail_s }
 
 Where times differ from one micro-batch to the next, n t_s is the sum over all of them, the round trips are those of
-micro-batches 0, w_s, 2 w_s, ..., head_s is that of the first, and tail_s and the q_s of the wires take the least of
-each time. All of this is a maximum of sums of times, so on the means over several draws it bounds the mean.
+micro-batches 0, w_s, 2 w_s, ..., head_s is that of the first, tail_s and the q_s of the wires take the least of each
+time, and AR_j goes by the last backward. All of this is a maximum of sums of times, so on the means over several draws
+it bounds the mean.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from simulator.answers.costs import StageCosts
-from simulator.answers.worker_times import worker_times
+from simulator.answers.worker_times import to_come_ns, worker_times
 from simulator.given.conditions import Conditions
 from simulator.given.jitter import MeanLuck
 from simulator.playing.times import Ints, StageTimes
@@ -35,7 +37,8 @@ from simulator.playing.times import Ints, StageTimes
 class Pipe:
     """Times of one replica's P stages, in ns: int64[P, 1] for all micro-batches alike, or [P, N] for each of them.
 
-    ``recompute_ns`` is 0 where the stage does not recompute; messages include their time on the wire.
+    ``recompute_ns`` is 0 where the stage does not recompute; messages include their time on the wire. ``exposed_ns``
+    [P] is how much later than its last backward each stage has reduced its gradients, at least.
     """
 
     forward_ns: Ints
@@ -45,6 +48,7 @@ class Pipe:
     gradient_ns: Ints
     activation_wire_ns: Ints
     gradient_wire_ns: Ints
+    exposed_ns: Ints
 
     @property
     def work_ns(self) -> Ints:
@@ -62,10 +66,11 @@ class Pipe:
             gradient_ns=np.maximum(self.gradient_wire_ns[:, None], self.gradient_ns - 1),
             activation_wire_ns=self.activation_wire_ns,
             gradient_wire_ns=self.gradient_wire_ns,
+            exposed_ns=np.maximum(0, self.exposed_ns - 1),
         )
 
 
-def pipe_of(times: StageTimes) -> Pipe:
+def pipe_of(times: StageTimes, exposed_ns: Ints) -> Pipe:
     """Stages that all replicas have alike."""
     activation_wire, gradient_wire = times.wires_ns
     return Pipe(
@@ -76,6 +81,7 @@ def pipe_of(times: StageTimes) -> Pipe:
         gradient_ns=times.gradient_ns[:, None],
         activation_wire_ns=activation_wire,
         gradient_wire_ns=gradient_wire,
+        exposed_ns=exposed_ns,
     )
 
 
@@ -83,12 +89,14 @@ def pipes_of(
     costs: StageCosts, counts: Sequence[int], conditions: Conditions, luck: MeanLuck | None = None
 ) -> list[tuple[Pipe, int, int]]:
     """Of each kind of replica under these conditions its times, its micro-batches, and how many replicas are so."""
+    num_replicas, reduced = len(counts), costs.reduced
+    to_come = to_come_ns(costs, counts, conditions, luck)
     if luck is None and not conditions.slow and costs.layout.alike:
-        pipe = pipe_of(costs.times)
+        pipe = pipe_of(costs.times, reduced.exposed_ns(num_replicas, to_come[:, 0]))
         return [(pipe, count, counts.count(count)) for count in sorted(set(counts))]
     lanes = worker_times(costs, counts, conditions, luck)
     alike: dict[object, list[int]] = {}
-    for replica in range(len(counts)):
+    for replica in range(num_replicas):
         alike.setdefault(lanes.likeness([replica], counts) if luck is None else replica, []).append(replica)
     found = []
     for replica, *others in alike.values():
@@ -102,6 +110,7 @@ def pipes_of(
             gradient_ns=lanes.gradient_ns[:, replica, :count] + wires[1][:, None],
             activation_wire_ns=wires[0],
             gradient_wire_ns=wires[1],
+            exposed_ns=reduced.exposed_ns(num_replicas, to_come[:, replica]),
         )
         found.append((pipe, count, 1 + len(others)))
     return found
@@ -119,13 +128,13 @@ def lower_bound_ns(
     pipe: Pipe,
     windows: Ints,
     num_micro_batches: int,
-    reduce_ns: Ints,
     *,
+    reduction: bool = True,
     latency: bool = True,
     window: bool = True,
     bandwidth: bool = True,
 ) -> int:
-    """LB of one replica's pipeline and the all-reduces behind it; without latencies, windows or wires if so asked."""
+    """LB of one replica's pipeline and its all-reduces; without these, latencies, windows or wires if so asked."""
     n, scale = num_micro_batches, int(latency)
     activation, gradient = pipe.activation_ns[:-1] * scale, pipe.gradient_ns[:-1] * scale
     forward, backward = pipe.forward_ns, pipe.backward_ns
@@ -142,7 +151,7 @@ def lower_bound_ns(
 
     head = before(forward[:, 0], activation[:, 0])
     back = before(backward.min(axis=1), gradient.min(axis=1))
-    tail = back + np.maximum.accumulate(reduce_ns - back)
+    tail = back + np.maximum.accumulate(pipe.exposed_ns * reduction - back)
     trips = round_trips(forward + backward, activation + gradient)
     chain = total_ns(trips, n, windows) if window else trips[:, 0]
     bound = int((head + np.maximum(total_ns(pipe.work_ns, n), chain) + tail).max())

@@ -5,8 +5,8 @@ Symbols as in Varuna's Table 2: F_i(m), B_i(m), Act_i, Grad_i, AR_i(D) of sectio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -15,28 +15,22 @@ import numpy.typing as npt
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import LinkProfile, Profile
+from simulator.answers.memory import StageMemory, spans
+from simulator.answers.reductions import Reductions, reduced_units, reductions
 from simulator.given.jitter import MeanLuck
 from simulator.given.layout import Layout, lone_workers
+from simulator.given.memory_rules import MemoryRules
 from simulator.given.transfer import AllReduce, Curve, send_curve, whole_ns
 from simulator.playing.schedules import recomputes
 from simulator.playing.times import Ints, StageTimes
 
 Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 _MOST_MICRO_BATCHES = 2**20
 _MOST_TASKS = 3 * 10**7
 """Of a kind, in one mini-batch or in all drawn ones: 100 sections of 300,000 micro-batches."""
 _MOST_NS = 2**54
-_MOST_BYTES = 2**61
+_MOST_BYTES = 2**59
 _LINK_TIMES = ("activation", "gradient", "activation_wire", "gradient_wire")
-
-
-@dataclass(frozen=True)
-class ReducedUnit:
-    """A parameter unit's gradient as it is reduced."""
-
-    sections: tuple[int, ...]
-    reduced_bytes: int
 
 
 class LinkCosts:
@@ -53,20 +47,25 @@ class LinkCosts:
 class SectionCosts:
     """A profile at one micro-batch size m; arrays over the K sections, with prefix sums of length K + 1.
 
-    ``peak_sum_bytes[k]`` is what a backward that is at section k takes beyond what is held between tasks, if the stage
-    began with section 0: the measured peak of k and the activations of those before.
-
     Args:
         profile: The measurements.
         micro_batch_size: m; must have been measured.
         recompute: Whether stages run the forward again before the backward, as the schedule has it; else none does,
             and each keeps the activations of every micro-batch in flight.
+        rules: What a run holds besides what a step needs.
 
     Raises:
         PlanError: m was not measured.
     """
 
-    def __init__(self, profile: Profile, micro_batch_size: int, *, recompute: bool = True) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        micro_batch_size: int,
+        *,
+        recompute: bool = True,
+        rules: MemoryRules = MemoryRules(),  # noqa: B008 (frozen)
+    ) -> None:
         m = micro_batch_size
         if m not in profile.micro_batch_sizes:
             allowed = ", ".join(map(str, profile.micro_batch_sizes))
@@ -83,13 +82,9 @@ class SectionCosts:
         self.sent_bytes: Floats = np.array([m * section.output_bytes_per_sample for section in sections], np.float64)
         self.inter_node = LinkCosts(profile.inter_node, self.sent_bytes)
         self.intra_node = LinkCosts(profile.intra_node, self.sent_bytes)
-        self.held_sum_bytes = _sums([s.parameter_bytes + s.optimizer_bytes + s.gradient_bytes for s in sections])
-        self.input_bytes: Ints = np.array([m * section.input_bytes_per_sample for section in sections], np.int64)
-        activations = [m * section.activation_bytes_per_sample for section in sections]
-        self.activation_sum_bytes = _sums(activations)
-        peaks = [max(s.peak_bytes.get(m, 0), kept) for s, kept in zip(sections, activations, strict=True)]
-        self.peak_sum_bytes: Ints = self.activation_sum_bytes[:-1] + np.array(peaks, np.int64)
-        units = _reduced_units(profile)
+        self.rules = rules
+        self._memory: dict[tuple[bool, bool], StageMemory] = {}
+        units = reduced_units(profile)
         own = np.zeros(len(sections))
         for unit in units:
             if len(unit.sections) == 1:
@@ -112,12 +107,13 @@ class SectionCosts:
             int(np.maximum(*(getattr(link, f"{kind}_ns") for link in links)).sum()) for kind in _LINK_TIMES[:2]
         )
         work_ns = 2 * int(self.forward_sum_ns[-1]) + int(self.backward_sum_ns[-1]) + messages_ns
-        kept_bytes = int(self.input_bytes.sum()) + int(self.activation_sum_bytes[-1])
+        memory = self.memory(single=True)
+        kept_bytes = int(memory.stored.sum()) + int(memory.activations[-1])
         for what, each, most in (
             ("micro-batches", 1, _MOST_MICRO_BATCHES),
             ("micro-batches times sections", self.num_sections, _MOST_TASKS),
             ("nanoseconds one after the other", work_ns, _MOST_NS),
-            ("bytes of activations", kept_bytes, _MOST_BYTES - int(self.held_sum_bytes[-1])),
+            ("bytes of activations", kept_bytes, _MOST_BYTES),
         ):
             if total * each > most:
                 raise PlanError(
@@ -126,6 +122,14 @@ class SectionCosts:
                     value=self.profile.job.batch_size,
                     allowed=f"at most {max(0, most // each) * self.micro_batch_size} with this micro-batch size",
                 )
+
+    def memory(self, *, single: bool, follows: bool = False) -> StageMemory:
+        """What stages hold, with one replica only or with several; ``follows``: whatever the rules say of that."""
+        key = single, follows
+        if key not in self._memory:
+            rules = replace(self.rules, follows=follows or self.rules.follows)
+            self._memory[key] = StageMemory(self.profile, self.micro_batch_size, rules, single=single)
+        return self._memory[key]
 
     def all_reduce(self, in_flight: int) -> AllReduce:
         """AR(D) when this many all-reduces share one machine's network."""
@@ -154,7 +158,7 @@ class StageCosts:
     """P stages of one shape: arrays over the stages; see :func:`stage_costs`.
 
     ``times`` are those of the slowest worker and link of each stage, by which the orders are planned; ``alone``
-    those of undisturbed workers, over the fastest link that a replica has there.
+    those of undisturbed workers, over the fastest link that a replica has there. ``single``: of one replica only.
     """
 
     schedule: Schedule
@@ -162,13 +166,10 @@ class StageCosts:
     alone: StageTimes
     boundaries: tuple[int, ...]
     optimizer_ns: Ints
-    memory_bytes: Ints
-    private_bytes: Floats
-    tied: tuple[tuple[tuple[int, ...], float], ...]
+    single: bool
+    reduced: Reductions
     sections: SectionCosts
     layout: Layout
-    _reduces: dict[int, Ints] = field(default_factory=dict)
-    _tied_reduces: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = field(default_factory=dict)
 
     def with_windows(self, schedule: Schedule, windows: Sequence[int]) -> StageCosts:
         """The same stages under other windows, and a schedule under which the same ones recompute."""
@@ -179,42 +180,71 @@ class StageCosts:
             schedule=schedule,
             times=times,
             alone=times if self.alone is self.times else replace(self.alone, window=window),
-            memory_bytes=stage_memory_bytes(self.sections, self.boundaries, window, self.times.recompute),
         )
+
+    @property
+    def memory(self) -> StageMemory:
+        """What stages hold."""
+        return self.sections.memory(single=self.single)
+
+    @cached_property
+    def memory_bytes(self) -> Ints:
+        """Of each stage's device, with what the allocator keeps and the context: int64[P]."""
+        found = self.memory.device_bytes(*self.spans, self.times.window, self.times.recompute)
+        return self.memory.whole_bytes(found)
+
+    @property
+    def followed_bytes(self) -> int:
+        """Memory of the fullest stage's device where each stage's state is kept by another worker too."""
+        memory = self.sections.memory(single=self.single, follows=True)
+        return int(memory.whole_bytes(memory.device_bytes(*self.spans, self.times.window, self.times.recompute)).max())
+
+    @cached_property
+    def host_bytes(self) -> Ints:
+        """Host memory of each stage; 0 where that is the device's: int64[P]."""
+        return self.memory.host_bytes(*self.spans)
+
+    @property
+    def spans(self) -> tuple[Ints, Ints]:
+        """First sections and ends: int64[P] each."""
+        return spans(self.boundaries, self.sections.num_sections)
+
+    def memory_parts(self, stage: int) -> tuple[str, dict[str, int]]:
+        """When a stage's device is fullest, and its parts then, largest first; they add up to ``memory_bytes``."""
+        begin, end = (where[stage : stage + 1] for where in self.spans)
+        window, again = self.times.window[stage : stage + 1], self.times.recompute[stage : stage + 1]
+        moments = {
+            moment: _sorted_parts(parts) for moment, parts in self.memory.moments(begin, end, window, again).items()
+        }
+        fullest = max(moments, key=lambda moment: sum(moments[moment].values()))
+        parts = moments[fullest]
+        more = int(self.memory_bytes[stage]) - sum(parts.values())
+        return fullest, parts | ({"allocator and context": more} if more else {})
+
+    def host_parts(self, stage: int) -> dict[str, int]:
+        """Parts of a stage's host memory, largest first; none where its device has no memory of its own."""
+        begin, end = (where[stage : stage + 1] for where in self.spans)
+        return _sorted_parts(self.memory.host_parts(begin, end))
 
     @cached_property
     def peak_bytes(self) -> int:
         """Memory of the fullest stage."""
         return int(self.memory_bytes.max())
 
-    @property
-    def all_reduce(self) -> AllReduce:
-        """AR(D) of these rings."""
-        return self.sections.all_reduce(self.layout.rings_at_once)
+    def fits(self, memory_bytes: int) -> bool:
+        """Whether every stage fits on a device with so much memory, and in host memory."""
+        return self.peak_bytes <= memory_bytes and self._fits_host
 
-    def private_reduce_ns(self, num_replicas: int) -> Ints:
-        """AR of what only one stage holds, over a ring of D; not to be written to."""
-        if num_replicas not in self._reduces:
-            found = self.all_reduce.times_ns(num_replicas, self.private_bytes)
-            found.setflags(write=False)
-            self._reduces[num_replicas] = found
-        return self._reduces[num_replicas]
+    @cached_property
+    def _fits_host(self) -> bool:
+        return self.memory.fits_host(*self.spans)
 
-    def reduce_ns(self, num_replicas: int) -> Ints:
-        """AR of each stage, for what it holds alone and with others."""
-        total = self.private_reduce_ns(num_replicas).copy()
-        for stages, duration in self.tied_reduce_ns(num_replicas):
-            total[list(stages)] += duration
-        return total
-
-    def tied_reduce_ns(self, num_replicas: int) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """(stages, AR) of what several stages hold, over a ring of D for each of the stages."""
-        if num_replicas not in self._tied_reduces:
-            reduce = self.all_reduce.times_ns
-            self._tied_reduces[num_replicas] = tuple(
-                (stages, int(reduce(num_replicas * len(stages), np.array([size]))[0])) for stages, size in self.tied
-            )
-        return self._tied_reduces[num_replicas]
+    @cached_property
+    def to_come_ns(self) -> Ints:
+        """What of the slowest worker's backward follows that of each section: int64[K]."""
+        slowest = self.layout.slowdown.max(axis=1)[self.reduced.stage] if self.layout.hinders else None
+        sums = self.sections.backward_sum_ns
+        return scaled(sums[:-1] - sums[self.reduced.first], slowest)
 
 
 def stage_costs(
@@ -223,6 +253,8 @@ def stage_costs(
     windows: Sequence[int],
     schedule: Schedule,
     layout: Layout | None = None,
+    *,
+    single: bool = True,
 ) -> StageCosts:
     """Cost of the stages that ``boundaries`` (first section of each stage) and ``windows`` describe.
 
@@ -232,17 +264,16 @@ def stage_costs(
         windows: Of each stage.
         schedule: Decides which stages recompute.
         layout: Where the workers run; None: each on a node of its own.
+        single: Whether there is one replica only.
     """
     num_stages = len(boundaries)
     layout = lone_workers(num_stages) if layout is None else layout
-    begin = np.asarray(boundaries, np.int64)
-    end = np.append(begin[1:], costs.num_sections)
+    begin, end = spans(boundaries, costs.num_sections)
     again = np.array(recomputes(schedule, num_stages, costs.recompute), np.bool_)
     window = np.asarray(windows, np.int64)
     forward = np.maximum(1, costs.forward_sum_ns[end] - costs.forward_sum_ns[begin])
     backward = np.maximum(1, costs.backward_sum_ns[end] - costs.backward_sum_ns[begin])
     optimizer = costs.optimizer_sum_ns[end] - costs.optimizer_sum_ns[begin]
-    private, tied = _rings(costs, begin, end)
 
     def stage_times(slowdown: Floats | None, *, worst: bool) -> StageTimes:
         links = {f"{name}_ns": link_times(costs, f"{name}_ns", end - 1, layout, worst) for name in _LINK_TIMES}
@@ -264,51 +295,13 @@ def stage_costs(
         alone=times if plain else stage_times(None, worst=False),
         boundaries=tuple(begin.tolist()),
         optimizer_ns=scaled(optimizer, slowest),
-        memory_bytes=stage_memory_bytes(costs, begin, window, again),
-        private_bytes=private,
-        tied=tied,
+        single=single,
+        reduced=reductions(
+            costs.own_reduced_sum_bytes, costs.shared_units, begin, costs.all_reduce(layout.rings_at_once)
+        ),
         sections=costs,
         layout=layout,
     )
-
-
-def stage_memory_bytes(
-    costs: SectionCosts,
-    boundaries: Sequence[int] | Ints,
-    windows: Sequence[int] | Ints,
-    recompute: Sequence[bool] | Bools,
-) -> Ints:
-    """Memory of each stage: int64[P].
-
-    Parameters, optimizer state and accumulated gradients of its sections; ``window`` stored stage inputs; without
-    recompute the activations of ``window - 1`` micro-batches; and what one more micro-batch takes at most. Its backward
-    goes from the last section to the first: at each the section's measured peak, and the activations of those before
-    it. A tied unit counts for each section that uses it.
-
-    Args:
-        costs: The sections at one m.
-        boundaries: First section of each stage.
-        windows: Of each stage.
-        recompute: Whether it recomputes.
-    """
-    begin, window = np.asarray(boundaries, np.int64), np.asarray(windows, np.int64)
-    end = np.append(begin[1:], costs.num_sections)
-    before = costs.activation_sum_bytes[begin]
-    kept = np.where(recompute, 0, window - 1) * (costs.activation_sum_bytes[end] - before)
-    held = costs.held_sum_bytes[end] - costs.held_sum_bytes[begin]
-    total: Ints = held + window * costs.input_bytes[begin] + kept
-    return total + np.maximum.reduceat(costs.peak_sum_bytes, begin) - before
-
-
-def most_windows(
-    costs: SectionCosts, boundaries: Sequence[int], recompute: Sequence[bool], memory_bytes: int
-) -> tuple[int, ...]:
-    """For each stage the largest window that fits in memory; below 1 if none does."""
-    begin = np.asarray(boundaries, np.int64)
-    one, two = (stage_memory_bytes(costs, begin, np.full_like(begin, window), recompute) for window in (1, 2))
-    room, each = memory_bytes - one, two - one
-    most: Ints = np.where(each > 0, 1 + room // np.maximum(1, each), np.where(room < 0, 0, _MOST_TASKS))
-    return tuple(most.tolist())
 
 
 def link_times(costs: SectionCosts, name: str, cuts: Ints, layout: Layout, worst: bool) -> Ints:
@@ -322,6 +315,11 @@ def link_times(costs: SectionCosts, name: str, cuts: Ints, layout: Layout, worst
     return np.where(always, within, np.where(ever, either, between))
 
 
+def _sorted_parts(parts: Mapping[str, Ints]) -> dict[str, int]:
+    sizes = {part: int(np.max(size)) for part, size in parts.items()}
+    return {part: size for part, size in sorted(sizes.items(), key=lambda part: -part[1]) if size}
+
+
 def scaled(times_ns: Ints, factor: Floats | None) -> Ints:
     """Times of workers that are slower by these factors."""
     return times_ns if factor is None else np.rint(times_ns * factor).astype(np.int64)
@@ -332,34 +330,6 @@ def _split(curve: Curve, sizes_bytes: Floats) -> tuple[Ints, Ints]:
     total = whole_ns(curve(sizes_bytes), "a message")
     latency = round(float(curve(np.zeros(1))[0]))
     return total, np.maximum(0, total - latency)
-
-
-def _rings(
-    costs: SectionCosts, begin: Ints, end: Ints
-) -> tuple[npt.NDArray[np.float64], tuple[tuple[tuple[int, ...], float], ...]]:
-    """Bytes that each stage reduces on its own, and (stages, bytes) for each set of stages that share a unit."""
-    private = costs.own_reduced_sum_bytes[end] - costs.own_reduced_sum_bytes[begin]
-    tied: dict[tuple[int, ...], float] = {}
-    for unit in costs.shared_units:
-        stages = tuple(int(stage) for stage in np.unique(np.searchsorted(begin, unit.sections, side="right") - 1))
-        if len(stages) == 1:
-            private[stages[0]] += unit.reduced_bytes
-        else:
-            tied[stages] = tied.get(stages, 0.0) + unit.reduced_bytes
-    return private, tuple(sorted(tied.items()))
-
-
-def _reduced_units(profile: Profile) -> tuple[ReducedUnit, ...]:
-    """Bytes reduced = number of parameters times ``accumulator_bytes_per_parameter``.
-
-    A unit's number of parameters is its share of ``job.num_parameters`` (float32 if that is unknown).
-    """
-    held = [(unit.sections, unit.parameter_bytes) for unit in profile.units]
-    held = held or [((section.index,), section.parameter_bytes) for section in profile.sections]
-    total_bytes = sum(size for _, size in held)
-    per_byte = profile.job.num_parameters / total_bytes if total_bytes and profile.job.num_parameters else 0.25
-    scale = per_byte * profile.accumulator_bytes_per_parameter
-    return tuple(ReducedUnit(sections, round(size * scale)) for sections, size in held)
 
 
 def _ns(times_s: Sequence[float]) -> Ints:

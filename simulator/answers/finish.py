@@ -15,56 +15,61 @@ from simulator.playing.times import Ints
 class Finish:
     """What follows the pipelines, in ns from the start of the mini-batch.
 
-    ``private_start_ns[s]`` is when stage s begins to reduce; ``tied`` holds (stages, start, duration) of each
+    ``ready_ns[k]`` is when what section k completes may be reduced, ``last_ready_ns[s]`` when the last of stage s may,
+    and ``reduced_ns[s]`` when what stage s holds alone is reduced. ``tied`` holds (stages, start, duration) of each
     ring that spans stages; ``prepared_ns`` is when every worker has its gradients.
     """
 
-    private_start_ns: Ints
-    private_reduce_ns: Ints
+    ready_ns: Ints
+    last_ready_ns: Ints
+    reduced_ns: Ints
     tied: tuple[tuple[tuple[int, ...], int, int], ...]
     prepared_ns: int
     optimizer_ns: int
     mini_batch_ns: int
 
     @property
-    def reduce_ns(self) -> Ints:
-        """AR_s: all the all-reduces of each stage together."""
-        total = self.private_reduce_ns.copy()
+    def exposed_ns(self) -> Ints:
+        """What of each stage's all-reduces nothing is left to run beside: int64[P]."""
+        total = self.reduced_ns - self.last_ready_ns
         for stages, _, duration in self.tied:
             total[list(stages)] += duration
         return total
 
 
-def finish(costs: StageCosts, last_backward_ns: Ints, conditions: Conditions | None = None) -> Finish:
+def finish(costs: StageCosts, last_backward_ns: Ints, to_come_ns: Ints, conditions: Conditions | None = None) -> Finish:
     """Reduce, commit and apply once the pipelines are through.
 
-    As the executor does, a stage reduces as soon as its last backward has ended on every replica, while stages
-    before it still drain; with ``all_reduce="late"`` all wait for the last backward of all. Rings that span stages
-    follow when all their stages are there. The commit barrier waits for all workers, and the slowest optimizer step
-    ends the mini-batch; with fewer ``compute_slots`` than workers those steps queue for the cores.
+    As the executor does, a stage reduces what a section completes as soon as the last backward has passed that on every
+    replica, beside the rest of it, and one after the other (:mod:`simulator.answers.reductions`); with
+    ``all_reduce="late"`` all wait for the last backward of all. Rings that span stages follow when all their stages are
+    there. The commit barrier waits for all workers, and the slowest optimizer step ends the mini-batch; with fewer
+    ``compute_slots`` than workers those steps queue for the cores.
 
     Args:
         costs: Of the stages.
         last_backward_ns: int64 of shape [P, D].
+        to_come_ns: What of it follows each section's backward: int64 of shape [K, D], or [K, 1] for all replicas alike.
         conditions: Slots, slow workers and when to reduce.
     """
     conditions = conditions or Conditions()
-    num_replicas = last_backward_ns.shape[1]
-    start = last_backward_ns.max(axis=1)
+    num_replicas, reduced = last_backward_ns.shape[1], costs.reduced
     if conditions.all_reduce == "late":
-        start = np.full_like(start, start.max())
-    private = costs.private_reduce_ns(num_replicas)
-    free = start + private
-    tied = []
-    for stages, duration in costs.tied_reduce_ns(num_replicas):
+        ready = np.full(len(to_come_ns), last_backward_ns.max())
+    else:
+        ready = (last_backward_ns[reduced.stage] - to_come_ns).max(axis=1)
+    alone = reduced.latest(ready + reduced.behind_ns(num_replicas))
+    free, tied = alone.copy(), []
+    for stages, duration in reduced.tied_ns(num_replicas):
         begin = int(free[list(stages)].max())
         free[list(stages)] = begin + duration
         tied.append((stages, begin, duration))
     prepared = int(free.max())
     optimizer = optimizer_ns(costs, num_replicas, conditions)
     return Finish(
-        private_start_ns=start,
-        private_reduce_ns=private,
+        ready_ns=ready,
+        last_ready_ns=ready[reduced.begin],
+        reduced_ns=alone,
         tied=tuple(tied),
         prepared_ns=prepared,
         optimizer_ns=optimizer,

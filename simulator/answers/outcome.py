@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from morph.contract.errors import PlanError
 from simulator.answers.costs import StageCosts
 from simulator.answers.finish import Finish, finish
-from simulator.answers.worker_times import is_plain, worker_times
+from simulator.answers.worker_times import is_plain, to_come_ns, worker_times
 from simulator.given.conditions import Conditions
 from simulator.given.jitter import Luck, Spread, has_jitter, spread_of
 from simulator.playing.engine import run_pipeline
 from simulator.playing.following import follow
-from simulator.playing.times import Played
+from simulator.playing.times import Ints, Played
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Rehearsal:
         sizes = _sizes(counts)
         played = run_pipeline(costs.times, sizes, schedule=costs.schedule)
         replicas = [sizes.index(count) for count in counts]
-        return finish(costs, played.last_backward_ns[:, replicas], self.conditions)
+        return finish(costs, played.last_backward_ns[:, replicas], costs.to_come_ns[:, None], self.conditions)
 
     def full(self, costs: StageCosts, counts: tuple[int, ...], planned: Finish | None = None) -> Outcome:
         """Under the conditions."""
@@ -74,7 +74,7 @@ class Rehearsal:
             )
             sizes = _sizes(counts) if alike else counts
             replicas = [sizes.index(count) for count in counts] if alike else list(range(len(counts)))
-            after = finish(costs, self.played(costs, sizes).last_backward_ns[:, replicas], self.conditions)
+            after = self.finished(costs, counts, self.played(costs, sizes).last_backward_ns[:, replicas])
         spread = None if seed is None else self._spread(costs, counts, seed)
         return Outcome(costs, counts, planned, after, spread)
 
@@ -90,6 +90,12 @@ class Rehearsal:
             compute_slots=self.conditions.compute_slots,
             keep_times=keep_times,
         )
+
+    def finished(
+        self, costs: StageCosts, counts: tuple[int, ...], last_backward_ns: Ints, luck: Luck | None = None
+    ) -> Finish:
+        """What follows what was played under the conditions."""
+        return finish(costs, last_backward_ns, to_come_ns(costs, counts, self.conditions, luck), self.conditions)
 
     def orders(self, costs: StageCosts, counts: tuple[int, ...]) -> list[tuple[str, ...]]:
         """The planned order of each stage of each replica."""
@@ -118,7 +124,7 @@ class Rehearsal:
                 strict=costs.schedule != "varuna",
                 compute_slots=self.conditions.compute_slots,
             )
-            draws_s.append(finish(costs, played.last_backward_ns, self.conditions).mini_batch_ns / 1e9)
+            draws_s.append(self.finished(costs, counts, played.last_backward_ns, luck).mini_batch_ns / 1e9)
         return spread_of(draws_s)
 
 

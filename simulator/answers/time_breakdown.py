@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from morph.contract.plan import Plan
 from simulator.answers.bounds import lower_bound_ns, pipes_of, total_ns
 from simulator.answers.outcome import Outcome
 from simulator.given.conditions import Conditions
-from simulator.playing.times import Ints
 
 _SENTENCES = {
     "imbalance": "uneven stages or replicas: the slowest worker sets the pace; more cut-points or another P may help",
@@ -45,13 +42,13 @@ def breakdown_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
     quick = tuple(entry for entry in conditions.slow if entry[2] < 1)
     pipes = pipes_of(costs, counts, replace(conditions, slow=quick))
     work = [(total_ns(pipe.work_ns, count), number) for pipe, count, number in pipes]
-    nothing = np.zeros(costs.times.num_stages, np.int64)
-    reduced = costs.reduce_ns(len(counts))
 
-    def bound(reduce_ns: Ints = nothing, **without: bool) -> int:
-        return max(lower_bound_ns(pipe, costs.times.window, count, reduce_ns, **without) for pipe, count, _ in pipes)
+    def bound(*, reduction: bool = False, **without: bool) -> int:
+        return max(
+            lower_bound_ns(pipe, costs.times.window, count, reduction=reduction, **without) for pipe, count, _ in pipes
+        )
 
-    exposed = max(0, bound(reduced) - bound())
+    exposed = max(0, bound(reduction=True) - bound())
     levels: list[tuple[str, float]] = [
         ("work", sum(float(ns.mean()) * number for ns, number in work) / len(counts)),
         ("imbalance", float(max(ns.max() for ns, _ in work))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -34,12 +34,24 @@ def timeline_frame(
                 end = int(start) + int(durations[letter][stage, replica, 0])
                 rows.append((replica, stage, TASK_NAMES[letter], numbers[letter], int(start) / 1e9, end / 1e9))
                 numbers[letter] += 1
-            rows += _closing_rows(costs, after, replica, stage)
+            rows += _closing_rows(costs, after, num_replicas, replica, stage)
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"start_s": np.float64, "end_s": np.float64})
 
 
-def _closing_rows(costs: StageCosts, after: Finish, replica: int, stage: int) -> list[_Row]:
-    reduces = [(int(after.private_start_ns[stage]), int(after.private_reduce_ns[stage]))]
+def _own_reduces(costs: StageCosts, after: Finish, num_replicas: int, stage: int) -> Iterator[tuple[int, int]]:
+    """(start, duration) of what each section completes: one after the other, the last section's first."""
+    (first, *_), (end, *_) = (where[stage : stage + 1].tolist() for where in costs.spans)
+    behind, free = [0, *costs.reduced.behind_ns(num_replicas)[first:end].tolist()], 0
+    for section in range(end - 1, first - 1, -1):
+        start = max(free, int(after.ready_ns[section]))
+        duration = behind[section - first + 1] - behind[section - first]
+        if duration:
+            yield start, duration
+            free = start + duration
+
+
+def _closing_rows(costs: StageCosts, after: Finish, num_replicas: int, replica: int, stage: int) -> list[_Row]:
+    reduces = list(_own_reduces(costs, after, num_replicas, stage))
     reduces += [(start, duration) for stages, start, duration in after.tied if stage in stages]
     rows = [
         (replica, stage, "all_reduce", -1, start / 1e9, (start + duration) / 1e9)

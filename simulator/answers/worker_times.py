@@ -47,6 +47,23 @@ def worker_times(
     )
 
 
+def to_come_ns(
+    costs: StageCosts, counts: Sequence[int], conditions: Conditions, luck: Luck | MeanLuck | None = None
+) -> Ints:
+    """What of each replica's last backward follows that of each section: int64[K, D]; see :func:`worker_times`.
+
+    Nothing where reductions wait for all backwards.
+    """
+    if conditions.all_reduce == "late":
+        return np.zeros((costs.sections.num_sections, len(counts)), np.int64)
+    sums: Floats | Ints = costs.sections.backward_sum_ns[:, None]
+    if luck is not None:
+        sums = luck.task_sums_ns("backward")[:, np.cumsum(counts) - 1]
+    slower = _slower(costs, len(counts), conditions)[costs.reduced.stage, :, 0]
+    to_come: Ints = np.rint((sums[:-1] - sums[costs.reduced.first]) * slower).astype(np.int64)
+    return to_come
+
+
 def _slower(costs: StageCosts, num_replicas: int, conditions: Conditions) -> Floats:
     """[P, D, 1]: how much slower each worker is than alone and well."""
     slower = np.broadcast_to(costs.layout.slowdown, (costs.times.num_stages, num_replicas)).copy()

@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
+from morph.contract.profile import Profile
 from simulator.given.conditions import NUM_DRAWS, AllReduceStart, Conditions, Slow, slow_workers
+from simulator.given.memory_rules import MemoryRules
 from simulator.given.placement import node_sizes
 
 ObjectiveName = Literal["examples_per_s", "usd_per_example", "progress"]
+RedundancyName = Literal["off", "state", "salvage", "auto"]
 Price = float | Mapping[int, float]
 _NEEDS = {"examples_per_s": None, "usd_per_example": "usd_per_gpu_hour", "progress": "revocations_per_hour"}
 
@@ -22,6 +26,10 @@ class PlanRequest:
 
     Attributes:
         memory_bytes: Of one device; None: as the profile says, no limit where it does not.
+        host_memory_bytes: Of the machine for each device that has memory of its own; None: as the profile says.
+        redundancy: As ``policy.redundancy`` of the run, by which it holds copies of sums and of others' state; under
+            "auto" others' state is no reason to refuse a plan, for it is held only where there is room.
+        changes: Whether the shape changes while the run goes on: old and new units are side by side then.
         schedule: "varuna", "gpipe" or "1f1b"; None: whichever is best.
         micro_batch_size: m; None: fixed by the job, else whichever of those measured is best.
         pipeline_depth: Only this P.
@@ -33,8 +41,8 @@ class PlanRequest:
         num_gpus_per_node: GPUs of every node, or of each one; None: every GPU is a node of its own.
         share_links: Messages that leave or enter one node at the same time share its bandwidth.
         slow: How much slower the tasks of a worker are, by (stage, replica), or by stage for all its replicas.
-        all_reduce: "overlapped": a stage reduces after its own last backward, as the executor does; "late": after
-            the last backward of all.
+        all_reduce: "overlapped": a stage reduces each unit from its last gradient on, beside the rest of its last
+            backward, as the executor does; "late": everything after the last backward of all, as in Varuna's paper.
         jitter_seed: Draw task and message times from the profile's quantiles, and judge the shapes that the medians
             leave in the running by their mean; None: medians.
         num_draws: How many mini-batches are drawn for each.
@@ -50,6 +58,9 @@ class PlanRequest:
     """
 
     memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    redundancy: RedundancyName = "auto"
+    changes: bool = True
     schedule: Schedule | None = None
     micro_batch_size: int | None = None
     pipeline_depth: int | None = None
@@ -75,6 +86,29 @@ class PlanRequest:
         needed = _NEEDS[self.objective]
         if needed is not None and getattr(self, needed) is None:
             raise PlanError(f"is missing; the objective {self.objective} needs it", field=needed, allowed="a number")
+
+    @property
+    def memory_rules(self) -> MemoryRules:
+        """What a run holds besides what a step needs."""
+        sums = self.redundancy in ("salvage", "auto")
+        return MemoryRules(
+            keeps_sums=sums,
+            copies_sums=sums,
+            follows=self.redundancy in ("state", "salvage"),
+            changes=self.changes,
+        )
+
+    def on_its_host(self, profile: Profile) -> Profile:
+        """The profile, with the host memory that is asked for.
+
+        Raises:
+            PlanError: no size.
+        """
+        if self.host_memory_bytes is None:
+            return profile
+        ranges.MEMORY_BYTES.check("host_memory_bytes", self.host_memory_bytes)
+        environment = profile.environment.model_copy(update={"host_memory_bytes": self.host_memory_bytes})
+        return profile.model_copy(update={"environment": environment})
 
     def conditions(self, sizes: tuple[int, ...] | None) -> Conditions:
         """Where and how shapes run; ``sizes``: GPUs of each node."""

@@ -10,7 +10,8 @@ the ring size. Outside them, from the nearest measured ring D0, by the ring all-
     AR(D, S) = AR(D0, S0) (D - 1)/(D0 - 1) + [AR(D0, S) - AR(D0, S0)] ((D - 1)/D) / ((D0 - 1)/D0)
 
 with S0 the smallest measured size, whose time is taken as latency alone. A profile without any all-reduce
-measurement is answered from its send times: 2 (D - 1) messages of S/D bytes.
+measurement is answered from its send times: 2 (D - 1) messages of S/D bytes. A larger size that was measured to be
+faster is taken to be as slow.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ class AllReduce:
         for entry in profile.all_reduce:
             if entry.in_flight == nearest:
                 points.setdefault(entry.ring_size, {})[entry.size_bytes] = entry.time.median_s * 1e9
-        self._curves = {ring: Curve(list(sizes), list(sizes.values())) for ring, sizes in sorted(points.items())}
-        self._send = send_curve(profile.inter_node.activation)
+        self._curves = {
+            ring: _growing(Curve(list(sizes), list(sizes.values()))) for ring, sizes in sorted(points.items())
+        }
+        self._send = _growing(send_curve(profile.inter_node.activation))
 
     def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
         """Time of one all-reduce of each size over a ring of ``ring_size``; 0 for a ring of one or no bytes."""
@@ -79,13 +82,6 @@ class AllReduce:
             return np.zeros(len(sizes_bytes), np.int64)
         times = np.where(sizes_bytes > 0, self._positive(ring_size, sizes_bytes), 0.0)
         return whole_ns(times, "an all-reduce")
-
-    def least_ns(self, ring_size: int, size_bytes: float) -> int:
-        """No size from this one on takes less time."""
-        sizes = np.unique([size for curve in self._curves.values() for size in curve.sizes_bytes])
-        if not self._curves:
-            sizes = self._send.sizes_bytes * ring_size
-        return int(self.times_ns(ring_size, np.append(sizes[sizes > size_bytes], size_bytes)).min())
 
     def _positive(self, ring_size: int, sizes: Floats) -> Floats:
         if not self._curves:
@@ -103,6 +99,12 @@ class AllReduce:
         latency = curve(curve.sizes_bytes[:1])
         bandwidth_share = ((ring_size - 1) / ring_size) / ((nearest - 1) / nearest)
         return latency * (ring_size - 1) / (nearest - 1) + np.maximum(0.0, curve(sizes) - latency) * bandwidth_share
+
+
+def _growing(curve: Curve) -> Curve:
+    """The same, but that no size takes less time than a smaller one."""
+    sizes = curve.sizes_bytes
+    return Curve(sizes.tolist(), np.maximum.accumulate(curve(sizes)).tolist())
 
 
 def whole_ns(times_ns: Floats, what: str) -> npt.NDArray[np.int64]:

@@ -45,6 +45,7 @@ def simulate(
         PlanError: naming the argument, its value and what is allowed.
     """
     request = replace(request, **more)
+    profile = request.on_its_host(profile)
     num_replicas = 1 if request.num_replicas is None else request.num_replicas
     ranges.check_counts(window_slope=window_slope)
     m = knee_micro_batch_size(profile, request.micro_batch_size)
@@ -56,7 +57,9 @@ def simulate(
     check_slow(conditions.slow, depth, num_replicas)
     rehearsal = Rehearsal(conditions)
     trial = Trial(
-        Setting(profile, m, request.recompute is not False, (request.schedule or "varuna",), None),
+        Setting(
+            profile, m, request.recompute is not False, (request.schedule or "varuna",), None, request.memory_rules
+        ),
         rehearsal,
         lay_out(profile.contention, depth, num_replicas, conditions),
         depth,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.answers.costs import SectionCosts, StageCosts, link_times
+from simulator.answers.costs import StageCosts, link_times
+from simulator.given.conditions import Conditions
 from simulator.playing.times import Ints
 
 _NEVER = 2**62
@@ -22,7 +23,9 @@ def neighbours(boundaries: tuple[int, ...], num_sections: int, *, rows: bool = F
     return cuts[(lengths > 0).all(axis=1)]
 
 
-def moved_bounds_ns(costs: StageCosts, cuts: Ints, counts: tuple[int, ...], memory_bytes: int | None) -> Ints:
+def moved_bounds_ns(
+    costs: StageCosts, cuts: Ints, counts: tuple[int, ...], memory_bytes: int | None, conditions: Conditions
+) -> Ints:
     """What no windows that fit in memory make faster, of each of the cuts next to these stages: int64[M].
 
     As :func:`simulator.answers.bounds.lower_bound_ns`, of many cuts at once; 2**62 where a stage does not fit.
@@ -38,42 +41,38 @@ def moved_bounds_ns(costs: StageCosts, cuts: Ints, counts: tuple[int, ...], memo
     zero = np.zeros((len(cuts), 1), np.int64)
     head = np.concatenate([zero, np.cumsum(forward[:, :-1] + activation, axis=1)], axis=1)
     back = np.concatenate([zero, np.cumsum(backward[:, :-1] + gradient, axis=1)], axis=1)
-    tail = back + np.maximum.accumulate(_reduce_ns(costs, cuts, end, len(counts)) - back, axis=1)
+    tail = back + np.maximum.accumulate(_exposed_ns(costs, cuts, len(counts), conditions) - back, axis=1)
     work = forward * (1 + costs.times.recompute) + backward
     trips = np.cumsum((forward + backward + np.concatenate([activation + gradient, zero], axis=1))[:, ::-1], axis=1)
     trip = trips[:, ::-1]
     busy = most * work
     busy[:, :-1] = np.maximum(busy[:, :-1], trip[:, :-1] + (most - 1) * np.maximum(activation_wire, gradient_wire))
-    windows = np.full_like(cuts, most) if memory_bytes is None else _most_windows(sections, cuts, end, memory_bytes)
+    windows = np.full_like(cuts, most)
+    if memory_bytes is not None:
+        memory, again = sections.memory(single=len(counts) == 1), sections.recompute
+        windows = memory.most_windows(cuts, end, again, memory.usable_bytes(memory_bytes))
     busy = np.maximum(busy, ((most - 1) // np.maximum(1, windows) + 1) * trip)
     optimizer = sections.optimizer_sum_ns[end] - sections.optimizer_sum_ns[cuts]
     bounds: Ints = (head + busy + tail).max(axis=1) + sections.commit_ns + optimizer.max(axis=1)
     return np.where((windows >= 1).all(axis=1), bounds, _NEVER)
 
 
-def _reduce_ns(costs: StageCosts, cuts: Ints, end: Ints, num_replicas: int) -> Ints:
-    """AR of each stage; what several sections hold counts where none of these moves."""
-    sections, base = costs.sections, np.array(costs.boundaries, np.int64)
+def _exposed_ns(costs: StageCosts, cuts: Ints, num_replicas: int, conditions: Conditions) -> Ints:
+    """What is exposed of each stage's all-reduces; what several sections hold counts where none of these moves."""
+    sections, reduced, base = costs.sections, costs.reduced, np.array(costs.boundaries, np.int64)
     shared = [section for unit in sections.shared_units for section in unit.sections]
-    stays = ~((cuts != base) & np.isin(np.minimum(cuts, base), shared)).any(axis=1)
-    sums = sections.own_reduced_sum_bytes
-    together = costs.private_bytes - (sums[np.append(base[1:], sections.num_sections)] - sums[base])
-    private = sums[end] - sums[cuts] + stays[:, None] * together
-    reduce: Ints = costs.all_reduce.times_ns(num_replicas, private.ravel()).reshape(cuts.shape)
-    for stages, duration in costs.tied_reduce_ns(num_replicas):
-        reduce[:, list(stages)] += stays[:, None] * duration
-    return reduce
-
-
-def _most_windows(sections: SectionCosts, cuts: Ints, end: Ints, memory_bytes: int) -> Ints:
-    """Of each stage the largest window that fits in memory; below 1 where none does: as most_windows of many cuts."""
-    num_cuts, num_sections = len(cuts), sections.num_sections
-    rows = cuts + num_sections * np.arange(num_cuts)[:, None]
-    peak = np.maximum.reduceat(np.tile(sections.peak_sum_bytes, num_cuts), rows.ravel()).reshape(cuts.shape)
-    held = sections.held_sum_bytes[end] - sections.held_sum_bytes[cuts]
-    before, each = sections.activation_sum_bytes[cuts], sections.input_bytes[cuts]
-    room = memory_bytes - (held + each + peak - before)
-    if not sections.recompute:
-        each = each + sections.activation_sum_bytes[end] - before
-    windows: Ints = np.where(room < 0, 0, 1 + room // np.maximum(1, each))
-    return windows
+    stays = ~((cuts != base) & np.isin(np.minimum(cuts, base), shared)).any(axis=1)[:, None]
+    rows, every = np.arange(len(cuts))[:, None], np.arange(sections.num_sections)
+    is_first = np.zeros((len(cuts), sections.num_sections), np.bool_)
+    is_first[rows, cuts] = True
+    first = np.maximum.accumulate(np.where(is_first, every, 0), axis=1)
+    sums = np.where(stays, reduced.sum_bytes, sections.own_reduced_sum_bytes)
+    sizes = sums[:, 1:] - sums[rows, first]
+    exposed = reduced.all_reduce.times_ns(num_replicas, sizes.ravel()).reshape(sizes.shape)
+    if conditions.all_reduce != "late":
+        exposed = exposed - (sections.backward_sum_ns[:-1] - sections.backward_sum_ns[first])
+    begins = (cuts + rows * sections.num_sections).ravel()
+    latest: Ints = np.maximum.reduceat(exposed.ravel(), begins).reshape(cuts.shape)
+    for stages, duration in reduced.tied_ns(num_replicas):
+        latest[:, list(stages)] += stays * duration
+    return latest

@@ -14,6 +14,7 @@ import numpy as np
 
 from morph.contract.plan import Schedule
 from simulator.answers.costs import SectionCosts
+from simulator.answers.memory import StageMemory
 from simulator.playing.compiling import compiled
 from simulator.playing.schedules import recomputes, stage_windows
 from simulator.playing.times import Ints
@@ -52,6 +53,7 @@ def partition_table(
     num_micro_batches: int,
     slope: int = 1,
     memory_bytes: int | None = None,
+    single: bool = True,
 ) -> PartitionTable:
     """Best partitions for every P.
 
@@ -61,13 +63,38 @@ def partition_table(
         num_micro_batches: Of one replica.
         slope: See :func:`simulator.playing.schedules.stage_windows`.
         memory_bytes: Per device; None: no limit.
+        single: Whether there is one replica only.
     """
-    return PartitionTable(*_tabulated(costs, schedule, num_micro_batches, slope, memory_bytes, by_memory=False))
+    memory = costs.memory(single=single)
+    limit = None if memory_bytes is None else memory.usable_bytes(memory_bytes)
+    return PartitionTable(*_tabulated(costs, schedule, num_micro_batches, slope, limit, memory))
 
 
-def least_bytes(costs: SectionCosts, schedule: Schedule, *, num_micro_batches: int, slope: int = 1) -> Ints:
+def frugal_table(
+    costs: SectionCosts, schedule: Schedule, *, num_micro_batches: int, slope: int = 1, single: bool = True
+) -> PartitionTable:
+    """The partitions whose fullest stage needs least memory; ``bottleneck_ns`` are bytes of tensors in this table."""
+    memory = costs.memory(single=single)
+    return PartitionTable(*_tabulated(costs, schedule, num_micro_batches, slope, None, memory, by_memory=True))
+
+
+def least_bytes(
+    costs: SectionCosts, schedule: Schedule, *, num_micro_batches: int, slope: int = 1, single: bool = True
+) -> Ints:
     """The least memory per device with which some partition into P fits, by P: int64[K + 1]; see above."""
-    return _tabulated(costs, schedule, num_micro_batches, slope, None, by_memory=True)[0]
+    found = frugal_table(costs, schedule, num_micro_batches=num_micro_batches, slope=slope, single=single)
+    least = found.bottleneck_ns
+    return np.where(least < _NEVER, costs.memory(single=single).whole_bytes(least), least)
+
+
+def least_host_bytes(costs: SectionCosts, *, single: bool) -> Ints:
+    """The least host memory for each device with which some partition into P fits, by P: int64[K + 1]."""
+    memory = costs.memory(single=single)
+    begin, end = np.ogrid[0 : costs.num_sections, 0 : costs.num_sections + 1]
+    table = memory.host_bytes(begin, np.maximum(begin, end))
+    nothing, none = np.zeros(costs.num_sections + 1, np.int64), np.zeros(costs.num_sections + 1, np.bool_)
+    sums = costs.forward_sum_ns, costs.backward_sum_ns
+    return _tabulate(*sums, (table, table, table), nothing[1:], nothing, nothing, none, _NEVER - 1, True)[0]  # type: ignore[no-any-return]
 
 
 def bounds_ns(costs: SectionCosts, schedule: Schedule, num_micro_batches: int, link_ns: int) -> Ints:
@@ -121,9 +148,10 @@ def _tabulated(
     schedule: Schedule,
     num_micro_batches: int,
     slope: int,
-    memory_bytes: int | None,
+    usable: int | None,
+    memory: StageMemory,
     *,
-    by_memory: bool,
+    by_memory: bool = False,
 ) -> tuple[Ints, Ints]:
     deepest = costs.num_sections
     windows = np.array((0, *stage_windows(schedule, deepest, num_micro_batches, slope)[::-1]), np.int64)
@@ -131,21 +159,21 @@ def _tabulated(
     best, choice = _tabulate(
         costs.forward_sum_ns,
         costs.backward_sum_ns,
-        costs.held_sum_bytes,
-        costs.input_bytes,
-        costs.activation_sum_bytes,
-        costs.peak_sum_bytes,
+        memory.tables if usable is None and not by_memory else memory.limited_tables,
+        memory.stored,
+        memory.activations,
         windows,
         again,
-        _NEVER if memory_bytes is None else memory_bytes,
+        _NEVER - 1 if usable is None else usable,
         by_memory,
     )
     return best, choice
 
 
 @compiled
-def _tabulate(forward, backward, held, stored, activations, peaks, windows, again, limit, by_memory):  # type: ignore[no-untyped-def]
+def _tabulate(forward, backward, tables, stored, activations, windows, again, limit, by_memory):  # type: ignore[no-untyped-def]
     """Return (best[left] from section 0, choice[left, first] = end of the first stage)."""
+    base_again, base_kept, floor = tables
     num_sections, deepest = len(stored), len(windows) - 1
     worst = np.full((deepest + 1, num_sections + 1), np.int64(_NEVER))
     squares = np.zeros((deepest + 1, num_sections + 1))
@@ -156,15 +184,16 @@ def _tabulate(forward, backward, held, stored, activations, peaks, windows, agai
         for first in range(num_sections - left, -1, -1):
             last_end = num_sections - left + 1
             least_end = num_sections if left == 1 else first + 1
-            peak = peaks[first:least_end].max()
             for end in range(least_end, last_end + 1):
-                peak = max(peak, peaks[end - 1])
-                memory = held[end] - held[first] + window * stored[first] + peak - activations[first]
+                memory = (base_again if again[left] else base_kept)[first, end] + window * stored[first]
                 if not again[left]:
-                    memory += (window - 1) * (activations[end] - activations[first])
+                    memory += window * (activations[end] - activations[first])
+                memory = max(memory, floor[first, end])
                 time = backward[end] - backward[first] + (2 if again[left] else 1) * (forward[end] - forward[first])
                 cost = memory if by_memory else time
-                if memory > limit or cost > worst[left, first]:
+                if memory > limit:
+                    continue  # a larger stage may take less: a unit that it shares counts once, a message is none
+                if cost > worst[left, first] and not by_memory:
                     break
                 rest = worst[left - 1, end]
                 if rest == _NEVER:

@@ -6,14 +6,25 @@ from copy import copy
 from operator import le
 from typing import NamedTuple
 
+import numpy as np
+
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
-from simulator.answers.costs import SectionCosts, StageCosts, most_windows, stage_costs
+from simulator.answers.costs import SectionCosts, StageCosts, stage_costs
+from simulator.answers.memory import MOMENTS, spans
 from simulator.given.layout import Layout
+from simulator.given.memory_rules import MemoryRules
 from simulator.playing.schedules import recomputes, stage_windows
 from simulator.playing.times import Ints
 from simulator.search.micro_batch import num_micro_batches
-from simulator.search.partition import PartitionTable, bounds_ns, least_bytes, partition_table
+from simulator.search.partition import (
+    PartitionTable,
+    bounds_ns,
+    frugal_table,
+    least_bytes,
+    least_host_bytes,
+    partition_table,
+)
 
 SCHEDULES: tuple[Schedule, ...] = ("varuna", "1f1b", "gpipe")
 """Where several are as fast, the first is taken: Varuna's rules bear what nobody foresaw best."""
@@ -35,6 +46,7 @@ class Setting:
         recompute: Whether stages run the forward again.
         schedules: That may be used.
         memory_bytes: Of one device; None: no limit.
+        rules: What a run holds besides what a step needs.
     """
 
     def __init__(
@@ -44,14 +56,15 @@ class Setting:
         recompute: bool,
         schedules: tuple[Schedule, ...],
         memory_bytes: int | None,
+        rules: MemoryRules = MemoryRules(),  # noqa: B008 (frozen)
     ) -> None:
-        self.sections = SectionCosts(profile, micro_batch_size, recompute=recompute)
+        self.sections = SectionCosts(profile, micro_batch_size, recompute=recompute, rules=rules)
         self.num_micro_batches = num_micro_batches(profile, micro_batch_size)
         self.schedules, self.memory_bytes = schedules, memory_bytes
         self._free: dict[bool, PartitionTable] = {}
         self._even: dict[tuple[bool, int], tuple[int, ...]] = {}
-        self._room: dict[tuple[bool, tuple[int, ...]], tuple[int, ...]] = {}
-        self._tight: dict[tuple[Rule, int], PartitionTable] = {}
+        self._room: dict[tuple[bool, bool, tuple[int, ...]], tuple[int, ...]] = {}
+        self._tight: dict[tuple[Rule, int, bool], PartitionTable] = {}
         self._cuts: dict[tuple[Rule, int, int], tuple[int, ...] | None] = {}
         self._bounds: dict[int, Ints] = {}
         self._reduces: dict[tuple[bool, int], int] = {}
@@ -78,8 +91,11 @@ class Setting:
             tied = sum(unit.reduced_bytes for unit in sections.shared_units if unit.sections == ends and depth > 1)
             own = float(sections.own_reduced_sum_bytes[1])
             in_flight = {entry.in_flight for entry in sections.profile.all_reduce} or {1}
-            each = [sections.all_reduce(number) for number in in_flight]
-            self._reduces[key] = min(one.least_ns(replicas, own) + one.least_ns(2 * replicas, tied) for one in each)
+            own_and_tied = [(replicas, own), (2 * replicas, tied)]
+            self._reduces[key] = min(
+                sum(int(sections.all_reduce(number).times_ns(ring, np.array([size]))[0]) for ring, size in own_and_tied)
+                for number in in_flight
+            )
         return self._reduces[key]
 
     def fits(self, depth: int, most: int) -> bool:
@@ -88,10 +104,39 @@ class Setting:
 
     def least_bytes(self, depth: int, most: int) -> int:
         """The least memory per device that P stages need."""
-        return min(
-            int(least_bytes(self.sections, rule.schedule, num_micro_batches=most, slope=rule.slope)[depth])
-            for rule in self._frugal(most)
+        return min(self._least(rule, depth, most) for rule in self._frugal(most))
+
+    def _least(self, rule: Rule, depth: int, most: int) -> int:
+        single = self.single(most)
+        return int(
+            least_bytes(self.sections, rule.schedule, num_micro_batches=most, slope=rule.slope, single=single)[depth]
         )
+
+    def least_host_bytes(self, depth: int, most: int) -> int:
+        """The least host memory for each device that P stages need."""
+        return int(least_host_bytes(self.sections, single=self.single(most))[depth])
+
+    def fullest(self, depth: int, most: int) -> str:
+        """What takes most, and when, on the fullest device of the P stages that need least: in words."""
+        rule = min(self._frugal(most), key=lambda rule: self._least(rule, depth, most))
+        single = self.single(most)
+        table = frugal_table(self.sections, rule.schedule, num_micro_batches=most, slope=rule.slope, single=single)
+        windows = stage_windows(rule.schedule, depth, most, rule.slope)
+        costs = stage_costs(self.sections, table.boundaries(depth), windows, rule.schedule, single=single)
+        moment, parts = costs.memory_parts(int(costs.memory_bytes.argmax()))
+        return f"while {MOMENTS[moment]}, {_largest(parts)}"
+
+    def fullest_host(self, depth: int, most: int) -> str:
+        """What takes most of the host memory of the fullest of P stages: in words."""
+        begin, end = spans(self._most_even("varuna", depth), self.sections.num_sections)
+        memory = self.sections.memory(single=self.single(most))
+        stage = int(memory.host_bytes(begin, end).argmax())
+        parts = memory.host_parts(begin[stage : stage + 1], end[stage : stage + 1])
+        return f"in host memory, {_largest({part: int(np.max(size)) for part, size in parts.items()})}"
+
+    def single(self, most: int) -> bool:
+        """Whether there is one replica only, where the busiest has so many micro-batches."""
+        return most == self.num_micro_batches
 
     def cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
         """First section of each of P stages, cut as evenly as memory allows; None where nothing fits."""
@@ -108,21 +153,28 @@ class Setting:
         cuts = self.cut(rule, depth, most) if boundaries is None else boundaries
         if cuts is None:
             return None
-        return self.windowed(rule.schedule, stage_windows(rule.schedule, len(cuts), most, rule.slope), cuts, layout)
+        windows = stage_windows(rule.schedule, len(cuts), most, rule.slope)
+        return self.windowed(rule.schedule, windows, cuts, layout, single=self.single(most))
 
     def windowed(
-        self, schedule: Schedule, windows: tuple[int, ...], boundaries: tuple[int, ...], layout: Layout
+        self,
+        schedule: Schedule,
+        windows: tuple[int, ...],
+        boundaries: tuple[int, ...],
+        layout: Layout,
+        *,
+        single: bool,
     ) -> StageCosts | None:
         """Stages with these first sections and windows; None where they do not fit in memory."""
         where = (float(layout.slowdown[0, 0]), layout.rings_at_once) if layout.placement is None else id(layout)
-        key = (boundaries, where, schedule, windows)
+        key = (boundaries, where, single, schedule, windows)
         costs = self._stages.get(key)
         if costs is None:
-            alike = (boundaries, where, schedule == "gpipe")
+            alike = (boundaries, where, single, schedule == "gpipe")
             if alike not in self._stages:
-                self._stages[alike] = stage_costs(self.sections, boundaries, windows, schedule, layout)
+                self._stages[alike] = stage_costs(self.sections, boundaries, windows, schedule, layout, single=single)
             costs = self._stages[key] = self._stages[alike].with_windows(schedule, windows)
-        return costs if self.memory_bytes is None or costs.peak_bytes <= self.memory_bytes else None
+        return costs if self.memory_bytes is None or costs.fits(self.memory_bytes) else None
 
     def without_memory_limit(self) -> Setting:
         """The same on devices with as much memory as it takes."""
@@ -148,15 +200,18 @@ class Setting:
     def _holds(self, rule: Rule, boundaries: tuple[int, ...], most: int) -> bool:
         if self.memory_bytes is None:
             return True
-        depth, key = len(boundaries), (rule.schedule == "gpipe", boundaries)
+        depth, key = len(boundaries), (rule.schedule == "gpipe", self.single(most), boundaries)
         if key not in self._room:
-            again = recomputes(rule.schedule, depth, self.sections.recompute)
-            self._room[key] = most_windows(self.sections, boundaries, again, self.memory_bytes)
+            memory = self.sections.memory(single=self.single(most))
+            begin, end = spans(boundaries, self.sections.num_sections)
+            again = np.array(recomputes(rule.schedule, depth, self.sections.recompute), np.bool_)
+            found = memory.most_windows(begin, end, again, memory.usable_bytes(self.memory_bytes))
+            self._room[key] = tuple(found.tolist())
         return all(map(le, stage_windows(rule.schedule, depth, most, rule.slope), self._room[key]))
 
     def _tight_cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
         widest = most if rule.schedule == "gpipe" else rule.slope * (self.sections.num_sections - 1) + 1
-        key = (rule, min(most, widest))
+        key = (rule, min(most, widest), self.single(most))
         if key not in self._tight:
             self._tight[key] = partition_table(
                 self.sections,
@@ -164,6 +219,12 @@ class Setting:
                 num_micro_batches=key[1],
                 slope=rule.slope,
                 memory_bytes=self.memory_bytes,
+                single=key[2],
             )
         table = self._tight[key]
         return table.boundaries(depth) if table.fits(depth) else None
+
+
+def _largest(parts: dict[str, int]) -> str:
+    part = max(parts, key=parts.__getitem__)
+    return f"{parts[part] / 2**30:.3g} of {sum(parts.values()) / 2**30:.3g} GiB are {part}"

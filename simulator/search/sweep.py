@@ -12,6 +12,7 @@ from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.profile import Profile
 from simulator.answers.answer import deal
+from simulator.answers.memory import NEVER
 from simulator.answers.outcome import Outcome, Rehearsal
 from simulator.given.conditions import Conditions
 from simulator.given.layout import Layout, layouts
@@ -47,7 +48,7 @@ class Sweep:
     """
 
     def __init__(self, profile: Profile, request: PlanRequest, conditions: Conditions) -> None:
-        memory_bytes = request.memory_bytes
+        profile, memory_bytes = request.on_its_host(profile), request.memory_bytes
         if memory_bytes is None:
             memory_bytes = profile.environment.device_memory_bytes
         else:
@@ -55,12 +56,12 @@ class Sweep:
         self.profile, self.memory_bytes, self.rehearsal = profile, memory_bytes, Rehearsal(conditions)
         schedules = SCHEDULES if request.schedule is None else (request.schedule,)
         again = (True, False) if request.recompute is None else (request.recompute,)
-        sizes = possible_micro_batch_sizes(profile, request.micro_batch_size)
+        sizes, rules = possible_micro_batch_sizes(profile, request.micro_batch_size), request.memory_rules
         settings: list[Setting] = []
         refused: PlanError | None = None
         for m in sizes:
             try:
-                settings += [Setting(profile, m, flag, schedules, memory_bytes) for flag in again]
+                settings += [Setting(profile, m, flag, schedules, memory_bytes, rules) for flag in again]
             except PlanError as error:  # too many micro-batches of this size to look at: larger ones may do
                 refused = error
         if refused is not None and not settings:
@@ -299,23 +300,32 @@ class Sweep:
         return max(self._bound_ns(case), _SLACK * self._trial(case).likely_ns())
 
     def _too_little_memory(self, num_gpus: int, largest: int, num_replicas: int | None) -> PlanError:
-        needed = min(
-            setting.least_bytes(depth, -(-setting.num_micro_batches // replicas))
+        """Say what would do, and what takes most in the shape that needs least."""
+        possible = [
+            (setting, depth, -(-setting.num_micro_batches // replicas))
             for setting in self.settings
             for depth in range(1, largest + 1)
             if (replicas := num_replicas or min(num_gpus // depth, setting.num_micro_batches))
             <= setting.num_micro_batches
-        )
-        how = f"at least {needed} bytes per device"
+        ]
         deeper = range(largest + 1, self.num_sections + 1)
         enough = next((depth for depth in deeper if self.fits((depth, num_replicas or 1))), None)
-        if enough is not None:
-            how += f", or at least {enough * (num_replicas or 1)} GPUs"
+        others = "" if enough is None else f", or at least {enough * (num_replicas or 1)} GPUs"
+        needed = {each: each[0].least_bytes(*each[1:]) for each in possible}
+        setting, depth, most = min(possible, key=needed.__getitem__)
+        least, field, value = needed[setting, depth, most], "memory_bytes", self.memory_bytes
+        if least < NEVER:
+            why, how = setting.fullest(depth, most), f"at least {least} bytes per device"
+        else:
+            field, value = "host_memory_bytes", self.profile.environment.host_memory_bytes
+            setting, depth, most = min(possible, key=lambda each: each[0].least_host_bytes(*each[1:]))
+            why = setting.fullest_host(depth, most)
+            how = f"at least {setting.least_host_bytes(depth, most)} bytes of host memory for each device"
         return PlanError(
-            f"the job does not fit in the memory of {num_gpus} devices",
-            field="memory_bytes",
-            value=self.memory_bytes,
-            allowed=how,
+            f"the job does not fit in the memory of {num_gpus} devices: {why}",
+            field=field,
+            value=value,
+            allowed=how + others,
         )
 
 

@@ -96,7 +96,7 @@ class Trial:
         """No windows that fit in memory make the most even cut, or one next to it, faster by more than is tolerated."""
         costs = self._widest(None)
         windows = tuple(costs.times.window.tolist())
-        if self.setting.windowed(costs.schedule, windows, costs.boundaries, self.layout) is not None:
+        if self._windowed(costs.schedule, windows, costs.boundaries) is not None:
             stages, least = [costs], self._least_ns(None)
         else:
             rules = [rule for schedule in self.setting.schedules for rule in self._rules(schedule, None)]
@@ -146,6 +146,9 @@ class Trial:
     def _stages(self, rule: Rule, boundaries: tuple[int, ...] | None) -> StageCosts | None:
         return self.setting.stages(rule, self.most, self.layout, boundaries, depth=self.depth)
 
+    def _windowed(self, schedule: Schedule, windows: tuple[int, ...], boundaries: tuple[int, ...]) -> StageCosts | None:
+        return self.setting.windowed(schedule, windows, boundaries, self.layout, single=len(self.counts) == 1)
+
     def _rules(self, schedule: Schedule, boundaries: tuple[int, ...] | None) -> Iterator[Rule]:
         """Of one schedule, those that fit in memory: by growing windows, GPipe's by growing number of rounds."""
 
@@ -163,7 +166,8 @@ class Trial:
         """These stages, or the most even cut as it would be without a limit to memory, under the widest windows."""
         free, schedule = self.setting.without_memory_limit(), self.setting.schedules[0]
         cuts = free.cut(Rule(schedule, 1), self.depth, self.most) if boundaries is None else boundaries
-        costs = free.windowed(schedule, (self.most,) * self.depth, cuts or (), self.layout)
+        windows, single = (self.most,) * self.depth, len(self.counts) == 1
+        costs = free.windowed(schedule, windows, cuts or (), self.layout, single=single)
         assert costs is not None, "only memory forbids stages"
         return costs
 
@@ -213,7 +217,7 @@ class Trial:
             moved = tuple(cuts[place].tolist())
             there: tuple[StageCosts, int] | None = None
             if not self._few:
-                same = self.setting.windowed(costs.schedule, tuple(costs.times.window.tolist()), moved, self.layout)
+                same = self._windowed(costs.schedule, tuple(costs.times.window.tolist()), moved)
                 there = None if same is None else (same, judge(same))
             elif any(next(self._rules(schedule, moved), None) for schedule in self.setting.schedules):
                 there = self._chosen(judge, moved)
@@ -225,7 +229,7 @@ class Trial:
         """The cuts next to this one, and what none of them can be faster than."""
         rows = self._few and self.depth <= _SHALLOW
         cuts = neighbours(costs.boundaries, self.setting.sections.num_sections, rows=rows)
-        return cuts, moved_bounds_ns(costs, cuts, self.counts, self.setting.memory_bytes)
+        return cuts, moved_bounds_ns(costs, cuts, self.counts, self.setting.memory_bytes, self.rehearsal.conditions)
 
 
 def _slopes(needed: int, most: int) -> Iterator[int]:

@@ -12,6 +12,7 @@ from morph.contract.profile import Profile
 from morph.tables import table
 from morph.words import bytes_text, count_text, time_text
 from simulator import PlanChoice, Simulation
+from simulator.answers.memory import MOMENTS
 from simulator.given.jitter import Spread
 
 _MOST_PARTS = 6
@@ -96,6 +97,24 @@ def stage_table(profile: Profile, simulation: Simulation) -> Table:
         for number, stage in enumerate(simulation.plan.stages)
     ]
     return table("Stages", ("stage", "sections", "parameters", "F", "R", "B", "window", "memory"), rows)
+
+
+def memory_lines(simulation: Simulation) -> list[str]:
+    """What the fullest device holds, and when, and the fullest host where devices have memory of their own."""
+    costs = simulation.costs
+    stage = int(costs.memory_bytes.argmax())
+    moment, parts = costs.memory_parts(stage)
+    whole = bytes_text(int(costs.memory_bytes[stage]))
+    lines = [f"most memory: {whole} at stage {stage}, while {MOMENTS[moment]}: {_parts_text(parts)}"]
+    if costs.memory.apart:
+        stage = int(costs.host_bytes.argmax())
+        whole = bytes_text(int(costs.host_bytes[stage]))
+        lines.append(f"host memory: up to {whole} at stage {stage}: {_parts_text(costs.host_parts(stage))}")
+    return lines
+
+
+def _parts_text(parts: dict[str, int]) -> str:
+    return ", ".join(f"{part} {bytes_text(size)}" for part, size in parts.items())
 
 
 def _span(first: int, last: int) -> str:

@@ -90,6 +90,7 @@ def merged(traces: Sequence[tuple[str, Trace]]) -> Trace:
     return Trace(
         events=tuple(sorted(events, key=lambda event: event.time_s)),
         prices=tuple(sorted(prices, key=lambda price: price.time_s)),
+        end_s=max((trace.end_s for _, trace in traces if trace.end_s is not None), default=None),
     )
 
 
@@ -153,7 +154,8 @@ def _from_counts(lines: list[tuple[str, list[str]]], place: Place, path: Path, s
         if not kept or time_s < kept[-1][0]:
             kept.append((time_s, vms))
     kept.reverse()
-    return Trace(events=tuple(_of_counts([(time_s - kept[0][0], vms) for time_s, vms in kept], place, path, seed)))
+    counts = [(time_s - kept[0][0], vms) for time_s, vms in kept]
+    return Trace(events=tuple(_of_counts(counts, place, path, seed)), end_s=counts[-1][0])
 
 
 def _from_json(text: str, path: Path, place: Place, seed: int) -> Trace:
@@ -193,6 +195,7 @@ def _from_json(text: str, path: Path, place: Place, seed: int) -> Trace:
         prices=tuple(
             TracePrice(time_s=number * gap, usd_per_h=usd[number], **_told(known, path)) for number in changed
         ),
+        end_s=len(data) * gap,
     )
 
 
@@ -257,4 +260,4 @@ def part_of(trace: Trace, start_s: float, end_s: float) -> Trace:
         update = {"time_s": since_s, "notice_s": None if event.notice_s is None else min(event.notice_s, since_s)}
         events.append(event.model_copy(update=update))
     moved = [price.model_copy(update={"time_s": max(0.0, price.time_s - start_s)}) for price in prices]
-    return Trace(events=tuple(events), prices=tuple(moved))
+    return Trace(events=tuple(events), prices=tuple(moved), end_s=min(end_s, trace.duration_s) - start_s)

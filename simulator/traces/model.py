@@ -188,7 +188,7 @@ class _Drawing:
                     if other != place and self._rng.random() < self._model.together:
                         self._take(other, time_s)
         prices = sorted((price for place in range(len(self._model.zones)) for price in self._price(place)), key=_time)
-        return Trace(events=tuple(self._events), prices=tuple(prices))
+        return Trace(events=tuple(self._events), prices=tuple(prices), end_s=self._duration_s)
 
     def _between_s(self, place: int) -> float:
         """Mean time between two moments at which a revocation may begin in a zone, all of its VMs being there."""

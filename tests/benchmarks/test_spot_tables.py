@@ -12,6 +12,7 @@ from benchmarks.bamboo_tables import play as play_row
 from benchmarks.spotify_tables import HEAVY, LIGHT, MTTP_S, STEPS, Inferred, play
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", [LIGHT, HEAVY], ids=lambda job: job.name)
 def test_the_thesis_totals_are_met(job: Inferred) -> None:
     for policy, (hours, _) in job.published.items():

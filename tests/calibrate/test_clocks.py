@@ -55,19 +55,16 @@ class Task:
         self.device = torch.device("cpu")
         self._name, self._order = name, order
 
-    def forward(self, sample: int) -> str:
+    def forward(self, sample: int) -> tuple[str, torch.Tensor]:
         self._order.append(f"F{self._name}{sample}")
-        return self._name
+        return self._name, torch.zeros(10, dtype=torch.uint8)
 
-    def backward(self, run: str) -> None:
-        assert run == self._name
+    def backward(self, run: tuple[str, torch.Tensor]) -> None:
+        assert run[0] == self._name
         self._order.append(f"B{self._name}")
 
     def both(self) -> None:
         self.backward(self.forward(0))
-
-    def activation_bytes(self) -> int:
-        return 10
 
     def given_bytes(self) -> int:
         return 7

@@ -50,6 +50,7 @@ def heaviest(subject: Subject) -> str:
     return subject.cut(2).sections[1].signature
 
 
+@pytest.mark.slow
 def test_helpers_compute_beside_this_process_and_are_gone_afterwards(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +64,7 @@ def test_with_one_core_there_is_nothing_to_measure(subject: Subject) -> None:
     assert measure_contention(subject, "no section is run", 2, num_cores=1) == ()
 
 
+@pytest.mark.slow
 def test_a_helper_that_cannot_load_the_job_is_reported(subject: Subject) -> None:
     from dataclasses import replace
 

@@ -31,6 +31,7 @@ def test_a_folder_goes_with_its_block() -> None:
     assert not folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_a_folder_goes_with_its_process(ending: signal.Signals) -> None:
     with subprocess.Popen(

@@ -33,6 +33,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{path}:job"
 
 
+@pytest.mark.slow
 def test_sizes_grow_until_nothing_is_gained(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "still_improves", lambda costs: len(costs) < 3)
     profile = calibrate(job, num_samples=5)
@@ -44,12 +45,14 @@ def test_sizes_grow_until_nothing_is_gained(job: str, monkeypatch: pytest.Monkey
     assert peaks[4] > 4 * profile.sections[1].activation_bytes_per_sample
 
 
+@pytest.mark.slow
 def test_sizes_stop_growing_where_memory_would_end(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "still_improves", lambda costs: True)
     monkeypatch.setattr(compute, "fills_memory", lambda measured, next_size, device: next_size > 2)
     assert calibrate(job, num_samples=5).micro_batch_sizes == (1, 2)
 
 
+@pytest.mark.slow
 def test_sizes_stop_growing_where_memory_does_end(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "still_improves", lambda costs: True)
     fill_memory_from(monkeypatch, 4)

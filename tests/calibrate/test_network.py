@@ -30,7 +30,14 @@ def spec(**changes: Any) -> NetworkSpec:
 
 def test_messages_reductions_and_a_barrier_are_measured() -> None:
     result = measure_network(
-        spec(message_sizes=(1000, 100_000), reduced_sizes=(4096, 80_000), ring_sizes=(2, 3), in_flight=(1, 2), most=7)
+        spec(
+            message_sizes=(1000, 100_000),
+            reduced_sizes=(4096, 80_000),
+            ring_sizes=(2, 3),
+            in_flight=(1, 2),
+            most=7,
+            budget_s=30.0,  # seven, however busy the machine is
+        )
     )
     for direction in (result.link.activation, result.link.gradient):
         assert [entry.size_bytes for entry in direction] == [1000, 100_000]

@@ -105,6 +105,7 @@ def tiny() -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 def test_adding_a_type_leaves_all_else_bit_for_bit(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

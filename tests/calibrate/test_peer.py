@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_process_that_exchanges_messages_loads_nothing_that_exports_or_cuts() -> None:
     told = "import sys, calibrate.links.peer; print(*(name for name in sys.argv[1:] if name in sys.modules))"
     heavy = ("sympy", "morph.cutting.exporting.export", "calibrate.writing.measure", "ray")

@@ -99,7 +99,7 @@ def test_a_step_is_measured_with_all_that_the_job_does_in_it(subject: Subject, m
     units = measure_units(replace(subject, job=job), model, FEW)
     assert {entry.step.num_samples for entry in units.values()} == {3}
     assert made
-    assert all(scheduler.last_epoch == 5 for scheduler in made)  # two to warm up, three measured
+    assert all(scheduler.last_epoch == 6 for scheduler in made)  # two to warm up, three measured, one for its memory
 
 
 def test_kinds_are_dealt_so_that_devices_finish_together() -> None:

@@ -27,6 +27,7 @@ SPEC = NetworkSpec(
     ring_sizes=(2, 3),
     in_flight=(1, 2),
     element="int64",
+    budget_s=60.0,
     most=7,
 )
 
@@ -67,6 +68,7 @@ def lent_node(wait_s: float = BOUND_S) -> Iterator[Lent]:
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_links_and_rings_are_measured_with_another_node_after_strangers_were_turned_away() -> None:
     children = _children()
     with lent_node() as lent:

@@ -1,4 +1,4 @@
-"""A process that saves is killed before each of its file operations: what was a checkpoint still is, to the byte."""
+"""A process that saves is killed at each of its file operations: what was a checkpoint still is, to the byte."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from fsspec.implementations.local import LocalFileOpener
+
 from morph.checkpoint.manifest import complete_versions, version_url, write_atomically, write_manifest
 from morph.checkpoint.newest import newest_whole
 from morph.checkpoint.retention import delete_superfluous
@@ -16,7 +18,7 @@ from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.rules import CheckpointRules
 
 OPERATIONS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"})
-"""As Python's audit events name them."""
+"""As Python's audit events name them. Writes and fsync have none: see ``killed_at``."""
 UNITS = ("s0", "s1", "s2")
 
 
@@ -36,19 +38,39 @@ def save(url: str, version: int) -> None:
     delete_superfluous(url, CheckpointRules(keep_newest=2))
 
 
-def killed_before(number: int, work: Callable[[], None], folder: Path) -> bool:
-    """Do some work in a process that kills itself before its nth operation below a folder; whether it came so far."""
+def killed_at(number: int, work: Callable[[], None], folder: Path) -> bool:
+    """Do some work in a process that kills itself at its nth operation below a folder; whether it came so far.
+
+    That is before most operations, and in the middle of a write.
+    """
     pid = os.fork()
     if pid == 0:
         count = 0
 
-        def look(event: str, arguments: tuple[object, ...]) -> None:
+        def is_due() -> bool:
             nonlocal count
-            if event in OPERATIONS and any(str(folder) in str(argument) for argument in arguments):
-                if count == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                count += 1
+            count += 1
+            return count == number + 1
 
+        def look(event: str, arguments: tuple[object, ...]) -> None:
+            if event in OPERATIONS and any(str(folder) in str(argument) for argument in arguments) and is_due():
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def write(file: LocalFileOpener, data: bytes) -> int:
+            if is_due():
+                file.f.write(data[: len(data) // 2])
+                file.f.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+            written: int = file.f.write(data)
+            return written
+
+        def sync(descriptor: int) -> None:
+            if is_due():
+                os.kill(os.getpid(), signal.SIGKILL)
+            fsync(descriptor)
+
+        fsync = os.fsync
+        LocalFileOpener.write, os.fsync = write, sync
         sys.addaudithook(look)
         try:
             work()
@@ -60,14 +82,14 @@ def killed_before(number: int, work: Callable[[], None], folder: Path) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def test_whatever_operation_a_save_is_killed_before_the_newest_whole_version_is_as_it_was(tmp_path: Path) -> None:
+def test_whatever_operation_a_save_is_killed_at_the_newest_whole_version_is_as_it_was(tmp_path: Path) -> None:
     found: list[int] = []
     for number in range(200):
         folder = tmp_path / str(number)
         url = str(folder)
         for version in (10, 20):
             save(url, version)
-        was_killed = killed_before(number, lambda url=url: save(url, 30), folder)  # type: ignore[misc]
+        was_killed = killed_at(number, lambda url=url: save(url, 30), folder)  # type: ignore[misc]
         manifest, passed_over = newest_whole(url, every_byte=True)
         assert manifest is not None
         assert not passed_over
@@ -85,4 +107,5 @@ def test_whatever_operation_a_save_is_killed_before_the_newest_whole_version_is_
     assert found[0] == 20
     assert found == sorted(found), "a version that was complete was gone later"
     assert found[-1] == 30
-    assert len(found) > 4 * len(UNITS)  # each file is opened and renamed at least, in a folder that is made
+    # each file is opened, written, flushed and renamed at least, in a folder that is made and flushed
+    assert len(found) > 6 * len(UNITS)

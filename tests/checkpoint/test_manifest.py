@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -81,6 +82,20 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     monkeypatch.undo()
     assert read_manifest(str(tmp_path), 3) == make_manifest()
     assert names_in(str(tmp_path)) == [MANIFEST]
+
+
+def test_a_manifest_with_sha256_alone_is_read_and_its_own_digest_still_holds(tmp_path: Path) -> None:
+    """As it was written before files had a quicker checksum too."""
+    unit = {"unit": "s0", "file": "s0.safetensors", "size_bytes": 1, "sha256": "0" * 64}
+    written = {"schema_version": 2, "fingerprint": "f", "version": 3, "units": [unit], "kind": "periodic"}
+    written |= {"shape": "2x1", "saved_s": 1.5}
+    digest = hashlib.sha256(json.dumps(written, separators=(",", ":")).encode()).hexdigest()
+    (tmp_path / "v00000003").mkdir()
+    (tmp_path / "v00000003" / MANIFEST).write_text(json.dumps(written | {"sha256": digest}))
+    assert read_manifest(str(tmp_path), 3).units[0].xxh3_128 is None
+    (tmp_path / "v00000003" / MANIFEST).write_text(json.dumps(written | {"shape": "3x1", "sha256": digest}))
+    with pytest.raises(CheckpointError, match="its sha256 differs"):
+        read_manifest(str(tmp_path), 3)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, -1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from morph.checkpoint.manifest import MANIFEST, complete_versions, read_manifest, version_url, write_manifest
-from morph.checkpoint.newest import newest_whole
+from morph.checkpoint.newest import find_whole, newest_whole
 from morph.checkpoint.retention import delete_superfluous
 from morph.checkpoint.stored import SET_ASIDE, delete_version
 from morph.checkpoint.unit_files import write_unit
@@ -112,6 +113,26 @@ def test_a_flipped_bit_is_found_when_every_byte_is_read(local: str) -> None:
     assert newest(local, every_byte=True) == 2
 
 
+def test_no_byte_of_any_file_can_be_flipped_or_lost_unnoticed(local: str) -> None:
+    save(local, 2, 4)
+    folder = Path(version_url(local, 4))
+    for file in sorted(folder.iterdir()):
+        data = file.read_bytes()
+        places = range(0, len(data), 1 if file.name == MANIFEST else 7)
+        flips = [data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :] for at in places]
+        for damaged in (*flips, data[:-1], data[: len(data) // 2], b"", data + b"0"):
+            file.write_bytes(damaged)
+            found, newer = find_whole(local, every_byte=True)
+            assert found is not None
+            assert (found.version, list(newer)) == (2, [4]), f"{file.name}: {damaged!r}"
+        file.unlink()
+        found, _ = find_whole(local, every_byte=True)
+        assert found is not None
+        assert found.version == 2, file.name
+        file.write_bytes(data)
+    assert newest(local, every_byte=True) == 4
+
+
 @pytest.mark.parametrize("damage", [*SEEN_AT_ONCE, _flipped])
 def test_where_all_are_damaged_it_is_said_and_nothing_is_changed(local: str, damage: Damage) -> None:
     save(local, 2, 4)
@@ -132,6 +153,17 @@ def test_storage_that_does_not_answer_damages_nothing(local: str, monkeypatch: p
     monkeypatch.setattr(filesystem, "cat_file", silent)
     with pytest.raises(CheckpointError, match="no answer within 60 s") as caught:
         newest_whole(local, every_byte=True)
+    assert not isinstance(caught.value, CheckpointDamaged)
+    assert complete_versions(local) == (2, 4)
+
+
+def test_storage_that_hangs_damages_nothing(local: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(local, 2, 4)
+    answer = threading.Event()
+    monkeypatch.setattr("morph.checkpoint.newest.read_file", lambda *_, **__: answer.wait(60))
+    with pytest.raises(CheckpointError, match=r"v00000004.*storage took longer than 0.05 s") as caught:
+        newest_whole(local, every_byte=True, limit_s=lambda _: 0.05)
+    answer.set()
     assert not isinstance(caught.value, CheckpointDamaged)
     assert complete_versions(local) == (2, 4)
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from morph.checkpoint.manifest import read_file
 from morph.checkpoint.unit_files import from_payload, read_unit, to_payload, write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
-from morph.contract.errors import CheckpointError
+from morph.contract.errors import CheckpointDamaged, CheckpointError
 
 
 def make_tensors() -> dict[str, Tensor]:
@@ -68,9 +69,19 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_unit(str(tmp_path), manifest, "s0+s4")
 
 
+def by_sha256_alone(manifest: Manifest) -> Manifest:
+    """As manifests were written before they had a quicker checksum."""
+    units = tuple(entry.model_copy(update={"xxh3_128": None}) for entry in manifest.units)
+    return manifest.model_copy(update={"units": units})
+
+
 @pytest.mark.parametrize("damage", ["truncated", "longer", "one bit", "empty", "other content"])
-def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_a_damaged_file_is_named(tmp_path: Path, damage: str, older: bool) -> None:
     manifest = save(str(tmp_path))
+    if older:
+        manifest = by_sha256_alone(manifest)
+    assert read_unit(str(tmp_path), manifest, "s0+s4").keys() == make_tensors().keys()
     path = file_of(tmp_path, manifest)
     content = path.read_bytes()
     path.write_bytes(
@@ -84,6 +95,22 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     )
     with pytest.raises(CheckpointError, match=f"{path.name}: the file differs from its manifest"):
         read_unit(str(tmp_path), manifest, "s0+s4")
+
+
+def test_a_unit_is_loaded_by_the_quick_checksum_and_verified_by_sha256(tmp_path: Path) -> None:
+    """Each is held against the bytes by itself: a wrong one of the other kind is not seen."""
+    manifest, where = save(str(tmp_path)), str(tmp_path)
+    (right,) = manifest.units
+    for changed, loads in (({"sha256": "0" * 64}, True), ({"xxh3_128": "0" * 32}, False)):
+        entry = right.model_copy(update=changed)
+        outcomes = []
+        for sha256 in (False, True):
+            try:
+                read_file(where, 8, entry, sha256=sha256)
+                outcomes.append(True)
+            except CheckpointDamaged:
+                outcomes.append(False)
+        assert outcomes == [loads, not loads]
 
 
 def test_a_directory_in_place_of_a_file_is_named(tmp_path: Path) -> None:

@@ -94,6 +94,11 @@ def test_a_wrong_entry_is_named_with_its_value_and_what_is_allowed(
     assert error.value == value or value is None
 
 
+def test_the_word_off_is_what_it_says(tmp_path: Path) -> None:
+    assert load_cluster(write(tmp_path, "policy: {redundancy: off}")).policy.redundancy == "off"
+    assert load_cluster(write(tmp_path, "policy: {redundancy: salvage}")).policy.redundancy == "salvage"
+
+
 def test_an_unknown_key_is_called_unknown(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"policy\.patience: unknown key \(got 3\); allowed: the keys checkpoint_every"

@@ -16,8 +16,8 @@ from manager.engine.run.job_code import collect
 from morph.cli.main import app
 from morph.cli.models import checks
 from morph.cli.models.checks import check_job
-from morph.contract.data_facts import JobFacts
 from morph.contract.errors import ProfileError
+from morph.contract.job_file import JobFacts
 from morph.contract.profile import LinkProfile, Profile, SendTime, load_profile
 from tests.cli.given import JOBS
 
@@ -38,6 +38,7 @@ def measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "measure_checkpoint_speed", lambda _: 1e9)
 
 
+@pytest.mark.slow
 def test_a_summed_loss_is_warned_of_by_each_command_that_looks_at_a_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,6 +55,7 @@ def test_a_summed_loss_is_warned_of_by_each_command_that_looks_at_a_job(
     assert WARNING in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_was_found_of_a_job_is_kept_until_its_code_its_data_or_its_profile_is_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from morph import __version__
 from morph.cli.main import app
 
-COMMANDS = ("calibrate", "plan", "simulate", "run", "resume", "status", "demo", "trace-deps")
+COMMANDS = ("calibrate", "plan", "simulate", "run", "resume", "status", "demo", "trace-deps", "elastic")
 HEAVY = (
     "torch",
     "ray",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -37,6 +38,29 @@ def test_policies_are_compared_on_a_trace(files: tuple[str, str], tmp_path: Path
     assert len(table) == len(POLICIES)
     assert table.set_index("policy").loc["ideal", "steps"] >= table["steps"].drop(table.index[-2]).max()
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_parquet_holds_the_rows_of_the_csv(files: tuple[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    csv, parquet = tmp_path / "out.csv", tmp_path / "out.parquet"
+    options = ["--policy", "restart,ideal", "--csv", str(csv), "--parquet", str(parquet)]
+    done = RUNNER.invoke(app, ["replay", files[0], "--trace", files[1], *options])
+    assert done.exit_code == 0, done.output
+    told = pd.read_parquet(parquet)
+    assert list(told["policy"]) == ["restart", "ideal"]
+    pd.testing.assert_frame_equal(told, pd.read_csv(csv), check_dtype=False)
+
+
+def test_parquet_without_pyarrow_names_the_extra_before_anything_is_simulated(
+    files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    options = ["--trace", files[1], "--parquet", str(tmp_path / "out.parquet")]
+    done = RUNNER.invoke(app, ["replay", files[0], *options])
+    assert done.exit_code == 2, done.output
+    told = " ".join(done.output.split())
+    assert "--parquet: needs pyarrow" in told
+    assert "pip install -e '.[parquet]'" in told
 
 
 def test_drawn_traces_end_with_the_steps_that_were_asked_for(files: tuple[str, str]) -> None:

@@ -32,14 +32,19 @@ LINE_BOUND_S = 180.0
 END_BOUND_S = 60.0
 STOPPED = 130
 READY, ALL_READY = re.compile(r"(\S+) is ready"), re.compile(r"all \d+ workers are ready")
+GONE = re.compile(r"(?<=is left on )\S+(?=: it may go)|\S+(?= was lost)")
 
 
 @dataclass(frozen=True)
 class Taking:
-    """A VM is taken once so many steps are decided and all VMs train. ``notice_s``: None for no notice."""
+    """A VM is taken once so many steps are decided and all VMs train. ``notice_s``: None for no notice.
+
+    ``injected``: by ``morph inject``, beside the run on the manager's host; else by Azure itself.
+    """
 
     step: int
     notice_s: float | None
+    injected: bool = False
 
 
 @dataclass
@@ -102,6 +107,7 @@ class Life:
     on_line: Callable[[dict[str, Any]], None] = lambda _line: None
     taken: list[Taken] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
     output: list[str] = field(default_factory=list)
     code: int | None = None
     killed: list[list[str]] = field(default_factory=list)
@@ -167,7 +173,7 @@ class Life:
                 if waiting and whole and line["version"] >= waiting[0].step:
                     taking = waiting.popleft()
                     vm = self._chooser.choice(sorted(self.azure.region.living()))
-                    if self.azure.region.take(vm, taking.notice_s):
+                    if self._inject(vm, taking) if taking.injected else self.azure.region.take(vm, taking.notice_s):
                         self.taken.append(Taken(vm, taking, line["version"]))
                 elif not waiting and self.deaths:
                     if whole and line["version"] >= self.deaths[0].step:
@@ -181,6 +187,13 @@ class Life:
                 self.on_line(line)
             self.code = process.wait(END_BOUND_S)
         return death
+
+    def _inject(self, vm: str, taking: Taking) -> bool:
+        options = ("--vm", vm, "--notice", f"{taking.notice_s or 0:g}s")
+        with self.azure.popen((sys.executable, "-m", "morph.cli.main", "inject", str(self.run_dir), *options)) as given:
+            told, _ = given.communicate(timeout=END_BOUND_S)
+        self.output.append(told)
+        return given.returncode == 0 and f"{vm}  taken" in told
 
     def _kill(self, pid: int, death: Death) -> None:
         self.killed.append(self.azure.region.living())
@@ -201,12 +214,15 @@ class Life:
         return "\n".join([*self.output[-60:], *hosts, *self.azure.region.troubles])
 
     def _is_whole(self, line: dict[str, Any]) -> bool:
-        """Whether it trains, all VMs are ready, and none of them is to be taken."""
+        """Whether it trains, all VMs are ready, and none is there any more that was to be taken."""
         self.ready |= set(READY.findall(line["sentence"]))
+        self.gone |= set(GONE.findall(line["sentence"]))
         living = self.azure.region.living()
         if ALL_READY.search(line["sentence"]):  # of those that were so before nothing is told at the start
             self.ready |= set(living)
-        return line["phase"] == "training" and len(living) == self.keep and set(living) <= self.ready
+        noticed = {taken.vm for taken in self.taken if taken.taking.notice_s is not None}
+        all_there = len(living) == self.keep and set(living) <= self.ready and noticed <= self.gone
+        return line["phase"] == "training" and all_there
 
     def _lines(self, process: subprocess.Popen[str]) -> Any:
         arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()

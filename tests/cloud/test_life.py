@@ -33,7 +33,8 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(profile: Path, tmp_path: Path) -> None:
-    takings = [Taking(10, NOTICE_S), Taking(20, None)]
+    """The first one by ``morph inject``, which has Azure evict it; the second by Azure alone."""
+    takings = [Taking(10, NOTICE_S, injected=True), Taking(20, None)]
     with VirtualAzure(profile.parent, tmp_path) as azure:
         life = Life(azure, tmp_path, profile, 100_000, KEEP, takings, steps_after=5, whole=False)
         life.vms, life.secrets_path = {"first_port": FIRST_PORT}, tmp_path / "made"
@@ -49,10 +50,14 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(profile: Path,
     noticed, killed = (taken.vm for taken in life.taken)
     ends = {entry.name: entry.end for entry in bill}
     assert (ends.pop(noticed), ends.pop(killed)) == ("evicted, acknowledged", "evicted")
+    (injected,) = facts(life.run_dir, "preemption_injected")
+    assert injected == "by name, evicted by the provider, with its notice"
+    assert [change.injected for change in report.morphs if change.injected] == [(noticed,)]
     assert set(ends.values()) == {"deleted"}
     planned = [morph for morph in report.morphs if noticed in morph.cause]
     assert [(morph.planned, morph.steps_redone) for morph in planned] == [(True, 0)]
-    assert report.steps_redone == 0
+    lost = sum(morph.steps_redone for morph in report.morphs if killed in morph.cause)
+    assert report.steps_redone == lost < life.checkpoint_every  # none where the shape had two replicas
     asked = requests(life.run_dir)
     assert asked.asked == KEEP + 2
     assert KEEP + 1 <= asked.granted <= len(bill) <= KEEP + 2  # the run ends while the last one is asked for

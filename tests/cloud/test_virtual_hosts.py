@@ -149,7 +149,7 @@ def test_nothing_outlives_the_process_that_made_it(tmp_path: Path) -> None:
 def managed(hosts: Hosts, start: NodeStart, *, tls: Path | None = None) -> Iterator[tuple[NodeStart, EventQueue]]:
     """A manager's notice server on the hub: how a VM starts that finds it there, and what it hears."""
     event_queue, secret = EventQueue(), start.node_secret.get_secret_value()
-    desk = EnrolmentDesk(event_queue, secret, load_authority(tls)) if tls else None
+    desk = EnrolmentDesk(event_queue, load_authority(tls)) if tls else None
     address = hosts.network.hub_address
     server = in_namespace(hosts.network.hub, lambda: NoticeServer(event_queue, secret, address, desk=desk, wheel=WHEEL))
     try:

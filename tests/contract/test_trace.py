@@ -119,6 +119,16 @@ def test_prices_are_in_time_order_with_the_events() -> None:
         parse(FULL + "5,price,,,,,1\n4,add,a,,,,\n")
 
 
+def test_a_quiet_time_after_the_last_event_is_kept(tmp_path: Path) -> None:
+    trace = parse(HEAD + "0,add,a\n60,remove,a\n3600,end,\n")
+    assert (trace.end_s, trace.duration_s, len(trace.events)) == (3600.0, 3600.0, 2)
+    write_trace(trace, tmp_path / "spot.csv")
+    assert (tmp_path / "spot.csv").read_text().splitlines()[-1] == "3600,end,,,,"
+    assert load_trace(tmp_path / "spot.csv") == trace
+    assert trace.scaled(0.5).duration_s == 1800.0
+    assert parse(HEAD + "0,add,a\n60,remove,a\n").duration_s == 60.0
+
+
 def test_time_can_be_scaled() -> None:
     trace = parse(HEAD + "1,add,a\n60,remove,a\n").scaled(0.5)
     assert [event.time_s for event in trace.events] == [0.5, 30.0]
@@ -131,7 +141,12 @@ def test_time_can_be_scaled() -> None:
         (["-1,add,a"], 2, ["time_s", "'-1'", "greater than or equal to 0"]),
         (["nan,add,a"], 2, ["time_s", "finite"]),
         (["inf,add,a"], 2, ["time_s", "finite"]),
-        (["0,grow,a"], 2, ["event", "'grow'", "'add'", "'remove'", "'price'"]),
+        (["0,grow,a"], 2, ["event", "'grow'", "'add'", "'remove'", "'price'", "'end'"]),
+        (["0,add,a", "9,end,", "9,remove,a"], 4, ["after the trace's end", "'remove'"]),
+        (["0,add,a", "9,end,", "9,end,"], 4, ["after the trace's end", "'end'"]),
+        (["0,add,a", "9,end,a"], 3, ["node_id", "'a'", "does not belong to a line of event end"]),
+        (["9,add,a", "5,end,"], 3, ["time steps back"]),
+        (["0,add,a", ",end,"], 3, ["time_s"]),
         (["0,add,a b"], 2, ["node_id", "'a b'"]),
         (["0,add,../a"], 2, ["node_id", "'../a'"]),
         (["0,add,"], 2, ["node_id"]),

@@ -92,6 +92,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_any_work(tmp_path: P
     assert "folder does not exist" in result.stderr
 
 
+@pytest.mark.slow
 def test_unused_parameters_and_constants_are_reported(tools: Any) -> None:
     model, loss, items = ZOO["vit"]
     exported = export_job(tools.make_job(model, loss, items))

@@ -16,6 +16,7 @@ from morph.contract.errors import JobError
 from morph.cutting import ExportedJob, cut, export_job
 from morph.job import Job, load_job
 from tests.cutting.zoo import gpt2
+from tests.grids import cells
 from tests.models.language import DECODER, LENGTH, causal_loss, made
 
 pytestmark = pytest.mark.slow
@@ -72,8 +73,7 @@ def cases(tools: Any) -> dict[str, Case]:
     return {name: (job, export_job(job), items) for name, (job, items) in jobs.items()}
 
 
-@pytest.mark.parametrize("num_sections", range(1, 9))
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mlp"])
+@pytest.mark.parametrize(("num_sections", "name"), cells(range(1, 9), ["gpt2", "llama", "mlp"]))
 def test_sections_give_the_loss_and_gradients_of_the_uncut_model(
     cases: dict[str, Case], tools: Any, name: str, num_sections: int
 ) -> None:

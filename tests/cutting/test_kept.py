@@ -169,6 +169,17 @@ def test_a_second_worker_does_not_export_and_its_weights_are_the_same_bits(
     assert exports.count == 3
 
 
+def test_a_terminal_s_size_makes_no_other_cut(
+    exports: Exports, write: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_path = write(PLAIN)
+    load(job_path)
+    monkeypatch.setenv("LINES", "24")  # as Python's readline tells it to every process that is started later
+    monkeypatch.setenv("COLUMNS", "80")
+    load(job_path)
+    assert exports.count == 1
+
+
 @pytest.mark.parametrize("text", ROOMS.values(), ids=ROOMS.keys())
 def test_what_is_read_is_what_was_cut(text: str, exports: Exports, write: Callable[[str], str]) -> None:
     job_path = write(text)

@@ -20,8 +20,9 @@ def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         limits: Limits | None = None,
         fewest: int = 1,
         checkpoints: CheckpointRules = CheckpointRules(),  # noqa: B008 (frozen)
+        url: str | None = None,
     ) -> Run:
-        runs.append(Run(tmp_path, num_steps, num_nodes, limits, fewest, checkpoints))
+        runs.append(Run(tmp_path, num_steps, num_nodes, limits, fewest, checkpoints, url))
         return runs[-1]
 
     yield make

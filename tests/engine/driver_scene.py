@@ -167,10 +167,11 @@ class Run:
         limits: Limits | None = None,
         fewest: int = 1,
         checkpoints: CheckpointRules = CheckpointRules(),  # noqa: B008 (frozen)
+        url: str | None = None,
     ) -> None:
         self.event_queue = EventQueue()
         self.journal = Journal.open(directory / "journal.sqlite")
-        self.url = str(directory / "checkpoints")
+        self.url = url or str(directory / "checkpoints")
         self.config = ControllerConfig(
             fingerprint=PROFILE.job.fingerprint,
             plans={count: plan for count, plan in plan_table(PROFILE, 2).items() if count >= fewest},

@@ -11,8 +11,8 @@ from contextlib import suppress
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
 from manager.engine.loop.line import Line
 from manager.enrolment.files import Certificates
-from morph.contract.proof import new_secret
 from morph.link.home import Home
+from morph.link.proof import new_secret
 from morph.runtime.process import link
 
 BOUND_S = 30.0

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from manager.controller.state.events import (
-    MANIFEST_WRITER,
-)
-from manager.engine.loop import manifest_writer
+from manager.controller.state.events import MANIFEST_WRITER, CheckpointFailed, UnitsWritten
+from manager.engine.loop import checkpoint_store
 from manager.engine.loop.driver import Observed
 from manager.journal.records import Fact
 from morph.checkpoint.manifest import complete_versions
+from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest
 from morph.contract.rules import CheckpointRules
+from tests.checkpoint.fake_blobs import CONTAINER, blob_service
 from tests.engine.driver_scene import Run
 
 
@@ -47,8 +49,8 @@ def test_a_manifest_that_cannot_be_written_is_told_to_the_controller(
             raise failures.pop()
         write(url, manifest)
 
-    write = manifest_writer.write_manifest
-    monkeypatch.setattr(manifest_writer, "write_manifest", fail_once)
+    write = checkpoint_store.write_manifest
+    monkeypatch.setattr(checkpoint_store, "write_manifest", fail_once)
     assert run.driver.run().outcome == "finished"
     told = [observed.event for observed in run.observed if observed.event.kind == "checkpoint_failed"]
     assert len(told) == 1
@@ -71,8 +73,8 @@ def test_training_goes_on_while_a_manifest_is_on_its_way_to_slow_storage(
         if observed.decision.state.version >= 10:
             trained_on.set()
 
-    write = manifest_writer.write_manifest
-    monkeypatch.setattr(manifest_writer, "write_manifest", write_late)
+    write = checkpoint_store.write_manifest
+    monkeypatch.setattr(checkpoint_store, "write_manifest", write_late)
     run.react = look
     assert run.driver.run().outcome == "finished"
     assert not any(observed.event.kind == "checkpoint_failed" for observed in run.observed)
@@ -103,8 +105,8 @@ def test_a_manifest_on_which_storage_hangs_is_given_up_and_the_next_one_is_writt
         if getattr(item, "kind", "") == "checkpoint_failed":
             given_up.set()
 
-    write = manifest_writer.write_manifest
-    monkeypatch.setattr(manifest_writer, "write_manifest", hang_once)
+    write = checkpoint_store.write_manifest
+    monkeypatch.setattr(checkpoint_store, "write_manifest", hang_once)
     monkeypatch.setattr(run.event_queue, "put", look)
     run.react = wait_for_the_bound
     assert run.driver.run().outcome == "finished"
@@ -129,7 +131,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_noted_and_the_new_one_counts
 
     run.react = wait_for_the_storage
 
-    monkeypatch.setattr(manifest_writer, "delete_superfluous", fail)
+    monkeypatch.setattr(checkpoint_store, "delete_superfluous", fail)
     assert run.driver.run().outcome == "finished"
     kept = complete_versions(run.url)
     assert kept[0] == 2
@@ -139,3 +141,61 @@ def test_old_checkpoints_that_cannot_be_deleted_are_noted_and_the_new_one_counts
     facts = [Fact.model_validate_json(entry.payload_json) for entry in run.journal.read() if entry.kind == "fact"]
     assert facts
     assert facts[0].detail == "OSError: busy"
+
+
+@pytest.mark.parametrize("refusal", [(503, "ServerBusy"), (403, "AuthenticationFailed")], ids=["away", "expired"])
+def test_ten_minutes_without_storage_cost_no_step_and_are_told_once(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, refusal: tuple[int, str]
+) -> None:
+    """Units and manifests through Azure's SDK to a local service; a step takes ten seconds of the run's clock."""
+    adlfs = pytest.importorskip("adlfs")
+
+    async def at_once(*_: object) -> None:
+        """Instead of the SDK's own pauses before it tries again: 57 s each time."""
+
+    monkeypatch.setattr("azure.storage.blob._shared.policies_async.AsyncStorageRetryPolicy.sleep", at_once)
+    with blob_service() as blobs:
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", blobs.connection_string)
+        adlfs.AzureBlobFileSystem.clear_instance_cache()
+        url = f"abfs://{CONTAINER}/run"
+        run = make_run(num_steps=90, url=url)
+
+        def write(worker: str, version: int, units: tuple[str, ...]) -> None:
+            try:
+                written = [write_unit(url, version, unit, worker, {"w": torch.full((8,), version)}) for unit in units]
+            except Exception as error:
+                run.event_queue.put(CheckpointFailed(worker=worker, error=f"{type(error).__name__}: {error}"))
+            else:
+                run.event_queue.put(UnitsWritten(worker=worker, written=tuple(written)))
+
+        monkeypatch.setattr(run.pool, "_write", lambda *given: given[2] and write(*given))
+        policy = run.config.policy.model_copy(update={"checkpoint_every_steps": None})
+        config = run.config.model_copy(update={"policy": policy})
+        run.driver.state = run.driver.state.model_copy(update={"config": config})
+        began: list[tuple[float, tuple[int, ...]]] = []
+        still_there: list[tuple[int, ...]] = []
+        clock, passed_s = run.event_queue.now_s, [0.0]
+        run.event_queue.now_s = lambda: clock() + passed_s[0]
+
+        def look(observed: Observed) -> None:
+            passed_s[0] = 10.0 * observed.decision.state.version
+            if observed.event.kind == "manifest_written" and not began:
+                began.append((passed_s[0], complete_versions(url)))
+                blobs.faults += [refusal] * 10_000
+            if began and not still_there and passed_s[0] > began[0][0] + 600:
+                with blobs.lock:
+                    blobs.faults.clear()
+                still_there.append(complete_versions(url))
+
+        run.react = look
+        assert run.driver.run().outcome == "finished"
+        kept = complete_versions(url)
+        adlfs.AzureBlobFileSystem.clear_instance_cache()
+    assert run.driver.state.generation == 1
+    assert still_there == [began[0][1]]
+    assert kept[-1] == 90
+    codes = Counter(observed.decision.reason.code.value for observed in run.observed)
+    assert codes["checkpoint_abandoned"] == 1
+    sentences = [observed.decision.reason.sentence for observed in run.observed]
+    (again,) = (sentence for sentence in sentences if "that storage did not take" in sentence)
+    assert "is complete, after 6 that storage did not take" in again

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from manager.engine.loop import manifest_writer
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import Phase
+from manager.engine.loop import checkpoint_store
 from manager.engine.loop.driver import Observed
 from manager.journal import journal as journal_module
 from manager.journal import patience
@@ -99,7 +101,7 @@ def test_the_last_manifest_waits_for_storage_and_the_run_ends_saved(
     checkpoints = Path(run.url)
     if kind == "full":
         disk = trouble.enter_context(small_disk(checkpoints))
-    write = manifest_writer.write_manifest
+    write = checkpoint_store.write_manifest
 
     def attempt(url: str, manifest: object) -> None:
         """Two tries fail for real."""
@@ -116,7 +118,7 @@ def test_the_last_manifest_waits_for_storage_and_the_run_ends_saved(
             write(url, manifest)
 
     with trouble:
-        monkeypatch.setattr(manifest_writer, "write_manifest", attempt)
+        monkeypatch.setattr(checkpoint_store, "write_manifest", attempt)
         run = _without_earlier_checkpoints(run)
         assert run.driver.run().outcome == "finished"
         assert tried[0] == 3
@@ -131,3 +133,34 @@ def _without_earlier_checkpoints(run: Run) -> Run:
     policy = run.config.policy.model_copy(update={"checkpoint_every_steps": 100})
     run.driver.state = run.driver.state.model_copy(update={"config": run.config.model_copy(update={"policy": policy})})
     return run
+
+
+def test_a_run_directory_that_gets_read_only_costs_no_step_and_is_saved_to_when_it_can_be(
+    make_run: Callable[..., Run], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of it: the journal goes on in the files that it has open, and nothing new can be made."""
+    run, trouble = make_run(num_steps=12), ExitStack()
+    refused: list[int] = []
+
+    def look(observed: Observed) -> None:
+        state, event = observed.decision.state, observed.event
+        if state.version == 3 and state.phase is Phase.TRAINING and not refused:
+            trouble.enter_context(read_only(tmp_path))
+            refused.append(0)
+        if event.kind == "checkpoint_failed":
+            refused.append(event.version)
+            if state.phase is Phase.SEALING:
+                trouble.close()
+
+    run.react = look
+    with trouble:
+        assert run.driver.run().outcome == "finished"
+    assert run.driver.state.generation == 1
+    assert refused[-1] == 12
+    assert complete_versions(run.url)[-1] == 12
+    assert replay(run.journal) == run.driver.state
+    assert caplog.messages == []  # the journal never had to wait
+    told = [seen.decision for seen in run.observed if seen.event.kind == "checkpoint_failed"]
+    assert "Read-only file system" in told[0].reason.sentence
+    while_training = [one.reason.code for one in told if one.state.phase is not Phase.SEALING]
+    assert while_training.count(ReasonCode.CHECKPOINT_ABANDONED) <= 1  # and again once the end waits for storage

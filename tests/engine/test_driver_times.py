@@ -13,9 +13,7 @@ from manager.controller.state.events import (
 from manager.engine.loop import driver as driver_module
 from manager.engine.loop.driver import Observed
 from manager.journal.replay import replay
-from morph.contract.messages import (
-    MicroBatchTimes,
-)
+from morph.contract.timeline import MicroBatchTimes
 from tests.engine.driver_scene import Run
 
 

@@ -117,7 +117,7 @@ def notices(_: Path) -> Iterator[Scene]:
 def enrolment(folder: Path) -> Iterator[Scene]:
     make_certificates(folder, Tls(enrols=True))
     event_queue, key = EventQueue(), new_key()
-    server = NoticeServer(event_queue, SECRET, desk=EnrolmentDesk(event_queue, SECRET, load_authority(folder)))
+    server = NoticeServer(event_queue, SECRET, desk=EnrolmentDesk(event_queue, load_authority(folder)))
 
     def come() -> None:
         place = Place((server.host, server.port), "tiny-1-0", SECRET)

@@ -91,6 +91,7 @@ def world(wheel: bytes) -> Iterator[World]:
     world.server.close()
 
 
+@pytest.mark.slow
 def test_what_is_given_is_a_wheel_of_every_file_and_its_own_wheel_is_the_same(wheel: bytes, tmp_path: Path) -> None:
     name = f"morph_train-{metadata.version('morph-train')}-py3-none-any.whl"
     (tmp_path / name).write_bytes(wheel)
@@ -145,8 +146,6 @@ def test_the_runs_wheel_outlives_its_manager(tmp_path: Path, wheel: bytes) -> No
 
 
 def test_the_first_program_needs_nothing_but_an_old_python(tmp_path: Path) -> None:
-    for name in MODULES:
-        ast.parse((ROOT / name).read_text(encoding="utf-8"), feature_version=(3, 8))
     (tmp_path / "boot.pyz").write_bytes(base64.b64decode(packed()))
     done = subprocess.run(  # no packages at all
         [sys.executable, "-I", "-S", tmp_path / "boot.pyz", "--help"], capture_output=True, text=True, timeout=BOUND_S
@@ -154,6 +153,8 @@ def test_the_first_program_needs_nothing_but_an_old_python(tmp_path: Path) -> No
     assert "--sha256" in done.stdout, done.stderr
     with zipfile.ZipFile(io.BytesIO(base64.b64decode(packed()))) as archive:
         assert sorted(archive.namelist()) == sorted(("__main__.py", *MODULES))
+        for name in MODULES:
+            ast.parse(archive.read(name), feature_version=(3, 8))
 
 
 def test_a_vm_without_morph_has_it_after_its_first_program_and_asks_no_index(world: World, tmp_path: Path) -> None:
@@ -168,6 +169,7 @@ def test_a_vm_without_morph_has_it_after_its_first_program_and_asks_no_index(wor
     assert world.heard() == []
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_installed_of_the_version_that_is_wanted(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +223,7 @@ def test_each_worker_of_a_vm_is_given_up_and_it_is_written_down_once(world: Worl
 def test_a_stranger_gets_nothing_and_is_not_heard(world: World, tmp_path: Path) -> None:
     stranger = world.caller("another-secret")
     with pytest.raises(OSError, match="closed"):
-        stranger.wheel()
+        stranger.file("wheel")
     with contextlib.suppress(OSError):
         stranger.tell_unfit("everything")
     assert world.heard() == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manager.controller.state.events import ComputeTimesSeen, WorkerTimes
 from manager.engine.loop.event_queue import MOST_KEPT, Paces
-from morph.contract.messages import MicroBatchTimes
+from morph.contract.timeline import MicroBatchTimes
 
 
 def times(generation: int, *forward_s: float) -> MicroBatchTimes:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from manager.preparation import constant_trace, controller_config, device_memory_bytes
+from manager.machine.devices import CudaDevice
+from manager.preparation import constant_trace, controller_config, memory_of
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import LocalVms, Policy
 from morph.contract.errors import CheckpointError, PlanError
@@ -127,6 +128,36 @@ def test_a_checkpoint_that_lacks_a_unit_is_refused() -> None:
         controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, make_manifest(num_units=3))
 
 
+def _no_devices() -> tuple[CudaDevice, ...]:
+    pytest.fail("a CPU's VMs asked for devices")
+
+
 def test_memory_is_what_the_cluster_file_says_or_a_share_of_this_machine() -> None:
-    assert device_memory_bytes(LocalVms(num_vms=4, memory_bytes=123)) == 123
-    assert 0 < device_memory_bytes(LocalVms(num_vms=8)) <= device_memory_bytes(LocalVms(num_vms=4))
+    assert memory_of(LocalVms(num_vms=4, memory_bytes=123), devices=_no_devices).device_bytes == 123
+    four, eight = (memory_of(LocalVms(num_vms=count), devices=_no_devices) for count in (4, 8))
+    assert 0 < eight.device_bytes <= four.device_bytes
+    assert eight.host_bytes is None
+    assert memory_of(LocalVms(num_vms=4), num_vms=8, devices=_no_devices) == eight  # a trace that brings more
+
+
+def test_local_vms_on_cuda_are_planned_with_their_share_of_the_devices() -> None:
+    devices = (CudaDevice("GPU-a", 16 << 30), CudaDevice("GPU-b", 12 << 30))
+    for count, share in ((1, 12), (2, 12), (3, 6), (4, 6), (5, 4)):
+        found = memory_of(LocalVms(num_vms=count, device="cuda"), devices=lambda: devices)
+        assert found.device_bytes == (share << 30)
+        assert found.host_bytes == memory_of(LocalVms(num_vms=count)).device_bytes
+    told = memory_of(LocalVms(num_vms=2, device="cuda", memory_bytes=5), devices=_no_devices)
+    assert told.device_bytes == 5
+
+
+def test_a_run_on_shared_devices_has_only_plans_that_fit_in_the_shares() -> None:
+    vms, trace = LocalVms(num_vms=4, device="cuda"), constant_trace(VMS)
+    roomy, tight = (
+        controller_config(PROFILE, vms, POLICY, trace, 10, None, devices=lambda size=size: (CudaDevice("GPU-a", size),))
+        for size in (400_000_000, 280_000_000)
+    )
+    assert (roomy.device_memory_bytes, tight.device_memory_bytes) == (100_000_000, 70_000_000)
+    assert set(tight.plans) < set(roomy.plans)
+    for config in (roomy, tight):
+        limit = config.device_memory_bytes or 0
+        assert all(plan.expected.peak_memory_bytes <= limit for plan in config.plans.values())

@@ -16,7 +16,7 @@ from manager.engine.joining.link_server import Entrance, LinkServer, listen
 from manager.engine.local_vms.host_line import HostLine
 from manager.engine.on_processes.process_vms import ProcessVms
 from morph.contract.messages import Failed
-from morph.contract.proof import new_secret
+from morph.link.proof import new_secret
 from morph.runtime.process.messages import ANSWER, pack, parts
 from tests.engine.link_scene import Told
 from tests.worker_setup import SETUP

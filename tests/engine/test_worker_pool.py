@@ -18,16 +18,8 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.worker_pool import CALL_TIMEOUT_S, STUCK_TIMEOUT_S, WorkerPool
 from manager.journal.records import Fact
 from morph.contract.base import Value
-from morph.contract.messages import (
-    Aborted,
-    Heartbeat,
-    MicroBatchTimes,
-    Probed,
-    ProbeOrder,
-    StepOrder,
-    UnitWritten,
-    WorkerReady,
-)
+from morph.contract.messages import Aborted, Heartbeat, Probed, ProbeOrder, StepOrder, UnitWritten, WorkerReady
+from morph.contract.timeline import MicroBatchTimes
 from morph.runtime.process import messages
 from morph.runtime.process.messages import ANSWER, BEAT, packed, unpack
 from tests.worker_setup import SETUP

@@ -12,28 +12,29 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-import manager.engine.joining.notice_server as notice_server
+import manager.notices.server as vm_server
 from manager.engine.joining.certificates import Tls, certificates_of, load_authority, make_certificates
 from manager.engine.joining.enrolment_desk import LIFE, EnrolmentDesk
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
 from manager.enrolment.authority import Authority, check_certificate, new_key, now, signing_request
-from manager.enrolment.exchange import MAX_REQUEST_CHARACTERS, Exchange
 from manager.enrolment.node import NotEnrolled, Place, ask, enrol
 from manager.journal.records import Fact
-from manager.notices.line import MAX_LINE_BYTES, Lines
+from manager.notices.call import ERRAND, called
 from morph.contract.errors import ClusterError
-from morph.contract.proof import new_secret
+from morph.link.session import Session
+from morph.link.wire import SIZE, Wire
 
 SECRET, NODE, ADDRESS = "s3cret-of-this-run", "tiny-1-0", "127.0.0.2"
 BOUND_S = 20.0
-Line = dict[str, Any]
+Change = Callable[[bytes], bytes]
+MAX_REQUEST_CHARACTERS = 4096
 
 
 class World:
@@ -48,7 +49,7 @@ class World:
         self.server = self.open()
 
     def open(self) -> NoticeServer:
-        desk = EnrolmentDesk(self.event_queue, SECRET, load_authority(self.run))
+        desk = EnrolmentDesk(self.event_queue, load_authority(self.run))
         return NoticeServer(self.event_queue, SECRET, desk=desk)
 
     def place(self, port: int = 0, secret: str = SECRET) -> Place:
@@ -70,9 +71,13 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.server.close()
 
 
+def unchanged(message: bytes) -> bytes:
+    return message
+
+
 @contextlib.contextmanager
 def man_in_the_middle(
-    port: int, of_node: Callable[[Line], Line] = dict, of_manager: Callable[[Line], Line] = dict, source: str = ADDRESS
+    port: int, of_node: Change = unchanged, of_manager: Change = unchanged, source: str = ADDRESS
 ) -> Iterator[int]:
     """Stands between one node and the manager, and may change what each says; yields where he listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -82,15 +87,25 @@ def man_in_the_middle(
             with contextlib.suppress(OSError):
                 connection, _ = listener.accept()
                 with connection, socket.create_connection(("127.0.0.1", port), BOUND_S, (source, 0)) as onward:
-                    node, manager = Lines(connection), Lines(onward)
-                    node.write(**manager.read(BOUND_S))
-                    manager.write(**of_node(node.read(BOUND_S)))
-                    node.write(**of_manager(manager.read(BOUND_S)))
+                    connection.settimeout(BOUND_S)
+                    node, manager = connection.makefile("rb"), onward.makefile("rb")
+                    connection.sendall(next_frame(manager))
+                    onward.sendall(of_node(next_frame(node)))
+                    connection.sendall(of_manager(next_frame(manager)))
+                    onward.sendall(of_node(next_frame(node)))
+                    connection.sendall(of_manager(next_frame(manager)))
 
         thread = threading.Thread(target=stand)
         thread.start()
         yield int(listener.getsockname()[1])
         thread.join(BOUND_S)
+
+
+def next_frame(stream: BinaryIO) -> bytes:
+    head = stream.read(SIZE.size)
+    if len(head) < SIZE.size:
+        raise ConnectionError("it hung up")
+    return head + stream.read(SIZE.unpack(head)[0])
 
 
 def test_a_node_gets_a_certificate_for_its_own_key_and_address(world: World) -> None:
@@ -130,7 +145,7 @@ def test_without_the_secret_nobody_is_signed_for(world: World) -> None:
 
 
 def test_a_manager_without_the_secret_is_not_believed(world: World, tmp_path: Path) -> None:
-    other = NoticeServer(EventQueue(), "wrong", desk=EnrolmentDesk(EventQueue(), "wrong", Authority.make()))
+    other = NoticeServer(EventQueue(), "wrong", desk=EnrolmentDesk(EventQueue(), Authority.make()))
     try:
         with pytest.raises(NotEnrolled, match="no certificate came"):
             world.enrol(port=other.port)
@@ -144,23 +159,27 @@ def test_who_only_listens_between_them_changes_nothing(world: World) -> None:
         assert world.enrol(port) == ADDRESS
 
 
-def test_a_swapped_request_or_name_is_not_signed(world: World) -> None:
-    theirs = signing_request(new_key(), NODE, ADDRESS)
-    for change in ({"request": theirs}, {"node": "tiny-1-1"}, {"fresh": new_secret()}, {"proof": new_secret()}):
+def swapped(of: bytes, by: bytes) -> Change:
+    """Swaps bytes of a message for as many others."""
+    assert len(of) == len(by)
+    return lambda frame: frame.replace(of, by)
+
+
+def test_a_changed_request_or_name_is_not_signed(world: World) -> None:
+    for change in (swapped(NODE.encode(), b"tiny-1-1"), swapped(b"BEGIN CERT", b"BEGIN CERt")):
         with (
-            man_in_the_middle(world.server.port, of_node=lambda line, change=change: line | change) as port,
+            man_in_the_middle(world.server.port, of_node=change) as port,
             pytest.raises(NotEnrolled, match="no certificate came"),
         ):
             world.enrol(port)
     assert world.facts() == []
 
 
-def test_a_swapped_answer_is_not_believed(world: World) -> None:
-    other = Authority.make().certify(new_key().public_key(), NODE, ADDRESS, LIFE, now()).decode()
-    for change in ({"certificate": other}, {"certificate": "", "refused": "go away"}, {"proof": new_secret()}):
+def test_a_changed_answer_is_not_believed(world: World) -> None:
+    for change in (swapped(b"BEGIN CERT", b"BEGIN CERt"), swapped(b"certificate", b'refused": "')):
         with (
-            man_in_the_middle(world.server.port, of_manager=lambda line, change=change: line | change) as port,
-            pytest.raises(NotEnrolled, match="does not have this run's secret"),
+            man_in_the_middle(world.server.port, of_manager=change) as port,
+            pytest.raises(NotEnrolled, match="a message is not what the other end sent next"),
         ):
             world.enrol(port)
     assert not (world.directory / "node").exists()
@@ -176,48 +195,42 @@ def test_a_request_that_comes_from_another_address_is_refused_and_the_node_is_to
     assert (fact.name, fact.detail[: len(NODE)]) == ("enrolment_refused", NODE)
 
 
-def greeted(world: World) -> tuple[Lines, str]:
-    connection = socket.create_connection(("127.0.0.1", world.server.port), BOUND_S, (ADDRESS, 0))
-    lines = Lines(connection)
-    return lines, str(lines.read(BOUND_S)["nonce"])
+def test_what_was_overheard_is_worth_nothing_on_another_connection(world: World) -> None:
+    overheard: list[bytes] = []
 
+    def hear(frame: bytes) -> bytes:
+        overheard.append(frame)
+        return frame
 
-def is_sent_away(lines: Lines) -> bool:
-    try:
-        lines.read(BOUND_S)
-    except ConnectionError:
-        return True
-    finally:
-        lines.close()
-    return False
-
-
-def test_a_line_that_was_overheard_is_worth_nothing_on_another_connection(world: World) -> None:
-    lines, nonce = greeted(world)
-    asked = Exchange(SECRET, nonce, new_secret(), NODE, signing_request(new_key(), NODE, ADDRESS)).ask()
-    lines.write(**asked.model_dump())
-    assert lines.read(BOUND_S)["certificate"]
-    lines.close()
+    with man_in_the_middle(world.server.port, of_node=hear) as port:
+        world.enrol(port)
     world.facts()
-    lines, _ = greeted(world)
-    lines.write(**asked.model_dump())
-    assert is_sent_away(lines)
+    with socket.create_connection(("127.0.0.1", world.server.port), BOUND_S, (ADDRESS, 0)) as connection:
+        session = Session(connection, Wire(None))
+        session.receive(BOUND_S)
+        connection.sendall(b"".join(overheard))
+        with pytest.raises(ConnectionError):
+            session.receive(BOUND_S)
     assert world.facts() == []
 
 
-@pytest.mark.parametrize("size", [MAX_REQUEST_CHARACTERS + 1, MAX_LINE_BYTES])
-def test_a_line_that_is_too_large_is_not_read_even_of_one_with_the_secret(world: World, size: int) -> None:
-    lines, nonce = greeted(world)
-    exchange = Exchange(SECRET, nonce, new_secret(), NODE, "CSR")
-    with contextlib.suppress(OSError):  # it may close before all is sent
-        lines.write(**exchange.ask().model_dump() | {"request": "x" * size})
-    assert is_sent_away(lines)
+@pytest.mark.parametrize(
+    ("node", "request_text"),
+    [(NODE, "x" * (MAX_REQUEST_CHARACTERS + 1)), (NODE, None), ("n1.n2", "CSR"), ("n" * 65, "CSR"), ("N1\n", "CSR")],
+)
+def test_who_asks_in_another_form_is_sent_away_even_with_the_secret(
+    world: World, node: str, request_text: str | None
+) -> None:
+    with called(("127.0.0.1", world.server.port), SECRET, node, ERRAND) as session:
+        session.tell({"kind": "certificate", "request": request_text})
+        with pytest.raises(ConnectionError):
+            session.receive(BOUND_S)
     assert world.facts() == []
     assert world.enrol() == ADDRESS
 
 
 def test_whoever_is_slow_is_sent_away_however_steadily_he_sends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notice_server, "HELLO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(vm_server, "HELLO_TIMEOUT_S", 0.3)
     connection = socket.create_connection(("127.0.0.1", world.server.port), BOUND_S)
     connection.settimeout(0.05)
     with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -257,7 +270,7 @@ def test_a_manager_that_comes_late_is_waited_for(world: World) -> None:
     enrolled: list[str] = []
     thread = threading.Thread(target=lambda: enrolled.append(world.enrol(port, patience_s=BOUND_S)))
     thread.start()
-    desk = EnrolmentDesk(world.event_queue, SECRET, load_authority(world.run))
+    desk = EnrolmentDesk(world.event_queue, load_authority(world.run))
     world.server = NoticeServer(world.event_queue, SECRET, port=port, desk=desk)
     thread.join(BOUND_S)
     assert enrolled == [ADDRESS]

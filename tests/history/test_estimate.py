@@ -150,6 +150,7 @@ def drawn_in_bulk(draw: random.Random, per_vm_h: float) -> list[Life]:
     return list(together(lives))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn", [drawn_alone, drawn_in_bulk])
 def test_nine_of_ten_intervals_hold_the_rate_of_a_population_like_the_prior(
     drawn: Callable[[random.Random, float], list[Life]],

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from morph.contract.proof import new_secret
 from morph.link.greeting import Greeting
+from morph.link.proof import new_secret
 
 SECRET = new_secret()
 

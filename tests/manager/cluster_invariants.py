@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from simulated_cluster import Observer, SimulatedCluster
+from simulated_job import SUMMED
 from simulated_worker import order_key
 
 from manager.controller.requests.node_requests import MAX_SENT
-from manager.controller.saves.timing import patience_s
 from manager.controller.state.actions import (
     Abort,
     AcknowledgeNotice,
@@ -22,6 +22,7 @@ from manager.controller.state.actions import (
     SendStep,
     StartWorker,
 )
+from manager.controller.state.bounds import ahead_bound_s, save_bound_s
 from manager.controller.state.events import (
     CheckpointFailed,
     Event,
@@ -36,6 +37,7 @@ from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.controller.state.validate import BrokenState, validate
 from manager.controller.steps.resting import LONGEST_PAUSE_S
+from manager.simulation.spot.sums import disjoint_union
 from morph.contract.vm_names import beside, vm_of
 
 
@@ -71,6 +73,19 @@ def check_versions(cluster: SimulatedCluster, before: ControllerState, event: Ev
         decided = decision.state.decided
         cluster.check(decided is not None and decided.skipped == skipped, f"version {new} is decided with {decided}")
         cluster.check(right, f"version {new} is decided, but not every member prepared step {old}")
+        check_counted(cluster, before)
+
+
+def check_counted(cluster: SimulatedCluster, before: ControllerState) -> None:
+    """Of the step that is decided, what each section gave for each micro-batch is in exactly one sum."""
+    assert before.reshape is not None
+    whole = (1 << before.reshape.plan.num_micro_batches) - 1
+    counted = [cluster.workers[slot.worker].sums.counted or {} for slot in before.slots]
+    total, once = disjoint_union(counted)
+    cluster.check(once, f"a contribution to step {before.version} is in two sums")
+    places = {(unit, section) for unit, sections in SUMMED.items() for section in sections}
+    missing = sorted(place for place in places if total.get(place, 0) != whole)
+    cluster.check(not missing, f"contributions to step {before.version} are missing in {missing}")
 
 
 def check_orders(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
@@ -105,7 +120,7 @@ def check_holdings(cluster: SimulatedCluster, before: ControllerState, event: Ev
     """What the controller believes a worker holds, it holds; and what is needed is held or can be restored."""
     state = decision.state
     saved = state.checkpoint is None or state.checkpoint.version in cluster.checkpoints
-    cluster.check(saved, "the newest checkpoint is not on storage")
+    cluster.check(saved or state.doubt is not None, "the newest checkpoint is not on storage")
     if any(isinstance(action, SendReshape | SendStep | SendCommit) for action in decision.actions):
         return  # who is about to apply a version has not done so yet
     for name, entry in state.workers.items():
@@ -125,7 +140,7 @@ def check_waits(cluster: SimulatedCluster, before: ControllerState, event: Event
     nobody = state.phase is Phase.STARTING and not state.workers
     cluster.check(decision.wake_at_s is not None or nobody, f"{state.phase} waits without a bound")
     if decision.wake_at_s is not None:
-        bound_s = max(patience_s(state), policy.start_patience_s)
+        bound_s = max(save_bound_s(state), policy.start_patience_s)
         if state.phase is Phase.RESTING:
             bound_s = max(bound_s, LONGEST_PAUSE_S)
         if state.phase in (Phase.WAITING, Phase.STARTING):
@@ -224,8 +239,8 @@ def check_ahead(cluster: SimulatedCluster, before: ControllerState, event: Event
         return
     late_s = sum(max(0.0, -by_s) for _, by_s in cluster.faults.clock_jumps)
     left_s = ahead.until_s - cluster.clock_s()
-    patience_s = state.config.policy.rules.ahead.patience_s
-    cluster.check(left_s <= patience_s + late_s + 1e-6, f"a change is put off for {left_s:.1f} s")
+    bound_s = ahead_bound_s(state, 2 * state.plan.expected.mini_batch_s if state.plan else 0.0)
+    cluster.check(left_s <= bound_s + late_s + 1e-6, f"a change is put off for {left_s:.1f} s")
     if known is not None and known.number == ahead.number and state.version > before.version:
         going_on = any(isinstance(action, SendStep) for action in decision.actions)
         cluster.check(not going_on or left_s > 0, "a change is put off for longer than it was to be")

@@ -31,6 +31,7 @@ FATAL_ACTIONS = (
     "write_manifest",
 )
 LONGEST_S = 400.0
+LONG_NOTICES = 12.0
 AHEAD = (
     PreCopyRules(when="always", patience_s=6.0, bytes_per_s=20.0),
     PreCopyRules(when="always", patience_s=2.0, bytes_per_s=100.0),
@@ -49,13 +50,14 @@ def random_faults(seed: int) -> tuple[Faults, int, int]:
         count = draw.randint(1, most) if draw.random() < share else 0
         return tuple(draw.uniform(0.5, 14) for _ in range(count))
 
+    long = LONG_NOTICES if seed % 5 == 3 else 1.0  # in which members go on training
     faults = Faults(
         num_devices=(1, 1, 1, 2 + seed // 4 % 2)[seed % 4],
         death_per_order=draw.choice([0, 0.02, 0.06]),
         deaths_after_s=((draw.uniform(1, 12), draw.choice([1, 2, 3])),),
         joins_after_s=tuple(draw.uniform(1, 12) for _ in range(draw.randrange(4))),
         comeback=now_and_then(0.3, 0.5, 1.0),
-        notices_after_s=tuple((time_s, draw.choice([None, draw.uniform(0, 4)])) for time_s in moments(0.5, 3)),
+        notices_after_s=tuple((time_s, draw.choice([None, long * draw.uniform(0, 4)])) for time_s in moments(0.5, 3)),
         notice_withdrawn=now_and_then(0.3, 0.5),
         silent_death=now_and_then(0.5, 0.3),
         late_loss=now_and_then(0.5, 0.3),
@@ -81,6 +83,12 @@ def random_faults(seed: int) -> tuple[Faults, int, int]:
     num_nodes, target = draw.randrange(2, 8), draw.choice([0, 0, 4, 6])
     causes: tuple[FailureCause, ...] = ("job", "device", "memory") if target else ("job",)  # else nobody is replaced
     faults = replace(faults, order_error=now_and_then(0.3, 0.02, 0.1), error_causes=causes)
+    if draw.random() < 0.15:  # every VM goes, and others come: what was saved is loaded, if it can be
+        gone_s = draw.uniform(8, 16)
+        deaths = (*faults.deaths_after_s, (gone_s, 20))
+        joins = (*faults.joins_after_s, *(gone_s + draw.uniform(0, 0.5) for _ in range(draw.randint(2, 5))))
+        failure = draw.choice([0, 0.3, 0.9])
+        faults = replace(faults, deaths_after_s=deaths, joins_after_s=joins, load_failure=failure, quiet_after_s=24.0)
     return faults, num_nodes, target
 
 

@@ -21,6 +21,7 @@ from manager.controller.state.actions import (
     AcknowledgeNotice,
     Action,
     EndWorker,
+    FindCheckpoint,
     Finish,
     ProbeWorker,
     RequestNodes,
@@ -36,6 +37,8 @@ from manager.controller.state.events import (
     EVENT,
     MANIFEST_WRITER,
     CheckpointFailed,
+    CheckpointFound,
+    CheckpointNotFound,
     ComputeTimesSeen,
     Event,
     ManagerResumed,
@@ -323,8 +326,26 @@ class SimulatedCluster(World):
             case WriteManifest():
                 version, first = action.manifest.version, self.first
                 self.at(self.between(0.1, 1), lambda: self.write_manifest(version, first))
+            case FindCheckpoint():
+                first = self.first
+                self.at(self.between(0.1, 2), lambda: self.find_checkpoint(first))
             case Finish():
                 self.finish = action
+
+    def find_checkpoint(self, first: ControllerState) -> None:
+        """Storage is read: what is damaged is set aside, by a manager that may die before it can tell."""
+        if first is not self.first or (self.down and self.random.random() < 0.5):
+            return
+        if self.chance(self.faults.load_failure):
+            self.emit(CheckpointNotFound(error="storage does not answer", damaged=False))
+            return
+        version = max(self.checkpoints - self.crew.damaged)
+        newer = sorted(passed for passed in self.checkpoints if passed > version)
+        self.checkpoints.difference_update(newer)
+        self.told_written.difference_update(newer)
+        told = tuple(f"version {passed} is passed over" for passed in newer)
+        manifest = Manifest(fingerprint="f", version=version, units=FILES)
+        self.emit(CheckpointFound(manifest=manifest, passed_over=told))
 
     def write_manifest(self, version: int, first: ControllerState) -> None:
         """The manifest is on storage, unless the run that asked for it was begun again."""
@@ -334,6 +355,7 @@ class SimulatedCluster(World):
             self.emit(CheckpointFailed(worker=MANIFEST_WRITER, error="disk full"))
             return
         self.checkpoints.add(version)
+        self.crew.damaged.discard(version)
         self.emit(ManifestWritten(version=version))
 
     def fail(self, name: str, error: str) -> None:

@@ -8,6 +8,7 @@ import math
 import random
 
 from manager.controller.state.config import ControllerConfig
+from manager.simulation.spot.sums import with_losses
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import Policy
 from morph.contract.decided import Decided, LossScale
@@ -52,6 +53,7 @@ RULES = Rules(
     stutter=StutterRules(samples=4, windows=2, probe_every_s=1.0, probe_every_max_s=1.5, max_probes=3),
 )
 UNITS: dict[str, tuple[int, ...]] = {f"s{section}": (section,) for section in range(6)} | {"s0+s5": (0, 5)}
+SUMMED = with_losses(UNITS, num_sections=6)
 SIZES = {unit: 100 if "+" in unit else 10 for unit in UNITS}
 
 

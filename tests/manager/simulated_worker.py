@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from simulated_job import SUMMED
+
 from manager.controller.state.actions import SendCommit, SendReshape, SendStep
 from manager.controller.state.state import Phase
-from morph.contract.messages import Answer, FailureCause
+from manager.simulation.spot.sums import WorkerSums
+from morph.contract.messages import Answer, FailureCause, ReshapeOrder
 
 Order = SendReshape | SendStep | SendCommit
 OrderKey = tuple[str, int, int, int]
@@ -46,6 +49,8 @@ class Faults:
     stuck: float = 0.0
     spurious_abort: float = 0.0
     write_failure: float = 0.0
+    load_failure: float = 0.0
+    """a checkpoint cannot be loaded: it is damaged where an older one is whole, else storage failed for a moment"""
     slow: float = 0.0
     """share of workers that compute 30 % slower, for a while"""
     refused: float = 0.0
@@ -97,15 +102,20 @@ class SimulatedWorker:
     ahead_number: int = 0
     units: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
+    shape: ReshapeOrder | None = None
     stage_units: frozenset[str] = frozenset()
     prepared: int | None = None
+    shared: dict[str, int] = field(default_factory=dict)
+    """of units that it keeps for others: the step whose gradients it holds"""
+    begun_sums: WorkerSums | None = None
+    sums: WorkerSums = field(default_factory=lambda: WorkerSums(SUMMED))
     overflowed: bool = False
     non_finite: bool = False
 
     def has(self, unit: str, version: int) -> bool:
         """Whether it can give this unit at this version, applying what it prepared if need be."""
         if self.prepared is not None and self.prepared + 1 == version:
-            return unit in self.stage_units
+            return unit in self.stage_units or self.shared.get(unit) == self.prepared
         return version in (self.units.get(unit), self.received.get(unit))
 
     def apply(self) -> None:
@@ -113,7 +123,10 @@ class SimulatedWorker:
         assert self.prepared is not None
         self.units = {unit: held + 1 if unit in self.stage_units else held for unit, held in self.units.items()}
         self.prepared = None
+        self.sums = WorkerSums(SUMMED)
 
     def forget(self) -> None:
         """Drop all state."""
         self.units, self.received, self.stage_units, self.prepared = {}, {}, frozenset(), None
+        self.shared, self.begun_sums = {}, None
+        self.sums = WorkerSums(SUMMED)

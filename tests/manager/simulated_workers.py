@@ -6,16 +6,19 @@ the newest is ignored.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from simulated_ahead import SimulatedPreCopy
-from simulated_job import broken_unit, facts_of, file_of, norm_sq, scale_of
+from simulated_following import SimulatedFollowing
+from simulated_job import SUMMED, broken_unit, facts_of, file_of, norm_sq, scale_of
 from simulated_worker import Order, SimulatedWorker, order_key, sequence_of
 from simulated_world import World
 
 from manager.controller.state.actions import SendCommit, SendReshape, SendStep
 from manager.controller.state.events import CheckpointFailed, Event, UnitsWritten, WorkerAnswered, WorkerLost
+from manager.simulation.spot.sums import StepStart, WorkerSums, right_salvage
 from morph.contract.messages import (
     Aborted,
     Answer,
@@ -42,7 +45,9 @@ class SimulatedWorkers:
         self.killer: Callable[[str], None] = self.die
         self.members: dict[int, frozenset[str]] = {}
         self.failed: set[int] = set()
+        self.damaged: set[int] = set()
         self.ahead = SimulatedPreCopy(world, tell, self.all)
+        self.following = SimulatedFollowing(world, self.all)
 
     # --- life ------------------------------------------------------------------------------------------------
 
@@ -99,7 +104,10 @@ class SimulatedWorkers:
         members = self.members[order.order.generation]
         if isinstance(order, SendReshape):
             sources = order.order.sources
-            return members | {source.peer for source in sources if source.peer and source.worker == order.worker}
+            salvage = order.order.salvage
+            holders = {entry.holder for entry in salvage.sums if entry.receiver == order.worker} if salvage else set()
+            peers = {source.peer for source in sources if source.peer and source.worker == order.worker}
+            return members | peers | holders
         return members
 
     # --- messages --------------------------------------------------------------------------------------------
@@ -173,6 +181,7 @@ class SimulatedWorkers:
             cause = self.world.random.choice(causes)
             self.failed.add(step)
             worker.lost_device = cause == "device"
+            worker.sums = WorkerSums(SUMMED)
             self.world.note(f"{name} fails at {step}: {cause}")
             generation = action.order.generation
             self.answer(name, action, Failed(worker=name, generation=generation, error=cause, cause=cause))
@@ -189,6 +198,7 @@ class SimulatedWorkers:
                 raise world.broken(f"{name} is to apply version {version} with {order.decided}")
             self.ahead.apply(name, worker.prepared)
             worker.apply()
+            self.following.enter(worker, version)
         if isinstance(action, SendStep):
             scale = scale_of(version, world.faults.non_finite)
             if order.loss_scale != scale:
@@ -200,20 +210,39 @@ class SimulatedWorkers:
                 raise world.broken(f"{name} is to write {order.checkpoint_units} at version {version}: {worker.units}")
             self.write_later(action)
             return
-        worker.prepared = None
         if isinstance(action, SendReshape):
+            worker.sums.keep(version, prepared=() if worker.prepared is None else worker.stage_units)
+        worker.prepared = None
+        worker.shared = {}
+        if isinstance(action, SendReshape):
+            worker.shape = action.order
             worker.units |= {unit: held for unit, held in worker.received.items() if held == version}
             worker.received = {}
             return
         worker.units |= worker.received
         worker.received = {}
-        worker.units = {unit: held for unit, held in worker.units.items() if unit in worker.stage_units}
-        right = set(worker.units) == worker.stage_units and set(worker.units.values()) <= {version}
+        followed = {unit for unit, held in worker.units.items() if held == version and unit in self.followed_by(name)}
+        worker.units = {unit: held for unit, held in worker.units.items() if unit in worker.stage_units | followed}
+        right = set(worker.units) == worker.stage_units | followed and set(worker.units.values()) <= {version}
         if not right:
             raise world.broken(f"{name} is to be at version {version} with {worker.stage_units}: {worker.units}")
         self.write_later(action)
         if isinstance(action, SendStep):
             self.ahead.begin_step(name, version)
+            shape = worker.shape
+            assert shape is not None
+            slot = next(slot for slot in shape.slots if slot.worker == name)
+            first = version == shape.version and order.attempt == 0
+            if not worker.sums.begin(StepStart(SUMMED, shape, first=first), slot, version):
+                raise world.broken(f"{name} is to go on with sums that it does not have")
+            worker.begun_sums = dataclasses.replace(worker.sums, counted=dict(worker.sums.counted or {}))
+            if order.attempt:
+                worker.begun_sums = None
+
+    def followed_by(self, name: str) -> set[str]:
+        """Return the units that a worker keeps for others in its shape."""
+        shape = self.all[name].shape
+        return {unit for f in shape.follows if f.follower == name for unit in f.units} if shape is not None else set()
 
     def complete(self, action: Order, token: int) -> None:
         """The work of an order is done, unless the worker died, gave up or hangs; or it waits for a peer."""
@@ -232,6 +261,11 @@ class SimulatedWorkers:
             if any(peer.begun != key for peer in peers):
                 self.world.at(0.3, lambda: self.complete(action, token))
                 return
+        if isinstance(action, SendReshape) and self.cannot_load(name, action.order):
+            error = f"version {action.order.version} differs from its manifest"
+            generation = action.order.generation
+            self.answer(name, action, Failed(worker=name, generation=generation, error=error, cause="checkpoint"))
+            return
         done: dict[type, Callable[[str, SimulatedWorker, Any], Answer]]
         done = {SendReshape: self.reshaped, SendStep: self.stepped, SendCommit: self.committed}
         self.answer(name, action, done[type(action)](name, worker, action.order))
@@ -241,10 +275,34 @@ class SimulatedWorkers:
         for source in order.sources:
             if source.worker == name:
                 self.take(name, worker, source, order)
+        self.take_sums(name, worker, order)
         worker.stage_units = frozenset(source.unit for source in order.sources if source.worker == name)
+        self.following.begin(name, worker, order)
         scale = scale_of(order.version, self.world.faults.non_finite) if worker.stage_units else None
         durations = {"groups_s": 0.1, "state_s": 0.2, "received_bytes": 0}
         return Reshaped(worker=name, generation=order.generation, loss_scale=scale, **durations)
+
+    def take_sums(self, name: str, worker: SimulatedWorker, order: ReshapeOrder) -> None:
+        """Take the partial sums that this worker goes on with; who is to have them must really have them."""
+        if order.salvage is None:
+            return
+        right = right_salvage(order.salvage, SUMMED, order.plan.num_micro_batches)
+        self.world.check(right, f"generation {order.generation} runs {order.salvage.remaining} again")
+        for entry in order.salvage.sums:
+            if name == entry.receiver and entry.holder != name:
+                holder = self.all[entry.holder]
+                if entry.sum not in holder.sums.parts:
+                    raise self.world.broken(f"{name} is to get a sum of {entry.sum.unit} that {entry.holder} lacks")
+                worker.sums.parts.append(entry.sum)
+
+    def cannot_load(self, name: str, order: ReshapeOrder) -> bool:
+        """Whether a worker reads a checkpoint for this order and cannot."""
+        if not any((source.peer or source.worker) == name and source.kind == "checkpoint" for source in order.sources):
+            return False
+        fails = self.world.chance(self.world.faults.load_failure)
+        if fails and self.world.random.random() < 0.7 and min(self.checkpoints - self.damaged) < order.version:
+            self.damaged.add(order.version)
+        return fails or order.version in self.damaged
 
     def take(self, name: str, worker: SimulatedWorker, source: Any, order: ReshapeOrder) -> None:
         """Take one unit."""
@@ -264,6 +322,7 @@ class SimulatedWorkers:
     def stepped(self, name: str, worker: SimulatedWorker, order: Any) -> Answer:
         """Run a step up to its reduced gradients."""
         faults = self.world.faults
+        worker.sums.run()
         worker.prepared = order.step
         worker.overflowed = order.attempt < 3 and self.world.chance(faults.overflow)
         worker.non_finite = broken_unit(order.step, faults.non_finite) in worker.stage_units
@@ -276,6 +335,7 @@ class SimulatedWorkers:
             overflowed=worker.overflowed,
             unit_norms_sq={} if worker.non_finite else norms_sq,
             non_finite=worker.non_finite,
+            followed=self.following.share(name, order.step),
             losses=tuple(
                 MicroBatchLoss(micro_batch=index, loss=1 / (1 + order.step), metrics={"right": index / 2})
                 for index in range(2)
@@ -291,13 +351,21 @@ class SimulatedWorkers:
 
     def aborted(self, name: str, generation: int, *, peer_lost: bool) -> Answer:
         """Build the answer of a worker that gave up."""
-        return Aborted(worker=name, generation=generation, peer_lost=peer_lost)
+        kept = self.all[name].sums.told()
+        return Aborted(worker=name, generation=generation, peer_lost=peer_lost, kept=kept)
 
     def give_up(self, name: str, *, peer_lost: bool, token: int | None = None) -> None:
         """Answer ``Aborted`` to the present order."""
         worker = self.all[name]
         if worker.alive and worker.order is not None and not worker.deaf and token in (None, worker.token):
             order = worker.order
+            if isinstance(order, SendStep):
+                worker.sums.run(self.world.random.randrange(len(worker.sums.share) + 1))
+                if order.order.attempt:
+                    worker.sums.counted = {}
+                worker.sums.keep(order.order.step)
+                if not order.order.attempt:
+                    worker.sums.parts += self.following.copies(name, order.order.step)
             self.answer(name, order, self.aborted(name, order.order.generation, peer_lost=peer_lost))
 
     def abort(self, name: str, generation: int) -> None:

@@ -6,12 +6,15 @@ import itertools
 
 import pytest
 from controller_script import Script, script_in
+from simulated_job import MANIFEST
 
 from manager.controller.decide import TRANSITIONS, ImpossibleEvent, decide
 from manager.controller.state.events import (
     EVENT_TYPES,
     MANIFEST_WRITER,
     CheckpointFailed,
+    CheckpointFound,
+    CheckpointNotFound,
     ComputeTimesSeen,
     Event,
     ManagerResumed,
@@ -44,7 +47,8 @@ from morph.contract.messages import (
 )
 
 GRID = list(itertools.product(Phase, EVENT_TYPES))
-IMPOSSIBLE = {(Phase.STARTING, UnitsWritten), (Phase.STARTING, CheckpointFailed), (Phase.STARTING, ManifestWritten)}
+OF_CHECKPOINTS = (UnitsWritten, CheckpointFailed, ManifestWritten, CheckpointFound, CheckpointNotFound)
+IMPOSSIBLE = {(Phase.STARTING, event_type) for event_type in OF_CHECKPOINTS}
 
 
 def events_of(event_type: type[Event], script: Script) -> list[Event]:
@@ -65,6 +69,9 @@ def events_of(event_type: type[Event], script: Script) -> list[Event]:
             lambda worker, old: Committed(worker=worker, generation=state.generation - old, version=state.version),
             lambda worker, old: Aborted(worker=worker, generation=state.generation - old, peer_lost=True),
             lambda worker, old: Failed(worker=worker, generation=state.generation - old, error="broken"),
+            lambda worker, old: Failed(
+                worker=worker, generation=state.generation - old, error="damaged", cause="checkpoint"
+            ),
         ]
         made = itertools.product(everybody, (0, 1), answers)
         return [WorkerAnswered(worker=worker, answer=make(worker, old)) for worker, old, make in made]
@@ -77,6 +84,10 @@ def events_of(event_type: type[Event], script: Script) -> list[Event]:
         return [CheckpointFailed(worker=worker, error="disk full") for worker in (*everybody, MANIFEST_WRITER)]
     if event_type is ManifestWritten:
         return [ManifestWritten(version=version) for version in (state.version, 99)]
+    if event_type is CheckpointFound:
+        return [CheckpointFound(manifest=MANIFEST.model_copy(update={"version": version})) for version in (1, 99)]
+    if event_type is CheckpointNotFound:
+        return [CheckpointNotFound(error="silent", damaged=damaged) for damaged in (False, True)]
     if event_type is PreCopyReported:
         reports = [PreCopyReport(number=1, following=("s0",)), PreCopyReport(number=99, error="broken")]
         return [PreCopyReported(worker=worker, report=report) for worker in everybody for report in reports]

@@ -29,6 +29,7 @@ def test_the_best_shape_is_chosen_once_when_a_planned_change_is_formed(monkeypat
     assert chosen == [Phase.TRAINING]
 
 
+@pytest.mark.slow
 def test_what_was_chosen_is_what_would_be_chosen_now_in_every_history(monkeypatch: pytest.MonkeyPatch) -> None:
     once, num_kept = Draft.once, 0
 

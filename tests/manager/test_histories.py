@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -16,7 +17,9 @@ from random_history import AHEAD, FATAL_ACTIONS, Reached, play, play_all, reache
 from simulated_cluster import BrokenHistoryError, Faults, SimulatedCluster
 from simulated_job import make_config
 
+from manager.controller.state.actions import EndWorker, ReleaseNodes
 from manager.controller.state.draft import Draft
+from manager.controller.state.events import CheckpointFound, CheckpointNotFound
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import Phase
 
@@ -34,6 +37,7 @@ def played() -> list[Reached]:
         return list(pool.map(reached_by, [range(first, first + SEEDS_AT_ONCE) for first in seeds]))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_history_keeps_the_invariants_and_ends(played: list[Reached]) -> None:
     assert {chunk.num_histories for chunk in played} == {SEEDS_AT_ONCE}
@@ -69,6 +73,40 @@ def play_deaths(phase: Phase, count: int, seed: int) -> SimulatedCluster:
     cluster.entered[Phase.STARTING] += 1
     cluster.check(cluster.run(4 if phase is Phase.HOLDING else 6).outcome == "finished", "did not finish")
     return cluster
+
+
+def play_failed_loads(seed: int, dies_before: str = "") -> SimulatedCluster:
+    """Play a history in which all VMs go, others come, and what was saved cannot always be loaded."""
+    gone_s = 13.0 + seed % 5
+    faults = Faults(
+        deaths_after_s=((gone_s, 20), (gone_s + 9.0, 1)),
+        joins_after_s=tuple(gone_s + 0.2 + index / 10 for index in range(6)),
+        load_failure=0.7,
+        lost_message=0.01 if seed % 3 == 0 else 0.0,
+        stuck=0.05 if seed % 3 == 1 else 0.0,
+        restarts_after_s=(gone_s + 5.0,) if seed % 2 else (),
+        dies_before=dies_before,
+        quiet_after_s=gone_s + 30.0,
+    )
+    cluster = SimulatedCluster(seed, make_config(num_steps=24), faults, observers=INVARIANTS)
+    cluster.check(cluster.run(4).outcome == "finished", "did not finish")
+    return cluster
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_passed_over_or_loaded_again_by_the_same_workers() -> None:
+    found: Counter[str] = Counter()
+    for seed in range(20):
+        for _, event, decision in play_failed_loads(seed).history:
+            if isinstance(event, CheckpointFound | CheckpointNotFound):
+                found[f"{event.kind}, {decision.reason.code}"] += 1
+                assert not any(isinstance(action, EndWorker | ReleaseNodes) for action in decision.actions)
+    assert found["checkpoint_found, set_back"] >= 5
+    assert found["checkpoint_found, formed"] >= 5
+    assert found["checkpoint_not_found, resting"] >= 5
+
+
+def test_a_manager_that_dies_while_a_whole_checkpoint_is_looked_for_is_taken_over_from() -> None:
+    assert sum(play_failed_loads(seed, "find_checkpoint").died_before for seed in range(10)) >= 5
 
 
 @pytest.mark.parametrize("kind", sorted({*FATAL_ACTIONS} - {"probe_worker", "finish"}))

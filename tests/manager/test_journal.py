@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from journalled_history import JournalledCluster
+from pydantic_core import PydanticSerializationError
 from simulated_cluster import Faults
 from simulated_job import make_config
 from simulated_workers import TIMES
@@ -152,6 +153,19 @@ def test_an_event_and_its_decision_are_written_both_or_neither(tmp_path: Path) -
         assert journal.read() == ()
         journal.append_decision(1.0, event, decision)
         assert [line.kind for line in journal.read()] == ["event", "decision"]
+
+
+def test_an_interrupt_while_a_decision_is_written_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pydantic takes it for an error of the value that it writes."""
+    event = NodeAppeared(node="n1")
+    decision = decide(initial_state(make_config()), event, 1.0)
+
+    def interrupted(*_: object) -> str:
+        raise PydanticSerializationError("Error serializing to JSON: KeyboardInterrupt: ")
+
+    monkeypatch.setattr(DecisionRecord, "model_dump_json", interrupted)
+    with Journal.open(tmp_path / FILE_NAME) as journal, pytest.raises(KeyboardInterrupt):
+        journal.append_decision(1.0, event, decision)
 
 
 def test_a_reshape_order_is_kept_once_for_all_its_receivers(tmp_path: Path) -> None:

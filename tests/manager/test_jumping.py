@@ -87,6 +87,7 @@ def is_step(event: Event) -> bool:
     return isinstance(event, AnsweredAlike) and isinstance(event.answer, Prepared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [None, 200])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_later_event_and_decision_is_the_same(seed: int, every: int | None) -> None:

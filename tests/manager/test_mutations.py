@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,9 @@ def _survivors_are_told_no_facts(**fields: Any) -> Any:
     return ReshapeOrder(**{**fields, "decided": None})
 
 
+_TELLS_NO_FACTS = SimpleNamespace(model_construct=_survivors_are_told_no_facts)
+
+
 def _one_is_placed_twice(*arguments: Any) -> Any:
     slots = place(*arguments)
     return (*slots[:-1], slots[-1].model_copy(update={"worker": slots[0].worker})) if len(slots) > 1 else slots
@@ -138,9 +142,9 @@ def _probes_never_end(draft: Draft, worker: str, what: str) -> None:
     draft.change(config=config)
 
 
-def _everything_has_arrived(order: Any, ahead: Any) -> Any:
+def _everything_has_arrived(order: Any, ahead: Any, held: Any) -> Any:
     following = {worker: {move.unit for move in ahead.moves if move.receiver == worker} for worker in ahead.parties}
-    return with_pre_copy(order, ahead.model_copy(update={"following": following}))
+    return with_pre_copy(order, ahead.model_copy(update={"following": following}), held)
 
 
 def _what_was_sent_is_kept(draft: Draft, spared: Any = ()) -> tuple[()]:
@@ -190,7 +194,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a manifest counts before it is asked for": (saving, "seal_if_complete", stepping._end),
     "a norm is not the step's": (stepping, "decided_step", _another_norm_is_decided),
     "facts are those of one stage": (stepping, "decided_step", _one_member_is_asked),
-    "survivors roll forward without facts": (forming, "ReshapeOrder", _survivors_are_told_no_facts),
+    "survivors roll forward without facts": (forming, "ReshapeOrder", _TELLS_NO_FACTS),
     "a stop is forgotten": (stepping, "_is_last", lambda state: False),
     "a worker is placed twice": (forming, "place", _one_is_placed_twice),
     "a draining worker is given a section": (choosing, "_steady", _who_drains_is_placed),

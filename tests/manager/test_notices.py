@@ -8,6 +8,7 @@ import pytest
 from controller_script import Script, receivers, script_in
 from simulated_job import PLANS, UNITS
 
+from manager.controller.shape.postponing import MARGIN, STEP_MARGIN
 from manager.controller.state.actions import (
     AcknowledgeNotice,
     Action,
@@ -31,7 +32,7 @@ from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import Phase
 
 
-def noticed(script: Script, worker: str, lead_s: float = 5.0, notice: str = "first") -> None:
+def noticed(script: Script, worker: str, lead_s: float = 2.5, notice: str = "first") -> None:
     actions = script.tell(NoticeGiven(worker=worker, lead_s=lead_s, notice=notice))
     needed = worker in script.members or script.state.workers[worker].holds
     assert actions == (() if needed else (AcknowledgeNotice(worker=worker, notice=notice),))
@@ -55,6 +56,57 @@ def test_a_noticed_member_finishes_its_step_and_is_left_out_at_the_boundary() ->
     assert receivers(script.reshaped(), SendStep) == ["n1", "n3", "n4"]
     assert script.tell(WorkerLost(worker="n2", cause="revoked")) == ()
     assert (script.state.version, script.state.phase, script.state.num_fruitless) == (1, Phase.TRAINING, 0)
+
+
+def test_a_member_under_a_long_notice_trains_on_as_long_as_leaving_is_in_time_and_is_replaced_at_once() -> None:
+    script = Script(num_steps=1000, expected_nodes=4, target_nodes=4)
+    for number in range(4):
+        script.tell(NodesGranted(request="job-1", nodes=(f"n{number + 1}",)))
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    script.prepared()
+    taken_s = script.now_s + 0.1 + 20.0
+    actions = script.tell(NoticeGiven(worker="n2", lead_s=20.0))
+    assert [action.count for action in actions if isinstance(action, RequestNodes)] == [1]
+    version = script.state.version
+    while not receivers(script.prepared(), SendReshape):
+        assert "n2" in script.members
+        assert script.now_s < taken_s
+    assert "n2" not in script.members
+    step_s, morph_s = script.state.saves.step_s, script.state.config.policy.rules.wait.morph_s
+    assert step_s is not None
+    left_s = taken_s - script.now_s
+    needed_s = MARGIN * morph_s + STEP_MARGIN * max(step_s, PLANS[4].expected.mini_batch_s)
+    assert MARGIN * morph_s <= left_s <= needed_s
+    assert left_s > needed_s - 1.5 * step_s  # at the boundary before there was time for one more
+    assert script.state.version > version + 10
+    assert script.state.num_fruitless == 0
+
+
+def test_one_change_takes_in_whoever_came_while_a_notice_lasted() -> None:
+    script = training()
+    script.prepared()
+    noticed(script, "n2", lead_s=60.0)
+    assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3", "n4"]
+    script.ready("n5")  # the shape without n2 is as fast now: there is nothing to wait for
+    assert receivers(script.prepared(), SendReshape)
+    assert set(script.members) == {"n1", "n3", "n4", "n5"}
+    assert script.state.generation == 2
+
+
+def test_nobody_stays_before_a_step_was_measured_or_in_a_shape_that_is_no_faster() -> None:
+    script = script_in(Phase.RESHAPING)
+    noticed(script, "n3", lead_s=60.0)
+    script.reshaped()
+    assert "n3" not in script.members
+    idle = Script(num_steps=20, plans={3: PLANS[3]}, expected_nodes=4)
+    idle.ready("n1", "n2", "n3", "n4")
+    idle.reshaped()
+    idle.prepared()
+    member = idle.members[0]
+    noticed(idle, member, lead_s=60.0)
+    assert receivers(idle.prepared(), SendReshape)
+    assert member not in idle.members
 
 
 def test_a_notice_in_a_reshape_is_acted_on_before_any_step_runs_on_that_shape() -> None:
@@ -162,7 +214,7 @@ def test_a_vm_may_go_once_nothing_is_left_on_all_of_its_workers() -> None:
     script.reshaped()
     script.ready("a.d2")  # a spare, of which nothing is needed
     for worker in ("a.d2", "a.d0", "a.d1"):
-        assert script.tell(NoticeGiven(worker=worker, lead_s=30.0, notice="E-1")) == ()
+        assert script.tell(NoticeGiven(worker=worker, lead_s=2.5, notice="E-1")) == ()
     script.prepared()
     assert set(script.members) == {"b.d0", "b.d1"}
     script.reshaped()

@@ -12,7 +12,7 @@ from manager.simulation.policies.bounds import play_ideal, play_on_demand
 from manager.simulation.policies.morph import play_mix, play_morph
 from manager.simulation.policies.pipelines import EAGER_FORWARD, play_pipelines
 from manager.simulation.policies.restart import play_restart
-from manager.simulation.replay import POLICIES, Replay, advice, frame_of, interval, policies_of
+from manager.simulation.replay import BOUND, OTHER_BATCHES, POLICIES, Replay, advice, frame_of, interval, policies_of
 from manager.simulation.spot.job import Durations, SpotJob
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
@@ -131,7 +131,7 @@ def test_a_notice_lets_a_job_that_restarts_save_what_it_has() -> None:
     )
 
 
-def test_morph_leaves_a_noticed_vm_before_it_is_taken() -> None:
+def test_morph_trains_on_with_a_noticed_vm_and_leaves_it_before_it_is_taken() -> None:
     told = trace_of(*FOUR, (100.0, "-a"))
     noticed = told.model_copy(
         update={"events": (*told.events[:-1], told.events[-1].model_copy(update={"notice_s": 30.0}))}
@@ -139,7 +139,7 @@ def test_morph_leaves_a_noticed_vm_before_it_is_taken() -> None:
     surprised, warned = (play_morph(JOB, trace, until=FIVE_MINUTES) for trace in (told, noticed))
     assert surprised.parts_s[Part.LOST] > 0
     assert warned.parts_s[Part.LOST] == 0
-    assert warned.moments[2].time_s < 75  # soon after the notice at 70
+    assert 90 < warned.moments[2].time_s < 98  # noticed at 70, taken at 100: steps take 2 s, a change 1 s
 
 
 def test_vms_cost_what_the_trace_says_when_they_come() -> None:
@@ -226,6 +226,7 @@ def test_every_part_adds_up_the_bound_holds_and_the_same_seed_gives_the_same(pol
             assert one.vm_s == pytest.approx(bound.vm_s, rel=2e-3)  # a VM that was taken is known of a little later
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["morph", "restart", "restart-100", "drop", "bamboo"])
 def test_the_more_is_lost_the_less_is_done(policy: str) -> None:
     def steps(every_s: float) -> int:
@@ -265,7 +266,8 @@ def test_the_frame_has_a_row_each_and_the_advice_names_the_best() -> None:
     assert list(frame["policy"]) == [outcome.policy for outcome in outcomes]
     shares = frame[[column for column in frame if column.startswith("share_")]].sum(axis=1)
     assert all(math.isclose(share, 1.0) for share in shares)
-    assert advice(outcomes).startswith("Take morph: ")
+    worth = {one.policy: one.examples_per_usd or 0.0 for one in outcomes if one.policy not in (BOUND, *OTHER_BATCHES)}
+    assert advice(outcomes).startswith(f"Take {max(worth, key=lambda policy: worth[policy])}: ")
     assert "ideal" not in advice(outcomes)
     alone: list[Outcome] = [outcome for outcome in outcomes if outcome.policy == "ideal"]
     assert advice(alone) == ""

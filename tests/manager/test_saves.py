@@ -9,8 +9,8 @@ import pytest
 from controller_script import Script
 from simulated_job import PLANS, UNITS, make_config
 
-from manager.controller.saves.risk import losses_per_vm_s, mean_s_to_fatal_loss
 from manager.controller.saves.timing import cheapest_interval, insurance_save, next_save
+from manager.controller.shape.risk import losses_per_vm_s, mean_s_to_fatal_loss
 from manager.controller.state.actions import NoteNextSave, SendCommit, SendReshape, SendStep
 from manager.controller.state.events import (
     CheckpointFailed,
@@ -132,6 +132,24 @@ def test_no_save_begins_before_the_last_one_is_complete_or_within_a_step(
     times: dict[str, float], interval_s: float
 ) -> None:
     assert cheapest_interval(seen(training(2).state, **times), 0.0)[0] == interval_s
+
+
+@pytest.mark.parametrize("per_vm_h", [0.01, 0.2, 5.0])
+@pytest.mark.parametrize("stall_s", [0.0005, 0.02, 0.5, 20.0])
+def test_saves_keep_a_two_hundredth_from_training_only_where_stalls_are_long_for_how_often_state_is_lost(
+    per_vm_h: float, stall_s: float
+) -> None:
+    """The share is sqrt(stall / 2 (MTTF + R)) at most: under 0.5 % while a stall is below that sum's 20,000th part."""
+    state = training(2).state
+    losses = LOSSES.model_copy(update={"per_vm_h": per_vm_h, "weight_vm_h": 1e6})
+    state = state.model_copy(update={"config": state.config.model_copy(update={"expected_losses": losses})})
+    state = seen(state, stall_s=stall_s, durable_s=0.0, step_s=0.0, allocation_s=100.0)
+    interval_s, why = cheapest_interval(state.model_copy(update={"setup_s": 50.0}), 0.0)
+    share = stall_s / interval_s
+    mttf_s = mean_s_to_fatal_loss(state, 0.0)
+    assert share == pytest.approx(math.sqrt(stall_s / 2 / (mttf_s + 150.0)))
+    assert (share < 0.005) == (stall_s < (mttf_s + 150.0) / 20_000)
+    assert f"({share:.2%} of the time)" in why
 
 
 def test_a_save_begins_at_the_boundary_nearest_to_when_it_is_due_and_the_journal_says_why() -> None:

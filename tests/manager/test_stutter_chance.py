@@ -13,11 +13,14 @@ from simulated_job import RULES, make_config, make_plan
 from manager.controller.state.events import ComputeTimesSeen, WorkerTimes
 from manager.controller.state.nodes import NodeState
 from morph.contract.rules import StutterRules
+from tests.grids import cells
 
 pytestmark = pytest.mark.slow
 
 STUTTER = StutterRules()
 SHAPES = [(3, 1), (6, 1), (1, 2), (3, 2), (2, 3), (3, 3)]
+JITTER = [(0.05, 0.0), (0.3, 0.0), (0.1, 0.95), (0.2, 0.95)]
+"""Spread and memory."""
 WINDOWS = 80
 SEEDS = 12
 SLOW = 1.3
@@ -66,17 +69,16 @@ def _jitter(draw: random.Random, spread: float, memory: float) -> Iterator[float
         yield math.exp(value)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("spread", "memory"), [(0.05, 0.0), (0.3, 0.0), (0.1, 0.95), (0.2, 0.95)])
-def test_healthy_workers_are_hardly_ever_found_slow(shape: tuple[int, int], spread: float, memory: float) -> None:
+@pytest.mark.parametrize(("shape", "jitter"), cells(SHAPES, JITTER), ids=str)
+def test_healthy_workers_are_hardly_ever_found_slow(shape: tuple[int, int], jitter: tuple[float, float]) -> None:
+    spread, memory = jitter
     found = sum(len(alarms(shape, seed, spread, memory)) for seed in range(SEEDS))
     per_thousand = 1000 * found / (SEEDS * WINDOWS * shape[0] * shape[1])
     print(f"{shape}, spread {spread}, memory {memory}: {per_thousand:.2f} false alarms in 1000 windows")
     assert per_thousand <= (0.0 if memory == 0 else 3.0)
 
 
-@pytest.mark.parametrize("slow_from", [0, 1, 2, 20])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "slow_from"), cells(SHAPES, [0, 1, 2, 20]), ids=str)
 def test_one_that_is_30_percent_slower_is_found_whenever_it_began_and_no_other(
     shape: tuple[int, int], slow_from: int
 ) -> None:

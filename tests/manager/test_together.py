@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 from random_history import play
@@ -16,6 +17,7 @@ from morph.contract.messages import Aborted, Answer, Committed, Prepared, Reshap
 from morph.contract.timeline import ComputeTimes
 
 SEEDS = range(60)
+played = cache(play)
 TIMES = ComputeTimes(forward_s=0.1, recompute_s=0.0, backward_s=0.2, reduce_s=0.0, wait_s=0.0, step_s=0.3)
 
 
@@ -59,10 +61,11 @@ def answers_to(state: ControllerState) -> list[Answer]:
     ]
 
 
+@pytest.mark.slow
 def test_what_many_workers_answer_alike_changes_what_it_changes_one_by_one() -> None:
     acted: Counter[tuple[str, str]] = Counter()
     for seed in SEEDS:
-        for _, state, _, _ in (entry for entry in play(seed).log[::7] if not isinstance(entry, str)):
+        for _, state, _, _ in (entry for entry in played(seed).log[::7] if not isinstance(entry, str)):
             for answer in answers_to(state):
                 everybody = tuple(sorted(state.awaited)) or tuple(state.workers)
                 for workers in (everybody, everybody[1:], (*everybody, "stranger")):
@@ -80,11 +83,12 @@ def test_what_many_workers_answer_alike_changes_what_it_changes_one_by_one() -> 
     assert acted["aborting", "aborted"] > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 3, 7])
 def test_events_of_all_kinds_that_come_together_change_what_they_change_one_by_one(length: int) -> None:
     num_acted = 0
     for seed in SEEDS:
-        cluster = play(seed)
+        cluster = played(seed)
         if cluster.state.config.target_nodes:  # what is asked for is counted after each decision, not after each event
             continue
         history = [entry for entry in cluster.log if not isinstance(entry, str)]

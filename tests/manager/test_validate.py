@@ -56,7 +56,7 @@ def sent_ahead(sender: str, receiver: str, number: int = 0) -> Break:
     def broken(state: ControllerState) -> ControllerState:
         assert state.plan is not None, "no shape is formed"
         move = PreCopyMove(unit=min(state.member_units["n1"]), sender=sender, receiver=receiver)
-        ahead = PreCopy(number=number, plan=state.plan, slots=state.slots, moves=(move,), until_s=9.0)
+        ahead = PreCopy(number=number, plan=state.plan, slots=state.slots, moves=(move,), until_s=9.0, limit_s=9.0)
         return having(ahead=ahead)(state)
 
     return broken
@@ -97,6 +97,7 @@ BROKEN: dict[str, tuple[Phase, Break]] = {
         Phase.COMMITTING,
         having(order=None, awaited=frozenset(), pending=None),
     ),
+    "no partial sums are kept while a step is run": (Phase.TRAINING, having(kept={"n1": ()})),
     "the members are those of the slots, each once": (Phase.RESHAPING, having(member_units={})),
     "there is no shape before the first generation and in pauses": (
         Phase.SEALING,

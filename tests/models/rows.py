@@ -16,13 +16,13 @@ SUM = "is a sum over the samples"
 BACKWARD = "an autograd.Function, or torch.library.custom_op with register_autograd"
 
 
-def _text(name: str, model: Any, outcome: Outcome = "close", **fields: Any) -> Case:
+def _text(name: str, model: Any, outcome: Outcome = "exact", **fields: Any) -> Case:
     values = {"loss": language.causal_loss, "items": language.texts(), **fields}
     return Case(name=name, model=model, outcome=outcome, **values)
 
 
-def _masked(name: str, model: Any, outcome: Outcome = "exact") -> Case:
-    return Case(name=name, model=model, loss=language.own_loss, items=language.masked_texts(), outcome=outcome)
+def _masked(name: str, model: Any) -> Case:
+    return Case(name=name, model=model, loss=language.own_loss, items=language.masked_texts())
 
 
 def _picture(name: str, model: Any, outcome: Outcome = "close", **fields: Any) -> Case:
@@ -43,20 +43,20 @@ def _whole(name: str, model: Any, **fields: Any) -> Case:
 
 LANGUAGE = (
     _text("GPT-NeoX", language.gpt_neox),
-    _text("Gemma 2", language.gemma2),
+    _text("Gemma 2", language.gemma2, "close"),
     _text("Falcon", language.falcon),
-    _text("BLOOM", language.bloom),
+    _text("BLOOM", language.bloom, "close"),
     _text("OPT", language.opt),
     _text("Phi", language.phi),
     _text("OLMo", language.olmo),
     _text("Mixtral with its auxiliary loss", language.mixtral_with_auxiliary_loss, loss=language.own_loss, warns=MEET),
-    _text("Phi-MoE", language.phi_moe),
-    _text("Mamba", language.mamba),
+    _text("Phi-MoE", language.phi_moe, "close"),
+    _text("Mamba", language.mamba, "close"),
     _masked("RoBERTa, masked tokens", language.roberta),
     _masked("DistilBERT", language.distilbert),
     _masked("ELECTRA", language.electra),
     _masked("ALBERT (one block, called again)", language.albert),
-    _masked("BART", language.bart, "close"),
+    _masked("BART", language.bart),
     Case(
         name="LSTM of two layers",
         model=partial(language.Recurrent, one_by_one=False),

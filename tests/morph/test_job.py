@@ -129,6 +129,7 @@ def test_the_examples_load(name: str) -> None:
     assert load_job(f"{ROOT}/configs/jobs/{name}.py:job").num_sections
 
 
+@pytest.mark.slow
 def test_the_standard_library_text_is_the_same_in_every_process() -> None:
     load = "from morph.job import load_job; import hashlib, sys; data = load_job(sys.argv[1]).dataset()"
     script = f"{load}; print(len(data), data[7]['input_ids'].tolist(), hashlib.sha256(data.text).hexdigest())"

@@ -47,7 +47,7 @@ def test_all_reduces_take_the_time_that_the_simulator_expects(profile: Profile) 
 def test_every_byte_that_the_simulator_reduces_is_reduced(profile: Profile) -> None:
     device = emulated_device(profile, 4, RINGS, EmulationOptions())
     costs = simulate(profile, num_stages=2, num_replicas=2, micro_batch_size=4).costs
-    expected = float(costs.private_bytes.sum()) + sum(size for _, size in costs.tied)
+    expected = float(costs.reduced.sum_bytes[-1]) + sum(size for _, size in costs.reduced.tied)
     assert sum(unit.reduced_bytes for unit in device.units) == pytest.approx(expected)
 
 

@@ -34,7 +34,6 @@ def spec_of(**fields: Any) -> RehearsalSpec:
         ({"num_stages": 13, "num_hosts": 99}, ["pipeline_depth", "got 13", "1 to 12"]),
         ({"num_replicas": 0}, ["num_replicas", "from 1 to"]),
         ({"num_replicas": 17, "num_hosts": 99}, ["num_replicas", "got 17", "1 to 16"]),
-        ({"num_stages": 12, "num_replicas": 16, "num_hosts": 200, "time_scale": 1e4}, ["time_scale", "mini-batch"]),
         ({"num_stages": 12, "num_replicas": 64, "num_hosts": 1000}, ["num_workers", "at most"]),
         ({"micro_batch_size": 3}, ["micro_batch_size", "got 3"]),
         ({"batch_size": 0}, ["batch_size", "got 0", "from 1 to"]),

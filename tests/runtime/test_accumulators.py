@@ -42,11 +42,21 @@ def add_all(accumulator: ExactAccumulator | FastAccumulator, gradients: list[dic
 
 
 def reduced_over(members: list[ExactAccumulator], num: int = NUM) -> Reduced:
-    """What a ring does with the members' buffers, without processes; the first member's result."""
-    flat, largest = (torch.stack([getattr(member, field) for member in members]) for field in ("_flat", "_largest"))
-    members[0]._flat.copy_(flat.sum(0))
-    members[0]._largest.copy_(largest.max(0).values)
-    return members[0].finish(num, step=0)
+    """What a ring does with the members' sums, without processes; the first member's result."""
+    first = members[0]
+    for index, part in enumerate(first.parts):
+        sums = torch.stack([member.parts[index].shares(len(members)) for member in members])
+        length = sums.shape[2]
+        means = [member.mean(part, sums[:, rank], rank * length, num) for rank, member in enumerate(members)]
+        part.means = torch.cat(means)
+    for member in members[1:]:
+        torch.maximum(first.largest, member.largest, out=first.largest)
+    return first.finish(num, step=0)
+
+
+def test_a_section_without_parameters_sums_nothing() -> None:
+    none = ExactAccumulator({}, {}, NUM)
+    assert none.finish(NUM, 0) == Reduced(gradients={}, exponents={}, overflowed=False)
 
 
 def same_bits(one: Reduced, other: Reduced) -> bool:

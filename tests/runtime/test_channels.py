@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from morph.contract.errors import GenerationAborted, PeerLost, WaitTimeout
-from morph.runtime.groups import channels
-from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, Pending, Ring, connect_store
+from morph.runtime.groups.channels import Channel, GlooRing, GroupSet, GroupSpec, Pending, Ring, connect_store
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.reaper import Reaper
 from morph.runtime.groups.store import StoreHost
@@ -164,7 +163,7 @@ def test_an_operation_that_is_refused_at_once_is_a_lost_peer_too() -> None:
 
     for use in (
         lambda interrupt: Channel(Refusing(), 0, interrupt).transfer(torch.ones(1)),
-        lambda interrupt: Ring(Refusing(), interrupt).reduce(torch.ones(1), dist.ReduceOp.SUM),
+        lambda interrupt: GlooRing(Refusing(), interrupt).reduce(torch.ones(1), dist.ReduceOp.SUM),
     ):
         interrupt = Interrupt(5)
         with pytest.raises(PeerLost, match="Connection closed by peer"):
@@ -200,19 +199,36 @@ def test_a_store_that_is_gone_is_a_lost_peer() -> None:
         GroupSet(interrupt).form([PAIR], "a", LOOPBACK, open_store)  # type: ignore[arg-type]
 
 
-def test_forming_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "FORM_TIMEOUT_S", 0.01)
+def test_forming_is_bounded_by_the_limit_of_its_generation() -> None:
     release = threading.Event()
     with pytest.raises(WaitTimeout, match="forming groups"):
-        GroupSet(Interrupt(1)).form([PAIR], "a", LOOPBACK, lambda: release.wait(BOUND_S))  # type: ignore[arg-type, return-value]
+        GroupSet(Interrupt(1, limit_s=0.01)).form([PAIR], "a", LOOPBACK, lambda: release.wait(BOUND_S))  # type: ignore[arg-type, return-value]
     release.set()
+
+
+def test_a_collective_may_take_as_long_as_the_reshape_of_its_generation_says(store: StoreHost) -> None:
+    interrupts = [Interrupt(next(GENERATIONS), limit_s=limit_s) for limit_s in (4800.0, 4800.0)]
+    spec = GroupSpec("of a job with long steps", ("a", "b"))
+    groups = [GroupSet(interrupt) for interrupt in interrupts]
+    with ThreadPoolExecutor(2) as pool:
+        open_store = partial(connect_store, LOOPBACK, store.port())
+        formed = [
+            pool.submit(group.form, [spec], name, LOOPBACK, open_store)
+            for group, name in zip(groups, "ab", strict=True)
+        ]
+        for future in formed:
+            future.result(BOUND_S)
+    for group in groups:
+        assert group._groups[spec.name][1].options._timeout.total_seconds() == 4800.0
+        assert group.limit_s == 4800.0
+        group.clear()
 
 
 class _Groups:
     """Stands for a ``GroupSet``: tells when it is closed."""
 
-    def __init__(self, *, broken: bool) -> None:
-        self.broken = broken
+    def __init__(self, *, broken: bool, limit_s: float = 2 * BOUND_S) -> None:
+        self.broken, self.limit_s = broken, limit_s
         self.closed = threading.Event()
 
     def clear(self) -> None:
@@ -229,8 +245,7 @@ def test_clean_groups_are_closed_at_once_and_broken_ones_kept() -> None:
 
 
 def test_broken_groups_are_closed_once_their_operations_have_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("morph.runtime.groups.reaper.GROUP_TIMEOUT_S", 0.01)
     monkeypatch.setattr("morph.runtime.groups.reaper.MARGIN_S", 0.01)
-    reaper, broken = Reaper(), _Groups(broken=True)
+    reaper, broken = Reaper(), _Groups(broken=True, limit_s=0.01)
     reaper.reap(broken)  # type: ignore[arg-type]
     assert broken.closed.wait(BOUND_S)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.state import checkpoint_writer
 from morph.runtime.state.checkpoint_writer import CheckpointWriter
 from morph.runtime.state.state_copy import StateCopy
+from tests.small_disk import read_only, small_disk
 
 WAIT_S = 30.0
 
@@ -68,6 +70,32 @@ def test_a_failed_write_is_reported_and_the_next_one_is_tried(tmp_path: Path) ->
     writer.hand_over(2, "s0", StateCopy({"x": torch.ones(1)}))
     assert collect(writer, 1)[0].version == 2
     assert writer.collect(0.0).checkpoint_error is None
+
+
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+def test_a_disk_that_takes_nothing_for_a_while_costs_only_what_was_to_be_written_then(
+    tmp_path: Path, trouble: str
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        url = disk.path / "checkpoints"
+        writer = CheckpointWriter("w", str(url), FaultPlan([]))
+        writer.hand_over(1, "s0", StateCopy({"x": torch.ones(9000)}))
+        (first,) = collect(writer, 1)
+        before = (url / "v00000001" / first.file).read_bytes()
+        with ExitStack() as stack:
+            if trouble == "full":
+                disk.fill()
+            else:
+                stack.enter_context(read_only(url))
+            writer.hand_over(2, "s0", StateCopy({"x": torch.ones(9000)}))
+            error = writer.collect(WAIT_S).checkpoint_error
+            assert error is not None
+            assert {"full": "No space left on device", "read-only": "Read-only file system"}[trouble] in error
+        disk.free()
+        writer.hand_over(3, "s0", StateCopy({"x": torch.ones(9000)}))
+        assert collect(writer, 1)[0].version == 3
+        assert (url / "v00000001" / first.file).read_bytes() == before
+        assert sorted(path.suffix for path in url.rglob("*") if path.is_file()) == [".safetensors"] * 2
 
 
 def test_a_heartbeat_without_news_comes_back_in_time(tmp_path: Path) -> None:

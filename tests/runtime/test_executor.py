@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from morph.contract.plan import Plan, Schedule
 from morph.cutting.cuts.cut_model import BoundaryTensor
+from morph.runtime.device.links import HostLink
 from morph.runtime.groups.channels import Channel, Pending
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.step.executor import Executor, Neighbours, StageWork
 from morph.runtime.step.stage import Stage
+from morph.runtime.step.sums import Rings, StepSums
 from simulator import plan, synthetic_profile
 
 DEPTH, COUNT = 4, 16
@@ -97,12 +100,21 @@ class Script(Interrupt):
         super().__init__(1)
         self._act = act
 
-    def wait_for(self, ready: Callable[[], bool], what: str, timeout_s: float) -> float:
+    def wait_for(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> float:
         for _ in range(100):
             if ready():
                 return 0.0
             self._act()
         raise AssertionError(f"stands still, waiting for {what}")
+
+    def call(self, work: Callable[[], Any], what: str, timeout_s: float | None = None) -> Any:
+        return work()
+
+
+def no_sums() -> StepSums:
+    """Of a worker without units."""
+    rings = Rings({}, lambda _: None, Interrupt(1), FaultPlan([]))
+    return StepSums({}, range(0), range(COUNT), COUNT, 0, rings)
 
 
 @lru_cache(maxsize=64)
@@ -136,10 +148,9 @@ def run(
         inputs=BORDER if wires.activations_in else (),
         outputs=BORDER,
     )
-    accumulators: Mapping[str, object] = {}
     executor = Executor(stage, work, wires, Script(act), FaultPlan([]), torch.device("cpu"))
     begin(executor)
-    executor.run(accumulators)  # type: ignore[arg-type]
+    executor.run(no_sums())
     executor.finish()
     if schedule != "varuna":
         assert "".join(stage.ran) == work.order
@@ -148,11 +159,11 @@ def run(
 
 
 def first_stage(out: Wire, back: Wire) -> Neighbours:
-    return Neighbours(activations_in=None, gradients_out=None, activations_out=out, gradients_in=back)
+    return Neighbours(None, None, activations_out=HostLink(out), gradients_in=HostLink(back))
 
 
 def last_stage(into: Wire, back: Wire) -> Neighbours:
-    return Neighbours(activations_in=into, gradients_out=back, activations_out=None, gradients_in=None)
+    return Neighbours(HostLink(into), HostLink(back), activations_out=None, gradients_in=None)
 
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "stored"])
@@ -228,7 +239,7 @@ def test_the_reductions_need_not_wait_until_the_last_gradients_have_left() -> No
     interrupt = Script(lambda: pytest.fail("nothing is late"))
     stage = FakeStage(recompute=False)
     executor = Executor(stage, work, last_stage(into, back), interrupt, FaultPlan([]), torch.device("cpu"))
-    executor.run({})
+    executor.run(no_sums())
     assert len(back.under_way) == COUNT
     assert not any(transfer.done for transfer in back.under_way)
     executor.finish()

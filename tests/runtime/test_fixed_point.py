@@ -7,19 +7,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from morph.runtime.state import fixed_point
 from morph.runtime.state.fixed_point import (
-    BLOCK,
     MAX_EXPONENT,
     MIN_EXPONENT,
     SUM_BITS,
     add_fixed,
     first_exponent,
     fits,
-    flat_floats,
     from_fixed,
-    largest_magnitude,
     limit_bits,
     next_exponent,
+)
+from morph.runtime.state.fixed_point import (
+    to_fixed as to_sums,
 )
 
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -28,8 +29,25 @@ COUNTS = st.integers(1, 5000)
 
 def to_fixed(gradient: torch.Tensor, exponent: int) -> torch.Tensor:
     total = torch.zeros(gradient.numel(), dtype=torch.int64)
-    add_fixed(total, flat_floats(gradient), exponent)
+    add_fixed(total, gradient, exponent, nothing_yet())
     return total
+
+
+def nothing_yet() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.float64)
+
+
+def back_from(total: torch.Tensor, exponent: int, divisor: int, dtype: torch.dtype) -> torch.Tensor:
+    mean = torch.empty(total.shape[-1], dtype=dtype)
+    from_fixed(total.view(-1, total.shape[-1]), exponent, divisor, mean)
+    return mean
+
+
+@pytest.fixture(params=["processor", "device"])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled loops, and the operations that a device runs instead."""
+    if request.param == "device":
+        monkeypatch.setattr(fixed_point, "_on_processor", lambda _tensor: False)
 
 
 @pytest.mark.parametrize(("count", "bits"), [(1, 62), (2, 61), (3, 60), (4, 60), (5, 59), (8192, 49)])
@@ -73,7 +91,7 @@ def test_what_is_not_finite_fits_no_scale(largest: float) -> None:
 def test_one_gradient_comes_back_within_half_a_unit_of_its_scale(values: list[float]) -> None:
     gradient = torch.tensor(values, dtype=torch.float32)
     exponent = next_exponent(0, float(gradient.abs().max()), 1)
-    back = from_fixed(to_fixed(gradient, exponent), exponent, 1, torch.float64)
+    back = back_from(to_fixed(gradient, exponent), exponent, 1, torch.float64)
     assert ((back - gradient.double()).abs() <= 0.5 * 2.0**-exponent).all()
 
 
@@ -85,7 +103,7 @@ def test_the_sum_is_within_half_a_unit_per_contribution_of_the_true_sum(values: 
     assert isinstance(total, torch.Tensor)
     exact = math.fsum(values)
     bound = count * 0.5 * 2.0**-exponent + abs(exact) * 2.0**-51
-    assert abs(float(from_fixed(total, exponent, 1, torch.float64)) - exact) <= bound
+    assert abs(float(back_from(total, exponent, 1, torch.float64)) - exact) <= bound
 
 
 def test_before_the_first_step_gradients_below_sixteen_fit() -> None:
@@ -99,19 +117,29 @@ def test_half_precision_gradients_are_widened_before_they_are_scaled() -> None:
     assert to_fixed(gradient, 40).tolist() == [3 * 2**39, -(2**38)]
 
 
-@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("size", [1, 7, 1 << 12, (1 << 15) + 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_adding_block_by_block_is_rounding_the_whole_tensor(size: int, dtype: torch.dtype) -> None:
+def test_every_way_to_add_rounds_each_element_and_every_way_back_is_one_rounding(size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(size)
     gradient = torch.randn(size, generator=generator).to(dtype)
     total = torch.randint(-(2**50), 2**50, (size,), generator=generator)
-    wide = gradient if dtype is torch.float64 else gradient.float()
-    for exponent in (40, 3):  # coarse: halves are rounded to even
+    wide, largest = gradient.double(), nothing_yet()
+    for exponent in (40, 3, -130):  # coarse: halves are rounded to even
         want = total + (wide * 2.0**exponent).round().to(torch.int64)
-        add_fixed(total, flat_floats(gradient), exponent)
+        add_fixed(total, gradient, exponent, largest)
         assert torch.equal(total, want)
-    mean = (total.double() * (2.0**-40 / 6)).to(dtype)
-    assert torch.equal(from_fixed(total, 40, 6, dtype), mean)
+    assert float(largest) == float(wide.abs().max())
+    members = torch.stack([total, -3 * total, total + 5])
+    mean = (members.sum(0).double() * (2.0**-40 / 6)).to(dtype)
+    assert torch.equal(back_from(members, 40, 6, dtype), mean)
+
+
+def test_what_lies_between_is_done_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = torch.arange(23) * 2**40
+    whole = back_from(total, 40, 6, torch.bfloat16)
+    monkeypatch.setattr(fixed_point, "BLOCK", 5)
+    assert torch.equal(back_from(total, 40, 6, torch.bfloat16), whole)
 
 
 def test_a_transposed_gradient_is_added_in_its_own_order() -> None:
@@ -119,10 +147,38 @@ def test_a_transposed_gradient_is_added_in_its_own_order() -> None:
     assert to_fixed(gradient.T, 1).tolist() == [0, 6, 2, 8, 4, 10]
 
 
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 3, 16, 99])
-def test_one_number_that_is_not_finite_is_seen_wherever_it_stands(odd: float, place: int) -> None:
-    values = torch.linspace(-3.0, 2.0, 100)
-    assert largest_magnitude(flat_floats(values)) == 3.0
-    values[place] = odd
-    assert not math.isfinite(largest_magnitude(flat_floats(values)))
+def test_one_number_that_is_not_finite_is_seen_wherever_it_stands(odd: float, place: int, dtype: torch.dtype) -> None:
+    values, total, largest = (
+        torch.linspace(-3.0, 2.0, 100, dtype=dtype),
+        torch.zeros(100, dtype=torch.int64),
+        nothing_yet(),
+    )
+    add_fixed(total, values, 3, largest)
+    assert float(largest) == 3.0
+    add_fixed(total, torch.cat([values[:place], torch.tensor([odd], dtype=dtype), values[place + 1 :]]), 3, largest)
+    add_fixed(total, values, 3, largest)  # and is not forgotten
+    assert not math.isfinite(float(largest))
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_nothing_is_added_of_a_tensor_without_elements() -> None:
+    largest = nothing_yet()
+    add_fixed(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 3), 3, largest)
+    assert float(largest) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@given(st.lists(st.integers(-(2**62), 2**62), min_size=1, max_size=64), st.integers(0, 62), st.integers(1, 5000))
+def test_sums_that_have_the_same_means_are_found_again(
+    dtype: torch.dtype, sums: list[int], shift: int, divisor: int
+) -> None:
+    total = torch.tensor(sums, dtype=torch.int64) >> shift
+    exponent = 40 if dtype is torch.float16 else 20
+    means, again = back_from(total, exponent, divisor, dtype), torch.empty_like(total)
+    to_sums(means, exponent, divisor, again)
+    back = back_from(again, exponent, divisor, dtype)
+    assert torch.equal(back[means.isfinite()], means[means.isfinite()])  # what float16 can hold

@@ -97,6 +97,11 @@ def test_a_wait_gives_up_after_its_bound_and_says_what_was_waited_for() -> None:
         Interrupt(1).wait_for(never, "the moon", 0.01)
 
 
+def test_a_wait_without_a_bound_of_its_own_has_that_of_its_generation() -> None:
+    with pytest.raises(WaitTimeout, match=r"0\.02 s for the moon"):
+        Interrupt(1, limit_s=0.02).wait_for(never, "the moon")
+
+
 def test_a_condition_that_holds_is_not_waited_for() -> None:
     assert Interrupt(1).wait_for(lambda: True, "nothing", 0.0) < 1.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from morph.contract.messages import MicroBatchTimes
+from morph.contract.timeline import MicroBatchTimes
 from morph.runtime.step.pace import MOST_KEPT, Pace
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from morph.contract.faults import SlowSpell
 from morph.contract.messages import (
     CommitOrder,
     ProbeOrder,
     ReshapeOrder,
     Slot,
-    SlowSpell,
     Source,
     StepOrder,
     WorkerReady,
@@ -137,6 +137,7 @@ class Alone:
         return answer.slowdown
 
 
+@pytest.mark.slow
 def test_probes_between_steps_of_sections_held_or_not_change_no_bit(tiny_job: TinyJob, tmp_path: Path) -> None:
     plain, probed = Alone(tiny_job, tmp_path / "plain"), Alone(tiny_job, tmp_path / "probed")
     assert probed.probe(1, 0, (1, 3)) > 0  # before it holds anything

@@ -14,6 +14,7 @@ from morph.contract.timeline import SpanKind, StepTimeline
 from morph.runtime.step.links import POSTED_AHEAD
 from morph.runtime.step.timeline import trace
 from simulator import plan, synthetic_profile
+from tests.grids import cells
 from tests.runtime.trace_checks import check_trace, complete
 from tests.runtime.worker_crew import Crew
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, uninterrupted
@@ -108,14 +109,17 @@ def check_bounds(planned: Plan, timelines: list[StepTimeline]) -> None:
         assert peaks.untaken_gradients <= POSTED_AHEAD
         assert peaks.unsent_activations <= most
         before = planned.stages[timeline.stage - 1] if timeline.stage else stage
-        assert peaks.unsent_gradients <= before.window
+        # the one before has taken a gradient, and sent what follows, a moment before the sender hears that it left
+        assert peaks.unsent_gradients <= before.window + 1
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "stored"])
-@pytest.mark.parametrize(("shape", "schedule"), list(itertools.product(SHAPES, SCHEDULES)))
+@pytest.mark.parametrize(
+    ("played", "recompute"), cells(list(itertools.product(SHAPES, SCHEDULES)), [True, False]), ids=str
+)
 def test_every_schedule_gives_the_same_bits_within_its_window(
-    processes: Crew, job: TinyJob, reference: dict[str, str], shape: str, schedule: Schedule, recompute: bool
+    processes: Crew, job: TinyJob, reference: dict[str, str], played: tuple[str, Schedule], recompute: bool
 ) -> None:
+    shape, schedule = played
     begin(processes, job, schedule, recompute)
     processes.reshape(shape, workers_of(shape))
     assert processes.plan is not None

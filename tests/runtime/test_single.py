@@ -29,6 +29,7 @@ def run(directory: Path, steps: int, num_sections: int | None = NUM_SECTIONS) ->
     return {entry.unit: entry.sha256 for entry in manifest.units}, losses
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_final_checkpoint_is_complete(tmp_path: Path) -> None:
     _, losses = run(tmp_path, 25)
     assert len(losses) == 25

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from morph.cutting.cuts.cut_model import BoundaryTensor, Section
 from morph.data import MicroBatchLoader
 from morph.job import MapDataset
 from morph.runtime.step.section_run import run_section, section_backward
 from morph.runtime.step.stage import LoadBatch, Stage
+from morph.runtime.step.sums import MicroBatchSums
 from tests.runtime.conftest import CutJob
 from tests.system.harness import MICRO_BATCH_SIZE, NUM_SECTIONS
 
 MICRO_BATCHES = (0, 1, 2)
+SECTIONS_BACKWARDS = tuple(reversed(range(NUM_SECTIONS)))
 PARTITIONS = [
     bounds for count in range(NUM_SECTIONS) for bounds in itertools.combinations(range(1, NUM_SECTIONS), count)
 ]
@@ -30,9 +36,27 @@ class Ran:
 
     losses: list[Tensor] = field(default_factory=list)
     gradients: dict[tuple[int, str], list[Tensor]] = field(default_factory=dict)
+    through: list[tuple[int, int]] = field(default_factory=list)
+
+    def sink(self, micro_batch: int) -> MicroBatchSums:
+        """Takes one micro-batch's."""
+
+        def add(section: int, name: str, gradient: Tensor) -> None:
+            assert (micro_batch, section) not in self.through, "a gradient of a section that was through"
+            self.gradients.setdefault((micro_batch, name), []).append(gradient)
+
+        return MicroBatchSums(add, lambda section: self.through.append((micro_batch, section)))
 
 
-def run(tiny: CutJob, bounds: tuple[int, ...], *, recompute: bool, step: int = 0, load: LoadBatch | None = None) -> Ran:
+def run(
+    tiny: CutJob,
+    bounds: tuple[int, ...],
+    *,
+    recompute: bool,
+    step: int = 0,
+    load: LoadBatch | None = None,
+    live_sections: int | None = None,
+) -> Ran:
     edges = (0, *bounds, NUM_SECTIONS)
     parameters = {name: tensor.clone().requires_grad_() for name, tensor in tiny.initial.items()}
     stages = [
@@ -44,6 +68,7 @@ def run(tiny: CutJob, bounds: tuple[int, ...], *, recompute: bool, step: int = 0
             load_batch=load or tiny.load,
             seed=tiny.job.seed,
             step=step,
+            live_sections=live_sections,
         )
         for first, end in itertools.pairwise(edges)
     ]
@@ -60,11 +85,8 @@ def run(tiny: CutJob, bounds: tuple[int, ...], *, recompute: bool, step: int = 0
         for stage in reversed(stages):
             if recompute:
                 stage.recompute(micro_batch)
-            gradients = stage.backward(
-                micro_batch,
-                gradients,
-                lambda name, gradient, at=micro_batch: ran.gradients.setdefault((at, name), []).append(gradient),
-            )
+            gradients = stage.backward(micro_batch, gradients, ran.sink(micro_batch))
+    assert ran.through == [(micro_batch, section) for micro_batch in MICRO_BATCHES for section in SECTIONS_BACKWARDS]
     return ran
 
 
@@ -83,6 +105,76 @@ def test_every_grouping_gives_the_same_bits(tiny: CutJob, whole: Ran, bounds: tu
     for place, contributions in whole.gradients.items():
         assert len(ran.gradients[place]) == len(contributions)
         assert all(torch.equal(one, other) for one, other in zip(ran.gradients[place], contributions, strict=True))
+
+
+@pytest.mark.parametrize("live_sections", range(1, NUM_SECTIONS + 1))
+@pytest.mark.parametrize("bounds", [(), (1,), (3,)], ids=str)
+def test_sections_run_again_in_groups_give_the_same_bits(
+    tiny: CutJob, whole: Ran, bounds: tuple[int, ...], live_sections: int
+) -> None:
+    ran = run(tiny, bounds, recompute=True, live_sections=live_sections)
+    assert all(torch.equal(one, other) for one, other in zip(ran.losses, whole.losses, strict=True))
+    assert {place: len(found) for place, found in ran.gradients.items()} == dict.fromkeys(ran.gradients, 1) | {
+        place: len(found) for place, found in whole.gradients.items()
+    }
+    for place, contributions in whole.gradients.items():
+        assert all(torch.equal(one, other) for one, other in zip(ran.gradients[place], contributions, strict=True))
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations have made and that are still held, and the most of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.most_bytes = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        """Run, and count."""
+        results = function(*arguments, **(keywords or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                self._count(result.untyped_storage())
+        return results
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known[key] = storage.nbytes()
+            self.bytes += storage.nbytes()
+            self.most_bytes = max(self.most_bytes, self.bytes)
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.bytes -= self._known.pop(key)
+
+
+def most_bytes(tiny: CutJob, live_sections: int | None) -> int:
+    """Most bytes that a stage of the sections between the first and the last holds of one micro-batch."""
+    sections = range(1, NUM_SECTIONS - 1)
+    specs = tiny.model.sections[1].inputs, tiny.model.sections[NUM_SECTIONS - 2].outputs
+    inputs, gradients = (tuple(torch.ones(spec.shape) for spec in found) for found in specs)
+    stage = Stage(
+        tiny.model,
+        sections,
+        recompute=True,
+        parameters={name: tensor.clone().requires_grad_() for name, tensor in tiny.initial.items()},
+        load_batch=tiny.load,
+        seed=0,
+        step=0,
+        live_sections=live_sections,
+    )
+    with Held() as held:
+        stage.forward(0, inputs)
+        stage.recompute(0)
+        stage.backward(0, gradients, MicroBatchSums(lambda *_: None, lambda _: None))
+    return held.most_bytes
+
+
+def test_a_stage_holds_less_the_fewer_sections_it_runs_again_at_once(tiny: CutJob) -> None:
+    found = [most_bytes(tiny, live_sections) for live_sections in (1, 2, 3, None)]
+    assert found[0] < found[1] < found[2]
+    assert found[2] == found[3], "a stage of three sections"
 
 
 @dataclass
@@ -135,10 +227,10 @@ def test_a_recomputing_stage_keeps_no_graph_between_forward_and_backward(tiny: C
     )
     stage.forward(0, ())
     assert stage._runs == {}
-    assert stage._stored == {0: ()}
+    assert stage._stored == {0: [()]}
     stage.recompute(0)
     assert stage._stored == {}
-    stage.backward(0, (torch.ones(()),), lambda name, gradient: None)
+    stage.backward(0, (torch.ones(()),), Ran().sink(0))
     assert stage._runs == {}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from torch import Tensor
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import write_unit
 from morph.contract.checkpoint import Manifest, UnitFile
-from morph.contract.errors import CheckpointError, GenerationAborted
+from morph.contract.errors import CheckpointDamaged, CheckpointError, GenerationAborted
 from morph.contract.messages import Source
+from morph.contract.rules import CheckpointRules
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.pre_copy.state_moves import MoveContext, send_in_background, start_sending, take_units
@@ -84,6 +87,7 @@ class Network:
             make_unit=make,
             channel=channel,
             adopt=lambda unit: self.ahead[unit],
+            interrupt=Interrupt(1),
         )
 
 
@@ -190,9 +194,60 @@ def test_only_what_nobody_has_is_made_with_its_initial_numbers(network: Network)
     assert [value_of(units[name]) for name in ("s0", "s1")] == [1.0, 7.0]
 
 
+def test_what_a_worker_cannot_read_itself_another_reads_and_sends(network: Network) -> None:
+    """What that one has of its own, or wrote itself, has nothing to do with it."""
+    save(network, 2)
+    held = {"s0": make_unit("s0", 3.0, 2)}
+    sources = [source("b", "s0", "peer", "a"), source("b", "s1", "checkpoint", "a"), source("a", "s0", "keep")]
+    reader = network.context("a", held)
+    send_in_background(sources, reader, Interrupt(1))()
+    assert take_units(sources, reader)[0] == held
+    elsewhere = replace(network.context("b", {}), checkpoint_url=str(Path(network.url) / "out of reach"))
+    units, received = take_units(sources, elsewhere)
+    assert [value_of(units[name]) for name in ("s0", "s1")] == [3.0, 7.0]
+    assert units["s1"].version == 2
+    assert received > 0
+    assert not any(network.messages.values())
+
+
+def test_who_cannot_read_for_another_says_so(network: Network) -> None:
+    with pytest.raises(CheckpointError, match=r"v00000002.*no such checkpoint"):
+        send_in_background([source("b", "s1", "checkpoint", "a")], network.context("a", {}), Interrupt(1))()
+
+
 def test_a_missing_checkpoint_is_named(network: Network) -> None:
     with pytest.raises(CheckpointError, match=r"v00000002.*no such checkpoint"):
         take_units([source("a", "s1", "checkpoint")], network.context("a", {}))
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Storage gives manifests and hangs with everything else, until this is set."""
+    answer = threading.Event()
+
+    def hang(*_: object) -> Any:
+        answer.wait(60)
+        raise TimeoutError("too late")
+
+    monkeypatch.setattr("morph.runtime.pre_copy.state_moves.read_unit", hang)
+    yield answer
+    answer.set()
+
+
+def test_storage_that_hangs_is_given_up_and_is_no_damage(network: Network, hung: threading.Event) -> None:
+    save(network, 2)
+    context = replace(network.context("a", {}, version=2), rules=CheckpointRules(file_timeout_s=0.05))
+    with pytest.raises(CheckpointError, match=r"v00000002.*unit s1 to be read") as caught:
+        take_units([source("a", "s1", "checkpoint")], context)
+    assert not isinstance(caught.value, CheckpointDamaged)
+
+
+def test_who_waits_for_storage_stops_when_the_generation_is_over(network: Network, hung: threading.Event) -> None:
+    save(network, 2)
+    context = network.context("a", {}, version=2)
+    threading.Timer(0.05, context.interrupt.abort).start()
+    with pytest.raises(GenerationAborted):
+        take_units([source("a", "s1", "checkpoint")], context)
 
 
 def test_other_workers_sources_are_none_of_ones_business(network: Network) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.messages import Aborted, Failed, Prepared, Reshaped, StepOrder
-from morph.cutting import cut, export_job
-from morph.job import load_job
+from morph.cutting.kept.cut_job import load_and_cut
+from morph.job_files import imported_once
 from tests.runtime.worker_crew import Crew, Footprint, poll_until
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, uninterrupted
 
@@ -297,19 +298,16 @@ def test_twenty_morphs_leave_no_threads_and_no_files_open(crew: Crew) -> None:
 
 FAST_JOB = """
 from dataclasses import replace
-import importlib.util
 import torch
 
-spec = importlib.util.spec_from_file_location("tiny_gpt_of_the_fast_job", {path!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+from tiny_gpt_of_the_fast_job import job as tiny
 
 
 def optimizer(parameters):
     return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1, momentum=0.9)
 
 
-job = replace(module.job, accumulation="fast", optimizer=optimizer)
+job = replace(tiny, accumulation="fast", optimizer=optimizer)
 """
 
 
@@ -317,10 +315,12 @@ def test_floating_point_accumulation_agrees_closely_between_shapes(
     processes: Crew, job: TinyJob, tmp_path: Path
 ) -> None:
     path = tmp_path / "fast.py"
-    path.write_text(FAST_JOB.format(path=JOB.rpartition(":")[0]))
-    fast = load_job(f"{path}:job")
-    fingerprint = cut(export_job(fast), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE).fingerprint
-    processes.set_up(f"{path}:job", fingerprint, tmp_path / "checkpoints")
+    path.write_text(FAST_JOB, encoding="utf-8")
+    shutil.copy(JOB.rpartition(":")[0], tmp_path / "tiny_gpt_of_the_fast_job.py")
+    fast = f"{path}:job"
+    with imported_once(fast):
+        model = load_and_cut(fast, num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE).model
+    processes.set_up(fast, model.fingerprint, tmp_path / "checkpoints")
     results, losses = [], []
     for shape in ("1x1", "2x2", "1x3"):
         processes.begin()

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from manager.controller.shape.placement import choose_sources, place, share_units
 from manager.controller.state.config import units_by_stage
+from manager.engine.run.job_code import collect, pack
 from morph.contract.checkpoint import Manifest, UnitFile
+from morph.contract.cluster import RingSetting
+from morph.contract.faults import Fault
 from morph.contract.messages import (
     CommitOrder,
     Committed,
@@ -31,8 +34,13 @@ from morph.contract.messages import (
 )
 from morph.contract.plan import Plan
 from morph.runtime.groups.store import StoreHost
+from tests.device.fake_device import FakeDevice, Ticking
+from tests.device.fake_nccl import FakeNccl
 from tests.system.harness import MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob
 
+FORKS = multiprocessing.get_context("forkserver")
+"""Imports what a worker needs once: a member is there at once, where a process of its own would import for seconds."""
+FORKS.set_forkserver_preload(["morph.runtime.workloads.job_workload", __name__])
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 60.0
 SETUP_S = 300.0
@@ -49,6 +57,36 @@ class Footprint:
 
 def _fixed(exponent: int, _num_contributions: int) -> int:
     return exponent
+
+
+_FAKE_DEVICE: FakeDevice | None = None
+_FAKE_NCCL: FakeNccl | None = None
+
+
+def use_fake_device(nccl: str | None = None, kill_at: tuple[str, int] | None = None) -> None:
+    """From now on this process sends, receives and reduces as from a device, which completes its copies beside it.
+
+    ``nccl``: the device's uuid, where reductions stay on it; ``kill_at``: see ``FakeNccl``.
+    """
+    global _FAKE_DEVICE
+    from morph.runtime.device.links import StagedLink
+    from morph.runtime.device.staging import Staging
+    from morph.runtime.state import reducing
+    from morph.runtime.step import generation
+
+    _FAKE_DEVICE = FakeDevice()
+    staging = Staging(_FAKE_DEVICE)
+    Ticking(_FAKE_DEVICE)
+    generation.link_over = lambda carrier, _device, interrupt: StagedLink(carrier, staging, interrupt)
+    reducing.staging_for = lambda _device: staging
+    if nccl is not None:
+        from morph.runtime.device import nccl as by_nccl
+        from morph.runtime.device.rings import RingStream
+
+        global _FAKE_NCCL
+        _FAKE_NCCL = FakeNccl(_FAKE_DEVICE, nccl, kill_at)
+        chosen = _FAKE_NCCL, RingStream(_FAKE_DEVICE)
+        by_nccl.library_for = lambda _setting, _device: chosen
 
 
 def _serve(orders: Connection, control: Connection) -> None:
@@ -68,6 +106,10 @@ def _serve(orders: Connection, control: Connection) -> None:
             "heartbeat": lambda wait_s: workers[-1].heartbeat(wait_s),
             "ahead": lambda order: workers[-1].ahead(order),
             "footprint": footprint,
+            "counted": lambda: getattr(workers[-1]._sums._running, "_num_counted", 0),
+            "copies": lambda step: bool(workers[-1]._following.copies(step)),
+            "staged_bytes": lambda: 0 if _FAKE_DEVICE is None else _FAKE_DEVICE.copied_bytes,
+            "launches": lambda: [] if _FAKE_NCCL is None else _FAKE_NCCL.launches,
             "waiting": lambda: bool(workers[-1]._interrupt._condition._waiters),  # type: ignore[attr-defined]
         }
         while True:
@@ -82,7 +124,14 @@ def _serve(orders: Connection, control: Connection) -> None:
             unit_state.first_exponent = partial(_fixed, wanted) if wanted is not None else first_exponent
             orders.send(None)
             continue
+        if name == "fake_device":
+            use_fake_device(*arguments)
+            orders.send(None)
+            continue
         if name == "setup":  # a worker is set up once in its life
+            before = workers[-1]._generation
+            if before is not None:  # else whoever collects garbage waits for what is under way in its groups
+                workers[-1]._reaper.reap(before.groups)
             workers[:] = [Worker()]
         orders.send(getattr(workers[-1], name)(*arguments))
 
@@ -91,11 +140,10 @@ class Member:
     """One worker's process, as its manager sees it."""
 
     def __init__(self, name: str) -> None:
-        context = multiprocessing.get_context("spawn")
         self.name = name
-        self._orders, orders = context.Pipe()
-        self._control, control = context.Pipe()
-        self.process = context.Process(target=_serve, args=(orders, control), name=name, daemon=True)
+        self._orders, orders = FORKS.Pipe()
+        self._control, control = FORKS.Pipe()
+        self.process = FORKS.Process(target=_serve, args=(orders, control), name=name, daemon=True)
         self.process.start()
         orders.close()
         control.close()
@@ -107,6 +155,11 @@ class Member:
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
         """The answer to the order given last, within ``timeout_s``."""
         return _receive(self._orders, f"an answer of {self.name}", timeout_s)
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether ``answer`` has something to return."""
+        return self._orders.poll()
 
     def control(self, command: str, *arguments: object) -> Any:
         """Run a command on the control lane."""
@@ -156,13 +209,23 @@ class Crew:
         self.generation = 0
         self.version = 0
         self.plan: Plan | None = None
+        self.formed: ReshapeOrder | None = None
         self.slots: tuple[Slot, ...] = ()
         self.held: dict[str, frozenset[str]] = {}
         self.losses: list[float] = []
         self._directory = Path()
 
-    def set_up(self, job_path: str, fingerprint: str, directory: Path) -> None:
+    def set_up(
+        self,
+        job_path: str,
+        fingerprint: str,
+        directory: Path,
+        faults: tuple[Fault, ...] = (),
+        device: Literal["cpu", "cuda"] = "cpu",
+        rings: RingSetting = "gloo",
+    ) -> None:
         """Begin anew with this job and checkpoint directory: no state, version 0."""
+        code = pack(job_path, collect(job_path))
         for member in self.members.values():
             setup = WorkerSetup(
                 worker=member.name,
@@ -175,6 +238,10 @@ class Crew:
                 store_port=self.store.port(),
                 listen_host=LOOPBACK,
                 secret="of the run",
+                faults=faults,
+                device=device,
+                rings=rings,
+                code=code,
             )
             member.send("setup", setup)
         for member in self.members.values():

@@ -145,12 +145,13 @@ def test_a_late_all_reduce_waits_for_the_last_backward_of_all() -> None:
     early, late = (
         simulate(profile, num_stages=4, num_replicas=2, all_reduce=start) for start in ("overlapped", "late")
     )
-    for got, same_start in ((early, False), (late, True)):
+    section_s = early.costs.sections.backward_sum_ns[1] / 1e9  # of two in each stage
+    for got in (early, late):
         frame = got.timeline
         last = frame[frame["task"] == "backward"].groupby(["stage", "replica"])["end_s"].max().groupby("stage").max()
         begins = frame[frame["task"] == "all_reduce"].groupby("stage")["start_s"].min()
-        assert begins.tolist() == pytest.approx([last.max()] * 4 if same_start else last.tolist())
-    assert late.expected.mini_batch_s >= early.expected.mini_batch_s
+        assert begins.tolist() == pytest.approx([last.max()] * 4 if got is late else (last - section_s).tolist())
+    assert late.expected.mini_batch_s >= early.expected.mini_batch_s + section_s
 
 
 # ---- jitter ----
@@ -219,6 +220,7 @@ def test_jitter_without_quantiles_is_refused() -> None:
         simulate(synthetic_profile(micro_batch_size=2), num_stages=2, jitter_seed=1)
 
 
+@pytest.mark.slow
 def test_a_plan_under_jitter_has_the_least_mean_of_the_shapes_in_the_running() -> None:
     profile = synthetic_profile(batch_size=48, micro_batch_size=2, jitter=0.9, latency_s=0.002)
     choice = plan(profile, num_gpus=6, jitter_seed=2, num_draws=5, schedule="varuna", recompute=True)

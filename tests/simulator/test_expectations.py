@@ -44,6 +44,7 @@ def _cases(draw: st.DrawFn) -> Simulation:
     return simulate(profile, num_stages=depth, num_replicas=replicas, **conditions)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(_cases())
 def test_no_expected_time_is_below_its_bound_and_all_parts_are_the_whole(case: Simulation) -> None:

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pandas
@@ -78,7 +79,7 @@ def test_a_range_is_answered_as_table_csv_and_picture(profile: Path, tmp_path: P
 def test_numbers_of_a_range_that_are_too_few_are_named(profile: Path) -> None:
     whole = simulate(synthetic_profile(tied=True), num_stages=1).expected.peak_memory_bytes
     output = _run("plan", profile, "--gpus", "1..4", "--memory-gib", whole / 2 / 2**30)
-    assert "1 to 1 GPUs are too few" in output or "1 to 2 GPUs are too few" in output
+    assert re.search("1 to [123] GPUs are too few", output)
 
 
 def test_nodes_are_told_apart_and_leftovers_named(profile: Path, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Plan, load_plan
 from morph.contract.profile import Contention
 from simulator import plan, plan_table, simulate, synthetic_profile
+from simulator.answers.costs import SectionCosts
+from simulator.search.partition import least_bytes
 from tests.seeds import each_seed
 
 
@@ -49,6 +51,7 @@ def test_a_gpu_that_only_makes_the_reduction_longer_is_left_idle() -> None:
     assert plan_table(profile, 5, micro_batch_size=1)[5].shape == "1x3"
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000))
 @settings(max_examples=25, deadline=None)
 def test_more_gpus_never_make_the_best_plan_slower(seed: int) -> None:
@@ -78,6 +81,7 @@ def test_a_plan_survives_its_file() -> None:
     assert best.fingerprint == _profile().job.fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [None, 2])
 def test_the_table_answers_what_plan_answers_for_each_number_of_gpus(slots: int | None) -> None:
     table = plan_table(_profile(), 9, compute_slots=slots)
@@ -87,6 +91,7 @@ def test_the_table_answers_what_plan_answers_for_each_number_of_gpus(slots: int 
         assert best == plan(_profile(), num_gpus=num_gpus, compute_slots=slots, micro_batch_size=m).best
 
 
+@pytest.mark.slow
 def test_the_table_has_the_one_micro_batch_size_that_is_best_over_its_range() -> None:
     profile = _profile(overhead_s=0.004)
     for numbers in ((1, 2), (12, 14), (1, 14)):
@@ -102,6 +107,7 @@ def test_the_table_has_the_one_micro_batch_size_that_is_best_over_its_range() ->
         assert {one.micro_batch_size for one in table.values()} == {max(totals, key=lambda m: totals[m])}
 
 
+@pytest.mark.slow
 @each_seed(12)
 def test_the_table_answers_what_plan_answers_where_busy_cores_hinder_each_other(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -214,7 +220,7 @@ def test_a_batch_that_m_does_not_divide_is_refused_with_the_sizes_that_do() -> N
 
 def test_too_few_gpus_for_the_memory_are_told_how_many_would_do() -> None:
     given = {"micro_batch_size": 1, "schedule": "varuna", "recompute": True}
-    limit = simulate(_profile(), num_stages=3, window_slope=1, micro_batch_size=1).expected.peak_memory_bytes
+    limit = int(least_bytes(SectionCosts(_profile(), 1), "varuna", num_micro_batches=48)[3])
     with pytest.raises(PlanError, match="at least 3 GPUs"):
         plan(_profile(), num_gpus=2, memory_bytes=limit, **given)  # type: ignore[arg-type]
     assert plan(_profile(), num_gpus=3, memory_bytes=limit, **given).best.pipeline_depth == 3  # type: ignore[arg-type]

@@ -98,6 +98,7 @@ def test_the_simulator_gives_the_anchor_back(model: str) -> None:
         boundaries=MODELS[model].uniform_boundaries(anchor.num_stages),
         num_replicas=anchor.num_replicas,
         micro_batch_size=anchor.micro_batch_size,
+        all_reduce="late",
     )
     assert simulated.expected.mini_batch_s == pytest.approx(anchor.mini_batch_s, rel=0.03)
 

@@ -10,6 +10,7 @@ import pytest
 from morph.contract.errors import TraceError
 from morph.contract.trace import Trace, load_trace, write_trace
 from simulator.traces.importing import Place, import_trace, merged, part_of
+from simulator.traces.statistics import statistics_of
 
 TRACES = Path(__file__).resolve().parents[2] / "../shared/traces"
 
@@ -35,6 +36,19 @@ def test_counts_become_vms_that_come_and_go(tmp_path: Path) -> None:
     assert [(time_s, event) for time_s, event, _ in told(trace)] == [
         (0, "add"), (0, "add"), (100, "add"), (86500, "remove"), (86500, "remove"),
     ]  # fmt: skip
+    assert trace.end_s == 86500
+
+
+def test_a_recording_that_ends_quietly_ends_with_its_last_observation(tmp_path: Path) -> None:
+    counts = imported(tmp_path, "2021-12-11, 11:00:00, 2\n2021-12-11, 12:00:00, 1\n2021-12-11, 15:00:00, 1\n")
+    assert (counts.events[-1].time_s, counts.duration_s) == (3600, 4 * 3600)
+    assert statistics_of(counts)["unknown"].vm_hours == 2 + 3
+    one, two = (imported(tmp_path, availability(*data), "z_t.json") for data in ((2, 1, 1, 1), (2, 2)))
+    assert (one.duration_s, two.duration_s) == (4 * 300, 2 * 300)
+    assert merged([("one", one), ("two", two)]).duration_s == 4 * 300
+    assert part_of(one, 300, 1000).duration_s == 700
+    assert part_of(one, 300, 5000).duration_s == 900
+    assert part_of(imported(tmp_path, "0,add,a\n60000,remove,a\n"), 30, 50).duration_s == 20
 
 
 def test_what_repeats_an_older_count_after_a_newer_one_is_passed_over(tmp_path: Path) -> None:

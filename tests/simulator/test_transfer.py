@@ -62,7 +62,7 @@ def test_one_measured_size_is_continued_in_proportion_and_flat_below() -> None:
 
 
 @pytest.mark.parametrize("ring", [2, 3, 8])
-def test_no_larger_size_takes_less_than_the_least_time_even_where_a_larger_one_was_measured_faster(ring: int) -> None:
+def test_no_larger_size_takes_less_time_even_where_one_was_measured_faster(ring: int) -> None:
     entries = tuple(
         AllReduceTime(ring_size=of, size_bytes=size, time=Timing(median_s=t, mad_s=0, num_samples=1))
         for of in (2, 4)
@@ -70,7 +70,6 @@ def test_no_larger_size_takes_less_than_the_least_time_even_where_a_larger_one_w
     )
     for measured in (entries, ()):
         all_reduce = AllReduce(synthetic_profile().model_copy(update={"all_reduce": measured}))
-        for size in (500.0, 3000.0, 20_000.0):
-            larger = all_reduce.times_ns(ring, np.linspace(size, 10 * size, 501))
-            assert all_reduce.least_ns(ring, size) <= larger.min() <= all_reduce.least_ns(ring, size) * 1.01
-    assert all_reduce.least_ns(ring, 0.0) == 0
+        times_ns = all_reduce.times_ns(ring, np.linspace(0.0, 20_000.0, 501))
+        assert times_ns[0] == 0
+        assert (np.diff(times_ns) >= 0).all()

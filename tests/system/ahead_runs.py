@@ -18,7 +18,7 @@ from manager.report.values import RunReport
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, Policy
-from morph.contract.messages import Fault, SlowSpell
+from morph.contract.faults import Fault, SlowSpell
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.contract.rules import PreCopyRules, Rules, StutterRules
@@ -73,7 +73,8 @@ class Case:
     @property
     def policy(self) -> Policy:
         """Of the run."""
-        return Policy(checkpoint_every_steps=1000, rules=Rules(ahead=self.ahead, stutter=self.stutter))
+        rules = Rules(ahead=self.ahead, stutter=self.stutter)
+        return Policy(checkpoint_every_steps=1000, rules=rules, redundancy="off")  # or followers have it all before
 
 
 def best(profile: Profile, shape: str) -> Plan:

@@ -16,12 +16,12 @@ from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
-from morph.contract.messages import Fault, SlowSpell
+from morph.contract.faults import Fault, SlowSpell
 from morph.contract.plan import Plan
 from morph.contract.rules import Rules, StutterRules
 from morph.contract.trace import Trace, TraceEvent
-from morph.cutting import cut, export_job
-from morph.job import load_job
+from morph.cutting.kept.cut_job import load_and_cut
+from morph.job_files import imported_once
 from morph.runtime.process.single import run_single
 from simulator import plan, synthetic_profile
 
@@ -58,9 +58,11 @@ class TinyJob:
 
 def load_tiny_job() -> TinyJob:
     """Cut the tiny job as a worker does."""
-    job = load_job(JOB)
-    model = cut(export_job(job), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
-    return TinyJob(model.fingerprint, job.batch_size, {unit.id: unit.sections for unit in model.units})
+    with imported_once(JOB):
+        found = load_and_cut(JOB, num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
+    return TinyJob(
+        found.model.fingerprint, found.job.batch_size, {unit.id: unit.sections for unit in found.model.units}
+    )
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,12 @@ def managed(
     heartbeat_timeout_s: float = 5.0,
     job_path: str = JOB,
     machines: OpenMachines | None = None,
+    redundancy: str = "auto",
 ) -> Outcome:
     """Run the tiny job; ``shapes[G]`` is the shape for G workers."""
     vms = vms or LocalVms()
     policy = Policy(checkpoint_every_steps=checkpoint_every, start_patience_s=60, rules=Rules(stutter=stutter))
-    policy = policy.model_copy(update={"heartbeat_timeout_s": heartbeat_timeout_s})
+    policy = policy.model_copy(update={"heartbeat_timeout_s": heartbeat_timeout_s, "redundancy": redundancy})
     config = ControllerConfig(
         fingerprint=job.fingerprint,
         plans={count: job.plan(shape) for count, shape in shapes.items()},

@@ -69,6 +69,11 @@ class Hosts:
         """Folders outside of the nodes' own that nodes made and that are there."""
         return [path for path in map(Path, sorted(self._temporary)) if path.exists()]
 
+    def temporary_of(self, node: str) -> set[Path]:
+        """Folders outside of a living node's own that it made."""
+        lines = [part for process in self.processes(node) for part in process.cmdline()]
+        return {Path(part.partition("=")[2]) for part in lines if part.startswith(TEMPORARY)}
+
     def processes(self, node: str) -> list[psutil.Process]:
         """What runs of a node."""
         root = psutil.Process(self.note()[node])

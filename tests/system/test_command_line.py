@@ -17,11 +17,11 @@ from manager.report.values import RunReport
 from morph.contract.plan import Plan, load_plan
 from morph.contract.profile import load_profile
 from tests.system.commands import RunningMorph, morph
-from tests.system.harness import JOB
+from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-STEPS = 300
+STEPS, HELD_AFTER = 60, 20
 PNG = b"\x89PNG"
 TRACE = """time_s,event,node_id
 0,add,vm0
@@ -83,14 +83,17 @@ def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(
 
 def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
     """Two VMs at the start; one is killed, another comes: the run goes on with what is there."""
+    job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
     cluster, trace = folder / "cluster.yaml", folder / "trace.csv"
     cluster.write_text("policy: {checkpoint_every_steps: 25}\n", encoding="utf-8")
     trace.write_text(TRACE, encoding="utf-8")
     with RunningMorph(
-        *("run", JOB, "--profile", profile, "--cluster", cluster, "--trace", trace),
+        *("run", job.path, "--profile", profile, "--cluster", cluster, "--trace", trace),
         *("--steps", STEPS, "--run-dir", run_dir, "--verbose"),
     ) as command:
         command.wait_for_line("vm2 appeared")
+        command.wait_for_line("vm1 was lost")
+        job.let_go()
         command.wait_for_line(": finished")
         assert command.wait_for_end() == 0, command.output
     assert f"picture: {run_dir / 'run.png'}" in command.output

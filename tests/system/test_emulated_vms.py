@@ -43,20 +43,22 @@ class Revoke:
             self._fleet.request("vm1")
 
 
-def run(directory: Path, machines: OpenMachines | None, *, revoked: bool) -> tuple[dict[str, str], int]:
+def run(
+    directory: Path, machines: OpenMachines | None, *, revoked: bool, num_vms: int = 4
+) -> tuple[dict[str, str], int]:
     """sha256 of every unit's final state, and how many generations were formed."""
     units = known_units(PROFILE)
     policy = Policy(checkpoint_every_steps=1000)
     config = ControllerConfig(
         fingerprint=PROFILE.job.fingerprint,
-        plans=plan_table(PROFILE, 4),
+        plans=plan_table(PROFILE, num_vms),
         units={unit.id: unit.sections for unit in units},
         unit_bytes={unit.id: unit.parameter_bytes for unit in units},
         num_steps=STEPS,
         policy=policy,
-        expected_nodes=4,
+        expected_nodes=num_vms,
     )
-    trace = Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(4)))
+    trace = Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(num_vms)))
     device = emulated_device(PROFILE, M, range(2, 9), EmulationOptions())
     spec = RunSpec(
         job_path="emulated",
@@ -106,6 +108,6 @@ def test_a_revoked_process_and_its_successor_change_no_bit(undisturbed: dict[str
 
 
 def test_a_revoked_ray_node_and_its_successor_change_no_bit(undisturbed: dict[str, str], tmp_path: Path) -> None:
-    weights, generations = run(tmp_path / "run", None, revoked=True)
+    weights, generations = run(tmp_path / "run", None, revoked=True, num_vms=2)
     assert weights == undisturbed
     assert generations > 1

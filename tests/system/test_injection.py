@@ -59,7 +59,8 @@ def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(calibrated: Pa
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     cluster.write_text(
         "vms: {num_vms: 2, keep: 2, limits: {max_vms: 2}}\n"
-        "policy: {checkpoint_every_steps: 1000000, takeover_patience_s: 0, rules: {requests: {backoff_s: 0.5}}}\n",
+        "policy: {checkpoint_every_steps: 1000000, takeover_patience_s: 0, redundancy: off,\n"
+        "  rules: {requests: {backoff_s: 0.5}}}\n",
         encoding="utf-8",
     )
     command = ("run", JOB, "--profile", calibrated, "--cluster", cluster, "--steps", 2_000_000, "--run-dir", run_dir)

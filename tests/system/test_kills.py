@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from manager.controller.state.events import WorkerAnswered
 from manager.controller.state.state import Phase
 from manager.engine.loop.driver import Observed
-from morph.contract.messages import Fault
+from morph.contract.faults import Fault
+from morph.contract.messages import WorkerReady
 from morph.contract.trace import Trace, TraceEvent, parse_trace
 from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import TinyJob, constant_vms, managed, uninterrupted
@@ -92,6 +96,44 @@ def test_a_joining_worker_that_dies_while_it_is_taken_in_changes_nothing(tiny_jo
     )
     assert result.outcome == "stopped"
     assert any("worker_lost" in line and "vm2" in line for line in result.history)
+    assert result.digests() == uninterrupted(result.manifest.version, tmp_path / "reference")
+
+
+def test_with_one_replica_kill_after_kill_loses_no_decided_step(tiny_job: TinyJob, tmp_path: Path) -> None:
+    """The first, the last and a middle stage's worker are killed in turn, each once every follower is in step."""
+    pids: dict[str, int] = {}
+    killed: list[str] = []
+    stages = [0, 2, 0]
+
+    def kill_in_turn(observed: Observed) -> None:
+        state, event = observed.decision.state, observed.event
+        if isinstance(event, WorkerAnswered) and isinstance(event.answer, WorkerReady):
+            pids[event.worker] = event.answer.pid
+        if state.phase is not Phase.TRAINING or state.reshape is None or any(name in state.workers for name in killed):
+            return None
+        if len(killed) == len(stages):
+            return observed.request_stop("each had its turn")
+        follows = state.reshape.follows
+        in_step = [state.workers[follow.follower].holds.issuperset(follow.units) for follow in follows]
+        if any(follow.units for follow in follows) and all(in_step):
+            victim = next(slot.worker for slot in state.slots if slot.stage == stages[len(killed)])
+            killed.append(victim)
+            os.kill(pids[victim], signal.SIGKILL)
+        return None
+
+    result = managed(
+        tiny_job,
+        tmp_path / "run",
+        shapes={4: "4x1", 3: "3x1", 2: "2x1", 1: "1x1"},
+        trace=constant_vms(4),
+        num_steps=100_000,
+        checkpoint_every=100_000,
+        observe=kill_in_turn,
+        redundancy="salvage",
+    )
+    assert result.outcome == "stopped"
+    assert result.shapes == ("4x1", "3x1", "2x1", "1x1")
+    assert not [line for line in result.history if "back to version" in line]
     assert result.digests() == uninterrupted(result.manifest.version, tmp_path / "reference")
 
 

@@ -30,13 +30,18 @@ BOUND_S = 100.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where checkpoints go. ``wrong``: the environment of somebody whom the store does not know."""
+    """Where checkpoints go.
+
+    ``wrong``: the environment of somebody whom the store does not know. ``expired``: how it refuses credentials that
+    were right before.
+    """
 
     url: str
     service: BlobService | BucketService
     secret: str
     environment: dict[str, str]
     wrong: dict[str, str]
+    expired: tuple[int, str]
 
 
 def _blobs(stack: ExitStack) -> Place:
@@ -44,13 +49,13 @@ def _blobs(stack: ExitStack) -> Place:
     service = stack.enter_context(blob_service())
     known = {CONNECTION: service.connection_string}
     wrong = {CONNECTION: BlobService(port=service.port).connection_string}
-    return Place(f"abfs://{CONTAINER}/run", service, service.key, known, wrong)
+    return Place(f"abfs://{CONTAINER}/run", service, service.key, known, wrong, (403, "AuthenticationFailed"))
 
 
 def _buckets(stack: ExitStack) -> Place:
     service = stack.enter_context(bucket_service())
     wrong = BucketService(port=service.port).environment
-    return Place(f"s3://{service.bucket}/run", service, service.key, service.environment, wrong)
+    return Place(f"s3://{service.bucket}/run", service, service.key, service.environment, wrong, (400, "ExpiredToken"))
 
 
 @pytest.fixture(params=[_blobs, _buckets], ids=["Azure", "S3"])
@@ -86,7 +91,7 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
     with RunningMorph(*arguments) as run:
         run.wait_for_line("the checkpoint of version")
         with place.service.lock:
-            place.service.faults += [(403, "AuthorizationFailure")] * MANY
+            place.service.faults += [place.expired] * MANY
         told = run.wait_for_line("could not write its part of a checkpoint: unit ")
         assert "Error: " in told
         with place.service.lock:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import stat
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from tests.system.commands import RunningMorph, morph
 from tests.system.encrypted import answered, keys_in, visitors
 from tests.system.exposure import files_below, files_with, holds, recorded, shown_by, with_secrets
 from tests.system.harness import uninterrupted
+from tests.system.held import HeldJob
 from tests.system.hosts import Hosts
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -32,27 +33,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 STEPS = 40
 LONG_STEPS = 160
 NUM_SECTIONS = 6
-TOO_SMALL_ALONE_BYTES = 700_000
-CODE = """
-from dataclasses import replace
-from pathlib import Path
-from time import monotonic, sleep
-
-from neighbour import CountingText, TinyGPT, job, loss, optimizer
-
-class HeldText(CountingText):
-    # nobody comes far beyond the checkpoint of version 10 until the test lets it, whatever the machine's speed
-    num_read = 0
-
-    def __getitem__(self, index):
-        HeldText.num_read += 1
-        until_s = monotonic() + 120
-        while HeldText.num_read > 16 * job.batch_size and not Path({gate!r}).exists() and monotonic() < until_s:
-            sleep(0.02)
-        return super().__getitem__(index)
-
-job = replace(job, dataset=HeldText)
-"""
+TOO_SMALL_ALONE_BYTES = 1_900_000
 
 
 @pytest.fixture(params=[1])
@@ -62,11 +43,6 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
         monkeypatch.setenv(name, value)
     yield world
     world.close()
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return uninterrupted(STEPS, tmp_path_factory.mktemp("undisturbed"), NUM_SECTIONS)
 
 
 def job_file(
@@ -82,11 +58,9 @@ def job_file(
 
     Every worker stops at its 16th step until ``let_go``.
     """
-    (directory / "code").mkdir()
-    shutil.copy(Path(__file__).resolve().parents[2] / "configs/jobs/tiny_gpt.py", directory / "code" / "neighbour.py")
-    (directory / "code" / "train.py").write_text(CODE.format(gate=str(directory / "gate")), encoding="utf-8")
+    job = HeldJob(directory / "code", directory / "gate", 16)
     described = {
-        "job": {"code": "code/train.py:job", "profile": str(profile), "steps": steps, "run_dir": "run"},
+        "job": {"code": f"code/{job.file.name}:job", "profile": str(profile), "steps": steps, "run_dir": "run"},
         "vms": {
             "kind": "static",
             "cloud": str(hosts.file),
@@ -179,9 +153,9 @@ def check_encrypted(run: RunningMorph, hosts: Hosts, node: str, directory: Path)
     assert [name for side in shown.values() for name in with_secrets(side, keys.values())] == []
 
 
-def check_end(hosts: Hosts, run_dir: Path, weights: dict[str, str]) -> None:
+def check_end(hosts: Hosts, run_dir: Path, weights: dict[str, str], steps: int = STEPS) -> None:
     report = read_report(run_dir)
-    assert (report.outcome, report.version) == ("finished", STEPS)
+    assert (report.outcome, report.version) == ("finished", steps)
     assert digests(run_dir) == weights
     assert hosts.wait_until_empty() == []
     assert hosts.nodes() == {}
@@ -189,7 +163,7 @@ def check_end(hosts: Hosts, run_dir: Path, weights: dict[str, str]) -> None:
 
 
 def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
-    hosts: Hosts, calibrated: Path, tmp_path: Path, weights: dict[str, str]
+    hosts: Hosts, calibrated: Path, tmp_path: Path
 ) -> None:
     path = job_file(tmp_path, hosts, calibrated, memory_bytes=TOO_SMALL_ALONE_BYTES, tls=True)
     assert "with 2 workers in shape 2x1, with 2 at least" in morph("config", "check", path)
@@ -209,7 +183,7 @@ def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
         assert run.wait_for_end() == 0, run.output
         assert not any(holds(run.output.encode(), secret) for secret in recorded(made))
     assert files_with(named(tmp_path / "run"), recorded(made)) == set()
-    check_end(hosts, tmp_path / "run", weights)
+    check_end(hosts, tmp_path / "run", uninterrupted(STEPS, tmp_path / "undisturbed", NUM_SECTIONS))
     enrolled = [fact.detail.split(" at ") for fact in facts_of(tmp_path / "run") if fact.name == "node_enrolled"]
     assert len({node for node, _ in enrolled}) == 3
     assert {address for _, address in enrolled} <= {"127.0.0.11", "127.0.0.12", "127.0.0.13"}
@@ -218,41 +192,42 @@ def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
 
 
 @pytest.mark.parametrize("hosts", [2], indirect=True)
-def test_both_devices_of_a_host_train_and_a_host_that_dies_with_both_is_replaced(
-    hosts: Hosts, calibrated: Path, tmp_path: Path, weights: dict[str, str]
+def test_a_host_that_dies_with_both_its_devices_is_replaced_and_one_without_a_manager_ends_by_itself(
+    hosts: Hosts, calibrated: Path, tmp_path: Path
 ) -> None:
-    path = job_file(tmp_path, hosts, calibrated, memory_bytes=TOO_SMALL_ALONE_BYTES)
+    """And leaves nothing but a lease, which ``morph cloud reconcile`` gives back."""
+    path = job_file(tmp_path, hosts, calibrated, TOO_SMALL_ALONE_BYTES, LONG_STEPS, takeover_patience_s=0, lonely_s=0.5)
     with RunningMorph("run", path, "--verbose", "--no-page") as run:
         assert "2x1 on 2 of 2 ready workers" in run.wait_for_line("generation 1 is formed")
         run.wait_for_line("the checkpoint of version 10")
         (host,) = hosts.note()
         hosts.kill(host)
-        let_go(tmp_path)
         assert f"{host}.d" in run.wait_for_line(" lost: ")
         assert "2x1 on 2 of 2 ready workers" in run.wait_for_line("generation 2 is formed")
-        hosts.note()
-        assert run.wait_for_end() == 0, run.output
-    check_end(hosts, tmp_path / "run", weights)
+        run.wait_for_line("the checkpoint of version 20")
+        (node,) = set(hosts.note()) - {host}
+        (temporary,) = hosts.temporary_of(node)
+        assert temporary.exists()
+        run.kill()
+        run.wait_for_exit()
+        assert hosts.wait_until_empty() == []
+    assert not temporary.exists()
+    left = {path.parent.name: path.name for path in hosts.directory.glob(f"h*/.morph/nodes/{node}/*")}
+    assert left == {node: "log"}
     report = read_report(tmp_path / "run")
     assert [sorted(change.lost_workers) for change in report.morphs] == [[f"{host}.d0", f"{host}.d1"]]
+    newest = complete_versions(str(tmp_path / "run" / "checkpoints"))[-1]
+    assert newest >= 20
+    assert digests(tmp_path / "run") == uninterrupted(newest, tmp_path / "undisturbed", NUM_SECTIONS)
+    name = json.loads((tmp_path / "run" / "vms.json").read_text())
+    told = morph("cloud", "reconcile", hosts.file, "--run", name["run"], "--job", name["job"])
+    assert "1 VMs of" in told
+    assert json.loads((hosts.directory / "leases.json").read_text()) == {}
+    assert list(hosts.directory.glob("h*/.morph/nodes/*")) == []
 
 
-def test_another_manager_goes_on_with_the_hosts_of_one_that_was_killed(
-    hosts: Hosts, calibrated: Path, tmp_path: Path, weights: dict[str, str]
-) -> None:
-    path = job_file(tmp_path, hosts, calibrated, tls=True)
-    with RunningMorph("run", path, "--verbose", "--no-page") as first:
-        first.wait_for_line("the checkpoint of version 10")
-        before = hosts.note()
-        first.kill()
-        let_go(tmp_path)
-        first.wait_for_exit()
-        with RunningMorph("run", path, "--verbose", "--no-page") as second:
-            assert "2 VMs of this run live" in second.wait_for_line("VMs of this run live")
-            assert hosts.note() == before
-            second.wait_for_line(f"all {STEPS} steps are committed")
-            assert second.wait_for_exit() == 0, second.output
-    check_end(hosts, tmp_path / "run", weights)
+LEAD_S = 1.5
+"""Short: a VM trains on for as long as its notice surely allows."""
 
 
 class OneNotice:
@@ -264,43 +239,57 @@ class OneNotice:
         self.acknowledged = threading.Event()
 
     def standing(self) -> tuple[Standing, ...]:
-        return (Standing(notice="preempt-1", lead_s=60.0),)
+        return (Standing(notice="preempt-1", lead_s=LEAD_S),)
 
     def acknowledge(self, notice: str) -> None:
         assert notice == "preempt-1"
         self.acknowledged.set()
 
 
-def test_a_noticed_host_is_left_out_and_let_go_and_no_step_is_lost(
+@contextmanager
+def noticed(hosts: Hosts, node: str, directory: Path) -> Iterator[OneNotice]:
+    """While the block runs an agent of a node tells the run in ``directory`` of a notice."""
+    secret = next(hosts.directory.glob(f"h*/.morph/nodes/{node}/node-secret")).read_text().strip()
+    port = json.loads((directory / "run" / "attach.json").read_text())["notice_port"]
+    notice = OneNotice()
+    agent = Agent(("127.0.0.2", port), node, secret, [notice], lonely_s=600, end=lambda: None, every_s=0.1)
+    thread = threading.Thread(target=agent.run)
+    thread.start()
+    try:
+        yield notice
+    finally:
+        agent.close()
+        thread.join(20)
+
+
+def test_another_manager_goes_on_with_the_hosts_of_one_that_was_killed_and_leaves_out_one_that_is_noticed(
     hosts: Hosts, calibrated: Path, tmp_path: Path
 ) -> None:
-    path = job_file(tmp_path, hosts, calibrated, steps=LONG_STEPS)
-    with RunningMorph("run", path, "--verbose", "--no-page") as run:
-        run.wait_for_line("the checkpoint of version 10")
-        node = sorted(hosts.note())[0]
-        secret = next(hosts.directory.glob(f"h*/.morph/nodes/{node}/node-secret")).read_text().strip()
-        port = json.loads((tmp_path / "run" / "attach.json").read_text())["notice_port"]
-        notice = OneNotice()
-        agent = Agent(("127.0.0.2", port), node, secret, [notice], lonely_s=600, end=lambda: None, every_s=0.1)
-        thread = threading.Thread(target=agent.run)
-        thread.start()
-        let_go(tmp_path)
-        try:
-            assert f"{node} will be taken in" in run.wait_for_line("will be taken in")
-            assert f"nothing of value is left on {node}" in run.wait_for_line("nothing of value is left")
-            assert notice.acknowledged.wait(20), run.output
-        finally:
-            agent.close()
-            thread.join(20)
-        hosts.kill(node)  # what a cloud does then
-        run.wait_for_line(f"all {LONG_STEPS} steps are committed")
-        hosts.note()
-        assert run.wait_for_end() == 0, run.output
+    path = job_file(tmp_path, hosts, calibrated, steps=LONG_STEPS, tls=True)
+    with RunningMorph("run", path, "--verbose", "--no-page") as first:
+        first.wait_for_line("the checkpoint of version 10")
+        before = hosts.note()
+        first.kill()
+        first.wait_for_exit()
+        with RunningMorph("run", path, "--verbose", "--no-page") as second:
+            assert "2 VMs of this run live" in second.wait_for_line("VMs of this run live")
+            second.wait_for_line("a new manager took over")
+            assert hosts.note() == before
+            node = sorted(before)[0]
+            let_go(tmp_path)
+            second.wait_for_line("the checkpoint of version 30")  # by then it knows how short a step is
+            with noticed(hosts, node, tmp_path) as notice:
+                assert f"{node} will be taken in" in second.wait_for_line("will be taken in")
+                assert f"nothing of value is left on {node}" in second.wait_for_line("nothing of value is left")
+                assert notice.acknowledged.wait(20), second.output
+            hosts.kill(node)  # what a cloud does then
+            second.wait_for_line(f"all {LONG_STEPS} steps are committed")
+            hosts.note()
+            assert second.wait_for_exit() == 0, second.output
     report = read_report(tmp_path / "run")
-    assert (report.version, sum(step.redone_later for step in report.steps)) == (LONG_STEPS, 0)
+    assert [record.step for record in report.steps] == list(range(LONG_STEPS))  # none is run again
     assert [morph.planned for morph in report.morphs[:1]] == [True]
-    assert digests(tmp_path / "run") == uninterrupted(LONG_STEPS, tmp_path / "undisturbed", NUM_SECTIONS)
-    assert hosts.wait_until_empty() == []
+    check_end(hosts, tmp_path / "run", uninterrupted(LONG_STEPS, tmp_path / "undisturbed", NUM_SECTIONS), LONG_STEPS)
 
 
 def test_a_run_that_is_resumed_takes_back_the_hosts_of_a_manager_that_was_given_up_and_ctrl_c_gives_all_back(
@@ -325,25 +314,3 @@ def test_a_run_that_is_resumed_takes_back_the_hosts_of_a_manager_that_was_given_
     assert json.loads((tmp_path / "run" / "vms.json").read_text())["num_starts"] == 2
     version = read_report(tmp_path / "run").version
     assert digests(tmp_path / "run") == uninterrupted(version, tmp_path / "undisturbed", NUM_SECTIONS)
-
-
-def test_hosts_without_a_manager_end_by_themselves_and_leave_nothing_but_a_lease_that_reconcile_gives_back(
-    hosts: Hosts, calibrated: Path, tmp_path: Path
-) -> None:
-    path = job_file(tmp_path, hosts, calibrated, steps=LONG_STEPS, takeover_patience_s=0, lonely_s=0.5)
-    with RunningMorph("run", path, "--verbose", "--no-page") as run:
-        run.wait_for_line("the checkpoint of version 10")
-        nodes = hosts.note()
-        assert len(nodes) == 2
-        assert len(hosts.temporary()) == 2
-        run.kill()
-        run.wait_for_exit()
-        assert hosts.wait_until_empty() == []
-    assert hosts.temporary() == []
-    left = {path.parent.name: path.name for path in hosts.directory.glob("h*/.morph/nodes/*/*")}
-    assert left == dict.fromkeys(nodes, "log")
-    name = json.loads((tmp_path / "run" / "vms.json").read_text())
-    told = morph("cloud", "reconcile", hosts.file, "--run", name["run"], "--job", name["job"])
-    assert "2 VMs of" in told
-    assert json.loads((hosts.directory / "leases.json").read_text()) == {}
-    assert list(hosts.directory.glob("h*/.morph/nodes/*")) == []

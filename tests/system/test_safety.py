@@ -19,12 +19,12 @@ from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions
 from tests.system.commands import ROOT, environment_of_commands, morph
 from tests.system.exposure import Shown, files_below, files_with, holds, shown_by, with_secrets
-from tests.system.harness import JOB
+from tests.system.held import HeldJob
 from tests.system.watched import WatchedMorph
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-MANY_STEPS = 1_000_000
+MANY_STEPS, HELD_AFTER = 1_000_000, 20
 PRIVATE = ("attach.json", "page.json")
 """Files of a run directory that hold a secret while the run goes on."""
 STRANGER = """
@@ -62,9 +62,10 @@ class Seen:
 def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("safety")
     run_dir, cluster = folder / "run", folder / "cluster.yaml"
+    job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
     cluster.write_text("vms: {num_vms: 3, launcher: ray}\npolicy: {checkpoint_every_steps: 5}\n", encoding="utf-8")
     arguments = (
-        *("run", JOB, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir),
+        *("run", job.path, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir),
         *("--steps", MANY_STEPS, "--plain", "--verbose"),
     )
     with WatchedMorph(folder / "made", *arguments) as command:
@@ -93,12 +94,17 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
             "status as JSON": morph("status", run_dir, "--json"),
         }
         morph("report", run_dir, "--price", 1, "--on-demand-price", 3, "-o", run_dir / "report.html")
+        outputs["inject"] = morph("inject", run_dir, "--vm", "vm2", "--notice", "1s")
+        command.wait_for("vm2 was lost")
         before = command.output.count("the checkpoint of version")
-        worker = next(process for process in family if process.name().startswith("ray::Worker"))
+        worker = next(
+            process for process in family if process.is_running() and process.name().startswith("ray::Worker")
+        )
         worker.kill()
         command.wait_for("its process is gone")
         assert before
         ray_files = {str(path.relative_to(ray_directory)): data for path, data in files_below(ray_directory)}
+        job.let_go()
         command.close_terminal()
         code = command.wait_for_end()
         outputs["the run"] = command.output

@@ -214,8 +214,8 @@ def test_a_stopped_ray_worker_is_given_up_and_cannot_go_on_when_it_wakes(
     result = managed(
         tiny_job,
         tmp_path / "run",
-        shapes={3: "3x1", 2: "2x1"},
-        trace=constant_vms(3),
+        shapes={2: "2x1", 1: "1x1"},
+        trace=constant_vms(2),
         num_steps=STEPS,
         observe=waking,
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,

@@ -16,7 +16,7 @@ from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop import driver
 from manager.engine.loop.driver import Observed, Observer
 from morph.contract.cluster import Policy
-from morph.contract.messages import SlowSpell
+from morph.contract.faults import SlowSpell
 from morph.contract.profile import Profile, Timing
 from morph.contract.rules import Rules, StutterRules
 from simulator import synthetic_profile

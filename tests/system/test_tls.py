@@ -11,12 +11,13 @@ from manager.enrolment.files import Certificates
 from morph.checkpoint.manifest import read_manifest
 from morph.contract.profile import load_profile
 from tests.system.encrypted import answered, visitors
-from tests.system.harness import JOB, uninterrupted
+from tests.system.harness import uninterrupted
+from tests.system.held import HeldJob
 from tests.system.watched import WatchedMorph
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-STEPS = 400
+STEPS = 40
 SETTINGS = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
 
 
@@ -27,8 +28,9 @@ def test_a_run_with_tls_has_the_same_weights_and_refuses_whoever_has_no_certific
     cluster.write_text("vms: {num_vms: 2, tls: true}\npolicy: {checkpoint_every_steps: 10}\n", encoding="utf-8")
     arguments = ("--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS, "--plain")
     (tmp_path / "other").mkdir()
+    job = HeldJob(tmp_path / "code", tmp_path / "gate", 15)
     other = make_certificates(tmp_path / "other", Tls())
-    with WatchedMorph(tmp_path / "made", "run", JOB, *arguments) as command:
+    with WatchedMorph(tmp_path / "made", "run", job.path, *arguments) as command:
         command.wait_for("the checkpoint of version")
         environments = [process.environ() for process in command.family() if process.is_running()]
         shown = next(found for found in environments if found.get("RAY_USE_TLS") == "1")
@@ -38,6 +40,7 @@ def test_a_run_with_tls_has_the_same_weights_and_refuses_whoever_has_no_certific
         let_in = answered("127.0.0.1", head, coming)
         assert command.process_runs, command.output
         assert let_in == {"a member"}
+        job.let_go()
         command.wait_for("picture:")
         assert command.wait_for_end() == 0, command.output
         assert not member.key.exists()

@@ -157,6 +157,7 @@ def test_a_model_that_does_not_fit_is_compared_with_fewer_of_its_equal_blocks() 
     assert str(nothing.reason).startswith("with fewer blocks, it may take")
 
 
+@pytest.mark.slow
 def test_with_fewer_blocks_too_a_lost_backward_is_refused() -> None:
     job = job_of(lambda: Texts(HookBehindTheGraph, num_blocks=40))
     with pytest.raises(ExportError, match=r"2 samples, seed 0.*blocks\.1\.inner\.weight by"):

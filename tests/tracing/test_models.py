@@ -180,6 +180,7 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "num_tied"), [(gpt2, 1), (llama, 0)])
 def test_transformers_have_no_false_positives(tools: Any, model: Any, num_tied: int) -> None:
     pytest.importorskip("transformers")

@@ -11,6 +11,7 @@ from typing import Any
 
 from manager.controller.shape.placement import choose_sources, place, share_units
 from manager.controller.state.config import units_by_stage
+from manager.engine.run.job_code import collect, pack
 from manager.report.means import EvaluationReader
 from morph.checkpoint.manifest import write_manifest
 from morph.checkpoint.unit_files import from_payload
@@ -31,8 +32,8 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.contract.plan import Plan
-from morph.cutting import cut, export_job
-from morph.job import load_job
+from morph.cutting.kept.cut_job import load_and_cut
+from morph.job_files import imported_once
 from morph.runtime.groups.store import StoreHost
 from simulator import plan, synthetic_profile
 from tests.runtime.worker_crew import ANSWER_S, LOOPBACK, Member
@@ -46,8 +47,11 @@ def spec_of(name: str) -> str:
     return f"{JOBS}:{name}"
 
 
-def make_plan(shape: str, fingerprint: str, *, recompute: bool = True) -> Plan:
-    """A plan for ``"PxD"``; without recompute every stage keeps its activations. Orders are Varuna's."""
+def make_plan(shape: str, fingerprint: str, *, recompute: bool = True, live_sections: int | None = None) -> Plan:
+    """A plan for ``"PxD"``; without recompute every stage keeps its activations. Orders are Varuna's.
+
+    ``live_sections`` is every stage's.
+    """
     depth, replicas = map(int, shape.split("x"))
     profile = synthetic_profile(
         num_sections=NUM_SECTIONS, batch_size=BATCH_SIZE, micro_batch_sizes=(1, MICRO_BATCH_SIZE)
@@ -62,6 +66,7 @@ def make_plan(shape: str, fingerprint: str, *, recompute: bool = True) -> Plan:
         recompute=True,
     ).best
     found: dict[str, Any] = best.model_dump() | {"fingerprint": fingerprint}
+    found["stages"] = [stage | {"live_sections": live_sections} for stage in found["stages"]]
     if not recompute:
         found["stages"] = [stage | {"recompute": False} for stage in found["stages"]]
         found["orders"] = {count: [order.replace("R", "") for order in o] for count, o in found["orders"].items()}
@@ -143,7 +148,8 @@ class ShapesCrew:
             ahead: In every step, each worker is sent all units of another ahead, which it then drops.
         """
         spec = spec_of(job)
-        model = cut(export_job(load_job(spec)), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
+        with imported_once(spec):
+            model = load_and_cut(spec, num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE).model
         units = {unit.id: unit.sections for unit in model.units}
         names = list(self.members)[: max(_width(shape) for shape, _ in spans) + lose]
         self._set_up(names, spec, model.fingerprint, directory)
@@ -170,6 +176,7 @@ class ShapesCrew:
         return [member.answer() for member in asked]
 
     def _set_up(self, names: Sequence[str], spec: str, fingerprint: str, directory: Path) -> None:
+        code = pack(spec, collect(spec))
         for name in names:
             setup = WorkerSetup(
                 worker=name,
@@ -181,6 +188,7 @@ class ShapesCrew:
                 store_host=LOOPBACK,
                 store_port=self.store.port(),
                 listen_host=LOOPBACK,
+                code=code,
             )
             self.members[name].send("setup", setup)
         for name in names:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn, optim
 
 from morph.contract.errors import JobError
+from morph.contract.plan import shares
 from morph.cutting import CutModel, cut, export_job
 from morph.data.evaluation import EvaluationLoader
 from morph.job import Job
-from morph.runtime.workloads.evaluation import EvaluationStage, evaluation_sections, shares
+from morph.runtime.workloads.evaluation import EvaluationStage, evaluation_sections
 from morph.runtime.workloads.job_checks import check_training
 from tests.training.training_jobs import MICRO_BATCH_SIZE, WIDTH, Net, Points, plain, warm_up
 
@@ -103,6 +104,7 @@ def test_a_model_that_is_cut_at_its_marks_is_evaluated_in_evaluation_mode() -> N
     assert model.sections[0].code.whole.training  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_dropout_that_cannot_be_switched_off_is_refused() -> None:
     with pytest.raises(JobError, match=r"eval_data: the dropout in section \d .* cannot be switched off"):
         check_training(

@@ -152,6 +152,7 @@ def gpt2_job(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:job"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of transformers
 def test_transformers_loads_what_was_exported_and_gives_back_what_can_be_imported(
     gpt2_job: str, tmp_path: Path

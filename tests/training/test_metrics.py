@@ -14,8 +14,8 @@ from morph.contract.errors import JobError
 from morph.contract.messages import Evaluation, MicroBatchLoss
 from morph.cutting import cut, export_job
 from morph.data import MicroBatchLoader
-from morph.runtime.step.executor import told_loss
 from morph.runtime.step.stage import Stage
+from morph.runtime.step.sums import MicroBatchSums, told_losses
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net, loss_with_metrics, measured, plain
 
 NAMES = ("close", "early", "inputs", "loss_again", "shift")
@@ -38,10 +38,11 @@ def test_metrics_come_out_of_the_last_section_as_the_users_code_makes_them(num_s
         seed=0,
         step=0,
     )
-    told = told_loss(2, stage.forward(2, ()), model.metric_names)
+    (told,) = told_losses({2: stage.forward(2, ())}, model.metric_names)
     found: dict[str, Tensor] = {}
     seeds = (torch.ones(()), *(None for _ in NAMES))
-    stage.backward(2, seeds, lambda name, gradient: found.update({name: gradient + found.get(name, 0)}))
+    sink = MicroBatchSums(lambda _, name, gradient: found.update({name: gradient + found.get(name, 0)}), lambda _: None)
+    stage.backward(2, seeds, sink)
 
     whole = _without_dropout()
     whole.load_state_dict(dict(exported.initial_parameters), strict=False)

@@ -17,12 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from morph.checkpoint.unit_files import from_payload, to_payload
 from morph.contract.errors import JobError
+from morph.cutting import cut, export_job
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.optimizer_state import MakeOptimizer, from_plain, to_plain
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.state.update_rules import UpdateRules, update_rules
-from tests.training.training_jobs import plain
+from morph.runtime.workloads.job_checks import settings
+from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, plain
 
 UNIT = ParameterUnit("s1", (1,), ("weight", "bias"))
 
@@ -47,6 +49,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW, one by one": one_group(optim.AdamW, lr=0.01, foreach=False),
     "AdamW, all at once": one_group(optim.AdamW, lr=0.01, foreach=True),
     "AdamW, fused": one_group(optim.AdamW, lr=0.01, fused=True),
+    "Adam, fused": one_group(optim.Adam, lr=0.01, fused=True),
+    "SGD, fused": one_group(optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad, fused": one_group(optim.Adagrad, lr=0.1, fused=True),
     "AdamW, amsgrad": one_group(optim.AdamW, lr=0.01, amsgrad=True, betas=(0.8, 0.9)),
     "AdamW, rate in a tensor": one_group(optim.AdamW, lr=torch.tensor(0.01)),
     "Adam": one_group(optim.Adam, lr=0.01),
@@ -152,6 +157,13 @@ def test_units_step_as_one_optimizer_over_the_whole_model_would(name: str) -> No
         rates.step()
         step(state, index)
     assert all(torch.equal(whole[key], state.parameters[key]) for key in whole)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name.endswith("fused")])
+def test_a_fused_optimizer_is_checked_before_a_run_without_memory(name: str) -> None:
+    model = cut(export_job(plain), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
+    found = settings(replace(plain, optimizer=OPTIMIZERS[name]), model)
+    assert found["optimizer(s1)[0]['fused']"] == "True"
 
 
 def test_units_whose_rate_is_one_tensor_do_not_share_it() -> None:

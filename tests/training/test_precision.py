@@ -23,6 +23,7 @@ from morph.runtime.state.unit_state import UnitState
 from morph.runtime.state.update_rules import UpdateRules, update_rules
 from morph.runtime.step.section_run import run_section
 from morph.runtime.step.stage import Stage
+from morph.runtime.step.sums import MicroBatchSums
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, plain, sgd
 
 TIMES = ComputeTimes(forward_s=0, recompute_s=0, backward_s=0, reduce_s=0, wait_s=0, step_s=0)
@@ -69,7 +70,10 @@ class Cut:
         if recompute:
             stage.recompute(1)
         found: dict[str, Tensor] = {}
-        stage.backward(1, (torch.ones(()),), lambda name, gradient: found.update({name: gradient + found.get(name, 0)}))
+        sink = MicroBatchSums(
+            lambda _, name, gradient: found.update({name: gradient + found.get(name, 0)}), lambda _: None
+        )
+        stage.backward(1, (torch.ones(()),), sink)
         return loss, found
 
 

@@ -29,15 +29,18 @@ def test_no_stage_recomputes_when_it_is_not_wanted(schedule: str) -> None:
 
 
 def test_without_recompute_a_stage_holds_the_activations_of_its_whole_window() -> None:
-    section = PROFILE.sections[0].model_copy(update={"activation_bytes_per_sample": 1000, "input_bytes_per_sample": 10})
+    held = {"parameter_bytes": 0, "optimizer_bytes": 0, "gradient_bytes": 0, "activation_bytes_per_sample": 1000}
+    section = PROFILE.sections[0].model_copy(update={**held, "input_bytes_per_sample": 10})
     sections = tuple(section.model_copy(update={"index": index}) for index in range(8))
-    profile = PROFILE.model_copy(update={"sections": sections})
+    profile = PROFILE.model_copy(update={"sections": sections, "units": ()})
     shape = {"num_stages": 4, "micro_batch_size": 2, "schedule": "1f1b"}
     with_it = simulate(profile, **shape).costs.memory_bytes  # type: ignore[arg-type]
     without = simulate(profile, **shape, recompute=False).costs.memory_bytes  # type: ignore[arg-type]
     windows = (4, 3, 2, 1)
     per_micro_batch = 2 * 2 * 1000
-    assert list(without - with_it) == [(window - 1) * per_micro_batch for window in windows]
+    batches = (2 * 10, 0, 0, 0)  # the first section's input
+    expected = [(window - 1) * (per_micro_batch + batch) for window, batch in zip(windows, batches, strict=True)]
+    assert list(without - with_it) == expected
 
 
 def test_the_planner_takes_a_deeper_pipeline_or_says_what_memory_it_needs() -> None:
@@ -72,5 +75,6 @@ def test_recomputing_or_not_gives_the_same_bytes(job: str, crew: ShapesCrew, tmp
         crew.train(job, [(make_plan("4x1", "", recompute=recompute), 4)], tmp_path / str(recompute)).digests
         for recompute in (True, False)
     ]
-    assert digests[0] == digests[1]
+    by_section = crew.train(job, [(make_plan("2x1", "", live_sections=1), 4)], tmp_path / "by section")
+    assert digests[0] == digests[1] == by_section.digests
     assert any(stage.recompute for stage in make_plan("4x1", "").stages)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from morph.runtime.state.model_state import export_state
+from tests.grids import cells
 from tests.training.shapes_crew import ShapesCrew, Trained
-from tests.training.training_jobs import MICRO_BATCH_SIZE, Net, Points, evaluated, loss_with_metrics
+from tests.training.training_jobs import (
+    MICRO_BATCH_SIZE,
+    Net,
+    Points,
+    evaluated,
+    loss_with_metrics,
+    masters,
+    narrow_net,
+)
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -21,23 +32,27 @@ HISTORIES = {
 }
 JOBS = (
     *("clipped", "scheduled", "bf16", "fp16", "scaled", "evaluated", "evaluated_in_part"),
-    *("normed", "normed_fp16", "averaged"),
+    *("normed", "normed_fp16", "averaged", "narrow", "masters"),
 )
 
 
-@pytest.fixture(scope="module", params=JOBS)
-def reference(request: pytest.FixtureRequest, crew: ShapesCrew, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """One worker, undisturbed."""
-    directory = tmp_path_factory.mktemp(request.param)
-    return crew.train(request.param, [("1x1", NUM_STEPS)], directory)
+LOSSES = "1x3, then losses"
+CASES = [*((job, LOSSES) for job in JOBS), *cells(JOBS, [name for name in HISTORIES if name != LOSSES])]
+"""Each feature after losses, and in shapes of four workers."""
 
 
-@pytest.mark.parametrize("history", HISTORIES)
+@pytest.fixture(scope="module")
+def reference_of(crew: ShapesCrew, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """What a job comes to with one worker, undisturbed."""
+    return cache(lambda job: crew.train(job, [("1x1", NUM_STEPS)], tmp_path_factory.mktemp(job)))
+
+
+@pytest.mark.parametrize(("job", "history"), CASES)
 def test_a_feature_gives_the_same_bytes_in_every_shape_and_after_losses(
-    history: str, reference: Trained, crew: ShapesCrew, tmp_path: Path, request: pytest.FixtureRequest
+    job: str, history: str, reference_of: Callable[[str], Trained], crew: ShapesCrew, tmp_path: Path
 ) -> None:
+    reference = reference_of(job)
     spans, lose = HISTORIES[history]
-    job = request.node.callspec.params["reference"]
     trained = crew.train(job, spans, tmp_path, lose=lose)
     assert trained.digests == reference.digests
     assert trained.decided == reference.decided
@@ -86,6 +101,23 @@ def test_an_evaluation_is_the_model_in_evaluation_mode_on_the_first_samples(crew
     last = trained.evaluations[-1]
     assert last.loss == pytest.approx(sum(losses) / 5, rel=1e-6)
     assert last.metrics["close"] == pytest.approx(sum(close) / 5)
+
+
+def test_compiled_sections_give_the_same_bytes_in_every_shape_and_after_a_loss(
+    crew: ShapesCrew, tmp_path: Path
+) -> None:
+    whole = crew.train("compiled", [("1x1", 4)], tmp_path / "one")
+    split = crew.train("compiled", [("3x1", 2), ("1x2", 4)], tmp_path / "split", lose=True)
+    assert whole.digests == split.digests
+    assert whole.losses == split.losses
+    assert whole.digests != crew.train("clipped", [("1x1", 4)], tmp_path / "plain").digests, "nothing was compiled"
+
+
+def test_weights_in_bf16_are_exported_as_the_model_has_them(crew: ShapesCrew, tmp_path: Path) -> None:
+    trained = crew.train("masters", [("2x1", 2)], tmp_path)
+    state = export_state(masters, str(tmp_path), trained.manifest)
+    assert {value.dtype for value in state.values()} == {torch.bfloat16}
+    narrow_net().load_state_dict(state)
 
 
 def test_evaluating_changes_no_weight(crew: ShapesCrew, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Dropout, "forward", lambda _self, x: x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["normed", "averaged", "normed_fast"])
 @pytest.mark.usefixtures("without_dropout")
 def test_buffers_end_where_a_plain_loop_brings_them(name: str, tmp_path: Path) -> None:

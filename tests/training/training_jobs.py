@@ -264,3 +264,22 @@ normed = replace(plain, model=Normed, eval_data=lambda: Points(1000, 8), eval_ev
 averaged = replace(normed, model=Averaged, loss=mean_absolute)
 normed_fp16 = replace(fp16, model=Normed)
 normed_fast = replace(normed, accumulation="fast", optimizer=sgd, clip_grad_norm=0.1)
+
+
+narrow = replace(bf16, boundary="bf16")
+
+
+def narrow_net() -> Net:
+    """The network with parameters and buffers in bf16."""
+    return Net().bfloat16()
+
+
+def narrow_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean squared error of a network in bf16."""
+    return functional.mse_loss(model(batch["x"].bfloat16()).float(), batch["y"])
+
+
+masters = replace(plain, model=narrow_net, loss=narrow_loss, optimizer=sgd, clip_grad_norm=0.5, master_weights=True)
+
+
+compiled = replace(clipped, compile=True)

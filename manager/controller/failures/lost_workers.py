@@ -8,11 +8,14 @@ from manager.controller.saves.noting import shape_left, vms_lost
 from manager.controller.shape.flapping import flapped
 from manager.controller.shape.forming import form_or_hold
 from manager.controller.shape.pre_copy import without_pre_copy
+from manager.controller.shape.salvage import note_prepared
 from manager.controller.state.actions import Abort
+from manager.controller.state.bounds import give_up_bound_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Phase
 from manager.controller.steps.resting import rest, save_before_waiting
+from manager.controller.steps.restoring import find_whole, in_doubt
 from morph.contract.messages import WorkerId
 
 FORMED_PHASES = frozenset({Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING})
@@ -48,9 +51,12 @@ def lose(draft: Draft, lost: Mapping[WorkerId, str]) -> None:
 
 def dissolve(draft: Draft) -> None:
     """Abort every outstanding order of the generation; re-form at once when there is none."""
+    note_prepared(draft)
     state = draft.state
     busy = state.busy_workers
-    order = state.order.model_copy(update={"abort_sent_s": draft.now_s}) if state.order is not None else None
+    order = state.order
+    if order is not None:
+        order = order.model_copy(update={"abort_sent_s": draft.now_s, "give_up_s": give_up_bound_s(state)})
     pending = state.pending.model_copy(update={"stale": True}) if state.pending is not None else None
     draft.change(
         phase=Phase.ABORTING,
@@ -61,7 +67,7 @@ def dissolve(draft: Draft) -> None:
     )
     shape_left(draft)
     dropped = without_pre_copy(draft)
-    aborts = [Abort(worker=worker, generation=state.generation) for worker in busy]
+    aborts = Abort.each("worker", busy, generation=state.generation)
     sentence = f"generation {state.generation} is dissolved, {len(busy)} orders aborted"
     draft.say(ReasonCode.ABORTING, sentence, *aborts, *dropped)
     if not busy:
@@ -73,6 +79,8 @@ def settle(draft: Draft) -> None:
     state = draft.state
     if state.awaited:
         draft.say(ReasonCode.ABORTING, f"{len(state.awaited)} workers have still to give up their orders")
+    elif in_doubt(state):
+        find_whole(draft)
     elif state.num_fruitless >= state.config.policy.max_fruitless_generations:
         rest(draft)
     elif not save_before_waiting(draft):

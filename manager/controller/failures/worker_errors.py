@@ -8,6 +8,7 @@ from manager.controller.state.actions import EndWorker
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Failing, Phase
+from manager.controller.steps.restoring import note_doubt
 from morph.contract.messages import Failed, WorkerId
 
 
@@ -17,12 +18,16 @@ def failed(draft: Draft, worker: WorkerId, answer: Failed) -> None:
     A device that is lost, or has no memory left, takes its worker along; memory that runs out again at the same step,
     or where nobody could take the worker's place, ends the run. An error of the job's is tried once more, on others
     where these suffice; what comes again at the same step ends the run, as does what nothing would mend. What is held
-    is saved before the end.
+    is saved before the end. A checkpoint that cannot be loaded ends nothing: a whole one is looked for.
     """
     assert draft.state.order is not None, "nobody has an order"
     version, known = draft.state.order.version, draft.state.failing
+    of_checkpoint = answer.cause == "checkpoint" and draft.state.order.kind == "reshape"
     draft.answered(worker)
     state = draft.state
+    if of_checkpoint:
+        note_doubt(draft, f"{worker} could not load version {version}: {answer.error}", worker)
+        return _give_up(draft, f"{worker} could not load version {version}: {answer.error}")
     sentence = f"{worker} failed at step {version}: {answer.error}"
     if known is not None and known.generation == state.generation and (known.final or answer.cause != "device"):
         return _give_up(draft, sentence)  # another one's part of the same

@@ -9,6 +9,7 @@ from manager.controller.saves.leaving import step_outlasts
 from manager.controller.shape.flapping import flapped, hold_s
 from manager.controller.shape.forming import form_or_hold
 from manager.controller.shape.starting import start_if_due
+from manager.controller.state.bounds import setup_bound_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import NoticeGiven, NoticeWithdrawn
 from manager.controller.state.nodes import NodeEvent, NodeState
@@ -39,7 +40,7 @@ def notice_given(draft: Draft, event: NoticeGiven) -> None:
     if step_outlasts(draft):
         draft.say(ReasonCode.NOTICE_TAKEN, f"{sentence}, before the step could end and be followed by a change")
         return dissolve(draft)
-    draft.say(ReasonCode.NOTICE_TAKEN, f"{sentence}: it is left out at the next boundary")
+    draft.say(ReasonCode.NOTICE_TAKEN, f"{sentence}: it is left out in time")
     if state.phase is Phase.WAITING:
         save_before_waiting(draft)
     return None
@@ -70,7 +71,7 @@ def spare(draft: Draft, worker: WorkerId, why: str) -> None:
         pace=Pace(),
     )
     if not entry.ready:
-        draft.wake_by(entry.appeared_s + state.config.policy.order_timeout_s)
+        draft.wake_by(entry.appeared_s + setup_bound_s(state))
     draft.say(ReasonCode.NODE_SPARED, f"{worker} is taken back: {why}")
     if state.phase is Phase.STARTING:
         start_if_due(draft)

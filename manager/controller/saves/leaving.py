@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from manager.controller.saves.timing import save_seconds, step_seconds
-from manager.controller.shape.boundary import draining_members
-from manager.controller.shape.choosing import chosen, cost_of_morph_s
+from manager.controller.shape.choosing import chosen, cost_of_morph_s, draining_members
 from manager.controller.state.draft import Draft
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, Phase

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 
-from manager.controller.saves.risk import mean_s_to_fatal_loss
+from manager.controller.shape.risk import mean_s_to_fatal_loss
+from manager.controller.state.bounds import STORAGE_BYTES_PER_S
 from manager.controller.state.saves import NextSave
 from manager.controller.state.state import ControllerState
 from morph.contract.checkpoint import SaveKind
 
 COPY_BYTES_PER_S = 1e9
-WRITE_BYTES_PER_S = 1e8
-"""Of one worker's state to host memory and on to storage, until a save was seen."""
+"""Of one worker's state to host memory, until a save was seen."""
 FIRST_RETRY_S = 10.0
 LONGEST_RETRY_S = 600.0
 """Between saves that storage does not take: doubled each time."""
@@ -74,8 +74,8 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
     durable_s = save_seconds(state)
     interval_s = max(tau_s, durable_s, step_seconds(state))
     why = (
-        f"one every {duration(interval_s)} costs least: a save stalls training for {duration(stall_s)}, "
-        f"and only a checkpoint mends a loss every {duration(mttf_s)}"
+        f"one every {duration(interval_s)} costs least: a save stalls training for {duration(stall_s)} "
+        f"({stall_s / interval_s:.2%} of the time), and only a checkpoint mends a loss every {duration(mttf_s)}"
     )
     if interval_s == durable_s:
         why += f"; a save takes {duration(durable_s)} to be complete"
@@ -108,13 +108,7 @@ def step_seconds(state: ControllerState) -> float:
 
 def save_seconds(state: ControllerState) -> float:
     """Return what a save takes from the copy until it is complete: as measured, else as a slow storage would."""
-    return _most_bytes(state) / WRITE_BYTES_PER_S if state.saves.durable_s is None else state.saves.durable_s
-
-
-def patience_s(state: ControllerState) -> float:
-    """Return how long a save may go without a further unit on storage (seconds) before another may begin."""
-    policy = state.config.policy
-    return policy.rules.checkpoints.file_timeout_s + policy.order_timeout_s
+    return _most_bytes(state) / STORAGE_BYTES_PER_S if state.saves.durable_s is None else state.saves.durable_s
 
 
 def retry_after_s(num_refused: int) -> float:
@@ -135,6 +129,4 @@ def _most_bytes(state: ControllerState) -> int:
     plan = state.plan
     if plan is None:
         return 0
-    sizes = state.config.unit_bytes
-    by_stage = (sum(sizes[unit] for unit in units) for units in state.config.units_of(plan))
-    return max(by_stage) // plan.num_replicas
+    return state.config.stage_bytes(plan) // plan.num_replicas

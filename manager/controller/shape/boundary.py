@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from manager.controller.shape.choosing import Choice, chosen, cost_of_morph_s, gain_of, nodes_to_come
+from manager.controller.shape.choosing import (
+    Choice,
+    chosen,
+    cost_of_morph_s,
+    draining_members,
+    gain_of,
+    nodes_to_come,
+)
+from manager.controller.shape.postponing import stays
 from manager.controller.state.draft import Draft
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState
-from morph.contract.messages import WorkerId
-
-
-def draining_members(state: ControllerState) -> tuple[WorkerId, ...]:
-    """Return the members whose VMs are said to be taken."""
-    return tuple(worker for worker in state.member_units if state.workers[worker].node is NodeState.DRAINING)
 
 
 def drain_due(draft: Draft) -> str | None:
-    """Say which members are to be left out now because their VMs will be taken; None: nobody, or no plan fits then."""
+    """Say which members are to be left out now because their VMs will be taken.
+
+    None: nobody, no plan fits then, or there is time for another step with them.
+    """
     leaving = draining_members(draft.state)
-    if not leaving or chosen(draft) is None:
+    if not leaving or chosen(draft) is None or stays(draft):
         return None
     return f"{', '.join(leaving)} will be taken and is left out"
 
@@ -25,9 +30,9 @@ def drain_due(draft: Draft) -> str | None:
 def change_due(draft: Draft) -> str | None:
     """Say why the shape is to be changed at this boundary; None when it is not, or not yet.
 
-    A drain and a slow member that costs more than it gives are dealt with at once. A better shape with newcomers
-    waits for a further node that is about to be ready while that costs less than a second change: going without
-    the gain for w seconds costs ``w * gain``, a change its own time.
+    A drain that cannot wait and a slow member that costs more than it gives are dealt with at once. A better shape
+    with newcomers waits for a further node that is about to be ready while that costs less than a second change: going
+    without the gain for w seconds costs ``w * gain``, a change its own time.
     """
     leaving = drain_due(draft)
     if leaving is not None:

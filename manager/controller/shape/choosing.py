@@ -64,6 +64,11 @@ def gain_of(state: ControllerState, choice: Choice) -> float:
     return choice.examples_per_s / now - 1 if now else float("inf")
 
 
+def draining_members(state: ControllerState) -> tuple[WorkerId, ...]:
+    """Return the members whose VMs are said to be taken."""
+    return tuple(worker for worker in state.member_units if state.workers[worker].node is NodeState.DRAINING)
+
+
 def nodes_to_come(state: ControllerState, now_s: float) -> tuple[float, ...]:
     """Return when nodes that are being set up are expected to be ready (seconds), those that are overdue not."""
     expected_s = state.setup_s if state.setup_s is not None else state.config.policy.rules.wait.setup_s

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from manager.controller.shape.choosing import Choice, chosen, cost_of_morph_s, nodes_to_come
+from manager.controller.shape.following import redundancy_of
 from manager.controller.shape.placement import choose_sources, place
 from manager.controller.shape.pre_copy import with_pre_copy, without_pre_copy
+from manager.controller.shape.salvage import choose_salvage
 from manager.controller.shape.torn_vms import torn_until_s
 from manager.controller.state.actions import SendReshape
+from manager.controller.state.bounds import reshape_bound_s, step_bound_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, Probation, WorkerState
-from morph.contract.messages import ReshapeOrder, UnitId
+from morph.contract.messages import ReshapeOrder, UnitId, WorkerId
 
 
 def form_or_hold(draft: Draft) -> None:
@@ -61,14 +66,19 @@ def form(draft: Draft, *, planned: bool = False) -> None:
     if choice is None:
         return _wait(draft)
     set_back = _set_back(draft)
-    state = draft.state
-    order = next_order(state, choice)
+    (order, why), state = next_order(draft), draft.state
     if planned and state.ahead is not None:
-        order = with_pre_copy(order, state.ahead)
+        held = {worker: state.workers[worker].holds for worker in state.ready_workers}
+        order = with_pre_copy(order, state.ahead, held)
+    reshape_s = reshape_bound_s(state, order)
+    order = order.model_copy(update={"limit_s": max(reshape_s, step_bound_s(state, order))})
     taking_part = {slot.worker for slot in order.slots} | {source.peer for source in order.sources}
+    taking_part |= set() if order.salvage is None else {entry.holder for entry in order.salvage.sums}
     receivers = [worker for worker in state.ready_workers if worker in taking_part]
     needed = [frozenset(units) for units in state.config.units_of(order.plan)]
-    outstanding = OutstandingOrder(kind="reshape", generation=order.generation, version=order.version, sent_s=now_s)
+    outstanding = OutstandingOrder(
+        kind="reshape", generation=order.generation, version=order.version, sent_s=now_s, limit_s=reshape_s
+    )
     draft.order(
         outstanding,
         receivers,
@@ -87,28 +97,75 @@ def form(draft: Draft, *, planned: bool = False) -> None:
     _measure_anew(draft)
     sentence = (
         f"{set_back}generation {order.generation} is formed at version {order.version}: {order.plan.shape} on "
-        f"{len(order.slots)} of {len(state.ready_workers)} ready workers"
+        f"{len(order.slots)} of {len(state.ready_workers)} ready workers{_spared(order)}{_followed(order, why)}"
     )
     code = ReasonCode.SET_BACK if set_back else ReasonCode.FORMED
-    reshapes = (SendReshape(worker=worker, order=order) for worker in receivers)
+    reshapes = SendReshape.each("worker", receivers, order=order)
     return draft.say(code, sentence, *reshapes, *dropped)
 
 
-def next_order(state: ControllerState, choice: Choice) -> ReshapeOrder:
-    """Build the order that forms a choice now, every unit that is lacking from a holder or a checkpoint."""
+def next_order(draft: Draft) -> tuple[ReshapeOrder, str]:
+    """Return the order that forms the best shape now, every unit that is lacking from a holder or a checkpoint.
+
+    It is built once in a decision, as long as that changes nothing of what it says. Also return why it has these
+    followers.
+    """
+    state, choice = draft.state, chosen(draft)
+    assert choice is not None, "no plan fits"
+    of_time = state.generation, state.version, state.decided, state.checkpoint, state.doubt, state.kept, state.saves
+    return draft.once(_OrderOf(choice), choice, state.workers, *of_time, state.state_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class _OrderOf:
+    """The question for the order that forms a choice: one question, whatever the choice."""
+
+    choice: Choice = field(compare=False)
+
+    def __call__(self, state: ControllerState, now_s: float) -> tuple[ReshapeOrder, str]:
+        return _order(state, self.choice, now_s)
+
+
+def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[ReshapeOrder, str]:
     version, kind = _restorable(state)
     restore = kind if version == state.version else None
     held = {worker: state.workers[worker].holds for worker in state.ready_workers}
     needed = state.config.units_of(choice.plan)
     slots = place(choice.plan, choice.workers, held, needed, state.config.unit_bytes)
-    return ReshapeOrder(
+    kept = {worker: sums for worker, sums in state.kept.items() if worker in held}
+    unable = frozenset[WorkerId]() if state.doubt is None else state.doubt.unable
+    redundancy = redundancy_of(state, choice.plan, slots, held, now_s)
+    order = ReshapeOrder.model_construct(  # of thousands of values, all of them checked
         generation=state.generation + 1,
         version=state.version,
         decided=state.decided,
         plan=choice.plan,
         slots=slots,
-        sources=choose_sources(slots, needed, held, state.config.unit_bytes, restore),
+        sources=choose_sources(slots, needed, held, state.config.unit_bytes, restore, unable),
+        salvage=choose_salvage(kept, choice.plan, slots, needed, state.config.units, state.config.unit_bytes),
+        keep_sums=state.config.policy.keeps_sums,
+        follows=redundancy.follows,
+        copy_sums_every=redundancy.copy_sums_every,
     )
+    return order, redundancy.why
+
+
+def _followed(order: ReshapeOrder, why: str) -> str:
+    num = len({unit for follow in order.follows for unit in follow.units})
+    told = f"; {num} units are kept in step on a second VM" if num else ""
+    if why:
+        told += f"; {why}"
+    if order.copy_sums_every:
+        told += f"; partial sums are copied every {order.copy_sums_every} micro-batches"
+    return told
+
+
+def _spared(order: ReshapeOrder) -> str:
+    if order.salvage is None:
+        return ""
+    total = order.plan.num_micro_batches
+    left = sum(end - first for first, end in order.salvage.remaining)
+    return f"; {total - left} of the {total} micro-batches of step {order.version} are done and kept"
 
 
 def _wait(draft: Draft) -> None:
@@ -199,5 +256,7 @@ def _set_back(draft: Draft) -> str:
     )
     times = {"saved_s": draft.now_s, "since_s": draft.now_s, "ordered_s": None, "insurance": None}
     saves = state.saves.model_copy(update=times)
-    draft.change(version=version, decided=None, workers=workers, pending=None, checkpoint_base=version, saves=saves)
+    draft.change(
+        version=version, decided=None, workers=workers, pending=None, checkpoint_base=version, saves=saves, kept={}
+    )
     return sentence

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from functools import lru_cache
+from itertools import groupby
+from types import MappingProxyType
+from typing import Literal
 
 from manager.controller.shape.spreading import spread
 from manager.controller.shape.transport import largest_overlap
@@ -32,7 +36,7 @@ def place(
     overlap = [[sum(sizes[unit] for unit in units if unit in kind) for kind in kinds] for units in needed]
     dealt = largest_overlap(overlap, [plan.num_replicas] * len(needed), [len(queue) for queue in kinds.values()])
     return tuple(
-        Slot(worker=workers[index], stage=stage, replica=replica)
+        _slot(workers[index], stage, replica)
         for stage, indices in enumerate(spread(workers, list(kinds.values()), dealt))
         for replica, index in enumerate(indices)
     )
@@ -44,46 +48,81 @@ def choose_sources(
     held: Holdings,
     sizes: Mapping[UnitId, int],
     restore: str | None,
+    unable: Set[WorkerId] = frozenset(),
 ) -> tuple[Source, ...]:
     """Say, for each worker and unit of its stage, where the state comes from.
 
     Keep what is held; else a living holder, the load in bytes spread evenly and only over workers that hold
-    the unit already (no chains); else ``restore``, "checkpoint" or "initial", which then must be given.
+    the unit already (no chains); else ``restore``, "checkpoint" or "initial", which then must be given. What ``unable``
+    workers would have to load is read and sent by others, as evenly.
     """
-    holders_of: dict[UnitId, list[WorkerId]] = {}
-    for worker, units in held.items():
-        for unit in units:
-            holders_of.setdefault(unit, []).append(worker)
-    wanted = [(slot.worker, unit) for slot in slots for unit in needed[slot.stage]]
-    lacked = [(worker, unit) for worker, unit in wanted if unit not in held.get(worker, ()) and unit in holders_of]
-    senders = _share_sending(lacked, holders_of, sizes)
+    lacked = {
+        slot.worker: [unit for unit in needed[slot.stage] if unit not in held.get(slot.worker, ())] for slot in slots
+    }
+    holders_of = {
+        unit: [worker for worker, units in held.items() if unit in units]
+        for unit in dict.fromkeys(unit for units in lacked.values() for unit in units)
+    }
+    wanted = [(worker, unit) for worker, units in lacked.items() for unit in units if holders_of[unit]]
+    senders = _share_sending(wanted, holders_of, sizes)
+    readers: dict[tuple[WorkerId, UnitId], WorkerId] = {}
+    if unable and restore == "checkpoint":
+        able = [worker for worker in held if worker not in unable]
+        unread = [(worker, unit) for worker, units in lacked.items() for unit in units if not holders_of[unit]]
+        load = {one: sum(sizes[unit] for worker, unit in unread if worker == one) for one in able}
+        relayed = [entry for entry in unread if entry[0] in unable]
+        readers = _share_sending(relayed, dict.fromkeys(holders_of, able), sizes, load)
     sources: list[Source] = []
-    for worker, unit in wanted:
-        if (worker, unit) in senders:
-            sources.append(Source(worker=worker, unit=unit, kind="peer", peer=senders[worker, unit]))
-        elif unit in held.get(worker, ()):
-            sources.append(Source(worker=worker, unit=unit, kind="keep"))
-        else:
-            assert restore in ("checkpoint", "initial"), f"unit {unit} has no source"
-            kind = "checkpoint" if restore == "checkpoint" else "initial"
-            sources.append(Source(worker=worker, unit=unit, kind=kind))
+    for slot in slots:
+        worker, units, missing = slot.worker, needed[slot.stage], lacked[slot.worker]
+        if not missing:
+            sources += _all_kept(worker, tuple(units))
+            continue
+        for unit in units:
+            if unit not in missing:
+                sources.append(_source(worker, unit, "keep"))
+            elif holders_of[unit]:
+                sources.append(_source(worker, unit, "peer", senders[worker, unit]))
+            else:
+                assert restore in ("checkpoint", "initial"), f"unit {unit} has no source"
+                kind: Literal["checkpoint", "initial"] = "checkpoint" if restore == "checkpoint" else "initial"
+                sources.append(_source(worker, unit, kind, readers.get((worker, unit))))
     return tuple(sources)
+
+
+@lru_cache(maxsize=2**12)
+def _all_kept(worker: WorkerId, units: tuple[UnitId, ...]) -> tuple[Source, ...]:
+    return tuple(_source(worker, unit, "keep") for unit in units)
+
+
+@lru_cache(maxsize=2**15)
+def _source(
+    worker: WorkerId, unit: UnitId, kind: Literal["keep", "peer", "checkpoint", "initial"], peer: WorkerId | None = None
+) -> Source:
+    """Make one, once: from one shape to the next most of them stay the same."""
+    return Source(worker=worker, unit=unit, kind=kind, peer=peer)
+
+
+@lru_cache(maxsize=2**13)
+def _slot(worker: WorkerId, stage: int, replica: int) -> Slot:
+    return Slot(worker=worker, stage=stage, replica=replica)
 
 
 def _share_sending(
     lacked: Sequence[tuple[WorkerId, UnitId]],
     holders_of: Mapping[UnitId, Sequence[WorkerId]],
     sizes: Mapping[UnitId, int],
+    load: Mapping[WorkerId, int] = MappingProxyType({}),
 ) -> dict[tuple[WorkerId, UnitId], WorkerId]:
-    """Choose a sender for each unit that a worker lacks, to the least loaded holder.
+    """Choose a sender for each unit that a worker lacks, to the least loaded holder; ``load``: bytes before.
 
     Units with the fewest holders come first, for they leave the least choice; of those the largest.
     """
-    load: dict[WorkerId, int] = {}
+    loads = dict(load)
     senders: dict[tuple[WorkerId, UnitId], WorkerId] = {}
     for worker, unit in sorted(lacked, key=lambda entry: (len(holders_of[entry[1]]), -sizes[entry[1]])):
-        sender = min(holders_of[unit], key=lambda holder: load.get(holder, 0))
-        load[sender] = load.get(sender, 0) + sizes[unit]
+        sender = min(holders_of[unit], key=lambda holder: loads.get(holder, 0))
+        loads[sender] = loads.get(sender, 0) + sizes[unit]
         senders[worker, unit] = sender
     return senders
 
@@ -93,9 +132,13 @@ def share_units(
 ) -> dict[UnitId, WorkerId]:
     """Choose one writer per unit among the workers that hold it; largest units first, to the least loaded."""
     load = {slot.worker: 0 for slot in slots}
+    holders_of: dict[UnitId, list[WorkerId]] = {unit: [] for unit in sizes}
+    for stage, group in groupby(slots, key=lambda slot: slot.stage):
+        workers = [slot.worker for slot in group]
+        for unit in needed[stage]:
+            holders_of[unit] += workers
     writers: dict[UnitId, WorkerId] = {}
     for unit in sorted(sizes, key=lambda unit: (-sizes[unit], unit)):
-        holders = [slot.worker for slot in slots if unit in needed[slot.stage]]
-        writers[unit] = min(holders, key=lambda worker: load[worker])
+        writers[unit] = min(holders_of[unit], key=load.__getitem__)
         load[writers[unit]] += sizes[unit]
     return writers

@@ -1,23 +1,49 @@
-"""Whether a planned change is put off so that its units can be sent ahead, and for how long."""
+"""Whether a planned change is put off, and for how long: while its units are sent ahead, or while a notice lasts."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from manager.controller.shape.boundary import draining_members
-from manager.controller.shape.choosing import Choice, chosen, cost_of_morph_s, gain_of
+from manager.controller.shape.choosing import (
+    Choice,
+    chosen,
+    cost_of_morph_s,
+    draining_members,
+    gain_of,
+    present_speed,
+)
 from manager.controller.shape.forming import next_order
 from manager.controller.shape.pre_copy import pre_copy_orders, without_pre_copy
+from manager.controller.state.bounds import ahead_bound_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, PreCopy
-from morph.contract.messages import PreCopyMove, WorkerId
+from morph.contract.messages import PreCopyMove, ReshapeOrder, WorkerId
 
 GRADIENT_SHARE = 1 / 3
 """Of a unit's state with Adam, the default of what is left for the boundary: the last step's gradients."""
 
 MARGIN = 2.0
 """A drain is not put off unless this many times what it takes is left."""
+STEP_MARGIN = 1.5
+"""Before whoever drains runs one more step, this many times what a step takes is left beside that."""
+
+
+def stays(draft: Draft) -> bool:
+    """Whether members that will be taken run one more step: the shape without them is slower, and there is time.
+
+    For that step, for what is sent ahead after it, and for the change. The step and the change are those measured in
+    this run: before a step was, nobody stays. What comes meanwhile is taken in by the same change; and a shape that is
+    no slower is not waited with, for VMs may be taken early.
+    """
+    state, choice = draft.state, chosen(draft)
+    if choice is None or state.plan is None or state.saves.step_s is None:
+        return False
+    if choice.examples_per_s >= present_speed(state):
+        return False
+    step_s = max(state.saves.step_s, state.plan.expected.mini_batch_s)
+    left_s = _deadline_s(state) - draft.now_s - STEP_MARGIN * step_s
+    return left_s > 0 and left_s > (_wait_s(state, choice, _moves(next_order(draft)[0])) or 0.0)
 
 
 def sends_ahead(draft: Draft) -> bool:
@@ -30,7 +56,7 @@ def sends_ahead(draft: Draft) -> bool:
     state, now_s, choice = draft.state, draft.now_s, chosen(draft)
     if choice is None:
         return False
-    order = next_order(state, choice)
+    order, _ = next_order(draft)
     ahead = state.ahead
     if ahead is not None and (now_s >= ahead.until_s or now_s >= _deadline_s(state)):
         return False
@@ -40,19 +66,16 @@ def sends_ahead(draft: Draft) -> bool:
         sentence = f"{ahead.num_following} of {len(ahead.moves)} units have arrived ahead of it"
         draft.say(ReasonCode.AHEAD_NOTED, sentence)
         return True
-    moves = tuple(
-        PreCopyMove(unit=source.unit, sender=source.peer, receiver=source.worker)
-        for source in order.sources
-        if source.kind == "peer" and source.peer is not None
-    )
+    moves = _moves(order)
     until_s = _until_s(state, choice, moves, now_s)
-    if until_s is None:
+    if until_s is None or state.reshape is None:
         return False
     if ahead is not None:
         until_s = min(until_s, ahead.until_s)
     dropped = without_pre_copy(draft)
     number = draft.state.num_ahead + 1
-    ahead = PreCopy(number=number, plan=order.plan, slots=order.slots, moves=moves, until_s=until_s)
+    limit_s = max(state.reshape.limit_s, until_s - now_s)
+    ahead = PreCopy(number=number, plan=order.plan, slots=order.slots, moves=moves, until_s=until_s, limit_s=limit_s)
     draft.change(ahead=ahead, num_ahead=number)
     receivers = len({move.receiver for move in moves})
     sentence = (
@@ -63,8 +86,27 @@ def sends_ahead(draft: Draft) -> bool:
     return True
 
 
+def _moves(order: ReshapeOrder) -> tuple[PreCopyMove, ...]:
+    """Return what could be sent ahead."""
+    return tuple(
+        PreCopyMove.model_construct(unit=source.unit, sender=source.peer, receiver=source.worker)
+        for source in order.sources
+        if source.kind == "peer" and source.peer is not None
+    )
+
+
 def _until_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ...], now_s: float) -> float | None:
-    """Return until when a change is put off at most, or None when it is not worth it.
+    """Return until when a change is put off at most so that these are sent, or None when it is not worth it."""
+    rules, wait_s = state.config.policy.rules.ahead, _wait_s(state, choice, moves)
+    if wait_s is None or now_s + wait_s >= _deadline_s(state):
+        return None
+    if rules.when == "always":
+        return now_s + ahead_bound_s(state, wait_s)
+    return now_s + min(ahead_bound_s(state, wait_s), MARGIN * wait_s)
+
+
+def _wait_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ...]) -> float | None:
+    """Return what sending these ahead takes until the boundary after it, or None when it is not worth it.
 
     Sending takes ``transfer_s`` for whoever sends or receives most, longer for the gradients that travel beside it, up
     to a step more until the next boundary; and it saves the change most of ``transfer_s``. Going without the gain
@@ -82,13 +124,7 @@ def _until_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, .
     saved_s = (1 - GRADIENT_SHARE) * transfer_s
     gain = gain_of(state, choice)
     worth = saved_s >= rules.min_saved_s and busy_share < 1 and wait_s * gain <= saved_s * (1 + gain)
-    if rules.when == "if_worth" and not worth:
-        return None
-    if now_s + wait_s >= _deadline_s(state):
-        return None
-    if rules.when == "always":
-        return now_s + rules.patience_s
-    return now_s + min(rules.patience_s, MARGIN * wait_s)
+    return wait_s if worth or rules.when == "always" else None
 
 
 def _most_bytes(state: ControllerState, moves: tuple[PreCopyMove, ...]) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Set
 
 from manager.controller.state.actions import SendPreCopy
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import PreCopyReported
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import PreCopy, mean_of
-from morph.contract.messages import PreCopyMove, PreCopyOrder, Reshaped, ReshapeOrder, Source, WorkerId
+from morph.contract.messages import PreCopyMove, PreCopyOrder, Reshaped, ReshapeOrder, Source, UnitId, WorkerId
 
 
 def pre_copy_orders(ahead: PreCopy) -> tuple[SendPreCopy, ...]:
@@ -34,14 +34,17 @@ def drop_if_stale(draft: Draft) -> None:
         draft.actions += without_pre_copy(draft)
 
 
-def with_pre_copy(order: ReshapeOrder, ahead: PreCopy) -> ReshapeOrder:
-    """Take what has arrived from where it was sent ahead, if the order forms the change that it was sent for."""
+def with_pre_copy(order: ReshapeOrder, ahead: PreCopy, held: Mapping[WorkerId, Set[UnitId]]) -> ReshapeOrder:
+    """Take what has arrived from where it was sent ahead, if the order forms the change that it was sent for.
+
+    ``held``: a sender that fell out of step has sent no more since.
+    """
     if order.slots != ahead.slots:
         return order
     senders = {
         (move.receiver, move.unit): move.sender
         for move in ahead.moves
-        if move.unit in ahead.following.get(move.receiver, ())
+        if move.unit in ahead.following.get(move.receiver, ()) and move.unit in held.get(move.sender, ())
     }
 
     def source_of(source: Source) -> Source:
@@ -71,21 +74,23 @@ def ahead_reported(draft: Draft, event: PreCopyReported) -> None:
     return draft.say(ReasonCode.AHEAD_NOTED, sentence)
 
 
-def measure_speed(draft: Draft, answer: Reshaped) -> None:
+def measure_speed(draft: Draft, answers: Mapping[WorkerId, Reshaped]) -> None:
     """Measure how fast units came from peers; where some came otherwise, nothing is measured."""
-    state = draft.state
-    order = state.reshape
-    if order is None or answer.generation != order.generation or answer.state_s <= 0:
+    order, sizes, mean = draft.state.reshape, draft.state.config.unit_bytes, draft.state.state_bytes_per_s
+    if order is None:
         return
-    mine = [source for source in order.sources if source.worker == answer.worker and source.kind != "keep"]
-    if not mine or any(source.kind != "peer" for source in mine):
-        return
-    num_bytes = sum(state.config.unit_bytes[source.unit] for source in mine)
-    if num_bytes:
-        draft.change(state_bytes_per_s=mean_of(state.state_bytes_per_s, num_bytes / answer.state_s))
+    for worker, answer in answers.items():
+        lacked = order.lacked.get(worker, ()) if answer.state_s > 0 else ()
+        if answer.generation == order.generation and all(source.kind == "peer" for source in lacked):
+            num_bytes = sum(sizes[source.unit] for source in lacked)
+            mean = mean_of(mean, num_bytes / answer.state_s) if num_bytes else mean
+    if mean != draft.state.state_bytes_per_s:
+        draft.change(state_bytes_per_s=mean)
 
 
 def _order(ahead: PreCopy, worker: WorkerId) -> SendPreCopy:
     moves: tuple[PreCopyMove, ...] = tuple(move for move in ahead.moves if worker in (move.sender, move.receiver))
-    order = PreCopyOrder(number=ahead.number, num_micro_batches=ahead.plan.num_micro_batches, moves=moves)
+    order = PreCopyOrder(
+        number=ahead.number, num_micro_batches=ahead.plan.num_micro_batches, moves=moves, limit_s=ahead.limit_s
+    )
     return SendPreCopy(worker=worker, order=order)

@@ -133,6 +133,16 @@ class WriteManifest(Value):
     manifest: Manifest
 
 
+class FindCheckpoint(Value):
+    """Find the newest checkpoint that is whole, every byte of it read, for a worker could not load this version.
+
+    ``CheckpointFound`` or ``CheckpointNotFound`` follows.
+    """
+
+    kind: Literal["find_checkpoint"] = "find_checkpoint"
+    doubted: Version
+
+
 class EndWorker(Value):
     """End a worker that the controller has given up; no event about it is expected any more."""
 
@@ -181,6 +191,7 @@ Action = (
     | ReleaseNodes
     | AcknowledgeNotice
     | WriteManifest
+    | FindCheckpoint
     | EndWorker
     | NoteCorrection
     | NoteNextSave

@@ -28,6 +28,7 @@ class ControllerConfig(Value):
     plans: dict[int, Plan] = Field(min_length=1)
     units: dict[UnitId, tuple[int, ...]] = Field(min_length=1)
     unit_bytes: dict[UnitId, int] = Field(description="parameters and optimizer state, bytes")
+    state_copies: int = Field(default=1, ge=1, description="``unit_bytes`` over the bytes of the parameters alone")
     num_steps: int = Field(ge=1, description="the run ends when this version is committed")
     policy: Policy = Policy()
     initial_version: int = Field(default=0, ge=0)
@@ -40,6 +41,9 @@ class ControllerConfig(Value):
     requests: str = Field(default="", description="what the names of requests begin with; empty: the job's name")
     section_compute_s: tuple[float, ...] = Field(
         default=(), description="forward and backward of one micro-batch, by section; absent: not known"
+    )
+    device_memory_bytes: int | None = Field(
+        default=None, ge=1, description="of one worker's device, as plans were made; absent: no limit"
     )
 
     expected_losses: ExpectedLosses = Field(
@@ -110,16 +114,35 @@ class ControllerConfig(Value):
         return plan.model_copy(update={"expected": expected.model_copy(update=update)})
 
     @cached_property
-    def _units_of(self) -> dict[tuple[int, ...], tuple[tuple[UnitId, ...], ...]]:
+    def state_bytes(self) -> int:
+        """Of all units."""
+        return sum(self.unit_bytes.values())
+
+    @cached_property
+    def largest_unit_bytes(self) -> int:
+        """Of the unit that has most."""
+        return max(self.unit_bytes.values())
+
+    @cached_property
+    def _by_stage(self) -> dict[tuple[int, ...], tuple[tuple[tuple[UnitId, ...], ...], int]]:
         return {}
+
+    def _stages_of(self, plan: Plan) -> tuple[tuple[tuple[UnitId, ...], ...], int]:
+        ends = tuple(stage.end_section for stage in plan.stages)
+        known = self._by_stage.get(ends)
+        if known is None:
+            needed = units_by_stage(plan, self.units)
+            most_bytes = max(sum(self.unit_bytes[unit] for unit in units) for units in needed)
+            known = self._by_stage[ends] = needed, most_bytes
+        return known
 
     def units_of(self, plan: Plan) -> tuple[tuple[UnitId, ...], ...]:
         """Return the units that each stage of a plan needs, in the order of ``units``."""
-        ends = tuple(stage.end_section for stage in plan.stages)
-        known = self._units_of.get(ends)
-        if known is None:
-            known = self._units_of[ends] = units_by_stage(plan, self.units)
-        return known
+        return self._stages_of(plan)[0]
+
+    def stage_bytes(self, plan: Plan) -> int:
+        """Return the bytes of the units of the stage that has most."""
+        return self._stages_of(plan)[1]
 
     @property
     def fewest_workers(self) -> int:

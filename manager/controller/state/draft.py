@@ -54,7 +54,9 @@ class Draft:
         """Return what was decided."""
         assert self.code is not None, "a decision without a reason"
         reason = Reason(code=self.code, sentence="; ".join(self._sentences))
-        return Decision(state=self.state, actions=tuple(self.actions), reason=reason, wake_at_s=wake_at_s)
+        return Decision.model_construct(
+            state=self.state, actions=tuple(self.actions), reason=reason, wake_at_s=wake_at_s
+        )
 
     def change(self, **fields: Any) -> None:
         """Replace some fields of the state."""

@@ -8,6 +8,7 @@ from pydantic import Field, TypeAdapter
 
 from manager.controller.state.actions import RequestId
 from morph.contract.base import Value
+from morph.contract.checkpoint import Manifest
 from morph.contract.messages import Answer, PreCopyReport, UnitWritten, Version, WorkerId
 
 MANIFEST_WRITER = "manager"
@@ -193,6 +194,22 @@ class ManifestWritten(Value):
     version: Version
 
 
+class CheckpointFound(Value):
+    """The newest checkpoint that is whole. ``passed_over``: a sentence for each newer one, which was set aside."""
+
+    kind: Literal["checkpoint_found"] = "checkpoint_found"
+    manifest: Manifest
+    passed_over: tuple[str, ...] = ()
+
+
+class CheckpointNotFound(Value):
+    """Storage did not tell which checkpoint is whole; or, if ``damaged``, none of them is."""
+
+    kind: Literal["checkpoint_not_found"] = "checkpoint_not_found"
+    error: str
+    damaged: bool
+
+
 class StopRequested(Value):
     """The user wants the run to end at the next step boundary, resumable."""
 
@@ -221,6 +238,8 @@ Single = (
     | UnitsWritten
     | CheckpointFailed
     | ManifestWritten
+    | CheckpointFound
+    | CheckpointNotFound
     | PreCopyReported
     | StopRequested
     | Tick

@@ -18,7 +18,7 @@ class NodeState(StrEnum):
     ``READY``: set up; may be a member, or a spare that stands by.
     ``SUSPECT``: set up, and slower than it should be; a member only while leaving it out would be slower still,
     and probed when it is none.
-    ``DRAINING``: a notice says that it will be taken; never given a new place, left out at the next boundary.
+    ``DRAINING``: a notice says that it will be taken; never given a new place, left out at a boundary in time.
     ``GONE``: forgotten; a machine that comes back has a new name.
     """
 

@@ -18,6 +18,7 @@ from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest, SaveKind
 from morph.contract.decided import Decided, LossScale
 from morph.contract.messages import (
+    EvaluationSize,
     FailureCause,
     PreCopyMove,
     ReshapeOrder,
@@ -28,6 +29,7 @@ from morph.contract.messages import (
     WorkerId,
 )
 from morph.contract.plan import Plan
+from morph.contract.salvage import PartialSum
 
 
 class Phase(StrEnum):
@@ -37,8 +39,8 @@ class Phase(StrEnum):
     ``WAITING``: no plan fits the ready workers; no worker has an order; survivors keep what they hold.
     ``HOLDING``: a plan fits, and a node with which a faster one fits is about to be ready, or workers may follow one
     that their VM has lost; no worker has an order; ends at ``hold_until_s`` at the latest.
-    ``RESTING``: generation after generation came to nothing; no worker has an order but to write what it holds; ends at
-    ``rest_until_s`` once these are answered.
+    ``RESTING``: generation after generation came to nothing, or a checkpoint could not be loaded and a whole one is
+    looked for; no worker has an order but to write what it holds; ends at ``rest_until_s`` once these are answered.
     ``RESHAPING``: every member (and every worker that only serves its units) has answered ``Reshaped`` or has
     the reshape order of this generation outstanding, at least one of them the latter.
     ``TRAINING``: every member has answered ``Prepared`` or has the step order of (generation, version, attempt)
@@ -67,14 +69,19 @@ class Phase(StrEnum):
 
 
 class OutstandingOrder(Value):
-    """The order that ``ControllerState.awaited`` have not answered yet. ``version`` is the step of a step order."""
+    """The order that ``ControllerState.awaited`` have not answered yet. ``version`` is the step of a step order.
+
+    It is to be answered within ``limit_s``, and once it was aborted within ``give_up_s`` (seconds).
+    """
 
     kind: Literal["reshape", "step", "commit"]
     generation: int
     version: Version
     attempt: int = 0
     sent_s: float
+    limit_s: float
     abort_sent_s: float | None = None
+    give_up_s: float = 0.0
 
 
 class StepReport(Value):
@@ -83,6 +90,7 @@ class StepReport(Value):
     overflowed: bool
     unit_norms_sq: dict[UnitId, float]
     non_finite: bool
+    followed: bool = False
 
 
 class Yardstick(Value):
@@ -165,6 +173,22 @@ class Failing(Value):
     final: bool = False
 
 
+class Doubt(Value):
+    """That a checkpoint can be loaded: a worker could not, and no step was decided since.
+
+    ``open``: a whole one has to be found before the next shape is formed; ``asked``: storage is being read for it;
+    ``answered``: one was found. ``num_tries``: how often storage was read. ``failed``: who could not load it since that
+    was last found whole; ``unable``: who could not load what is whole, so that others read it for them.
+    """
+
+    version: Version
+    sentence: str
+    status: Literal["open", "asked", "answered"] = "open"
+    num_tries: int = 0
+    failed: frozenset[WorkerId] = frozenset()
+    unable: frozenset[WorkerId] = frozenset()
+
+
 class NodeRequest(Value):
     """VMs that were asked for and are not up.
 
@@ -227,7 +251,7 @@ class PreCopy(Value):
     The change is ``slots`` of ``plan``. ``moves`` are the units that a receiver lacks there, each with a member that
     holds it and sends it; ``following``, by receiver, those that it has and keeps at the decided version.
     ``failed``: receivers that some units will not reach. Nobody ever waits for any of it but a boundary that puts the
-    change off: ``until_s`` at the latest.
+    change off: ``until_s`` at the latest. ``limit_s``: for which a stream may be silent.
     """
 
     number: int
@@ -237,6 +261,7 @@ class PreCopy(Value):
     following: dict[WorkerId, frozenset[UnitId]] = Field(default_factory=dict)
     failed: frozenset[WorkerId] = frozenset()
     until_s: float
+    limit_s: float
 
     @property
     def parties(self) -> tuple[WorkerId, ...]:
@@ -272,12 +297,16 @@ class ControllerState(Value):
     order: OutstandingOrder | None = None
     awaited: frozenset[WorkerId] = Field(default=frozenset(), description="who has ``order`` and has not answered")
     reports: dict[WorkerId, StepReport] = Field(default_factory=dict)
+    kept: dict[WorkerId, tuple[PartialSum, ...]] = Field(
+        default_factory=dict, description="of the step from ``version``, which was given up, while none is run"
+    )
     num_appeared: int = 0
     first_feasible_s: float | None = None
     num_fruitless: int = Field(default=0, description="generations dissolved since the last decided step")
     resting_since_s: float | None = Field(default=None, description="of the first rest since the last decided step")
     rest_until_s: float | None = None
     checkpoint: Manifest | None = Field(default=None, description="newest complete checkpoint")
+    doubt: Doubt | None = Field(default=None, description="that the newest checkpoint can be loaded")
     pending: PendingCheckpoint | None = None
     sealing: tuple[Manifest, ...] = Field(default=(), description="manifests being written")
     sealing_since_s: float | None = None
@@ -300,6 +329,7 @@ class ControllerState(Value):
     num_ahead: int = 0
     state_bytes_per_s: float | None = Field(default=None, description="mean, of units from peers to one worker")
     setup_s: float | None = Field(default=None, description="mean of setups")
+    evaluation: EvaluationSize | None = Field(default=None, description="of the job, as its workers say")
     leaving: frozenset[WorkerId] = Field(
         default=frozenset(), description="who drains by a notice that is to be acknowledged"
     )

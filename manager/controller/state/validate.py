@@ -119,8 +119,11 @@ def _moves(state: ControllerState) -> bool:
     if state.ahead is None or state.phase is not Phase.TRAINING:
         return True
     workers = state.workers
+    follows = () if state.reshape is None else state.reshape.follows
+    kept = {(follow.follower, unit) for follow in follows for unit in follow.units}  # in step now, and then not
     return all(
-        move.unit in workers[move.sender].holds and move.unit not in workers[move.receiver].holds
+        (move.unit in workers[move.sender].holds or (move.sender, move.unit) in kept)
+        and (move.unit not in workers[move.receiver].holds or (move.receiver, move.unit) in kept)
         for move in state.ahead.moves
     )
 
@@ -177,6 +180,7 @@ INVARIANTS: dict[str, Callable[[ControllerState], bool]] = {
         state.failing is None or not state.failing.final or state.stop_reason is not None
     ),
     "a checkpoint under way is of all units, of a version that is decided, written by its writers": _pending,
+    "no partial sums are kept while a step is run": lambda state: not state.kept or state.phase is not Phase.TRAINING,
     "while sealing, a manifest is being written": lambda state: bool(state.sealing) or state.phase is not Phase.SEALING,
     "manifests are being written since a time": lambda state: (
         bool(state.sealing) == (state.sealing_since_s is not None)

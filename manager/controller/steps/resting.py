@@ -5,6 +5,7 @@ from __future__ import annotations
 from manager.controller.saves.noting import save_begun
 from manager.controller.shape.choosing import chosen
 from manager.controller.shape.forming import form, form_or_hold
+from manager.controller.state.bounds import commit_bound_s, retry_bound_s, why_retried_no_longer
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
@@ -28,9 +29,10 @@ def rest(draft: Draft) -> None:
         f"{state.num_fruitless} generations in a row were dissolved without a new step "
         f"(version {state.version} is decided)"
     )
-    if now_s >= since_s + policy.give_up_after_s:
+    limit_s = retry_bound_s(state)
+    if now_s >= since_s + limit_s:
         saved = 0 if state.checkpoint is None else state.checkpoint.version
-        limit = f"for {policy.give_up_after_s:g} s, policy.give_up_after_s of the cluster file"
+        limit = f"for {limit_s:g} s, {why_retried_no_longer(state)}"
         return draft.end("failed", f"{sentence}, {limit}; version {saved} is saved")
     if state.stop_reason is not None and is_saved(state):
         return draft.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
@@ -102,7 +104,13 @@ def _save_held(draft: Draft) -> None:
     writers = _writers(state)
     if writers is None:
         return
-    order = OutstandingOrder(kind="commit", generation=state.generation + 1, version=state.version, sent_s=now_s)
+    order = OutstandingOrder(
+        kind="commit",
+        generation=state.generation + 1,
+        version=state.version,
+        sent_s=now_s,
+        limit_s=commit_bound_s(state),
+    )
     receivers = [worker for worker in state.workers if worker in writers.values()]
     draft.order(order, receivers, generation=order.generation)
     save_begun(draft, writers, "emergency")

@@ -6,16 +6,24 @@ from collections.abc import Iterable
 
 from manager.controller.saves.leaving import emergency_due
 from manager.controller.saves.noting import save_begun, step_decided, step_ordered, tell_next, units_complete
-from manager.controller.saves.timing import is_due, patience_s
+from manager.controller.saves.timing import is_due
 from manager.controller.shape.boundary import change_due, drain_due
 from manager.controller.shape.forming import form
 from manager.controller.shape.placement import share_units
 from manager.controller.shape.postponing import sends_ahead
 from manager.controller.shape.pre_copy import drop_if_stale
 from manager.controller.state.actions import SendCommit, SendStep, WriteManifest
+from manager.controller.state.bounds import commit_bound_s, save_bound_s, step_bound_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, OutstandingOrder, PendingCheckpoint, Phase, mean_of
+from manager.controller.state.state import (
+    ControllerState,
+    OutstandingOrder,
+    PendingCheckpoint,
+    Phase,
+    WorkerState,
+    mean_of,
+)
 from morph.contract.checkpoint import Manifest, SaveKind, UnitFile
 from morph.contract.decided import decided_step
 from morph.contract.errors import TrainingStopped
@@ -56,7 +64,7 @@ def decide_step(draft: Draft) -> None:
     _settle_holdings(draft, others_keep=False)
     step_decided(draft)
     step = state.version
-    draft.change(version=step + 1, attempt=0, num_fruitless=0, resting_since_s=None)
+    draft.change(version=step + 1, attempt=0, num_fruitless=0, resting_since_s=None, doubt=None)
     if state.failing is not None and state.failing.version <= step and not state.failing.final:
         draft.change(failing=None)
     state = draft.state
@@ -100,8 +108,7 @@ def seal(draft: Draft, pending: PendingCheckpoint) -> None:
         shape=pending.shape,
         saved_s=pending.started_s if pending.copied_s is None else pending.copied_s,
         units=tuple(
-            UnitFile(unit=entry.unit, file=entry.file, size_bytes=entry.size_bytes, sha256=entry.sha256)
-            for entry in files
+            UnitFile.model_construct(**{key: getattr(file, key) for key in UnitFile.model_fields}) for file in files
         ),
     )
     draft.change(pending=None, sealing=(*state.sealing, manifest), sealing_since_s=draft.now_s)
@@ -161,14 +168,28 @@ def _decide_facts(draft: Draft) -> None:
 
 
 def _settle_holdings(draft: Draft, *, others_keep: bool) -> None:
-    """Members hold their stage's units and nothing else; others what they held, or nothing any more."""
+    """Members hold their stage's units, and what they keep for others; others what they held, or nothing any more.
+
+    ``others_keep``: no step was run yet, and a follower has what it had.
+    """
     state = draft.state
-    workers = dict(state.workers)
+    nothing: frozenset[UnitId] = frozenset()
+    follows = () if state.reshape is None else state.reshape.follows
+    kept: dict[WorkerId, frozenset[UnitId]] = {}
+    for follow in follows:
+        if follow.units and (others_keep or state.reports[follow.worker].followed):
+            units = follow.known if others_keep else follow.units
+            kept[follow.follower] = kept.get(follow.follower, nothing).union(units)
+    changed: dict[WorkerId, WorkerState] = {}
     for worker, entry in state.workers.items():
-        holds = state.member_units.get(worker, entry.holds if others_keep else frozenset())
-        if entry.holds != holds:
-            workers[worker] = entry.model_copy(update={"holds": holds})
-    draft.change(workers=workers)
+        held = entry.holds
+        holds = state.member_units.get(worker, held if others_keep else nothing)
+        if worker in kept:
+            holds |= kept[worker]
+        if held is not holds and held != holds:
+            changed[worker] = entry.model_copy(update={"holds": holds})
+    if changed:
+        draft.change(workers=state.workers | changed)
 
 
 def _end(draft: Draft) -> None:
@@ -205,10 +226,16 @@ def _retry(draft: Draft, overflowed: list[WorkerId]) -> None:
 
 def _send_step(draft: Draft, share: dict[UnitId, WorkerId], sentence: str, code: ReasonCode) -> None:
     state = draft.state
+    assert state.reshape is not None, "no generation was formed"
     order = OutstandingOrder(
-        kind="step", generation=state.generation, version=state.version, attempt=state.attempt, sent_s=draft.now_s
+        kind="step",
+        generation=state.generation,
+        version=state.version,
+        attempt=state.attempt,
+        sent_s=draft.now_s,
+        limit_s=step_bound_s(state, state.reshape, state.version),
     )
-    draft.order(order, state.member_units, phase=Phase.TRAINING)
+    draft.order(order, state.member_units, phase=Phase.TRAINING, kept={})
     draft.say(code, sentence, *_step_orders(state, share, state.member_units))
 
 
@@ -224,12 +251,14 @@ def _step_orders(
         record_timeline=state.version == state.config.timeline_step,
     )
     units = _units_of(share)
+    orders = SendStep.each("worker", receivers, order=plain)
+    if not units:
+        return tuple(orders)
     return tuple(
-        SendStep(
-            worker=worker,
-            order=plain.model_copy(update={"checkpoint_units": units[worker]}) if worker in units else plain,
-        )
-        for worker in receivers
+        SendStep(worker=each.worker, order=plain.model_copy(update={"checkpoint_units": units[each.worker]}))
+        if each.worker in units
+        else each
+        for each in orders
     )
 
 
@@ -238,10 +267,13 @@ def _commit(draft: Draft) -> None:
     state, now_s = draft.state, draft.now_s
     saved = state.checkpoint is not None and state.checkpoint.version == state.version
     share = {} if saved else _shares(state)
-    draft.change(unsaved_since_s=None, save_again_s=None, phase=Phase.COMMITTING, pending=None)
+    draft.change(unsaved_since_s=None, save_again_s=None, phase=Phase.COMMITTING, pending=None, kept={})
     if not saved:
         save_begun(draft, share, "final")
-    order = OutstandingOrder(kind="commit", generation=state.generation, version=state.version, sent_s=now_s)
+    limit_s = commit_bound_s(state)
+    order = OutstandingOrder(
+        kind="commit", generation=state.generation, version=state.version, sent_s=now_s, limit_s=limit_s
+    )
     draft.order(order, state.member_units)
     sentence = f"version {state.version} is to be committed: {state.stop_reason or 'it is the last'}"
     draft.say(ReasonCode.COMMIT_STARTED, sentence, *commit_orders(draft.state, share, state.member_units))
@@ -264,7 +296,7 @@ def _begin_checkpoint_if_due(draft: Draft) -> tuple[dict[UnitId, WorkerId], str]
     """Begin a checkpoint when one is due, one at a time; return who writes what, and why."""
     state, now_s = draft.state, draft.now_s
     pending = state.pending
-    under_way = pending is not None and not pending.stale and now_s < pending.started_s + patience_s(state)
+    under_way = pending is not None and not pending.stale and now_s < pending.started_s + save_bound_s(state)
     if under_way or state.sealing or state.version == state.checkpoint_base:
         return {}, ""
     kind: SaveKind

@@ -5,11 +5,12 @@ from __future__ import annotations
 from manager.controller.failures.lost_workers import lose
 from manager.controller.shape.flapping import hold_s
 from manager.controller.state.actions import EndWorker, ProbeWorker
+from manager.controller.state.bounds import probe_bound_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import WorkerProbed
 from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, Pace, Probation
+from manager.controller.state.state import ControllerState, Pace, WorkerState
 from manager.controller.stragglers.baselines import healthy_now_s
 from morph.contract.messages import WorkerId
 
@@ -47,14 +48,15 @@ def probed(draft: Draft, event: WorkerProbed) -> None:
 def probe_if_due(draft: Draft, worker: WorkerId) -> None:
     """Send a probe when it is time to, or count one that was never answered as failed."""
     state, now_s = draft.state, draft.now_s
-    probation = state.workers[worker].probation
-    if probation is None or now_s < probe_at_s(state, probation):
+    entry = state.workers[worker]
+    probation = entry.probation
+    if probation is None or now_s < probe_at_s(state, entry):
         return None
     if probation.asked_s is not None:
         return _probe_failed(draft, worker, "did not answer a probe")
     asked = probation.model_copy(update={"num_asked": probation.num_asked + 1, "asked_s": now_s})
     draft.change_worker(worker, probation=asked)
-    draft.wake_by(probe_at_s(state, asked))
+    draft.wake_by(probe_at_s(state, draft.state.workers[worker]))
     return draft.say(ReasonCode.WORKER_PROBED, f"{worker} is probed", probe_of(draft.state, worker))
 
 
@@ -73,11 +75,13 @@ def probe_of(state: ControllerState, worker: WorkerId) -> ProbeWorker:
     )
 
 
-def probe_at_s(state: ControllerState, probation: Probation) -> float:
-    """Return when the next probe is due, or the present one counts as failed."""
+def probe_at_s(state: ControllerState, entry: WorkerState) -> float:
+    """Return when the next probe of a worker on probation is due, or the present one counts as failed."""
+    probation, yardstick = entry.probation, entry.pace.yardstick
+    assert probation is not None and yardstick is not None, "it was never found slow"  # noqa: PT018
     if probation.asked_s is None:
         return probation.due_s
-    return probation.asked_s + state.config.policy.order_timeout_s
+    return probation.asked_s + probe_bound_s(state, yardstick.healthy_s)
 
 
 def _probe_failed(draft: Draft, worker: WorkerId, what: str) -> None:

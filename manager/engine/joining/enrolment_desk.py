@@ -1,27 +1,33 @@
-"""Where VMs get their certificates: the manager's end of ``manager.enrolment.exchange``."""
+"""Where VMs get their certificates: the answer to a ``certificate`` message (``manager.notices.call``)."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from typing import Any
+
+from pydantic import Field
 
 from manager.engine.loop.event_queue import EventQueue
 from manager.enrolment.authority import Authority, RequestRefused, now, requested_key
-from manager.enrolment.exchange import Asked, Exchange
 from manager.journal.records import Fact
-from manager.notices.line import Lines
+from morph.contract.base import Value
 
 LIFE = datetime.timedelta(days=30)
 """A VM gets another one each time its node starts."""
 
 
+class Asked(Value):
+    """What a node wants to be signed."""
+
+    node: str = Field(pattern=r"^[a-z0-9-]{1,64}$")
+    request: str = Field(max_length=4096, description="for a key of P-256 some 600 characters")
+
+
 class EnrolmentDesk:
-    """Signs for whoever proves the nodes' secret, for the address from which he comes and no other.
+    """Signs for a node that has proven the nodes' secret, for the address from which it comes and no other.
 
     Args:
         event_queue: Where the facts ``node_enrolled`` and ``enrolment_refused`` go.
-        secret: Shared with the nodes.
         authority: Of the run.
         moment: The time.
     """
@@ -29,43 +35,30 @@ class EnrolmentDesk:
     def __init__(
         self,
         event_queue: EventQueue,
-        secret: str,
         authority: Authority,
         moment: Callable[[], datetime.datetime] = now,
     ) -> None:
-        self._event_queue, self._secret, self._authority, self._moment = event_queue, secret, authority, moment
+        self._event_queue, self._authority, self._moment = event_queue, authority, moment
 
-    def serve(self, lines: Lines, nonce: str, hello: dict[str, Any], address: str) -> None:
-        """Answer one node's line. Of a stranger's nothing is read but what the proof covers, before it is checked.
+    def answer(self, node: str, request: object, address: str) -> dict[str, str]:
+        """Return what a node is told: a certificate, or why there is none.
 
         Args:
-            lines: The connection.
-            nonce: What it was greeted with.
-            hello: What it sent.
+            node: Its name, which it has proven.
+            request: What it sent.
             address: From which it comes.
 
         Raises:
-            ValidationError: the line is none.
-            ConnectionError: it is a stranger's.
+            ValidationError: it asks in another form.
         """
-        asked = Asked.model_validate(hello)
-        exchange = Exchange(self._secret, nonce, asked.fresh, asked.node, asked.request)
-        if not exchange.is_asked(asked):
-            raise ConnectionError("not one of ours")
+        asked = Asked.model_validate({"node": node, "request": request})
         try:
             certificate = self._certificate(asked, address)
         except RequestRefused as refusal:
-            answer, fact = (
-                exchange.refuse(str(refusal)),
-                Fact(name="enrolment_refused", detail=f"{asked.node}: {refusal}"),
-            )
-        else:
-            answer, fact = (
-                exchange.certify(certificate),
-                Fact(name="node_enrolled", detail=f"{asked.node} at {address}"),
-            )
-        self._event_queue.put(fact)
-        lines.write(**answer.model_dump())
+            self._event_queue.put(Fact(name="enrolment_refused", detail=f"{node}: {refusal}"))
+            return {"refused": str(refusal)}
+        self._event_queue.put(Fact(name="node_enrolled", detail=f"{node} at {address}"))
+        return {"certificate": certificate}
 
     def _certificate(self, asked: Asked, address: str) -> str:
         if not asked.request:

@@ -21,10 +21,10 @@ from typing import Protocol
 
 from manager.engine.loop.line import Line
 from manager.enrolment.files import Certificates
-from morph.contract.proof import new_secret, proof
 from morph.link.contexts import server_context
 from morph.link.greeting import Greeting
 from morph.link.home import Home
+from morph.link.proof import new_secret, proof
 from morph.link.wire import CHUNK_BYTES, Wire
 from morph.runtime.groups.listener import BACKLOG, HELLO_TIMEOUT_S, LOOK_EVERY_S, MOST_KNOWN, PAUSE_S, Strangers
 from morph.runtime.process.link import LIVENESS, PURPOSE, ROLES, TALK, bounded

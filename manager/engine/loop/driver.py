@@ -13,6 +13,7 @@ from manager.controller.state.actions import (
     AcknowledgeNotice,
     Action,
     EndWorker,
+    FindCheckpoint,
     Finish,
     NoteCorrection,
     NoteNextSave,
@@ -28,8 +29,8 @@ from manager.controller.state.actions import (
 )
 from manager.controller.state.events import Event, StopRequested, Tick
 from manager.controller.state.state import ControllerState, Decision
+from manager.engine.loop.checkpoint_store import CheckpointStore
 from manager.engine.loop.event_queue import EventQueue, Stamped
-from manager.engine.loop.manifest_writer import ManifestWriter
 from manager.engine.loop.silence import watch_every_s
 from manager.journal.journal import Journal
 from manager.journal.patience import patiently
@@ -134,7 +135,7 @@ class Driver:
         self._event_queue = event_queue
         self._pool = pool
         self._journal = journal
-        self._manifests = ManifestWriter(checkpoint_url, state.config.policy.rules.checkpoints, event_queue)
+        self._checkpoints = CheckpointStore(checkpoint_url, state.config.policy.rules.checkpoints, event_queue)
         self._observers = observers
         self._requests = requests
         self._acknowledge = acknowledge or (lambda _node, _notice: None)
@@ -158,7 +159,7 @@ class Driver:
         try:
             return self._run()
         finally:
-            self._manifests.close()
+            self._checkpoints.close()
 
     def _run(self) -> Finish:
         while self._finish is None:
@@ -235,7 +236,9 @@ class Driver:
             case EndWorker(worker=worker):
                 self._pool.end(worker)
             case WriteManifest(manifest=manifest):
-                self._manifests.write(manifest)
+                self._checkpoints.write(manifest)
+            case FindCheckpoint():
+                self._checkpoints.find()
             case ProbeWorker(worker=worker):
                 self._pool.probe(worker, action.order())
             case RequestNodes() if self._requests is not None:

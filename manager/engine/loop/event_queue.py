@@ -24,7 +24,8 @@ from manager.controller.state.events import (
 )
 from manager.journal.records import Fact
 from manager.machine.clock import RunClock
-from morph.contract.messages import Answer, Heartbeat, MicroBatchTimes, Probed, WorkerId
+from morph.contract.messages import Answer, Heartbeat, Probed, WorkerId
+from morph.contract.timeline import MicroBatchTimes
 
 _ANSWER: TypeAdapter[Answer | Probed] = TypeAdapter(Answer | Probed)
 

@@ -18,8 +18,8 @@ from manager.engine.loop.worker_pool import WorkerPool
 from manager.machine.ports import LOOPBACK
 from morph.contract.errors import ClusterError
 from morph.contract.messages import CommitOrder, Committed, WorkerSetup
-from morph.contract.proof import new_secret
 from morph.link.home import Home
+from morph.link.proof import new_secret
 from morph.runtime.process.serving import serve, until_ended
 
 _WARM_UP = 5

@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
@@ -48,6 +49,8 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 HEAD_STORE_BYTES = 512 * 1024 * 1024
 """At most: the code of the job waits in it for workers that are set up, and no worker spills it to disk."""
 END_TIMEOUT_S = 10.0
+NODE_TIMEOUT_S = 60.0
+LOOK_EVERY_S = 0.1
 NO_WORKERS = str(Path(__file__).with_name("no_workers.py"))
 HEAD_AGENT = str(Path(__file__).with_name("head_agent.py"))
 AGENT = str(Path(ray.__file__).parent / "_private" / "runtime_env" / "agent" / "main.py")
@@ -253,6 +256,23 @@ def _start_head(calls: socket.socket, host: str, port: int, first_port: int) -> 
     )
 
 
+def _wait_longer() -> None:
+    """Ray gives a node 30 s to be known to its head, which a busy machine may need to load its processes alone."""
+    get_node: Any = services.get_node
+
+    def patiently(*args: Any) -> Any:
+        until_s = time.monotonic() + NODE_TIMEOUT_S
+        while True:
+            try:
+                return get_node(*args)
+            except RuntimeError:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(LOOK_EVERY_S)
+
+    vars(services)["get_node"] = patiently
+
+
 def _pids(node: Any) -> dict[str, int]:
     return {name: info.process.pid for name, infos in node.all_processes.items() for info in infos}
 
@@ -292,6 +312,7 @@ def main() -> None:
     calls = socket.socket(fileno=int(sys.argv[3]))
     calls.set_inheritable(False)
     asked_to_end = False
+    _wait_longer()
     try:
         manager = control_socket.next()
         try:

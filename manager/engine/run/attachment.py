@@ -20,7 +20,7 @@ from manager.machine.folders import sweep
 from manager.run_dir import RunDir, write_in_run_dir
 from morph.contract.base import Value, read_json
 from morph.contract.errors import ClusterError, MorphError, RunDirError
-from morph.contract.proof import new_secret
+from morph.link.proof import new_secret
 
 FILE_NAME = "attach.json"
 

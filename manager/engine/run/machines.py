@@ -22,7 +22,7 @@ from manager.machine.ports import LOOPBACK
 from manager.providers.interface.provider import Provider
 from morph.contract.errors import ClusterError
 from morph.contract.messages import WorkerSetup
-from morph.contract.proof import new_secret
+from morph.link.proof import new_secret
 
 MakeSetup = Callable[[str], WorkerSetup]
 

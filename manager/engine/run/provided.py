@@ -27,7 +27,7 @@ from manager.providers.boot.cloud_init import NodeStart
 from manager.providers.interface.provider import Provider
 from morph.contract.cluster import AzureVms, ProvidedVms
 from morph.contract.errors import ClusterError
-from morph.contract.proof import new_secret
+from morph.link.proof import new_secret
 
 if TYPE_CHECKING:
     from manager.engine.joining.enrolment_desk import EnrolmentDesk
@@ -69,7 +69,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
             check_free(vms.address, ports.of_manager())
         store, entrance, pool = on_ray.begin(opening, cluster, addresses.look)
         notice_port = found.attachment.notice_port if found else vms.notice_port or ports.notices
-        desk, authority = _desk(directory.parent, opening.event_queue, secret) if vms.tls else (None, "")
+        desk, authority = _desk(directory.parent, opening.event_queue) if vms.tls else (None, "")
         try:
             notices = NoticeServer(opening.event_queue, secret, vms.address, notice_port, desk, wheel)
             ending.callback(notices.close)
@@ -146,7 +146,7 @@ class _Addresses:
             return self._known[worker]
 
 
-def _desk(directory: Path, event_queue: EventQueue, secret: str) -> tuple[EnrolmentDesk, str]:
+def _desk(directory: Path, event_queue: EventQueue) -> tuple[EnrolmentDesk, str]:
     """Return what signs for the VMs, and the certificate by which they know what it signed.
 
     Raises:
@@ -155,7 +155,7 @@ def _desk(directory: Path, event_queue: EventQueue, secret: str) -> tuple[Enrolm
     from manager.engine.joining.enrolment_desk import EnrolmentDesk
 
     authority = load_authority(directory)
-    return EnrolmentDesk(event_queue, secret, authority), authority.pem.decode()
+    return EnrolmentDesk(event_queue, authority), authority.pem.decode()
 
 
 def _node_secret(path: Path, *, make: bool) -> str:

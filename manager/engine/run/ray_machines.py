@@ -17,7 +17,7 @@ from manager.engine.run.machines import Machines, Opening, OpenMachines, open_po
 from manager.engine.run.store_watch import StartedStore, StoreWatch
 from manager.machine.ports import LOOPBACK
 from morph.contract.errors import ClusterError
-from morph.contract.proof import new_secret
+from morph.link.proof import new_secret
 
 if TYPE_CHECKING:
     from manager.engine.on_ray.ray_cluster import RayCluster

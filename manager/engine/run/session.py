@@ -27,12 +27,14 @@ from manager.journal.patience import patiently
 from manager.journal.records import CLUSTER_LOST, OUTLIVES, Fact, TraceMoment
 from manager.journal.replay import trace_moment
 from manager.machine.clock import RunClock
+from manager.machine.devices import cuda_devices, device_slots
 from manager.machine.signals import deaf_to_signals, stopping_on_signals
 from manager.run_dir import RunDir
-from morph.contract.cluster import ClusterConfig, ProvidedVms
+from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.errors import ClusterError, ClusterLost
-from morph.contract.messages import Fault, JobCode, SlowSpell, WorkerSetup
+from morph.contract.faults import Fault, SlowSpell
+from morph.contract.messages import JobCode, WorkerSetup
 from morph.contract.trace import Trace
 
 STEPS_AFTER_TRACE = 3
@@ -105,10 +107,10 @@ def run_session(
         event_queue = EventQueue(clock.now_s)
         ending.callback(write_last_facts, event_queue, journal)
         ending.callback(forget_attachment, run_dir)
-        policy = spec.config.policy
+        policy, slots = spec.config.policy, _device_slots(spec, run_dir)
         opening = Opening(
             event_queue=event_queue,
-            make_setup=lambda worker: _setup(spec, run_dir, machines, worker),
+            make_setup=lambda worker: _setup(spec, run_dir, machines, slots, worker),
             heartbeat_timeout_s=policy.heartbeat_timeout_s,
             outage_timeout_s=policy.outage_timeout_s,
             patience_s=policy.takeover_patience_s,
@@ -257,7 +259,16 @@ class _StopWithTrace:
             observed.request_stop("the trace is over")
 
 
-def _setup(spec: RunSpec, run_dir: RunDir, machines: Machines, worker: str) -> WorkerSetup:
+def _device_slots(spec: RunSpec, run_dir: RunDir) -> tuple[str, ...]:
+    """Shares of this machine's CUDA devices, where local VMs compute on them; as many as VMs were planned with."""
+    vms = spec.cluster.vms
+    if not isinstance(vms, LocalVms) or vms.device == "cpu" or spec.emulation is not None:
+        return ()
+    num_vms = max(spec.trace.max_nodes, vms.keep or vms.num_vms)
+    return device_slots(cuda_devices(), num_vms, run_dir.path / "devices")
+
+
+def _setup(spec: RunSpec, run_dir: RunDir, machines: Machines, slots: tuple[str, ...], worker: str) -> WorkerSetup:
     return WorkerSetup(
         worker=worker,
         job_path=spec.job_path,
@@ -270,6 +281,8 @@ def _setup(spec: RunSpec, run_dir: RunDir, machines: Machines, worker: str) -> W
         listen_host=machines.address_of(worker),
         secret=machines.attachment.secret,
         device=spec.cluster.vms.device,
+        device_slots=slots,
+        rings=spec.cluster.vms.rings,
         faults=spec.faults,
         slow_spells=spec.slow_spells,
         checkpoints=spec.config.policy.rules.checkpoints,

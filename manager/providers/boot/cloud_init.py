@@ -33,9 +33,13 @@ MAX_CUSTOM_DATA_BYTES = 65535
 class NodeStart(Value):
     """How a node finds its cluster. The two secrets stand in files that root alone can read, and nowhere else."""
 
-    ray_address: str = Field(pattern=r"^[A-Za-z0-9._-]+:\d+$", description="host:port of the head node")
+    ray_address: str = Field(
+        default="",
+        pattern=r"^([A-Za-z0-9._-]+:\d+)?$",
+        description="host:port of the head node; empty: none",
+    )
     manager_address: str = Field(pattern=r"^[A-Za-z0-9._-]+:\d+$", description="host:port that takes notices")
-    ray_token: SecretStr
+    ray_token: SecretStr = SecretStr("")
     node_secret: SecretStr
     setup: tuple[str, ...] = Field(default=(), description="shell lines run once, as root, before anything else")
     python: str = Field(default="/usr/bin/python3", description="the interpreter, there once ``setup`` has run")
@@ -147,7 +151,12 @@ def ray_command(start: NodeStart, node: str, num_devices: int | str) -> list[str
 
 
 def node_command(start: NodeStart, node: str, num_devices: int) -> list[str]:
-    """Write the command of a node: Ray's as the job's user, behind what gets its certificate if Ray is encrypted."""
+    """Write the command of a node: Ray's as the job's user, behind what gets its certificate if Ray is encrypted.
+
+    Without a head node of Ray's: what runs the script of ``morph spot-run``.
+    """
+    if not start.ray_address:
+        return script_command(start, node, SECRET_PATH)
     ray = ray_command(start, node, num_devices)
     if start.uid:
         own = [TOKEN_PATH, *([TLS_DIRECTORY] if start.authority else [])]
@@ -155,6 +164,14 @@ def node_command(start: NodeStart, node: str, num_devices: int) -> list[str]:
     if not start.authority:
         return ray
     return [*enrol_command(start, node, SECRET_PATH, AUTHORITY_PATH, TLS_DIRECTORY), "--", *ray]
+
+
+def script_command(start: NodeStart, node: str, secret_path: str) -> list[str]:
+    """Write the command that runs the script of ``morph spot-run``."""
+    return [
+        start.python, "-m", "manager.spot.agent", f"--manager={start.manager_address}", f"--node={node}",
+        f"--secret-file={secret_path}", f"--uid={start.uid}",
+    ]  # fmt: skip
 
 
 def enrol_command(start: NodeStart, node: str, secret_path: str, authority_path: str, directory: str) -> list[str]:

@@ -11,17 +11,13 @@ With a user's number that user is made if it is missing, and ``--close-metadata`
 ``packed`` puts it, with the few modules that it imports, into one file, which travels with the secrets. On the VM there
 may be nothing but Python, and an old one: nothing here needs more than the standard library of Python 3.8.
 
-The manager is asked at the port for notices, as the node's agent does later (``manager.notices.line``)::
-
-    VM        {"kind": "wheel"}                      manager   {"bytes": LENGTH}, and so many bytes
-    VM        {"kind": "unfit", "why": SENTENCE}     manager   {"heard": true}
-
-Those bytes have no seal: their digest is in the command.
+The manager is asked at the port for notices, where the node's agent calls later (``manager.notices.call``).
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import base64
 import hashlib
 import io
@@ -30,31 +26,34 @@ import platform
 import pwd
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from manager.notices.call import ERRAND, called
 from manager.notices.end import MANAGEMENT_URL, end_vm
-from manager.notices.line import Handshake, Lines
 from morph.contract.errors import MorphError
-from morph.contract.proof import new_secret
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from morph.link.session import Session
 
 MODULES = (
     "manager/__init__.py", "manager/machine/__init__.py", "manager/machine/plain_http.py",
-    "manager/notices/__init__.py", "manager/notices/end.py", "manager/notices/line.py",
+    "manager/notices/__init__.py", "manager/notices/call.py", "manager/notices/end.py",
     "manager/providers/__init__.py", "manager/providers/boot/__init__.py", "manager/providers/boot/first_boot.py",
-    "morph/__init__.py", "morph/contract/__init__.py", "morph/contract/errors.py", "morph/contract/proof.py",
+    "morph/__init__.py", "morph/contract/__init__.py", "morph/contract/errors.py", "morph/link/proof.py",
+    "morph/link/__init__.py", "morph/link/greeting.py", "morph/link/session.py", "morph/link/wire.py",
 )  # fmt: skip
-CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 120.0
 RETRY_S = 2.0
 TELL_EVERY_S = 10.0
 PIP_TIMEOUT_S = 3600.0
-MAX_WHEEL_BYTES = 64 * 1024 * 1024
 MAX_WHY_CHARACTERS = 600
 NUM_LAST_LINES = 3
 METADATA = "169.254.169.254"
@@ -83,14 +82,28 @@ class Unheard(Unfit):
 
 
 def packed() -> str:
-    """Return this program as a file for Python to run, in base 64; the same modules give the same text."""
+    """Return this program as a file for Python to run, in base 64; the same modules give the same text.
+
+    Without what Python does not read, for clouds take little of what a VM is given as it boots.
+    """
     root, out = Path(__file__).resolve().parents[3], io.BytesIO()
     main = "from manager.providers.boot.first_boot import main\nmain()\n"
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in ("__main__.py", *MODULES):
-            text = main if name == "__main__.py" else (root / name).read_text(encoding="utf-8")
+            text = main if name == "__main__.py" else _without_docstrings((root / name).read_text(encoding="utf-8"))
             archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
     return base64.b64encode(out.getvalue()).decode()
+
+
+def _without_docstrings(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        first = node.body[0] if node.body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            node.body = node.body[1:] if isinstance(node, ast.Module) else node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
 
 
 class Caller:
@@ -100,30 +113,20 @@ class Caller:
         host, _, port = manager.rpartition(":")
         self._manager, self._node, self._num_devices, self._secret = (host, int(port)), node, num_devices, secret
 
-    def wheel(self) -> bytes:
-        """Return what the manager gives as its wheel."""
-        with socket.create_connection(self._manager, CONNECT_TIMEOUT_S) as connection:
-            lines = self._greeted(Lines(connection))
-            lines.write(kind="wheel")
-            num_bytes = int(lines.read(ANSWER_TIMEOUT_S)["bytes"])
-            if not 0 <= num_bytes <= MAX_WHEEL_BYTES:
-                raise ConnectionError(f"a wheel of {num_bytes} bytes is none")
-            return lines.read_bytes(num_bytes, ANSWER_TIMEOUT_S)
+    def file(self, name: str) -> bytes:
+        """Return what the manager gives under this name."""
+        with self._called() as session:
+            session.tell({"kind": name})
+            return session.receive(ANSWER_TIMEOUT_S)
 
     def tell_unfit(self, why: str) -> None:
         """Tell why this VM cannot be used."""
-        with socket.create_connection(self._manager, CONNECT_TIMEOUT_S) as connection:
-            lines = self._greeted(Lines(connection))
-            lines.write(kind="unfit", why=why[:MAX_WHY_CHARACTERS])
-            lines.read(ANSWER_TIMEOUT_S)
+        with self._called() as session:
+            session.tell({"kind": "unfit", "why": why[:MAX_WHY_CHARACTERS]})
+            session.hear(ANSWER_TIMEOUT_S)
 
-    def _greeted(self, lines: Lines) -> Lines:
-        nonce = str(lines.read(ANSWER_TIMEOUT_S).get("nonce"))
-        handshake = Handshake(self._secret, nonce, new_secret(), self._node, self._num_devices)
-        lines.write(**handshake.hello())
-        lines.seal(handshake.key, "agent", "manager")
-        lines.read(ANSWER_TIMEOUT_S)
-        return lines
+    def _called(self) -> AbstractContextManager[Session]:
+        return called(self._manager, self._secret, self._node, ERRAND, self._num_devices, timeout_s=ANSWER_TIMEOUT_S)
 
 
 def check_python(python: str, wanted: str) -> None:
@@ -151,9 +154,9 @@ def bring(caller: Caller, sha256: str, folder: Path, patience_s: float) -> None:
     until_s = time.monotonic() + patience_s
     while True:
         try:
-            wheel = caller.wheel()
+            wheel = caller.file("wheel")
             break
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise Unheard(f"no wheel came from the manager within {patience_s:g} s: {error}") from error

@@ -12,6 +12,7 @@ from manager.providers.boot.cloud_init import (
     boot_line,
     enrol_command,
     ray_command,
+    script_command,
 )
 from manager.providers.boot.first_boot import packed
 
@@ -47,7 +48,9 @@ def static_node(start: NodeStart) -> tuple[str, ...]:
     boot = boot_line(start, options, '"$d/boot.pyz"')
     ended = boot_line(start, [f"--ended={FOLDER}log", *options], '"$d/boot.pyz"')
     ray = shlex.join(ray_command(start, NODE, DEVICES)) + ' --temp-dir="$t"'
-    if start.authority:
+    if not start.ray_address:
+        node = _in_folder(script_command(start, NODE, f"{FOLDER}node-secret"))
+    elif start.authority:
         enrol = enrol_command(start, NODE, f"{FOLDER}node-secret", f"{FOLDER}authority.pem", f"{FOLDER}tls")
         node = f'{_in_folder(enrol)} ${{ip:+--address="$ip"}} -- {ray}'
     else:

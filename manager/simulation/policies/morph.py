@@ -21,12 +21,22 @@ LOOK_EVERY_S = 600.0
 
 
 def play_morph(
-    job: SpotJob, trace: Trace, *, until: Until, seed: int = 0, prices: SpotPrices | None = None, name: str = ""
+    job: SpotJob,
+    trace: Trace,
+    *,
+    until: Until,
+    seed: int = 0,
+    prices: SpotPrices | None = None,
+    name: str = "",
+    redundancy: str | None = None,
 ) -> Outcome:
     """Play the real controller's decisions on these VMs.
 
-    Those whose events' source is ``ON_DEMAND`` cost what VMs on demand do.
+    Those whose events' source is ``ON_DEMAND`` cost what VMs on demand do. ``redundancy``: other than the job's.
     """
+    if redundancy is not None:
+        policy = job.policy.model_copy(update={"redundancy": redundancy})
+        job = job.model_copy(update={"policy": policy})
     names = dict[str, str]()
     first_s = trace.events[0].time_s
     cluster = SpotCluster(
@@ -63,7 +73,7 @@ def play_morph(
     account = cluster.account
     changes = sum(before.shape != after.shape for before, after in pairwise(cluster.moments))
     return Outcome(
-        policy="morph",
+        policy="morph" if redundancy is None else f"morph-{redundancy}",
         trace=name,
         seed=seed,
         hours=cluster.now_s / 3600,

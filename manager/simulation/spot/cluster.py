@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from manager.controller.deadlines import wake_at_s
@@ -47,9 +47,8 @@ from manager.simulation.spot.vms import Told, Workers
 from morph.contract.messages import Prepared
 
 Kind = TypeVar("Kind", bound=Action)
+ByKind = Mapping[type, list[Action]]
 Watcher = Callable[[float, Event, Decision], None]
-FEW_STEPS = 3.0
-"""No order is given up before it has taken so many times what the longest step of any plan takes."""
 
 
 class SpotCluster:
@@ -149,43 +148,43 @@ class SpotCluster:
         if self._watcher is not None:
             self._watcher(self.now_s, event, decision)
         self.state = decision.state
-        self._book(event, decision, step_decided=decision.state.version > before.version)
+        by_kind: dict[type, list[Action]] = {}
+        for action in decision.actions:
+            by_kind.setdefault(type(action), []).append(action)
+        self._book(event, decision, by_kind, step_decided=decision.state.version > before.version)
         if decision.state.version < before.version:
             self.num_fatal += 1
             self.lost_steps += before.version - decision.state.version
         self._note_moment()
-        steps = self._carry_out(decision.actions)
+        steps = self._carry_out(by_kind)
         if steps and self._jumps and before.phase is Phase.TRAINING:
             self._jump(steps, until_s)
         elif steps:
-            self.workers.step(steps)
+            self.workers.step(steps, self.now_s)
         wake_s = wake_at_s(self.state)
         self._wake_s = math.inf if wake_s is None else max(self.now_s, wake_s)
 
-    def _book(self, event: Event, decision: Decision, *, step_decided: bool) -> None:
+    def _book(self, event: Event, decision: Decision, by_kind: ByKind, *, step_decided: bool) -> None:
         events = event.events if isinstance(event, Together) else (event,)
         prepared = (each.answer for each in events if isinstance(each, AnsweredAlike))
         decided = next((answer for answer in prepared if isinstance(answer, Prepared)), None)
         self.ledger.advance(self.now_s)
-        self.ledger.take(event, _record_of(decision), decided if decided is not None and step_decided else ())
+        self.ledger.take(event, _record_of(decision, by_kind), decided if decided is not None and step_decided else ())
 
-    def _carry_out(self, actions: Iterable[Action]) -> list[SendStep]:
+    def _carry_out(self, by_kind: ByKind) -> list[SendStep]:
         """Do what was decided; returns the orders of a step, which are still to be given."""
-        by_kind: dict[type, list[Action]] = {}
-        for action in actions:
-            by_kind.setdefault(type(action), []).append(action)
-        for action in _of(by_kind, StartWorker):
-            self.workers.start(action.worker)
-        for action in _of(by_kind, EndWorker):
-            self.workers.alive.discard(action.worker)
+        for started in _of(by_kind, StartWorker):
+            self.workers.start(started.worker)
+        for ended in _of(by_kind, EndWorker):
+            self.workers.alive.discard(ended.worker)
         if SendReshape in by_kind:
-            self.workers.reshape(_of(by_kind, SendReshape))
+            self.workers.reshape(_of(by_kind, SendReshape), self.now_s)
         if SendCommit in by_kind:
             self.workers.commit(_of(by_kind, SendCommit))
         if SendPreCopy in by_kind:
             self.workers.send_ahead(_of(by_kind, SendPreCopy))
         if Abort in by_kind:
-            self.workers.abort(_of(by_kind, Abort))
+            self.workers.abort(_of(by_kind, Abort), self.now_s)
         for written in _of(by_kind, WriteManifest):
             version = written.manifest.version
             self.after(self.job.durations.manifest_s, lambda version=version: [ManifestWritten(version=version)])  # type: ignore[misc]
@@ -198,17 +197,29 @@ class SpotCluster:
         formed = self.workers.formed
         assert formed is not None
         num = 0
-        if not any(action.order.checkpoint_units for action in steps):
+        if not self._followed():  # until then the steps are alike, and then one is another
+            until_s = min(until_s, formed.following_at_s)
+        if until_s > self.now_s and not any(action.order.checkpoint_units for action in steps):
             num = steps_alike(self.state, self.now_s, formed.step_s, min(self.agenda.next_s, until_s))
         if num:
             self.state = passed(self.state, self.now_s, formed.step_s, num)
             self.now_s += num * formed.step_s
             self.ledger.advance(self.now_s)
-            self.ledger.settle(self.workers.prepared(steps[0].order, num))
+            self.ledger.settle(self.workers.prepared(steps[0].order, num, begun_s=self.now_s))
             update = {"step": self.state.version, "decided": self.state.decided}
             order = steps[0].order.model_copy(update=update)
-            steps = [action.model_copy(update={"order": order}) for action in steps]
-        self.workers.step(steps)
+            steps = SendStep.each("worker", [action.worker for action in steps], order=order)
+        self.workers.step(steps, self.now_s)
+
+    def _followed(self) -> bool:
+        """Whether the controller knows what followers have."""
+        follows = () if self.state.reshape is None else self.state.reshape.follows
+        workers = self.state.workers
+        return all(
+            follow.follower in workers and workers[follow.follower].holds.issuperset(follow.units)
+            for follow in follows
+            if follow.units
+        )
 
     def _note_moment(self) -> None:
         plan = self.state.plan if self.state.phase is Phase.TRAINING else None
@@ -220,38 +231,36 @@ class SpotCluster:
 
 
 def config_of(job: SpotJob, num_steps: int, num_expected: int) -> ControllerConfig:
-    """Return what the controller is told: as in a real run, but that no bound is shorter than the job's steps."""
-    longest_s = max(plan.expected.mini_batch_s for plan in job.plans.values())
-    limit_s = max(job.policy.order_timeout_s, FEW_STEPS * longest_s)
+    """Return what the controller is told: as in a real run."""
     return ControllerConfig(
         job=job.name,
         fingerprint=next(iter(job.plans.values())).fingerprint or FINGERPRINT,
         plans=job.plans,
         units=job.units,
         unit_bytes=job.unit_bytes,
+        state_copies=job.state_copies,
         num_steps=num_steps,
-        policy=job.policy.model_copy(update={"order_timeout_s": limit_s}),
+        policy=job.policy,
         expected_nodes=max(1, num_expected),
         section_compute_s=job.section_compute_s,
         expected_losses=job.expected_losses,
     )
 
 
-def _of(by_kind: dict[type, list[Action]], kind: type[Kind]) -> list[Kind]:
+def _of(by_kind: ByKind, kind: type[Kind]) -> list[Kind]:
     return by_kind.get(kind, [])  # type: ignore[return-value]
 
 
-def _record_of(decision: Decision) -> DecisionRecord:
+def _record_of(decision: Decision, by_kind: ByKind) -> DecisionRecord:
     """What the ledger looks at, which is not the orders."""
-    reshapes = [action for action in decision.actions if isinstance(action, SendReshape)]
-    state = decision.state
+    reshapes, state = _of(by_kind, SendReshape), decision.state
     return DecisionRecord.model_construct(
         reason=decision.reason,
         phase=state.phase,
         generation=state.generation,
         version=state.version,
         wake_at_s=None,
-        actions=tuple(action for action in decision.actions if isinstance(action, EndWorker | ReleaseNodes | Finish)),
+        actions=(*_of(by_kind, EndWorker), *_of(by_kind, ReleaseNodes), *_of(by_kind, Finish)),
         reshape=reshapes[0].order if reshapes else None,
         reshape_receivers=(),
     )

@@ -49,6 +49,7 @@ class SpotJob(Value):
     plans: dict[int, Plan] = Field(min_length=1)
     units: dict[UnitId, tuple[int, ...]]
     unit_bytes: dict[UnitId, int]
+    state_copies: int = Field(default=3, ge=1, description="unit_bytes over those of the parameters: Adam's 3")
     section_compute_s: tuple[float, ...] = ()
     durations: Durations = Durations()
     policy: Policy = Policy()
@@ -58,6 +59,10 @@ class SpotJob(Value):
     def state_bytes(self) -> int:
         """Parameters and optimizer state of the whole model."""
         return sum(self.unit_bytes.values())
+
+    def sum_bytes(self, unit: UnitId) -> int:
+        """Bytes of one sum of a unit's gradients: 8 for each parameter."""
+        return 2 * self.unit_bytes[unit] // self.state_copies if unit in self.unit_bytes else 0
 
     def best_plan(self, num_workers: int) -> Plan | None:
         """The fastest plan that this many workers can run; None: none fits."""
@@ -80,13 +85,14 @@ def job_from_profile(
     """
     plans = plan_table(profile, most_workers, request)
     micro_batch_size = next(iter(plans.values())).micro_batch_size if plans else 1
-    state_share = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
+    state_copies = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
     return SpotJob(
         name=profile.job.name,
         batch_size=profile.job.batch_size,
         plans=plans,
         units={unit.id: unit.sections for unit in profile.units},
-        unit_bytes={unit.id: unit.parameter_bytes * state_share for unit in profile.units},
+        unit_bytes={unit.id: unit.parameter_bytes * state_copies for unit in profile.units},
+        state_copies=state_copies,
         section_compute_s=tuple(
             section.forward[micro_batch_size].median_s + section.backward[micro_batch_size].median_s
             for section in profile.sections

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 
 from manager.controller.deadlines import wake_at_s
-from manager.controller.saves.timing import is_due, patience_s
+from manager.controller.saves.timing import is_due
+from manager.controller.state.bounds import save_bound_s
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, Phase, mean_of
 from morph.contract.decided import Decided
@@ -31,7 +32,7 @@ def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: fl
     quiet_s = min(until_s, wake_at_s(state.model_copy(update={"order": None})) or math.inf)
     under_way = state.pending is not None and not state.pending.stale
     if state.pending is not None and under_way:
-        quiet_s = min(quiet_s, state.pending.started_s + patience_s(state))
+        quiet_s = min(quiet_s, state.pending.started_s + save_bound_s(state))
     most = state.config.num_steps - 1 - state.version
     if quiet_s < math.inf:
         most = min(most, math.ceil((quiet_s - now_s) / step_s) - 1)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from manager.controller.state.actions import Abort, SendCommit, SendPreCopy, SendReshape, SendStep
+from manager.controller.state.config import units_by_stage
 from manager.controller.state.events import AnsweredAlike, PreCopyReported, Single, UnitsWritten, WorkerAnswered
 from manager.simulation.spot.job import SpotJob
+from manager.simulation.spot.progress import copied, num_backwards, partial_step_s, rounded
+from manager.simulation.spot.sums import StepStart, WorkerSums, with_losses
 from morph.contract.messages import (
     Aborted,
     Committed,
@@ -25,6 +29,7 @@ from morph.contract.messages import (
     WorkerReady,
 )
 from morph.contract.plan import Plan
+from morph.contract.salvage import KeptSums, PartialSum, Salvage
 from morph.contract.timeline import ComputeTimes
 
 Told = Single | AnsweredAlike
@@ -36,11 +41,22 @@ ALIKE: Literal["answered_alike"] = "answered_alike"
 
 @dataclass
 class Formed:
-    """The present shape: the plan, and what a step takes in it, drawn once."""
+    """The present shape: its order, and what a step takes in it, drawn once."""
 
-    plan: Plan
+    order: ReshapeOrder
     step_s: float
     times: ComputeTimes
+    following_at_s: float
+    """When every follower has what it is to follow."""
+
+    @property
+    def plan(self) -> Plan:
+        """P x D."""
+        return self.order.plan
+
+    def begins_with(self, order: StepOrder) -> Salvage | None:
+        """What is there of a step before it is run."""
+        return self.order.salvage if order.step == self.order.version and order.attempt == 0 else None
 
 
 class Workers:
@@ -50,6 +66,7 @@ class Workers:
         self.job, self.at = job, at
         self.alive: set[WorkerId] = set()
         self.formed: Formed | None = None
+        self._sums = _Sums(job)
         self._random = random.Random(seed)
         self._aborted = 0
 
@@ -59,19 +76,31 @@ class Workers:
         ready = WorkerReady(worker=worker, pid=1, setup_s=setup_s)
         self.at(setup_s, lambda: self._of_living([WorkerAnswered(worker=worker, answer=ready)]))
 
-    def abort(self, aborts: Sequence[Abort]) -> None:
+    def abort(self, aborts: Sequence[Abort], now_s: float) -> None:
         """Orders are given up."""
         self._aborted = aborts[0].generation
         like = Aborted(worker="", generation=aborts[0].generation, peer_lost=True)
         workers = [action.worker for action in aborts]
+        self._sums.stop(self.formed, now_s, self.job.durations.aborted_s, self.alive)
 
         def aborted() -> Sequence[Told]:
-            living = tuple(worker for worker in workers if worker in self.alive)
-            return [AnsweredAlike.model_construct(kind=ALIKE, workers=living, answer=like)] if living else ()
+            told: list[Told] = []
+            without: list[WorkerId] = []
+            for worker in workers:
+                if worker in self.alive:
+                    kept = self._sums.told(worker)
+                    if kept is None:
+                        without.append(worker)
+                    else:
+                        answer = like.model_copy(update={"worker": worker, "kept": kept})
+                        told.append(WorkerAnswered.model_construct(worker=worker, answer=answer))
+            if without:
+                told.append(AnsweredAlike.model_construct(kind=ALIKE, workers=tuple(without), answer=like))
+            return told
 
         self.at(self.job.durations.aborted_s, aborted)
 
-    def reshape(self, orders: Sequence[SendReshape]) -> None:
+    def reshape(self, orders: Sequence[SendReshape], now_s: float) -> None:
         """A shape is formed: who receives or sends most decides how long it takes."""
         order, times = orders[0].order, self.job.durations
         mini_batch_s, parts_s = order.plan.expected.mini_batch_s, order.plan.expected.parts_s
@@ -84,9 +113,12 @@ class Workers:
             wait_s=0.0,
             step_s=luck * mini_batch_s,
         )
-        self.formed = Formed(order.plan, luck * mini_batch_s + times.order_s, compute)
+        self._sums.keep(order.version)
         state_s, received = self._moved(order)
         longest_s = max(state_s.values(), default=0.0)
+        step_s = luck * mini_batch_s + times.order_s + self._shared_s(order)
+        following_s = times.groups_s + longest_s + self._following_s(order)
+        self.formed = Formed(order, step_s, compute, now_s + following_s)
         like = Reshaped(worker="", generation=order.generation, groups_s=times.groups_s, state_s=0.0, received_bytes=0)
         movers = [
             like.model_copy(update={"worker": worker, "state_s": state_s[worker], "received_bytes": received[worker]})
@@ -95,6 +127,24 @@ class Workers:
         others = tuple(action.worker for action in orders if action.worker not in state_s)
         self._when_all(times.groups_s + longest_s, others, like, movers)
 
+    def _shared_s(self, order: ReshapeOrder) -> float:
+        """Return for how long a step's gradients travel to followers, once all are there (seconds)."""
+        first = {slot.worker for slot in order.slots if slot.stage == 0}  # the others end before it
+        sizes = (
+            sum(self.job.sum_bytes(unit) for unit in follow.units) / 2
+            for follow in order.follows
+            if follow.worker in first
+        )
+        return rounded(max(sizes, default=0.0) / self.job.durations.link_bytes_per_s)
+
+    def _following_s(self, order: ReshapeOrder) -> float:
+        """Return for how long the state of what is followed travels beside the first steps (seconds)."""
+        sizes = (
+            sum(self.job.unit_bytes[unit] for unit in follow.units if unit not in follow.known)
+            for follow in order.follows
+        )
+        return max(sizes, default=0.0) / self.job.durations.link_bytes_per_s
+
     def _moved(self, order: ReshapeOrder) -> tuple[dict[WorkerId, float], Counter[WorkerId]]:
         """Return for how long each worker's links are busy (seconds), and what it receives (bytes)."""
         times, sizes = self.job.durations, self.job.unit_bytes
@@ -102,33 +152,52 @@ class Workers:
         sent: Counter[WorkerId] = Counter()
         loaded: Counter[WorkerId] = Counter()
         for source in order.sources:
-            if source.kind == "peer" and source.peer is not None:
+            if source.peer is not None and source.kind != "ahead":
                 received[source.worker] += sizes[source.unit]
                 sent[source.peer] += sizes[source.unit]
-            elif source.kind == "checkpoint":
-                loaded[source.worker] += sizes[source.unit]
+            if source.kind == "checkpoint":
+                loaded[source.peer or source.worker] += sizes[source.unit]
+        for entry in () if order.salvage is None else order.salvage.sums:
+            if entry.holder != entry.receiver:
+                num_bytes = self.job.sum_bytes(entry.sum.unit)
+                received[entry.receiver] += num_bytes
+                sent[entry.holder] += num_bytes
         busy_s = {worker: loaded[worker] / times.storage_bytes_per_s for worker in loaded}
         for worker in {*received, *sent}:
             sends_s = max(received[worker], sent[worker]) / times.link_bytes_per_s
             busy_s[worker] = busy_s.get(worker, 0.0) + sends_s
         return busy_s, received + loaded
 
-    def step(self, orders: Sequence[SendStep]) -> None:
+    def step(self, orders: Sequence[SendStep], now_s: float) -> None:
         """A step is run, and a checkpoint written beside it."""
         assert self.formed is not None
         order = orders[0].order
+        step_s = partial_step_s(self.formed.plan, self.formed.step_s, self.formed.begins_with(order))
         writers = {action.worker: action.order.checkpoint_units for action in orders if action.order.checkpoint_units}
         stall_s = self._save(writers, order.step) if writers else 0.0
         workers = tuple(action.worker for action in orders)
-        self._when_all(self.formed.step_s + stall_s, workers, self.prepared(order))
+        if self.formed.order.keep_sums:
+            self._sums.begin(order, now_s + stall_s)
+        self._when_all(step_s + stall_s, workers, self.prepared(order, begun_s=now_s))
 
-    def prepared(self, order: StepOrder, num_steps: int = 1) -> Prepared:
-        """The answer to a step, or to so many at once: nothing in it differs from worker to worker."""
+    def prepared(self, order: StepOrder, num_steps: int = 1, *, begun_s: float) -> Prepared:
+        """The answer to a step that was begun then, or to so many at once: nothing in it differs between workers."""
         assert self.formed is not None
-        times = self.formed.times
-        if num_steps > 1:
-            times = times.model_copy(update={name: value * num_steps for name, value in times.model_dump().items()})
-        return Prepared(worker="", generation=order.generation, step=order.step, attempt=order.attempt, times=times)
+        followed = bool(self.formed.order.follows) and begun_s >= self.formed.following_at_s
+        times, salvage = self.formed.times, self.formed.begins_with(order)
+        factor = float(num_steps)
+        if salvage is not None:
+            factor = partial_step_s(self.formed.plan, self.formed.step_s, salvage) / self.formed.step_s
+        if factor != 1:
+            times = times.model_copy(update={name: value * factor for name, value in times.model_dump().items()})
+        return Prepared(
+            worker="",
+            generation=order.generation,
+            step=order.step,
+            attempt=order.attempt,
+            followed=followed,
+            times=times,
+        )
 
     def commit(self, orders: Sequence[SendCommit]) -> None:
         """A version is applied, and written."""
@@ -163,10 +232,10 @@ class Workers:
         stall_s = most / times.copy_bytes_per_s if times.stall_s is None else times.stall_s
         durable_s = most / times.storage_bytes_per_s if times.durable_s is None else times.durable_s
         events = [
-            UnitsWritten(
+            UnitsWritten.model_construct(
                 worker=worker,
                 written=tuple(
-                    UnitWritten(
+                    UnitWritten.model_construct(
                         worker=worker,
                         version=version,
                         unit=unit,
@@ -205,3 +274,76 @@ class Workers:
 
     def _of_living(self, events: Sequence[Single]) -> Sequence[Told]:
         return [event for event in events if getattr(event, "worker", None) in self.alive]
+
+
+class _Sums:
+    """The partial sums of all workers. They are worked out when a step is given up, which few are."""
+
+    def __init__(self, job: SpotJob) -> None:
+        num_sections = 1 + max(section for sections in job.units.values() for section in sections)
+        self._job = job
+        self._units = with_losses(job.units, num_sections)
+        self._workers: dict[WorkerId, WorkerSums] = {}
+        self._running: tuple[StepOrder, float] | None = None
+        self._most_bytes: dict[tuple[int, ...], int] = {}
+
+    def begin(self, order: StepOrder, now_s: float) -> None:
+        """A step is begun, or begun anew at other scales."""
+        self._running = order, now_s
+
+    def stop(self, formed: Formed | None, now_s: float, aborted_s: float, alive: Container[WorkerId]) -> None:
+        """It is given up, if one is under way: each worker has what it has summed, and what it has of others.
+
+        It stops between two tasks, so that what it computes until it answers, ``aborted_s`` later, is in its sums.
+        """
+        if self._running is None or formed is None:
+            return
+        (order, begun_s), self._running = self._running, None
+        if order.attempt or order.generation != formed.order.generation:
+            self._workers = {}
+            return
+        salvage = formed.begins_with(order)
+        before, self._workers = self._workers, {}
+        shape = formed.order
+        keepers = {follow.worker: follow.follower for follow in shape.follows} if shape.copy_sums_every else {}
+        copies: dict[WorkerId, list[PartialSum]] = {}
+        start = StepStart(self._units, shape, first=salvage is not None)
+        in_transit = math.ceil(self._transit_s(shape) / (formed.step_s / formed.plan.micro_batches_per_replica[0]))
+        for slot in formed.order.slots:
+            sums = self._workers[slot.worker] = WorkerSums(self._units)
+            if salvage is not None:
+                named = {entry.holder for entry in salvage.sums if entry.receiver == slot.worker}
+                sums.parts = [part for holder in named if holder in before for part in before[holder].parts]
+            assert sums.begin(start, slot, order.step), "what is named is there"
+            elapsed_s = now_s - begun_s + (aborted_s if slot.worker in alive else 0.0)
+            done = num_backwards(formed.plan, slot.stage, len(sums.share), elapsed_s, formed.step_s)
+            keeper = keepers.get(slot.worker)
+            if keeper is not None and slot.worker not in alive:  # what it had last sent is needed
+                sums.run(copied(done - in_transit, formed.order.copy_sums_every))
+                sums.keep(order.step)
+                copies.setdefault(keeper, []).extend(sums.parts)
+                continue
+            sums.run(done)
+            sums.keep(order.step)
+        for keeper, parts in copies.items():
+            if keeper in self._workers:
+                self._workers[keeper].parts += parts
+
+    def _transit_s(self, order: ReshapeOrder) -> float:
+        """Return how long a copy of a stage's sums is on its way (seconds)."""
+        ends = tuple(stage.end_section for stage in order.plan.stages)
+        if ends not in self._most_bytes:
+            needed = units_by_stage(order.plan, self._job.units)
+            self._most_bytes[ends] = max(sum(map(self._job.sum_bytes, units)) for units in needed)
+        return self._most_bytes[ends] / self._job.durations.link_bytes_per_s
+
+    def keep(self, version: int) -> None:
+        """A shape is formed at this version: sums of another step go."""
+        if self._running is not None and self._running[0].step != version:
+            self._running = None
+        self._workers = {worker: sums for worker, sums in self._workers.items() if sums.step == version}
+
+    def told(self, worker: WorkerId) -> KeptSums | None:
+        """What a worker says that it has."""
+        sums = self._workers.get(worker)
+        return None if sums is None else sums.told()

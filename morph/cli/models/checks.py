@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from morph.contract.cluster import ClusterConfig
-    from morph.contract.data_facts import JobFacts
+    from morph.contract.job_file import JobFacts
     from morph.contract.profile import Profile
     from morph.cutting import ExportedJob
     from morph.cutting.kept.cut_job import LoadedJob
@@ -117,8 +117,8 @@ def check_job(job_path: str, profile: Profile) -> JobFacts:
     import torch
 
     from manager.engine.run.job_code import from_elsewhere
-    from morph.contract.data_facts import JobFacts
     from morph.contract.errors import ProfileError
+    from morph.contract.job_file import JobFacts
     from morph.cutting.kept.cut_job import LoadedJob
     from morph.data.fingerprint import data_facts
     from morph.job_files import held
@@ -163,8 +163,8 @@ class _Findings:
 
 def _about(job: Job, profile: Profile) -> str | None:
     """What findings depend on besides the job's code; None where its data cannot be read."""
-    from morph.contract.data_facts import JobFacts
     from morph.contract.errors import JobError
+    from morph.contract.job_file import JobFacts
     from morph.data.fingerprint import data_facts
 
     try:

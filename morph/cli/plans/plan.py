@@ -67,6 +67,10 @@ def plan_command(
     memory_gib: Annotated[
         float | None, typer.Option("--memory-gib", help="Memory of one GPU in GiB. Default: as in the profile.")
     ] = None,
+    host_memory_gib: Annotated[
+        float | None,
+        typer.Option("--host-memory-gib", help="Host memory for each GPU in GiB. Default: as in the profile."),
+    ] = None,
     micro_batch_size: Annotated[
         int | None,
         typer.Option("--m", help="Micro-batch size. Default: the job's, else the fastest of those measured."),
@@ -146,6 +150,8 @@ def plan_command(
     for line in (*tables.shape_lines(measured, choice.best_simulation), tables.leftover_line(choice)):
         console.print(line)
     console.print(tables.stage_table(measured, choice.best_simulation))
+    for line in tables.memory_lines(choice.best_simulation):
+        console.print(line)
     if choice.runners_up:
         console.print(tables.ranking(choice))
     if output is not None:

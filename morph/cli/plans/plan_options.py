@@ -33,6 +33,7 @@ def request_of(context: typer.Context) -> PlanRequest:
     given = context.params
     read: dict[str, Any] = {
         "memory_bytes": memory_bytes_of(given.get("memory_gib")),
+        "host_memory_bytes": memory_bytes_of(given.get("host_memory_gib"), "--host-memory-gib"),
         "usd_per_gpu_hour": None if given.get("usd_per_gpu_hour") is None else price_of(given["usd_per_gpu_hour"]),
         "slow": slow_of(given.get("slow") or ()),
         "share_links": not given["own_links"],
@@ -50,6 +51,7 @@ def from_options(context: typer.Context, profile: Path) -> Iterator[None]:
     links = "inter_node, intra_node or all_reduce"
     names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     names |= {"num_gpus": "--gpus", "max_gpus": "--gpus", "memory_bytes": "--memory-gib, in bytes"}
+    names |= {"host_memory_bytes": "--host-memory-gib, in bytes"}
     names |= {"batch_size": "job.batch_size", links: links}
     if context.params["micro_batch_size"] is None:
         names["micro_batch_size"] = "job.micro_batch_size"
@@ -181,7 +183,7 @@ def slow_of(texts: Sequence[str]) -> dict[int | tuple[int, int], float]:
     return slow
 
 
-def memory_bytes_of(memory_gib: float | None) -> int | None:
+def memory_bytes_of(memory_gib: float | None, option: str = "--memory-gib") -> int | None:
     """Bytes of so many GiB.
 
     Raises:
@@ -189,5 +191,5 @@ def memory_bytes_of(memory_gib: float | None) -> int | None:
     """
     if memory_gib is None:
         return None
-    ranges.MEMORY_GIB.check("--memory-gib", memory_gib)
+    ranges.MEMORY_GIB.check(option, memory_gib)
     return max(1, int(memory_gib * 2**30))

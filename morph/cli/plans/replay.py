@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -68,6 +69,7 @@ def replay_command(
     jobs: Annotated[int, typer.Option("--jobs", min=1, max=_MOST_PROCESSES, help="Processes that simulate.")] = 1,
     as_json: JsonOption = False,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write one row for each policy and trace here.")] = None,
+    parquet: Annotated[Path | None, typer.Option("--parquet", help="The same rows as --csv, as Parquet.")] = None,
     png: Annotated[Path | None, typer.Option("--png", help="Draw what the time went into, and the runs, here.")] = None,
 ) -> None:
     """Simulate a job on spot VMs that come and go, and compare what can be done about it.
@@ -84,9 +86,12 @@ def replay_command(
     from morph.contract.profile import load_profile
     from simulator import PlanRequest
 
-    for path in (csv, png):
+    for path in (csv, parquet, png):
         if path is not None:
             check_output(path, ConfigError)
+    if parquet is not None and importlib.util.find_spec("pyarrow") is None:
+        allowed = "pip install -e '.[parquet]' in the clone of Morph, or --csv"
+        raise ConfigError("needs pyarrow", field="--parquet", value=str(parquet), allowed=allowed)
     names = policies_of(policy)
     bound = None if until is None else Until.parse(until)
     measured = load_profile(profile)
@@ -131,6 +136,8 @@ def replay_command(
         print(advice(outcomes))
     if csv is not None:
         write_output(csv, frame_of(outcomes).to_csv(index=False, lineterminator="\n"), ConfigError)
+    if parquet is not None:
+        write_output(parquet, frame_of(outcomes).to_parquet(index=False), ConfigError)
     if png is not None:
         from morph.cli.plans.replay_shown import draw
 

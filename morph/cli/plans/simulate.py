@@ -56,7 +56,7 @@ def simulate_command(
     own_links: OwnLinksOption = False,
     slow: SlowOption = None,
     all_reduce: Annotated[
-        ReduceName, typer.Option("--all-reduce", help="Each stage as soon as it is done, or all at the end.")
+        ReduceName, typer.Option("--all-reduce", help="Each unit as soon as it has its gradient, or all at the end.")
     ] = ReduceName.OVERLAPPED,
     jitter_seed: Annotated[
         int | None, typer.Option("--jitter-seed", help="Also draw times at random from the spread that was measured.")
@@ -109,6 +109,8 @@ def simulate_command(
     for line in tables.shape_lines(measured, simulation):
         console.print(line)
     console.print(tables.stage_table(measured, simulation))
+    for line in tables.memory_lines(simulation):
+        console.print(line)
     console.print(tables.ladder_table(simulation))
     if png is not None:
         console.print(f"Drew {png}.")

@@ -48,7 +48,7 @@ def demo_command(
     """
     from calibrate import calibrate
     from manager.engine.run.job_code import collect
-    from manager.preparation import device_memory_bytes
+    from manager.preparation import memory_of
     from manager.report.picture import draw_run
     from manager.run.managed import managed_run
     from manager.run.prepared import PreparedRun
@@ -76,7 +76,7 @@ def demo_command(
         raise ConfigError(
             "is not of this machine", source=str(cluster), field="vms.kind", value=vms.kind, allowed="local"
         )
-    memory_bytes = device_memory_bytes(vms)
+    memory = memory_of(vms)
     _clear(out)
     started_s = time.monotonic()
 
@@ -90,7 +90,12 @@ def demo_command(
     model = spot_model(vms.num_vms, losses_per_vm_h=900.0 / vms.num_vms, replacement_s=6.0, num_zones=1, least=2)
     trace = model.draw(seed, seconds)
     write_trace(trace, out / "trace.csv")
-    plans = plan_table(profile, trace.max_nodes, memory_bytes=memory_bytes)
+    plans = plan_table(
+        profile,
+        trace.max_nodes,
+        memory_bytes=memory.device_bytes,
+        host_memory_bytes=memory.host_bytes,
+    )
     print_plans(plans)
 
     print(f"[3/5] run on {vms.num_vms} VMs through {_describe(trace)}", flush=True)

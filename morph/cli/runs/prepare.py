@@ -144,7 +144,7 @@ def _with_cloud(
     source, url = str(request.cluster), request.checkpoint_url
     if url is not None:
         check_url(url, source, url_field)
-    cloud = _load_cloud(cluster, request.cluster)
+    cloud = load_cloud(cluster, request.cluster)
     if cloud is None:
         return PreparedRun(request, profile, cluster, run_dir, collect(request.job))
     check_storage(cloud.vms, url, source, url_field)
@@ -152,7 +152,7 @@ def _with_cloud(
     return PreparedRun(request, profile, cluster, run_dir, files, cloud)
 
 
-def _load_cloud(cluster: ClusterConfig, source: Path) -> Cloud | None:
+def load_cloud(cluster: ClusterConfig, source: Path) -> Cloud | None:
     """Read the cloud file that a cluster file names; None: its VMs are local."""
     vms = cluster.vms
     if isinstance(vms, LocalVms):

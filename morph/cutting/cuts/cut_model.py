@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import torch
 from torch.fx import Node
 
 from morph.contract.errors import JobError
@@ -15,7 +16,7 @@ from morph.cutting.cuts.marks import marked_positions
 from morph.cutting.exporting.exported import ExportedJob, GraphJob, MarkedJob
 from morph.cutting.marked.marked_cut import cut_marked
 from morph.cutting.sections.positions import MAX_DEFAULT_SECTIONS, choose_positions, default_num_sections
-from morph.cutting.sections.section import BoundaryTensor, CutModel, ParameterUnit, Section, units_of
+from morph.cutting.sections.section import BoundaryTensor, CutModel, ParameterUnit, Section, narrowed, units_of
 from morph.cutting.source.locate import module_paths, node_line
 
 __all__ = ["BoundaryTensor", "CutModel", "ParameterUnit", "Section", "cut"]
@@ -34,8 +35,14 @@ def cut(exported: ExportedJob, *, num_sections: int | None, micro_batch_size: in
         ExportError: a size in the graph depends on data, or a value goes past a mark.
     """
     if isinstance(exported, MarkedJob):
-        return cut_marked(exported, num_sections=num_sections, micro_batch_size=micro_batch_size)
-    assert isinstance(exported, GraphJob)
+        model = cut_marked(exported, num_sections=num_sections, micro_batch_size=micro_batch_size)
+    else:
+        assert isinstance(exported, GraphJob)
+        model = _cut_graph(exported, num_sections, micro_batch_size)
+    return model if exported.boundary == "same" else narrowed(model, torch.bfloat16)
+
+
+def _cut_graph(exported: GraphJob, num_sections: int | None, micro_batch_size: int) -> CutModel:
     analysis = analyse(exported)
     places = _cut_places(analysis, num_sections)
     bounds = [0, *places, len(analysis.sequence)]

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from morph.contract.errors import ExportError, InputError, JobError
+from morph.cutting.exporting.attention_masks import masks_as_untraced
 from morph.cutting.exporting.exported import ExportedJob, GraphJob, MarkedJob, Source
 from morph.cutting.exporting.functional import Functional, make_functional
 from morph.cutting.exporting.gradient_hooks import (
@@ -104,6 +105,7 @@ def _graph_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> GraphJo
         aliases=aliases,
         num_sections=job.num_sections,
         cut_points=job.cut_points,
+        boundary=job.boundary,
         model_line=model_line(job, built.model),
         not_recorded=built.not_recorded,
         metric_names=metric_names,
@@ -126,6 +128,7 @@ def _marked_job(job: Job, built: BuiltModel, batch: dict[str, Tensor], refusal: 
         aliases=_first_names(model.named_parameters(remove_duplicate=False))[1],
         num_sections=job.num_sections,
         cut_points=job.cut_points,
+        boundary=job.boundary,
         model_line=model_line(job, model),
         not_recorded=built.not_recorded,
     )
@@ -160,6 +163,7 @@ def _export(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> tuple[Expo
             built.tracing(),
             plain_checkpoints(),
             tensor_hooks_refused(),
+            masks_as_untraced(),
             watched_guards() as guards,
         ):
             warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from morph.cutting.making.construct import LazyTensors
 from morph.cutting.trials.trial import Whole
-from morph.job import Job
+from morph.job import Boundary, Job
 
 
 class InitialState(Mapping[str, Tensor]):
@@ -48,6 +48,7 @@ class ExportedJob:
         cut_points: Names of modules in front of which the job wants to be cut, if any.
         model_line: Where the model is defined, ``file:line``, for errors.
         not_recorded: Why initial values cannot be made one by one; None when they can.
+        boundary: Type in which tensors cross cut-points, as in ``Job``.
         metric_names: What the loss returns besides, in the order in which sections do, behind the loss.
     """
 
@@ -58,6 +59,7 @@ class ExportedJob:
     cut_points: tuple[str, ...]
     model_line: str
     not_recorded: str | None
+    boundary: Boundary = "same"
     metric_names: tuple[str, ...] = ()
 
     @property

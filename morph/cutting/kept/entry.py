@@ -25,7 +25,7 @@ from morph.cutting.making.construct import LazyTensors
 from morph.cutting.making.tape import Tape, TensorRef
 from morph.cutting.sections.section import BoundaryTensor, CutModel, ParameterUnit, Section
 
-_FORM = 1
+_FORM = 2
 _SECTION_TEXTS = ("index", "label", "signature", "source", "cost", "num_replicated")
 _SECTION_NAMES = ("batch_keys", "parameters", "buffers", "writes", "constants")
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -124,11 +124,17 @@ def _read_section(form: Json, constants: LazyTensors) -> Section:
 
 
 def _write_borders(borders: Sequence[BoundaryTensor]) -> Json:
-    return [[border.name, border.shape, write_value(border.dtype), border.requires_grad] for border in borders]
+    return [
+        [border.name, border.shape, write_value(border.dtype), border.requires_grad, write_value(border.wide_dtype)]
+        for border in borders
+    ]
 
 
 def _read_borders(forms: Json) -> tuple[BoundaryTensor, ...]:
-    return tuple(BoundaryTensor(name, tuple(shape), read_value(dtype), grad) for name, shape, dtype, grad in forms)
+    return tuple(
+        BoundaryTensor(name, tuple(shape), read_value(dtype), grad, read_value(wide))
+        for name, shape, dtype, grad, wide in forms
+    )
 
 
 def _write_specs(specs: Specs) -> Json:

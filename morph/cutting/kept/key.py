@@ -21,12 +21,14 @@ from morph.job import Job
 from morph.job_files import OWN, JobFiles, file_of, held, is_installed
 
 _NOT_OF_THE_JOB = frozenset({
-    *("_", "SHLVL", "PWD", "OLDPWD", "SPT_NOENV", "PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR", "MORPH_CACHE_DIR"),
-    *("MORPH_DATA_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("_", "SHLVL", "PWD", "OLDPWD", "LINES", "COLUMNS", "SPT_NOENV", "PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR"),
+    *("MORPH_CACHE_DIR", "MORPH_DATA_DIR", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG"),
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
 })  # fmt: skip
 _THAT_CUT_OR_CHECK = ("cutting", "data", "tracing", "runtime/workloads", "cli/models")
 _NOT_OF_THE_JOB_PREFIXES = ("PYTEST_", "RAY_")
-"""Variables that Morph, Ray and torch set as they go, in workers other ones than in the manager."""
+"""Variables that the terminal, Morph, Ray and torch set as they go, in workers other ones than in the manager: Python's
+readline tells of the terminal's size in every process that is started later, and not in its own ``os.environ``."""
 
 
 def job_facts(job_path: str, job: Job) -> dict[str, object] | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -13,16 +14,31 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 SectionCode = Callable[..., tuple[Tensor, ...]]
+Finish = Callable[[SectionCode, torch.device], SectionCode]
 
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """A tensor that crosses a cut; ``shape`` is for the cut model's m."""
+    """A tensor that crosses a cut.
+
+    Attributes:
+        name: In the graph.
+        shape: For the cut model's m.
+        dtype: In which it crosses the cut, within a stage too; its gradient likewise.
+        requires_grad: Whether it carries a gradient.
+        wide_dtype: In which sections compute it, where that is another.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    wide_dtype: torch.dtype | None = None
+
+    @property
+    def computed_dtype(self) -> torch.dtype:
+        """In which sections compute it."""
+        return self.wide_dtype or self.dtype
 
     @property
     def num_bytes(self) -> int:
@@ -74,6 +90,7 @@ class Section:
         source: Line of code, ``file:line``, that the section begins with, outside torch.
         cost: Estimated compute, in the unit of its neighbours.
         num_replicated: Cheap operations that it computes for itself although other sections do too.
+        finish: What else is done to the code, once it is that of a device: it may be compiled.
     """
 
     index: int
@@ -91,6 +108,7 @@ class Section:
     source: str | None = None
     cost: float = 0.0
     num_replicated: int = 0
+    finish: Finish | None = None
     _on_device: dict[torch.device, tuple[SectionCode, tuple[Tensor, ...]]] = field(default_factory=dict, repr=False)
 
     def __call__(
@@ -116,7 +134,8 @@ class Section:
     def _prepared(self, device: torch.device) -> tuple[SectionCode, tuple[Tensor, ...]]:
         if device not in self._on_device:
             constants = tuple(self.constant_values[name].to(device) for name in self.constants)
-            self._on_device[device] = (on_device(self.code, device), constants)
+            code = on_device(self.code, device)
+            self._on_device[device] = (self.finish(code, device) if self.finish else code, constants)
         return self._on_device[device]
 
 
@@ -148,6 +167,26 @@ class CutModel:
     def specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of everything that changes while training."""
         return {**self.parameter_specs, **self.buffer_specs}
+
+
+def narrowed(model: CutModel, dtype: torch.dtype) -> CutModel:
+    """Return a cut model whose wider floating-point tensors cross every cut as ``dtype``, with another fingerprint."""
+
+    def narrow(borders: tuple[BoundaryTensor, ...]) -> tuple[BoundaryTensor, ...]:
+        return tuple(
+            replace(border, dtype=dtype, wide_dtype=border.dtype)
+            if border.dtype.is_floating_point and border.dtype.itemsize > dtype.itemsize
+            else border
+            for border in borders
+        )
+
+    *before, last = model.sections
+    sections = [replace(section, inputs=narrow(section.inputs), outputs=narrow(section.outputs)) for section in before]
+    return replace(
+        model,
+        sections=(*sections, replace(last, inputs=narrow(last.inputs))),
+        fingerprint=hashlib.sha256(f"{model.fingerprint} across cuts {dtype}".encode()).hexdigest(),
+    )
 
 
 def units_of(

@@ -90,5 +90,7 @@ def _is_read(path: object, mode: object, flags: object) -> bool:
         return False
     if known.suffix in {".py", ".pyc"} and known.is_relative_to(_MORPH):
         return False
+    if known.parent.suffix == ".egg-info" and known.parent.parent == _MORPH.parent:
+        return False  # of a clone: torch's first export reads it with the metadata of all installed packages
     files = (finder for finder in sys.meta_path if isinstance(finder, JobFiles))
     return not (known.suffix == ".py" and any(finder.inside(str(known)) is not None for finder in files))

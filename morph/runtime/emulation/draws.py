@@ -34,18 +34,23 @@ class Luck:
 
     def times_s(self, kind: str, sections: Mapping[int, Duration], micro_batches: Sequence[int]) -> Seconds:
         """Of each micro-batch (by global number), what these sections take together."""
-        total = np.zeros(len(micro_batches))
+        total: Seconds = self.section_times_s(kind, sections, micro_batches).sum(axis=0)
+        return total
+
+    def section_times_s(self, kind: str, sections: Mapping[int, Duration], micro_batches: Sequence[int]) -> Seconds:
+        """Of each section and micro-batch: float64[sections, micro-batches]."""
+        times_s = np.empty((len(sections), len(micro_batches)))
         varied = {section: duration for section, duration in sections.items() if duration.quantiles_s}
         if self._seed is None:
             varied = {}
-        for section, duration in sections.items():
-            if section not in varied:
-                total += duration.median_s
+        for row, duration in zip(times_s, sections.values(), strict=True):
+            row[:] = duration.median_s
         if varied:
             assert self._seed is not None
             random = np.random.default_rng([self._seed, self._step, KINDS.index(kind)])
             numbers = random.random(self._shape)
-            for section, duration in varied.items():
-                at = np.linspace(0.0, 1.0, len(duration.quantiles_s))
-                total += np.interp(numbers[section, list(micro_batches)], at, duration.quantiles_s)
-        return total
+            for row, (section, duration) in zip(times_s, sections.items(), strict=True):
+                if section in varied:
+                    at = np.linspace(0.0, 1.0, len(duration.quantiles_s))
+                    row[:] = np.interp(numbers[section, list(micro_batches)], at, duration.quantiles_s)
+        return times_s

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from morph.runtime.emulation.clock import NEVER_S, Alarm, DeviceClock
 from morph.runtime.emulation.message import due_s, stamp
-from morph.runtime.groups.channels import GROUP_TIMEOUT_S, Carrier, Transfer
+from morph.runtime.groups.channels import Carrier, Transfer
 from morph.runtime.groups.interrupt import Interrupt
 
 
@@ -79,13 +79,14 @@ class IncomingState:
         self._alarm = alarm
         self._interrupt = interrupt
         self._seconds_per_byte = seconds_per_byte
+        self._free_s = NEVER_S
 
     def transfer(self, tensor: Tensor) -> Transfer:
-        """Start receiving."""
+        """Start receiving; what is asked for at once comes one after the other."""
         real = self._channel.transfer(tensor)
         if tensor.dtype != torch.uint8:
             return real
-        due = self._clock.now() + tensor.numel() * self._seconds_per_byte
+        due = self._free_s = max(self._free_s, self._clock.now()) + tensor.numel() * self._seconds_per_byte
         return HeldBack(real, lambda: due, self._clock, self._alarm, self._interrupt)
 
 
@@ -138,6 +139,6 @@ class HeldBack:
         """When it was there: as late as the slower of the two."""
         return max(self._real.done_at_s, self._due_s or NEVER_S)
 
-    def wait(self, what: str, timeout_s: float = GROUP_TIMEOUT_S) -> float:
+    def wait(self, what: str, timeout_s: float | None = None) -> float:
         """See ``Pending.wait``."""
         return self._interrupt.wait_for(lambda: self.done, what, timeout_s)

@@ -21,7 +21,7 @@ from morph.runtime.emulation.message import (
     weight_gradient,
     write_head,
 )
-from morph.runtime.step.section_run import AddGradient
+from morph.runtime.step.section_run import GradientSink
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,10 @@ class SectionUnits:
 
 @dataclass(frozen=True)
 class TaskTimes:
-    """Seconds of each of a step's micro-batches, in the order in which the stage runs them."""
+    """Seconds of each of a step's micro-batches, in the order in which the stage runs them.
+
+    ``backward_s`` has a row for each of its sections.
+    """
 
     forward_s: Seconds
     recompute_s: Seconds
@@ -81,6 +84,8 @@ class EmulatedStage:
         self._gradient = gradient
         self._stored: dict[int, float] = {}
         self._runs: dict[int, list[float]] = {}
+        self.ends_s: dict[int, float] = {}
+        """When the last backward so far was through with each section, by the device's clock."""
 
     @property
     def num_stored(self) -> int:
@@ -116,25 +121,29 @@ class EmulatedStage:
         self._clock.end(begun_s, self._times.recompute_s[self._places[micro_batch]])
 
     def backward(
-        self, micro_batch: int, output_gradients: Sequence[Tensor | None], add: AddGradient
+        self, micro_batch: int, output_gradients: Sequence[Tensor | None], sink: GradientSink
     ) -> tuple[Tensor | None, ...]:
-        """Take a backward's time; gradients go to ``add``, the message for the stage before is returned."""
+        """Take a backward's time; gradients go to ``sink``, the message for the stage before is returned."""
         begun_s = self._clock.begin()
         self._memory.use(self.num_stored, self.num_live)
         values = self._runs.pop(micro_batch)
         gradient = LOSS_GRADIENT
+        took_s = 0.0
         if self._message is not None:
             arrived = output_gradients[0]
             assert arrived is not None
             gradient = read_head(arrived, self._key[1], micro_batch)
-        for section in reversed(self._sections):
+        for section, times_s in zip(reversed(self._sections), reversed(self._times.backward_s), strict=True):
             value = values.pop()
+            took_s += float(times_s[self._places[micro_batch]])
+            self.ends_s[section.index] = begun_s + took_s * self._clock.slowness
             scale = weight_gradient(gradient, value)
             for parameter, pattern in section.patterns.items():
-                add(parameter, pattern * scale)
+                sink.add(section.index, parameter, pattern * scale)
+            sink.done(section.index)
             gradient = backward(gradient, value)
         message = self._headed(self._gradient, micro_batch, gradient)
-        self._clock.end(begun_s, self._times.backward_s[self._places[micro_batch]])
+        self._clock.end(begun_s, took_s)
         return () if message is None else (message,)
 
     def _run(self, micro_batch: int, value: float) -> list[float]:

@@ -14,6 +14,7 @@ from morph.contract.decided import Decided
 from morph.contract.emulation import EmulatedDevice, EmulatedUnit
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.emulation.clock import DeviceClock
+from morph.runtime.state.fixed_point import prepare
 from morph.runtime.state.unit_state import UnitState
 
 LEARNING_RATE = 1e-3
@@ -52,7 +53,8 @@ def make_unit(device: EmulatedDevice, unit: EmulatedUnit, clock: DeviceClock, nu
 
 
 def warm_up() -> None:
-    """Let torch import what it imports at an optimizer's first step: seconds, once in a process's life."""
+    """Load what a first step would, sums and an optimizer's imports: seconds, once in a process's life."""
+    prepare()
     parameter = Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     _adam([("warm-up", parameter)]).step()

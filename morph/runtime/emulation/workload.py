@@ -14,6 +14,7 @@ from morph.contract.emulation import EmulatedDevice
 from morph.contract.messages import Evaluation, Slot, StepOrder, WorkerSetup
 from morph.contract.plan import Plan
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
+from morph.runtime.device.links import HostLink
 from morph.runtime.emulation.clock import NEVER_S, Alarm, DeviceClock
 from morph.runtime.emulation.draws import Luck
 from morph.runtime.emulation.links import IncomingLink, IncomingState, OutgoingLink
@@ -25,10 +26,10 @@ from morph.runtime.emulation.unit import EmulatedUnitState, gradient_patterns, m
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.state.accumulators import Accumulator
 from morph.runtime.state.unit_state import UnitState
-from morph.runtime.step.executor import Executor, Neighbours, reduce_all
+from morph.runtime.step.executor import Executor, Neighbours, finish_reduction
 from morph.runtime.step.generation import Generation
+from morph.runtime.step.sums import StepSums
 
 _LOSS = BoundaryTensor("loss", (), torch.float32, True)
 _CPU = torch.device("cpu")
@@ -47,11 +48,16 @@ class EmulatedWorkload:
         self._alarm = Alarm()
         self._arrivals = threading.Lock()
         self._arrived_s = NEVER_S
+        self._ends_s: Mapping[int, float] = {}
 
     @property
     def units(self) -> tuple[ParameterUnit, ...]:
         """See ``Workload.units``."""
         return tuple(parameter_unit(unit) for unit in self._device.units)
+
+    @property
+    def evaluation(self) -> None:
+        """See ``Workload.evaluation``: an emulated device evaluates nothing."""
 
     def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:  # noqa: ARG002
         """See ``Workload.make_unit``: its few numbers are always drawn."""
@@ -88,7 +94,8 @@ class EmulatedWorkload:
         inputs = (self._border(plan.first_section - 1),) if current.slot.stage else ()
         is_last = plan.end_section == len(self._device.sections)
         outputs = (_LOSS,) if is_last else (self._border(plan.end_section - 1),)
-        work = replace(current.work_between(inputs, outputs), record_timeline=order.record_timeline)
+        work = current.work_between(current.micro_batches_in(order), inputs, outputs)
+        work = replace(work, record_timeline=order.record_timeline)
         stage = EmulatedStage(
             self._sections(current, plan.sections),
             self._times(plan.sections, luck, work.micro_batches),
@@ -100,24 +107,22 @@ class EmulatedWorkload:
             message=None if is_last else torch.zeros(outputs[0].shape, dtype=torch.float64),
             gradient=torch.zeros(inputs[0].shape, dtype=torch.float64) if inputs else None,
         )
-        executor = Executor(stage, work, self._neighbours(current, luck), current.interrupt, faults, _CPU)
+        self._ends_s = stage.ends_s
+        neighbours = self._neighbours(current, luck, work.micro_batches)
+        executor = Executor(stage, work, neighbours, current.interrupt, faults, _CPU)
         executor.stopwatch.device_took_s = lambda: self._clock.took_s
         return executor
 
-    def reduce(
-        self, current: Generation, accumulators: Mapping[str, Accumulator], faults: FaultPlan, executor: Executor
-    ) -> None:
+    def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:
         """See ``Workload.reduce``."""
         free_s = self._clock.free_s
         stopwatch = executor.stopwatch
-        reduce_all(accumulators, {name: current.ring_of(name) for name in accumulators}, faults, stopwatch)
-        start_s = time.perf_counter()
+        finish_reduction(sums, stopwatch)
+        start = stopwatch.mark()
         for ring in rings_of(current, self._device):
-            free_s = ring.run(free_s)
+            free_s = ring.run(free_s, self._ends_s)
         self._clock.wait_until(free_s)
-        end_s = time.perf_counter()
-        stopwatch.spent_s["reduce"] += end_s - start_s
-        stopwatch.record("reduce", None, start_s, end_s)
+        stopwatch.stood("reduce", start)
         stopwatch.late_s = max(self._clock.late_s, 0.0)
         self._clock.rest()
 
@@ -177,23 +182,32 @@ class EmulatedWorkload:
         return TaskTimes(
             forward_s=luck.times_s("forward", forward, micro_batches),
             recompute_s=luck.times_s("recompute", forward, micro_batches),
-            backward_s=luck.times_s("backward", backward, micro_batches),
+            backward_s=luck.section_times_s("backward", backward, micro_batches),
         )
 
-    def _neighbours(self, current: Generation, luck: Luck) -> Neighbours:
-        real, slot = current.neighbours(), current.slot
+    def _neighbours(self, current: Generation, luck: Luck, micro_batches: Sequence[int]) -> Neighbours:
+        (activations_in, gradients_out, activations_out, gradients_in), slot = current.edges(), current.slot
         assert slot is not None
         return Neighbours(
-            activations_in=self._incoming(real.activations_in, current),
-            gradients_out=self._outgoing(real.gradients_out, current, luck, slot.stage - 1),
-            activations_out=self._outgoing(real.activations_out, current, luck, slot.stage),
-            gradients_in=self._incoming(real.gradients_in, current),
+            activations_in=self._incoming(activations_in, current),
+            gradients_out=self._outgoing(gradients_out, current, luck, slot.stage - 1, micro_batches),
+            activations_out=self._outgoing(activations_out, current, luck, slot.stage, micro_batches),
+            gradients_in=self._incoming(gradients_in, current),
         )
 
-    def _incoming(self, channel: Carrier | None, current: Generation) -> IncomingLink | None:
-        return None if channel is None else IncomingLink(channel, self._clock, self._alarm, current.interrupt)
+    def _incoming(self, channel: Carrier | None, current: Generation) -> HostLink | None:
+        if channel is None:
+            return None
+        return HostLink(IncomingLink(channel, self._clock, self._alarm, current.interrupt))
 
-    def _outgoing(self, channel: Carrier | None, current: Generation, luck: Luck, boundary: int) -> OutgoingLink | None:
+    def _outgoing(
+        self,
+        channel: Carrier | None,
+        current: Generation,
+        luck: Luck,
+        boundary: int,
+        micro_batches: Sequence[int],
+    ) -> HostLink | None:
         """The sending end over the border behind stage ``boundary``: of gradients where that is the stage before."""
         if channel is None:
             return None
@@ -204,8 +218,8 @@ class EmulatedWorkload:
         same_node = bool(plan.placement) and len(set(plan.placement[slot.replica][boundary : boundary + 2])) == 1
         links = self._device.intra_node if same_node else self._device.inter_node
         message = (links.activation if kind == "activation" else links.gradient)[section]
-        times_s = luck.times_s(kind, {section: message}, plan.micro_batches_of(slot.replica))
-        return OutgoingLink(channel, self._clock, iter(times_s.tolist()), message.wire_s)
+        times_s = luck.times_s(kind, {section: message}, micro_batches)
+        return HostLink(OutgoingLink(channel, self._clock, iter(times_s.tolist()), message.wire_s))
 
 
 def slowness(device: EmulatedDevice, plan: Plan, slot: Slot) -> float:

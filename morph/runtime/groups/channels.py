@@ -16,9 +16,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, PrefixStore, Store, TCPStore
 
-from morph.contract.proof import proof
+from morph.contract.messages import DEFAULT_LIMIT_S
+from morph.link.proof import proof
 from morph.runtime.groups.interrupt import Interrupt
 
 Group = Any
@@ -26,12 +27,6 @@ Group = Any
 
 Device = Any
 """A gloo device; likewise."""
-
-GROUP_TIMEOUT_S = 120.0
-"""Bound on one collective; an abort ends waits long before it."""
-
-FORM_TIMEOUT_S = 30.0
-"""Bound on meeting the other members of one group."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +37,15 @@ class GroupSpec:
     members: tuple[str, ...]
 
 
-def connect_store(host: str, port: int, secret: str = "") -> Store:
+def connect_store(host: str, port: int, secret: str = "", limit_s: float = DEFAULT_LIMIT_S) -> Store:
     """Open a connection of its own to the rendezvous store; a blocked call on it blocks nobody else.
+
+    ``limit_s``: of each call on it, such as waiting for what another member is to write.
 
     The store asks nobody who he is. With the run's secret its keys stand under a name that nobody else can make, so
     that a worker of another run, which came to this port by mistake, meets nobody.
     """
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=FORM_TIMEOUT_S))
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
     return PrefixStore(proof(secret, "store"), store) if secret else store
 
 
@@ -58,11 +55,14 @@ def open_device(listen_host: str) -> Device:
     return gloo.create_device(hostname=listen_host)
 
 
-def form_group(store: Store, spec: GroupSpec, worker: str, device: Device) -> Group:
-    """Meet the other members; blocks until all are there or the store's time-out."""
+def form_group(store: Store, spec: GroupSpec, worker: str, device: Device, limit_s: float) -> Group:
+    """Meet the other members; blocks until all are there or the store's limit.
+
+    ``limit_s``: of one collective; an abort ends waits long before it.
+    """
     gloo: Any = dist.ProcessGroupGloo  # torch ships no types for what follows
     options = gloo._Options()  # the constructor's only way to bind one address
-    options._timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    options._timeout = timedelta(seconds=limit_s)
     options._threads = 1
     options._devices = [device]
     prefixed = PrefixStore(spec.name, store)
@@ -88,7 +88,7 @@ class Transfer(Protocol):
     def done_at_s(self) -> float:
         """When it was done."""
 
-    def wait(self, what: str, timeout_s: float = GROUP_TIMEOUT_S) -> float:
+    def wait(self, what: str, timeout_s: float | None = None) -> float:
         """Block until done; return the seconds waited. Raises as ``Interrupt.wait_for``."""
 
 
@@ -121,7 +121,7 @@ class Pending:
         self.done = True
         self._interrupt.notify()
 
-    def wait(self, what: str, timeout_s: float = GROUP_TIMEOUT_S) -> float:
+    def wait(self, what: str, timeout_s: float | None = None) -> float:
         """Block until done; return the seconds waited. Raises as ``Interrupt.wait_for``."""
         return self._interrupt.wait_for(lambda: self.done, what, timeout_s)
 
@@ -163,20 +163,87 @@ class Channel:
         )
 
 
-class Ring:
-    """A reduction group."""
+class Ring(Protocol):
+    """A reduction group. Every member begins the same operations in the same order."""
+
+    @property
+    def name(self) -> str:
+        """Its name and members; no two rings of a generation share it."""
+
+    @property
+    def size(self) -> int:
+        """How many members it has."""
+
+    @property
+    def rank(self) -> int:
+        """This member's number."""
+
+    def exchange(self, received: Tensor, sent: Tensor) -> Transfer:
+        """Send row i of a contiguous tensor to member i; row i of what is received is member i's."""
+
+    def gather(self, gathered: Tensor, own: Tensor) -> Transfer:
+        """Send every member a flat tensor; what is gathered are those of all, one behind the other."""
+
+    def reduce(self, tensor: Tensor, operation: Any) -> Transfer:
+        """All-reduce one tensor in place."""
+
+
+class DeviceRings(Protocol):
+    """Rings of one worker in one generation over which tensors travel from device to device."""
+
+    def ring(self, name: str) -> Ring | None:
+        """The ring ``name``; None where it is not one of them."""
+
+    def close(self) -> None:
+        """Let go of the device's part of them; blocks until that is done."""
+
+
+class GlooRing:
+    """See ``Ring``: of tensors in host memory."""
 
     def __init__(self, group: Group, interrupt: Interrupt, label: str = "ring") -> None:
-        self._label = label
+        self.name = label
         self._group = group
         self._interrupt = interrupt
 
+    @property
+    def size(self) -> int:
+        """See ``Ring.size``."""
+        return int(self._group.size())
+
+    @property
+    def rank(self) -> int:
+        """See ``Ring.rank``."""
+        return int(self._group.rank())
+
+    def exchange(self, received: Tensor, sent: Tensor) -> Pending:
+        """See ``Ring.exchange``."""
+        into, out = as_bytes(received), as_bytes(sent)
+        options = AllToAllOptions()
+        options.asyncOp = True
+        return self._start(lambda: self._group.alltoall_base(into, out, [], [], options), (received, into, sent, out))
+
+    def gather(self, gathered: Tensor, own: Tensor) -> Pending:
+        """See ``Ring.gather``."""
+        into, out = as_bytes(gathered), as_bytes(own)
+        options = AllgatherOptions()
+        options.asyncOp = True
+        return self._start(lambda: self._group._allgather_base(into, out, options), (gathered, into, own, out))
+
     def reduce(self, tensor: Tensor, operation: Any) -> Pending:
-        """All-reduce one CPU tensor in place."""
+        """See ``Ring.reduce``."""
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         options.asyncOp = True
-        return _start(self._label, lambda: self._group.allreduce([tensor], options), (tensor,), self._interrupt)
+        return self._start(lambda: self._group.allreduce([tensor], options), (tensor,))
+
+    def _start(self, operation: Callable[[], dist.Work], tensors: Sequence[Tensor]) -> Pending:
+        return _start(self.name, operation, tensors, self._interrupt)
+
+
+def ring_label(spec: GroupSpec) -> str:
+    """What a ring is called in errors."""
+    return f"{spec.name} of {', '.join(spec.members)}"
 
 
 class GroupSet:
@@ -185,13 +252,15 @@ class GroupSet:
     def __init__(self, interrupt: Interrupt) -> None:
         self._interrupt = interrupt
         self._groups: dict[str, tuple[GroupSpec, Group]] = {}
+        self.device_rings: DeviceRings | None = None
+        """Used in place of the gloo rings of the same names."""
 
     def form(self, specs: Sequence[GroupSpec], worker: str, listen_host: str, open_store: Callable[[], Store]) -> None:
         """Form every group that ``worker`` belongs to, in the order given (the same on every worker).
 
         Raises:
             GenerationAborted: aborted meanwhile; the half-formed groups are left behind.
-            PeerLost: a member went away or did not come within ``FORM_TIMEOUT_S``.
+            PeerLost: a member went away or did not come within the generation's limit.
         """
         mine = [spec for spec in specs if worker in spec.members and len(spec.members) > 1]
         if not mine:
@@ -203,7 +272,7 @@ class GroupSet:
             for spec in mine:
                 if self._interrupt.aborted:
                     break
-                groups[spec.name] = (spec, form_group(store, spec, worker, device))
+                groups[spec.name] = (spec, form_group(store, spec, worker, device, self._interrupt.limit_s))
             return groups
 
         def guarded() -> dict[str, tuple[GroupSpec, Group]]:
@@ -213,15 +282,22 @@ class GroupSet:
                 self._interrupt.lose(f"forming its groups: {first_clause(error)}")
                 return {}  # the caller gets PeerLost; raising would keep half-formed groups alive in a traceback
 
-        self._groups = self._interrupt.call(guarded, "forming groups", FORM_TIMEOUT_S * (1 + len(mine)))
+        self._groups = self._interrupt.call(guarded, "forming groups")
 
     @property
     def broken(self) -> bool:
         """Whether an operation that nobody can end may still be under way in one of the groups."""
         return self._interrupt.over
 
+    @property
+    def limit_s(self) -> float:
+        """For how long such an operation may go on."""
+        return self._interrupt.limit_s
+
     def clear(self) -> None:
         """Close every group: blocks for 10-100 ms, or until a broken operation times out."""
+        if self.device_rings is not None:
+            self.device_rings.close()
         self._groups.clear()
 
     def channel(self, name: str, sender: str) -> Channel:
@@ -233,5 +309,8 @@ class GroupSet:
 
     def ring(self, name: str) -> Ring | None:
         """The ring ``name``; None when this worker is its only member."""
+        on_device = None if self.device_rings is None else self.device_rings.ring(name)
+        if on_device is not None:
+            return on_device
         entry = self._groups.get(name)
-        return Ring(entry[1], self._interrupt, f"{name} of {', '.join(entry[0].members)}") if entry else None
+        return GlooRing(entry[1], self._interrupt, ring_label(entry[0])) if entry else None

@@ -12,30 +12,51 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from morph.contract.errors import GenerationAborted, PeerLost, WaitTimeout
+from morph.contract.messages import DEFAULT_LIMIT_S
 
 T = TypeVar("T")
 
 
 class Interrupt:
-    """A condition variable with an abort flag."""
+    """A condition variable with an abort flag.
 
-    def __init__(self, generation: int) -> None:
+    Args:
+        generation: Its number.
+        limit_s: Of every wait that has no bound of its own: what the reshape that formed the generation says.
+    """
+
+    def __init__(self, generation: int, limit_s: float = DEFAULT_LIMIT_S) -> None:
         self.generation = generation
+        self.limit_s = limit_s
         self._condition = threading.Condition()
         self._aborted = False
         self._lost: str | None = None
+        self._at_end: list[Callable[[], None]] = []
 
     def abort(self) -> None:
         """End every present and future wait with ``GenerationAborted``."""
         with self._condition:
             self._aborted = True
-            self._condition.notify_all()
+            self._end()
 
     def lose(self, what: str) -> None:
         """End every present and future wait with ``PeerLost``: a connection of this generation failed."""
         with self._condition:
             self._lost = self._lost or what
-            self._condition.notify_all()
+            self._end()
+
+    def at_end(self, act: Callable[[], None]) -> None:
+        """Call ``act`` in a thread of its own once the generation is aborted or loses a peer; now if that has been."""
+        with self._condition:
+            self._at_end.append(act)
+            if self.over:
+                self._end()
+
+    def _end(self) -> None:
+        for act in self._at_end:
+            threading.Thread(target=act, name="morph-end", daemon=True).start()
+        self._at_end.clear()
+        self._condition.notify_all()
 
     def notify(self) -> None:
         """Wake the waiting thread so that it looks at its condition again."""
@@ -59,8 +80,8 @@ class Interrupt:
         if self._lost is not None:
             raise PeerLost(f"generation {self.generation} lost a peer: {self._lost}")
 
-    def wait_for(self, ready: Callable[[], bool], what: str, timeout_s: float) -> float:
-        """Block until ``ready()``; return the seconds waited.
+    def wait_for(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> float:
+        """Block until ``ready()``; return the seconds waited. Without ``timeout_s`` the generation's limit counts.
 
         Raises:
             GenerationAborted: the control lane aborted the generation.
@@ -68,6 +89,7 @@ class Interrupt:
             WaitTimeout: after ``timeout_s``; says ``what`` was waited for.
         """
         start_s = time.monotonic()
+        timeout_s = self.limit_s if timeout_s is None else timeout_s
         with self._condition:
             while True:
                 self.check()
@@ -78,7 +100,7 @@ class Interrupt:
                     raise WaitTimeout(f"waited {timeout_s:g} s for {what}")
                 self._condition.wait(left_s)
 
-    def call(self, work: Callable[[], T], what: str, timeout_s: float) -> T:
+    def call(self, work: Callable[[], T], what: str, timeout_s: float | None = None) -> T:
         """Run a blocking call that cannot be interrupted, in a thread that is left behind on abort."""
         result: list[T] = []
         failure: list[BaseException] = []

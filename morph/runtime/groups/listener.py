@@ -165,7 +165,9 @@ class Listener:
             _hang_up(connection)
         until_s = time.monotonic() + join_timeout_s
         self._thread.join(join_timeout_s)  # it takes in nobody after that
-        for thread in list(self._threads - {threading.current_thread()}):
+        with self._lock:
+            threads = self._threads - {threading.current_thread()}
+        for thread in threads:
             thread.join(max(0.0, until_s - time.monotonic()))
 
     def _accept(self) -> None:
@@ -188,12 +190,12 @@ class Listener:
             if self._over.is_set():
                 self.strangers.expire(-1.0)
             thread = threading.Thread(target=self._run, args=(caller,), name=f"{self._name}-caller", daemon=True)
-            self._threads.add(thread)
             try:
-                thread.start()
+                with self._lock:  # ``close`` waits for none that has not started
+                    thread.start()
+                    self._threads.add(thread)
             except RuntimeError as error:  # no thread is left
                 log.warning("%s: no connection can be served: %s", self._name, error)
-                self._threads.discard(thread)
                 self._end(connection)
 
     def _know(self, connection: socket.socket) -> None:
@@ -215,7 +217,8 @@ class Listener:
             log.exception("%s: %s", self._name, caller.source)
         finally:
             self._end(caller.connection)
-            self._threads.discard(threading.current_thread())
+            with self._lock:
+                self._threads.discard(threading.current_thread())
 
     def _end(self, connection: socket.socket) -> None:
         self.strangers.remove(connection)

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 
-from morph.runtime.groups.channels import GROUP_TIMEOUT_S, GroupSet
+from morph.runtime.groups.channels import GroupSet
 
 MARGIN_S = 5.0
 
@@ -27,7 +27,7 @@ class Reaper:
     def reap(self, groups: GroupSet) -> None:
         """Take over groups that are no longer used; returns at once."""
         if groups.broken:
-            self._broken.put((time.monotonic() + GROUP_TIMEOUT_S + MARGIN_S, groups))
+            self._broken.put((time.monotonic() + groups.limit_s + MARGIN_S, groups))
         else:
             self._clean.put((0.0, groups))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from morph.contract.messages import ReshapeOrder, Slot, Source
 from morph.contract.plan import Plan
+from morph.contract.salvage import Salvage
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.groups.channels import GroupSpec
 
@@ -17,6 +18,12 @@ class Topology:
 
     groups: tuple[GroupSpec, ...]
     unit_rings: dict[str, str]
+
+    @property
+    def rings(self) -> tuple[GroupSpec, ...]:
+        """The reduction groups, in their forming order."""
+        names = set(self.unit_rings.values())
+        return tuple(group for group in self.groups if group.name in names)
 
 
 def worker_at(slots: Sequence[Slot], stage: int, replica: int) -> str:
@@ -45,9 +52,14 @@ def move_name(generation: int, sender: str, receiver: str) -> str:
     return f"g{generation}/move/{sender}/{receiver}"
 
 
-def moves_of(sources: Sequence[Source]) -> tuple[tuple[str, str], ...]:
+def moves_of(sources: Sequence[Source], salvage: Salvage | None = None) -> tuple[tuple[str, str], ...]:
     """Distinct (sender, receiver) pairs, sorted."""
-    return tuple(sorted({(source.peer, source.worker) for source in sources if source.kind == "peer" and source.peer}))
+    pairs = {
+        (source.peer, source.worker) for source in sources if source.kind in ("peer", "checkpoint") and source.peer
+    }
+    if salvage is not None:
+        pairs |= {(entry.holder, entry.receiver) for entry in salvage.sums if entry.holder != entry.receiver}
+    return tuple(sorted(pairs))
 
 
 def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
@@ -58,7 +70,7 @@ def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
     worker forms two groups, so that a long pipeline's groups do not wait for each other from end to end.
     """
     plan, slots, generation = order.plan, order.slots, order.generation
-    groups = [GroupSpec(move_name(generation, *pair), pair) for pair in moves_of(order.sources)]
+    groups = [GroupSpec(move_name(generation, *pair), pair) for pair in moves_of(order.sources, order.salvage)]
     for replica in range(plan.num_replicas):
         for boundary in range(plan.pipeline_depth - 1):
             pair = (worker_at(slots, boundary, replica), worker_at(slots, boundary + 1, replica))

@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from morph.contract.errors import PeerLost
+from morph.contract.messages import DEFAULT_LIMIT_S
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.listener import HELLO_TIMEOUT_S, Caller, Listener
 from morph.runtime.pre_copy.meeting import Meeting
 from morph.runtime.pre_copy.wire import (
-    CONNECT_TIMEOUT_S,
     GREETING_BYTES,
-    SILENT_S,
     Frame,
     acknowledge,
     apply_update,
+    hold_update,
     receive_frame,
 )
 from morph.runtime.state.unit_state import UnitState
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class Incoming:
-    """Receives units ahead of a change, in threads of its own: one that listens, one for each sender.
+    """Receives units beside training, in threads of its own: one that listens, one for each sender.
 
     Args:
-        number: Of the order.
+        occasion: Of the meeting.
         worker: The receiver.
         senders: By unit.
         make_shadow: Makes a unit that is to follow.
@@ -43,11 +43,16 @@ class Incoming:
         faults: Scheduled faults.
         news: Called when there is something to report.
         secret: Of the run.
+        known: Units that are here at the version that their senders have now.
+        expected: Further senders.
+        take_sums: Called with the sender's name and a frame of partial sums.
+        limit_s: A sender that is not there by then is given up, and one that is silent for twice as long: between two
+            steps it has nothing to send.
     """
 
     def __init__(
         self,
-        number: int,
+        occasion: str,
         worker: str,
         senders: Mapping[str, str],
         *,
@@ -58,25 +63,35 @@ class Incoming:
         faults: FaultPlan,
         news: Callable[[], None],
         secret: str,
+        known: Mapping[str, UnitState] | None = None,
+        expected: Iterable[str] = (),
+        take_sums: Callable[[str, Frame], None] = lambda _sender, _frame: None,
+        limit_s: float = DEFAULT_LIMIT_S,
     ) -> None:
-        self._meeting = Meeting(number, worker, secret)
+        self._meeting = Meeting(occasion, worker, secret)
         self._senders = dict(senders)
         self._make_shadow, self._arrive, self._open_store = make_shadow, arrive, open_store
-        self._faults, self._news = faults, news
+        self._faults, self._news, self._limit_s = faults, news, limit_s
         self._lock = threading.Lock()
-        self._shadows: dict[str, UnitState] = {}
-        self._versions: dict[str, int] = {}
+        self._take_sums = take_sums
+        self._shadows: dict[str, UnitState] = dict(known or {})
+        self._versions: dict[str, int] = {unit: state.version for unit, state in self._shadows.items()}
+        self._in_step: set[str] = set(self._shadows)
         self._following: set[str] = set()
         self._broken: dict[str, str] = {}
         self._interrupt: Interrupt | None = None
         self._ended = False
         self.received_bytes = 0
-        self._expected = set(senders.values())
+        self._expected = {*senders.values(), *expected}
         self._met = threading.Condition(self._lock)
         self._told = ""
         self._listener = Listener.at(listen_host, 0, self._serve, "morph-ahead")
         self._told = self._meeting.told(*self._listener.address)
-        threading.Thread(target=self._meet, name="morph-ahead-meet", daemon=True).start()
+        try:
+            threading.Thread(target=self._meet, name="morph-ahead-meet", daemon=True).start()
+        except RuntimeError:  # there are too many
+            self._listener.close(join_timeout_s=0.0)
+            raise
 
     # ---- order lane ----
 
@@ -98,6 +113,17 @@ class Incoming:
 
         interrupt.wait_for(there, f"unit {unit}, which was sent ahead", timeout_s)
         return self._shadows[unit]
+
+    def in_step(self, version: int) -> dict[str, UnitState]:
+        """The units that follow their senders and are at this version, or hold the gradients that lead to it."""
+        with self._lock:
+            found = {}
+            for unit in self._in_step:
+                state = self._shadows[unit]
+                if state.version == version or (state.version == version - 1 and state.reduced is not None):
+                    found[unit] = state
+            self._in_step = set(found)
+            return found
 
     @property
     def following(self) -> tuple[str, ...]:
@@ -129,8 +155,8 @@ class Incoming:
         try:
             self._open_store().set(self._meeting.key, self._told)
             with self._met:
-                if not self._met.wait_for(lambda: self._ended or not self._expected, CONNECT_TIMEOUT_S):
-                    raise TimeoutError(f"{CONNECT_TIMEOUT_S:g} s are over")
+                if not self._met.wait_for(lambda: self._ended or not self._expected, self._limit_s):
+                    raise TimeoutError(f"{self._limit_s:.4g} s are over")
         except (OSError, RuntimeError) as error:  # the store raises RuntimeError and subclasses
             with self._lock:
                 missing, self._expected = sorted(self._expected), set()
@@ -152,7 +178,7 @@ class Incoming:
                 return
             self._expected.discard(sender)
             self._met.notify_all()
-        connection.settimeout(SILENT_S)
+        connection.settimeout(2 * self._limit_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         acknowledge(connection)
         self._receive(connection, sender)
@@ -162,8 +188,11 @@ class Incoming:
             while (received := receive_frame(connection)) is not None:
                 frame, size = received
                 self._arrive(size)
-                acknowledge(connection)  # the next frame travels while this one is applied
+                if frame.facts["kind"] != "undecided":
+                    acknowledge(connection)  # the next frame travels while this one is applied
                 self._take_in(frame, size, sender)
+                if frame.facts["kind"] == "undecided":
+                    acknowledge(connection)
                 if self._interrupt is not None:
                     self._interrupt.notify()
             self._give_up(sender, f"{sender} hung up")
@@ -178,12 +207,23 @@ class Incoming:
             self._faults.reach("receive_ahead", facts["version"])
             shadow = self._make_shadow(facts["unit"])
             shadow.load(frame.tensors)
-            self._shadows[facts["unit"]] = shadow
-            self._versions[facts["unit"]] = shadow.version
-        elif facts["kind"] == "update":
-            for unit, update in facts["units"].items():
-                apply_update(self._shadows[unit], update, _of(unit, frame.tensors))
-                self._versions[unit] = self._shadows[unit].version
+            with self._lock:
+                self._shadows[facts["unit"]] = shadow
+                self._versions[facts["unit"]] = shadow.version
+        elif facts["kind"] in ("update", "undecided"):
+            with self._lock:  # units that are in step are the worker's own too, and its own alone once this is over
+                if self._ended:
+                    raise ConnectionError("it is over here")
+                for unit, update in facts["units"].items():
+                    gradients = _of(unit, frame.tensors)
+                    if facts["kind"] == "update":
+                        apply_update(self._shadows[unit], update, gradients)
+                        self._versions[unit] = self._shadows[unit].version
+                    else:
+                        hold_update(self._shadows[unit], update, gradients)
+                        self._in_step.add(unit)
+        elif facts["kind"] == "sums":
+            self._take_sums(sender, frame)
         else:
             with self._lock:
                 self._following.add(sender)

@@ -10,7 +10,6 @@ from torch._C._distributed_c10d import Store
 from morph.contract.decided import Decided
 from morph.contract.errors import PeerLost
 from morph.contract.messages import PreCopyOrder, PreCopyReport, ReshapeOrder, WorkerSetup
-from morph.runtime.groups.channels import GROUP_TIMEOUT_S
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.pre_copy.incoming import Incoming
@@ -64,13 +63,22 @@ class PreCopyLane:
                 if move.sender == me:
                     by_receiver.setdefault(move.receiver, []).append(move.unit)
             self._outgoing = tuple(
-                Outgoing(order.number, me, receiver, units, self._open_store, self._faults, self._setup.secret)
+                Outgoing(
+                    str(order.number),
+                    me,
+                    receiver,
+                    units,
+                    self._open_store,
+                    self._faults,
+                    self._setup.secret,
+                    limit_s=order.limit_s,
+                )
                 for receiver, units in by_receiver.items()
             )
             senders = {move.unit: move.sender for move in order.moves if move.receiver == me}
             if senders:
                 self._incoming = Incoming(
-                    order.number,
+                    str(order.number),
                     me,
                     senders,
                     make_shadow=lambda unit: self._workload.make_shadow(unit, order.num_micro_batches),
@@ -80,6 +88,7 @@ class PreCopyLane:
                     faults=self._faults,
                     news=self._news,
                     secret=self._setup.secret,
+                    limit_s=order.limit_s,
                 )
 
     def report(self) -> PreCopyReport | None:
@@ -133,12 +142,12 @@ class PreCopyLane:
         incoming = self._incoming
         if incoming is None:
             raise PeerLost(f"unit {unit} was sent ahead, and dropped")
-        return self._workload.adopt(incoming.take(unit, version, interrupt, GROUP_TIMEOUT_S))
+        return self._workload.adopt(incoming.take(unit, version, interrupt, interrupt.limit_s))
 
     def flush(self, interrupt: Interrupt) -> None:
         """Wait until what others were sent ahead has arrived. Raises as ``Outgoing.flush``."""
         for stream in self._outgoing:
-            stream.flush(interrupt, GROUP_TIMEOUT_S)
+            stream.flush(interrupt, interrupt.limit_s)
 
     def end(self) -> None:
         """Drop everything."""

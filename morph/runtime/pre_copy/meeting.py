@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from morph.contract.proof import is_proven, new_secret, proof
+from morph.link.proof import is_proven, new_secret, proof
 
 
 class Meeting:
-    """Of one receiver and its senders, for one order.
+    """Of one receiver and its senders, for one order or generation.
 
     The receiver writes its address and a nonce into the rendezvous store, to which anybody could write, so it proves
     both; a sender's hello proves its name for that nonce. Who has not the run's secret can neither receive units nor
     send any, and what was proven for another order is no proof for this one.
 
     Args:
-        number: Of the order.
+        occasion: What they meet for, of this run once.
         receiver: The worker that receives.
         secret: Of the run.
     """
 
-    def __init__(self, number: int, receiver: str, secret: str) -> None:
-        self.key = f"ahead/{number}/{receiver}"
+    def __init__(self, occasion: str, receiver: str, secret: str) -> None:
+        self.key = f"ahead/{occasion}/{receiver}"
         self._secret = secret
 
     def told(self, host: str, port: int) -> str:

@@ -1,4 +1,8 @@
-"""The sending end of one stream: some units of this worker to one receiver, in a thread of its own."""
+"""The sending end of one stream: some units of this worker to one receiver, in a thread of its own.
+
+Before a planned change (decision 0008) it sends what is decided. To a follower (decision 0025) it sends, once that has
+caught up, gradients before they are decided, and partial sums.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,20 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
-from morph.contract.errors import PeerLost
+from morph.contract.errors import PeerLost, WaitTimeout
+from morph.contract.messages import DEFAULT_LIMIT_S
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.pre_copy.meeting import Meeting
-from morph.runtime.pre_copy.wire import CONNECT_TIMEOUT_S, SILENT_S, Frame, close, copy_of_update, send_frame
+from morph.runtime.pre_copy.wire import (
+    CONNECT_TIMEOUT_S,
+    Frame,
+    close,
+    copy_of_update,
+    facts_of_update,
+    gradients_of_update,
+    send_frame,
+)
 from morph.runtime.state.unit_state import UnitState
 
 log = logging.getLogger(__name__)
@@ -33,10 +46,12 @@ class Outgoing:
     a stream that falls behind by more than the states that it began with is given up.
 
     Args:
-        number: Of the order.
+        occasion: Of the meeting.
         worker: The sender.
         receiver: Who gets the units.
         units: Which, in this order.
+        known: Further units, which the receiver has already at the present version.
+        limit_s: A receiver that takes nothing for so long is given up.
         open_store: Opens a connection to the rendezvous store.
         faults: Scheduled faults.
         secret: Of the run.
@@ -44,22 +59,25 @@ class Outgoing:
 
     def __init__(
         self,
-        number: int,
+        occasion: str,
         worker: str,
         receiver: str,
         units: Sequence[str],
         open_store: Callable[[], Store],
         faults: FaultPlan,
         secret: str,
+        known: Sequence[str] = (),
+        limit_s: float = DEFAULT_LIMIT_S,
     ) -> None:
         self.receiver = receiver
-        self._name = f"what {worker} sends ahead to {receiver}"
+        self._name = f"what {worker} sends beside training to {receiver}"
         self._worker = worker
-        self._meeting = Meeting(number, receiver, secret)
-        self._open_store = open_store
+        self._meeting = Meeting(occasion, receiver, secret)
+        self._open_store, self._limit_s = open_store, limit_s
         self._faults = faults
         self._to_begin = deque(units)
-        self._followed: set[str] = set()
+        self._followed: set[str] = set(known)
+        self._in_step = False
         self._condition = threading.Condition()
         self._queue: deque[tuple[Frame, int]] = deque()
         self._sending = False
@@ -94,7 +112,7 @@ class Outgoing:
     def pass_on(self, states: Mapping[str, UnitState], decided: Decided | None) -> None:
         """Before a decided step is applied: copy it for the units that are followed."""
         names = [name for name in states if name in self._followed]
-        if not names or self.error is not None:
+        if not names or self.error is not None or self._in_step:
             return
         facts: dict[str, dict[str, Any]] = {}
         tensors: dict[str, Tensor] = {}
@@ -108,6 +126,43 @@ class Outgoing:
             self.end(f"{self._name} cannot keep up: {behind_bytes} bytes behind")
             return
         self._put(Frame({"kind": "update", "units": facts}, tensors), _size_of(tensors))
+
+    def share(self, states: Mapping[str, UnitState]) -> bool:
+        """Send what is about to be decided, if the receiver has caught up; returns whether it is sent.
+
+        Nothing is copied: the gradients have to stay until ``settled``.
+        """
+        with self._condition:
+            idle = not self._queue and not self._sending and self._connection is not None
+        if self.error is not None or not self._followed or self._to_begin or not (self._in_step or idle):
+            return False
+        self._in_step = True
+        facts: dict[str, dict[str, Any]] = {}
+        tensors: dict[str, Tensor] = {}
+        for name in self._followed:
+            facts[name] = facts_of_update(states[name])
+            tensors |= {f"{name}/{key}": value for key, value in gradients_of_update(states[name]).items()}
+        self._put(Frame({"kind": "undecided", "units": facts}, tensors), _size_of(tensors))
+        return True
+
+    def settled(self, interrupt: Interrupt, timeout_s: float) -> bool:
+        """Block until everything has arrived; returns whether it has. Raises GenerationAborted, PeerLost."""
+        try:
+            self.flush(interrupt, timeout_s)
+        except WaitTimeout as error:
+            self.end(str(error))
+        except PeerLost:
+            if self.error is None:
+                raise
+        return self.error is None
+
+    def offer(self, make: Callable[[], Frame]) -> None:
+        """Send this if nothing waits to be sent: what comes next will be newer anyway."""
+        with self._condition:
+            busy = bool(self._queue) or self._sending or self._connection is None or self.error is not None
+        if not busy:
+            frame = make()
+            self._put(frame, _size_of(frame.tensors))
 
     def flush(self, interrupt: Interrupt, timeout_s: float) -> None:
         """Block until everything has arrived. Raises as ``Interrupt.wait_for``, ``PeerLost`` for a broken stream."""
@@ -154,7 +209,7 @@ class Outgoing:
     def _connect(self) -> None:
         told = self._open_store().get(self._meeting.key).decode()
         connection = socket.create_connection(self._meeting.address(told), CONNECT_TIMEOUT_S)
-        connection.settimeout(SILENT_S)
+        connection.settimeout(self._limit_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._condition:
             self._connection = connection
@@ -179,8 +234,13 @@ class Outgoing:
             return self._queue.popleft()
 
     def _send(self, frame: Frame, size: int) -> None:
-        if frame.facts["kind"] == "state":
+        kind = frame.facts["kind"]
+        if kind == "state":
             self._faults.reach("send_ahead", frame.facts["version"])
+        elif kind == "undecided":
+            self._faults.reach("share_gradients")
+        elif kind == "sums":
+            self._faults.reach("share_sums")
         assert self._connection is not None
         send_frame(self._connection, frame)
         with self._condition:

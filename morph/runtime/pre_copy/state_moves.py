@@ -1,26 +1,41 @@
-"""Bringing a worker's units to the version of a reshape: kept, from a peer, from a checkpoint, or made anew."""
+"""Bringing a worker's units to the version of a reshape: kept, from a peer, from a checkpoint, or made anew.
+
+And partial sums of a step that was given up to who goes on with them: behind the units, on the same channels.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from morph.checkpoint.manifest import read_manifest
-from morph.checkpoint.unit_files import from_payload, read_unit, to_payload
-from morph.contract.messages import Source
-from morph.runtime.groups.channels import GROUP_TIMEOUT_S, Carrier, Transfer
+from morph.checkpoint.manifest import read_manifest, version_url
+from morph.checkpoint.unit_files import read_unit
+from morph.contract.errors import CheckpointError, WaitTimeout
+from morph.contract.messages import MicroBatchLoss, Source
+from morph.contract.rules import CheckpointRules
+from morph.contract.salvage import PartialSum, Salvage, SalvagedSum
+from morph.runtime.device.staging import staging_for
+from morph.runtime.groups.channels import Carrier, Transfer
 from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.pre_copy.stream import FindStaging, receive_tensors, send_tensors
 from morph.runtime.state.unit_state import UnitState
+from morph.runtime.step.sums import HeldSum
 
 READ_AHEAD = 4
 """Units of a checkpoint that one worker reads at a time."""
+_LOSSES = "losses"
+_HOST = torch.device("cpu")
 MakeUnit = Callable[[str, bool], UnitState]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,7 @@ class MoveContext:
 
     ``make_unit(unit, empty)``: its state at version 0, without its initial numbers where it is about to be loaded.
     ``host_copy(version, unit, sha256)``: what this worker wrote itself and still has, if it is what a manifest names.
+    ``interrupt`` ends the wait for storage, which is waited for as long as ``rules`` give a file of its size.
     """
 
     worker: str
@@ -38,22 +54,68 @@ class MoveContext:
     make_unit: MakeUnit
     channel: Callable[[str, str], Carrier]
     adopt: Callable[[str], UnitState]
+    interrupt: Interrupt
     host_copy: Callable[[int, str, str], Mapping[str, Tensor] | None] = lambda _version, _unit, _sha256: None
+    salvage: Salvage | None = None
+    sums: Sequence[HeldSum] = ()
+    rules: CheckpointRules = field(default_factory=CheckpointRules)
+    staging: FindStaging = staging_for
+
+    @property
+    def moving_sums(self) -> list[SalvagedSum]:
+        """Partial sums that this worker sends or receives."""
+        sums = () if self.salvage is None else self.salvage.sums
+        moved = [entry for entry in sums if entry.holder != entry.receiver]
+        return [entry for entry in moved if self.worker in (entry.holder, entry.receiver)]
 
 
 def start_sending(sources: Sequence[Source], context: MoveContext) -> list[Transfer]:
-    """Start sending every unit that others take from this worker; returns at once.
+    """Start sending every unit and sum that others take from this worker: see ``send_tensors``.
 
     Two workers may take units from each other, so nobody waits for its own to leave before it has received.
+
+    Raises:
+        CheckpointError: as ``take_units``, where it reads for others.
     """
     pending: list[Transfer] = []
-    for source in sources:
-        if source.kind == "peer" and source.peer == context.worker:
-            payload = to_payload(context.held[source.unit].tensors())
-            channel = context.channel(context.worker, source.worker)
-            pending.append(channel.transfer(torch.tensor([len(payload)], dtype=torch.int64)))
-            pending.append(channel.transfer(torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
+    asked = [source for source in sources if source.peer == context.worker]
+    stored = _from_checkpoint([source.unit for source in asked if source.kind == "checkpoint"], context)
+    for source in asked:
+        if source.kind == "checkpoint":
+            pending += _send(next(stored)[0], context, source.worker)
+        elif source.kind == "peer":
+            # nothing changes a unit before everything has left, or the generation is over and nobody takes it
+            tensors = context.held[source.unit].copy_later().lend()
+            pending += _send(tensors, context, source.worker)
+    for entry in context.moving_sums:
+        if entry.holder == context.worker:
+            held = held_sum(entry.sum, context.sums)
+            text = json.dumps([loss.model_dump() for loss in held.losses]).encode()
+            told = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            pending += _send({**held.tensors, _LOSSES: told}, context, entry.receiver)
     return pending
+
+
+def _send(tensors: Mapping[str, Tensor], context: MoveContext, receiver: str) -> list[Transfer]:
+    return send_tensors(tensors, context.channel(context.worker, receiver), context.interrupt, context.staging)
+
+
+def held_sum(total: PartialSum, sums: Sequence[HeldSum]) -> HeldSum:
+    """Find the sum that an order names among those that a worker has."""
+    return next(held for held in sums if held.total == total)
+
+
+def take_sums(context: MoveContext) -> tuple[list[HeldSum], int]:
+    """Receive the partial sums that others have and this worker goes on with, behind its units; and their bytes."""
+    received, num_bytes = [], 0
+    for entry in context.moving_sums:
+        if entry.receiver == context.worker:
+            tensors, size = receive_tensors(context.channel(entry.holder, context.worker), _HOST)
+            num_bytes += size
+            losses = json.loads(bytes(tensors.pop(_LOSSES).tolist()))
+            told = tuple(MicroBatchLoss.model_validate(loss) for loss in losses)
+            received.append(HeldSum(entry.sum, tensors, told))
+    return received, num_bytes
 
 
 def send_in_background(sources: Sequence[Source], context: MoveContext, interrupt: Interrupt) -> Callable[[], None]:
@@ -72,7 +134,7 @@ def send_in_background(sources: Sequence[Source], context: MoveContext, interrup
         interrupt.notify()
 
     def wait() -> None:
-        interrupt.wait_for(lambda: bool(pending or failure), "units to be made ready for peers", GROUP_TIMEOUT_S)
+        interrupt.wait_for(lambda: bool(pending or failure), "units to be made ready for peers")
         if failure:
             raise failure[0]
         for transfer in pending[0]:
@@ -86,12 +148,14 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
     """Collect this worker's units at the wanted version; returns them and the bytes received from peers.
 
     Raises:
-        CheckpointError: when a checkpoint is incomplete or damaged.
+        CheckpointError: when a checkpoint is incomplete or damaged, or storage does not answer.
+        GenerationAborted, PeerLost: meanwhile.
     """
     units: dict[str, UnitState] = {}
     received_bytes = 0
     own = [source for source in sources if source.worker == context.worker]
-    stored = _from_checkpoint([source.unit for source in own if source.kind == "checkpoint"], context)
+    read = [source.unit for source in own if source.kind == "checkpoint" and source.peer is None]
+    stored = _from_checkpoint(read, context)
     for source in own:
         if source.kind == "keep":
             units[source.unit] = context.held[source.unit]
@@ -100,11 +164,11 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
             units[source.unit] = context.adopt(source.unit)
             continue
         state = context.make_unit(source.unit, source.kind != "initial")
-        if source.kind == "peer":
-            assert source.peer is not None
-            payload = receive_payload(context.channel(source.peer, context.worker))
-            received_bytes += len(payload)
-            state.load(from_payload(payload), for_good=True)
+        if source.peer is not None:
+            channel = context.channel(source.peer, context.worker)
+            sent, size = receive_tensors(channel, _home_of(state), context.staging)
+            received_bytes += size
+            state.load(sent, for_good=True)
         elif source.kind == "checkpoint":
             tensors, alone = next(stored)
             state.load(tensors, for_good=alone)
@@ -121,27 +185,45 @@ def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[tup
     """
     if not units:
         return
-    manifest = read_manifest(context.checkpoint_url, context.version)
+
+    def start(work: Callable[[], T]) -> Future[T]:
+        """Call in a thread that is left behind if storage hangs."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            context.interrupt.notify()
+
+        threading.Thread(target=run, name="morph-restore", daemon=True).start()
+        return future
+
+    def wait(future: Future[T], what: str, num_bytes: int = 0) -> T:
+        try:
+            context.interrupt.wait_for(future.done, what, context.rules.file_limit_s(num_bytes))
+        except WaitTimeout as error:
+            raise CheckpointError(f"{version_url(context.checkpoint_url, context.version)}: {error}") from error
+        return future.result()
+
+    manifest = wait(start(partial(read_manifest, context.checkpoint_url, context.version)), "the manifest")
     digests = {entry.unit: entry.sha256 for entry in manifest.units}
+    sizes = {entry.unit: entry.size_bytes for entry in manifest.units}
 
     def read(unit: str) -> tuple[Mapping[str, Tensor], bool]:
         copied = context.host_copy(context.version, unit, digests[unit]) if unit in digests else None
         return (read_unit(context.checkpoint_url, manifest, unit), True) if copied is None else (copied, False)
 
-    with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="morph-restore") as pool:
-        reading: deque[Future[tuple[Mapping[str, Tensor], bool]]] = deque()
-        for unit in units:
-            reading.append(pool.submit(read, unit))
-            if len(reading) == READ_AHEAD:
-                yield reading.popleft().result()
-        while reading:
-            yield reading.popleft().result()
+    reading: deque[Future[tuple[Mapping[str, Tensor], bool]]] = deque()
+    for index, unit in enumerate(units):
+        while len(reading) < READ_AHEAD and index + len(reading) < len(units):
+            reading.append(start(partial(read, units[index + len(reading)])))
+        together = sum(sizes.get(other, 0) for other in units[index : index + READ_AHEAD])
+        yield wait(reading.popleft(), f"unit {unit} to be read", together)
 
 
-def receive_payload(channel: Carrier) -> memoryview:
-    """Receive one length-prefixed payload, in memory of its own."""
-    size = torch.zeros(1, dtype=torch.int64)
-    channel.transfer(size).wait("the size of a unit's state")
-    payload: Tensor = torch.empty(int(size), dtype=torch.uint8)
-    channel.transfer(payload).wait("a unit's state")
-    return memoryview(payload.numpy())  # type: ignore[arg-type]
+def _home_of(state: UnitState) -> torch.device:
+    """Where the optimizer works on a unit: where its state stays."""
+    parameters = (parameter for group in state.optimizer.param_groups for parameter in group["params"])
+    return next((parameter.device for parameter in parameters), _HOST)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from morph.checkpoint.unit_files import from_payload, to_payload
+from morph.checkpoint.unit_files import from_payload, parts_of
 from morph.contract.decided import Decided
 from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.unit_state import UnitState
@@ -26,8 +26,6 @@ HEADER = struct.Struct("<IQ")
 ACKNOWLEDGED = b"+"
 CONNECT_TIMEOUT_S = 30.0
 GREETING_BYTES = 4096
-SILENT_S = 600.0
-"""A peer that neither sends nor takes a byte for so long is given up; whoever waits for it has given it up before."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,14 @@ class Frame:
 def send_frame(connection: socket.socket, frame: Frame) -> int:
     """Send a frame and wait until it has arrived; returns its size. Raises OSError."""
     facts = json.dumps(frame.facts).encode()
-    payload = to_payload(frame.tensors) if frame.tensors else b""
-    connection.sendall(HEADER.pack(len(facts), len(payload)) + facts)
-    connection.sendall(payload)
+    parts = parts_of(frame.tensors) if frame.tensors else []
+    num_bytes = sum(len(part) for part in parts)
+    connection.sendall(HEADER.pack(len(facts), num_bytes) + facts)
+    for part in parts:
+        connection.sendall(part)
     if connection.recv(1) != ACKNOWLEDGED:
         raise ConnectionError("the receiver hung up")
-    return len(payload)
+    return num_bytes
 
 
 def receive_frame(connection: socket.socket, most_bytes: int | None = None) -> tuple[Frame, int] | None:
@@ -95,18 +95,46 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytearray | None:
 
 def copy_of_update(state: UnitState, decided: Decided | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Copy what the unit is about to apply, as facts and CPU tensors by parameter."""
+    facts = {**facts_of_update(state), "decided": None if decided is None else decided.model_dump()}
+    if decided is not None and decided.skipped:
+        return facts, {}  # nothing of them is applied
+    return facts, {name: value.clone() for name, value in gradients_of_update(state).items()}
+
+
+def facts_of_update(state: UnitState) -> dict[str, Any]:
+    """What is to be known of the gradients that a unit holds."""
     reduced = state.reduced
     assert reduced is not None, f"unit {state.unit.id} has nothing to apply"
-    facts = {
+    return {
         "version": state.version,
         "exponents": dict(state.exponents),
         "next_exponents": dict(reduced.exponents),
+        "overflowed": reduced.overflowed,
         "non_finite": reduced.non_finite,
-        "decided": None if decided is None else decided.model_dump(),
     }
-    if decided is not None and decided.skipped:
-        return facts, {}  # nothing of them is applied
-    return facts, {name: value.detach().to("cpu", copy=True).contiguous() for name, value in reduced.gradients.items()}
+
+
+def gradients_of_update(state: UnitState) -> dict[str, Tensor]:
+    """The gradients that a unit holds, on the CPU: the unit's own memory where they are there."""
+    assert state.reduced is not None
+    return {name: value.detach().to("cpu").contiguous() for name, value in state.reduced.gradients.items()}
+
+
+def hold_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Tensor]) -> None:
+    """Hold gradients of the unit's version, which another worker has reduced, until they are decided.
+
+    Raises:
+        ValueError: they are not of the unit's version.
+    """
+    if facts["version"] != state.version:
+        raise ValueError(f"unit {state.unit.id}: version {state.version} cannot take step {facts['version']}")
+    reduced = Reduced(
+        gradients=gradients,
+        exponents=facts["next_exponents"],
+        overflowed=facts["overflowed"],
+        non_finite=facts["non_finite"],
+    )
+    state.take_over(reduced, facts["exponents"])
 
 
 def apply_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Tensor]) -> None:
@@ -115,10 +143,5 @@ def apply_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, T
     Raises:
         ValueError: it is not the update of the unit's version.
     """
-    if facts["version"] != state.version:
-        raise ValueError(f"unit {state.unit.id}: version {state.version} cannot take step {facts['version']}")
-    reduced = Reduced(
-        gradients=gradients, exponents=facts["next_exponents"], overflowed=False, non_finite=facts["non_finite"]
-    )
-    state.take_over(reduced, facts["exponents"])
+    hold_update(state, facts, gradients)
     state.apply(None if facts["decided"] is None else Decided.model_validate(facts["decided"]))

@@ -13,13 +13,26 @@ from torch.fx import GraphModule
 
 import morph
 from morph.contract.errors import CheckpointError, JobError, MorphError
-from morph.contract.messages import FailureCause
+from morph.contract.messages import Failed, FailureCause
 
 MAX_TEXT = 8000
 _MORPH, _TORCH = (str(Path(package.__file__ or "").parent) for package in (morph, torch))
 _GRAPH = "<eval_with_key>"
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _DEVICE = re.compile(r"\bCUDA (error|driver error)|\b(CUBLAS|CUDNN|CUSOLVER|NCCL)[A-Z_ ]*(STATUS|error)", re.IGNORECASE)
+
+
+def failed(worker: str, generation: int, error: Exception, folders: tuple[str, str]) -> Failed:
+    """Return what the manager is told. ``folders``: where the job's files lie here, and where they lie for the user."""
+    text = str(error) if isinstance(error, MorphError) else f"{type(error).__name__}: {error}"
+    return Failed(
+        worker=worker,
+        generation=generation,
+        error=text.replace(*folders),
+        detail=type(error).__name__,
+        cause=cause_of(error),
+        traceback=user_traceback(error).replace(*folders),
+    )
 
 
 def cause_of(error: BaseException) -> FailureCause:

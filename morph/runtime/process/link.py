@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from morph.link.contexts import client_context
-from morph.link.greeting import Greeting
 from morph.link.home import Home
-from morph.link.wire import CHUNK_BYTES, Wire
+from morph.link.session import Session
+from morph.link.wire import Wire
 
 CALL_TIMEOUT_S = 10.0
 AGAIN_S = 0.1
@@ -30,7 +30,7 @@ def bounded(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNTAKEN_MS)
 
 
-class Call:
+class Call(Session):
     """One connection to the manager, both ends of which have proven who they are.
 
     Raises:
@@ -38,55 +38,39 @@ class Call:
     """
 
     def __init__(self, home: Home, role: str) -> None:
-        self._connection = socket.create_connection((home.host, home.port), timeout=CALL_TIMEOUT_S)
-        self._lock = threading.Lock()
+        connection = socket.create_connection((home.host, home.port), timeout=CALL_TIMEOUT_S)
         try:
-            bounded(self._connection)
-            self._wire = Wire(_context(home), home.host)
-            self._connection.sendall(self._wire.shake())
-            greeting = Greeting.to(self.receive(), PURPOSE, home.worker, role)
-            self.send(greeting.hello(home.secret))
-            if not greeting.is_of_listener(self.receive(), home.secret):
-                raise ConnectionError("whoever is there has not the secret")
-            self._wire.seal(greeting.key(home.secret))
-            self._connection.settimeout(None)
+            bounded(connection)
+            super().__init__(connection, Wire(_context(home), home.host))
+            self.greet(home.secret, PURPOSE, home.worker, role, timeout_s=CALL_TIMEOUT_S)
+            connection.settimeout(None)
         except BaseException:
-            self.reset()
+            _reset(connection)
             raise
 
-    def send(self, body: bytes) -> None:
-        """Send a message; waits for as long as the manager takes nothing.
+    def fill(self, data: memoryview) -> None:
+        """Wait for bytes that come as they are, after a message that this end has answered.
 
         Raises:
             OSError: the connection is over.
         """
-        with self._lock:
-            self._connection.sendall(self._wire.put(body))
-
-    def receive(self) -> bytes:
-        """Wait for the next message.
-
-        Raises:
-            OSError: the connection is over.
-        """
-        while True:
-            with self._lock:
-                message = self._wire.next()
-            if message is not None:
-                return message
-            data = self._connection.recv(CHUNK_BYTES)
-            if not data:
-                raise ConnectionError("the manager hung up")
-            with self._lock:
-                if reply := self._wire.take(data):
-                    self._connection.sendall(reply)
+        first = 0
+        while first < len(data):
+            num = self._connection.recv_into(data[first:])
+            if not num:
+                raise ConnectionError("the other end hung up")
+            first += num
 
     def reset(self) -> None:
         """End it as one that broke, for its end in good order would say that this process is gone."""
-        with suppress(OSError):
-            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self._connection.shutdown(socket.SHUT_RD)  # wakes whoever waits on it
-        self._connection.close()
+        _reset(self._connection)
+
+
+def _reset(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.shutdown(socket.SHUT_RD)  # wakes whoever waits on it
+    connection.close()
 
 
 def _context(home: Home) -> ssl.SSLContext | None:

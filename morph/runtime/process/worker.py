@@ -22,7 +22,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
-from morph.contract.errors import GenerationAborted, JobError, MorphError, PeerLost, WaitTimeout
+from morph.contract.errors import GenerationAborted, JobError, PeerLost, WaitTimeout
 from morph.contract.messages import (
     Aborted,
     CommitOrder,
@@ -39,20 +39,22 @@ from morph.contract.messages import (
     WorkerReady,
     WorkerSetup,
 )
-from morph.contract.timeline import StepTimeline
+from morph.runtime.device.nccl import communicators
+from morph.runtime.following.known_sums import KnownSums
+from morph.runtime.following.lane import FollowLane
 from morph.runtime.groups.channels import Carrier, GroupSet, connect_store
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.reaper import Reaper
 from morph.runtime.groups.topology import Topology, move_name, slot_of, topology
 from morph.runtime.pre_copy.lane import PreCopyLane
-from morph.runtime.pre_copy.state_moves import MoveContext, send_in_background, take_units
-from morph.runtime.process.blame import cause_of, user_traceback
+from morph.runtime.pre_copy.state_moves import MoveContext, send_in_background, take_sums, take_units
+from morph.runtime.process.blame import failed
+from morph.runtime.process.device_slot import take_slot
 from morph.runtime.process.job_code import use
 from morph.runtime.process.order_memory import OrderMemory, order_key
 from morph.runtime.state.checkpoint_writer import CheckpointWriter
 from morph.runtime.state.unit_state import UnitState
-from morph.runtime.step.executor import Executor
 from morph.runtime.step.generation import Generation
 from morph.runtime.step.pace import Pace, Prober
 from morph.runtime.workloads.workload import load_workload
@@ -69,6 +71,7 @@ class Worker:
         self._aborted_generation = 0
         self._generation: Generation | None = None
         self._held: dict[str, UnitState] = {}
+        self._sums = KnownSums()
         self._reaper = Reaper()
         self._pace = Pace()
         self._prober = Prober("")
@@ -87,6 +90,7 @@ class Worker:
             torch.set_num_threads(setup.num_threads)
             if not hasattr(self, "_ahead"):
                 os.environ.update(setup.variables)
+                self._device_slot = take_slot(setup.device_slots)
                 setup = self._setup = setup.model_copy(update={"variables": {}})
                 if setup.code is not None:
                     self._code_sha256 = setup.code.sha256
@@ -106,6 +110,7 @@ class Worker:
                     setup.checkpoints,
                     on_processor=setup.device == "cpu",
                 )
+                self._following = FollowLane(setup, self._workload, self._faults, self._open_store)
                 self._ahead = PreCopyLane(setup, self._workload, self._faults, self._open_store, self._writer.wake)
             elif setup.code is not None and setup.code.sha256 != self._code_sha256:
                 raise JobError("is not the code that this worker was set up with", source=setup.code.job_path)
@@ -113,7 +118,8 @@ class Worker:
             return self._failed(0, error)
         if self._ready is None:
             took_s = time.perf_counter() - start_s
-            self._ready = WorkerReady(worker=setup.worker, pid=os.getpid(), setup_s=took_s)
+            evaluation = self._workload.evaluation
+            self._ready = WorkerReady(worker=setup.worker, pid=os.getpid(), setup_s=took_s, evaluation=evaluation)
         return self._ready
 
     def reshape(self, order: ReshapeOrder) -> Reshaped | Aborted | Failed:
@@ -162,7 +168,7 @@ class Worker:
         """Begin to send or receive units ahead of a planned change; returns at once."""
         try:
             self._ahead.take(order)
-        except OSError as error:  # no port to listen on, no thread to be had: then nothing is sent ahead
+        except (OSError, RuntimeError) as error:  # no port to listen on, no thread to be had: nothing is sent ahead
             log.warning("nothing is sent ahead: %s", error)
 
     def tell_again(self) -> None:
@@ -174,7 +180,8 @@ class Worker:
     # ---- inside ----
 
     def _open_store(self) -> Store:
-        return connect_store(self._setup.store_host, self._setup.store_port, self._setup.secret)
+        setup = self._setup
+        return connect_store(setup.store_host, setup.store_port, setup.secret, self._interrupt.limit_s)
 
     def _once(
         self, order: ReshapeOrder | StepOrder | CommitOrder, written: tuple[str, ...], work: Callable[[], AnswerT]
@@ -183,7 +190,7 @@ class Worker:
         key = order_key(order)
         if self._orders.is_late(key):
             detail = "a later order came before this one"
-            return Aborted(worker=self._setup.worker, generation=order.generation, peer_lost=False, detail=detail)
+            return self._aborted(order.generation, detail, peer_lost=False)
         current = self._generation
         if self._orders.is_known(key) and current is not None and current.order.generation == key.generation:
             at_version = (unit for unit in written if current.units[unit].version == key.version)
@@ -192,33 +199,32 @@ class Worker:
         return self._orders.carried_out(key, lambda: self._carry_out(order.generation, work))
 
     def _carry_out(self, generation: int, work: Callable[[], AnswerT]) -> AnswerT | Aborted | Failed:
-        worker = self._setup.worker
         try:
             if generation <= self._aborted_generation:
                 raise GenerationAborted(f"generation {generation} was aborted before the order arrived")
             return work()
         except GenerationAborted as error:
-            return Aborted(worker=worker, generation=generation, peer_lost=False, detail=str(error))
+            return self._aborted(generation, str(error), peer_lost=False)
         except (PeerLost, WaitTimeout) as error:
             self._interrupt.lose(str(error))  # what timed out is still under way: its groups are broken
-            return Aborted(worker=worker, generation=generation, peer_lost=True, detail=str(error))
+            return self._aborted(generation, str(error), peer_lost=True)
         except Exception as error:
             self._interrupt.lose(str(error))  # what was under way with peers still is
+            self._sums.drop()  # a micro-batch may be in some of them
             return self._failed(generation, error)
+
+    def _aborted(self, generation: int, detail: str, *, peer_lost: bool) -> Aborted:
+        return Aborted(
+            worker=self._setup.worker,
+            generation=generation,
+            peer_lost=peer_lost,
+            detail=detail,
+            kept=self._sums.told(),
+        )
 
     def _failed(self, generation: int, error: Exception) -> Failed:
         log.exception("order failed")
-        known = isinstance(error, MorphError)
-        text = str(error) if known else f"{type(error).__name__}: {error}"
-        text = text.replace(*self._folders)
-        return Failed(
-            worker=self._setup.worker,
-            generation=generation,
-            error=text,
-            detail=type(error).__name__,
-            cause=cause_of(error),
-            traceback=user_traceback(error).replace(*self._folders),
-        )
+        return failed(self._setup.worker, generation, error, self._folders)
 
     def _reshape(self, order: ReshapeOrder) -> Reshaped:
         start_s = time.perf_counter()
@@ -226,12 +232,15 @@ class Worker:
         if self._generation is not None:
             self._reaper.reap(self._generation.groups)
             self._generation = None
+        self._sums.keep(order.version)
+        self._held = {**self._following.in_step(order.version), **self._held}
+        self._following.end()
         self._ahead.keep(order)
         self._writer.forget_after(order.version)
         self._roll_forward(self._held, order.version, order.decided)
         for state in self._held.values():
-            state.reduced = None  # of a step that was not decided
-        interrupt = self._interrupt = Interrupt(order.generation)
+            state.drop_step()  # it was not decided
+        interrupt = self._interrupt = Interrupt(order.generation, order.limit_s)
         if order.generation <= self._aborted_generation:
             interrupt.abort()  # the abort came between the check and the new interrupt
         self._faults.reach("reshape")
@@ -248,32 +257,42 @@ class Worker:
     def _join(self, order: ReshapeOrder, layout: Topology, groups: GroupSet, start_s: float) -> Reshaped:
         setup, interrupt = self._setup, self._interrupt
         groups.form(layout.groups, setup.worker, setup.listen_host, self._open_store)
+        device = torch.device(setup.device)
+        groups.device_rings = communicators(
+            setup.rings, device, layout.rings, setup.worker, interrupt, self._open_store
+        )
         formed_s = time.perf_counter()
         self._faults.reach("transfer")
         context = MoveContext(
             worker=setup.worker,
             version=order.version,
             checkpoint_url=setup.checkpoint_url,
-            held=self._held,
+            held={name: self._workload.adopt(state) for name, state in self._held.items()},
             make_unit=lambda unit, empty: self._workload.make_unit(unit, order.plan.num_micro_batches, empty=empty),
             channel=lambda sender, receiver: self._move_channel(groups, order.generation, sender, receiver),
             adopt=lambda unit: self._ahead.adopt(unit, order.version, interrupt),
+            interrupt=interrupt,
             host_copy=self._writer.copy,
+            salvage=order.salvage,
+            sums=self._sums.parts,
+            rules=setup.checkpoints,
         )
         sent = send_in_background(order.sources, context, interrupt)
         units, received_bytes = take_units(order.sources, context)
+        received, sums_bytes = take_sums(context)
         sent()
+        self._sums.add(received)
         self._ahead.flush(interrupt)
         at_version = {name: state for name, state in self._held.items() if state.version == order.version}
         self._held = {**at_version, **units}
-        slot = slot_of(order.slots, setup.worker)
-        self._generation = Generation(order, slot, layout, groups, interrupt, units)
+        self._following.begin(order, at_version)
+        self._generation = Generation(order, slot_of(order.slots, setup.worker), layout, groups, interrupt, units)
         return Reshaped(
             worker=setup.worker,
             generation=order.generation,
             groups_s=formed_s - start_s,
             state_s=time.perf_counter() - formed_s,
-            received_bytes=received_bytes,
+            received_bytes=received_bytes + sums_bytes,
             loss_scale=next((state.loss_scale for state in units.values()), None),
         )
 
@@ -288,6 +307,7 @@ class Worker:
             name: state for name, state in units.items() if state.version == version - 1 and state.reduced is not None
         }
         self._ahead.pass_on(due, decided)
+        self._following.pass_on(due, decided)
         for state in due.values():
             state.apply(decided)
 
@@ -296,8 +316,9 @@ class Worker:
         current = self._generation
         assert current is not None
         assert current.order.generation == generation
-        self._held = current.units
-        self._roll_forward(current.units, version, decided)
+        self._sums.forget_before(version)
+        self._held = {**self._following.in_step(version), **current.units}
+        self._roll_forward(self._held, version, decided)
         for name, state in current.units.items():
             assert state.version == version, f"unit {name} is at version {state.version}, not {version}"
         return current
@@ -308,28 +329,32 @@ class Worker:
         current = self._enter(order.generation, order.step, order.decided)
         self._faults.reach("applied")
         self._hand_over(current.units, order.checkpoint_units)
-        self._ahead.begin_step(current.units)
+        self._ahead.begin_step(self._held)
+        self._following.begin_step(current.units)
         for state in current.units.values():
             if state.reduced is not None and state.reduced.overflowed:
                 state.rescale(state.reduced)
             state.reduced = None
+        if order.attempt:
+            for name in self._held.keys() - current.units.keys():
+                self._held[name].reduced = None  # of the attempt before, also where the next one's do not come
         evaluation = self._workload.evaluate(current, order.step)
         return self._run_step(current, order).model_copy(update={"evaluation": evaluation})
 
     def _run_step(self, current: Generation, order: StepOrder) -> Prepared:
         assert current.slot is not None
         units = current.units
-        accumulators = {name: state.new_accumulator() for name, state in units.items()}
-        by_parameter = {name: accumulators[unit] for unit, state in units.items() for name in state.values}
+        sums = self._sums.begin(current, order, self._setup, self._following, self._faults)
         executor = self._workload.executor(current, order, self._faults)
         assert all(state.loss_scale == order.loss_scale for state in units.values()), "another loss scale is ordered"
         executor.stopwatch.finished = partial(self._pace.note, order.generation)
-        executor.run(by_parameter, 1.0 if order.loss_scale is None else order.loss_scale.factor)
-        self._workload.reduce(current, accumulators, self._faults, executor)
+        executor.run(sums, 1.0 if order.loss_scale is None else order.loss_scale.factor)
+        self._workload.reduce(current, sums, executor)
         executor.finish()
         for name, state in units.items():
-            state.reduced = accumulators[name].finish(current.plan.num_micro_batches, order.step)
+            state.reduced = sums.accumulators[name].finish(current.plan.num_micro_batches, order.step)
         norms_sq = {name: state.norm_sq() for name, state in units.items()}
+        followed = self._following.share(units, current.interrupt)
         self._faults.reach("before_commit")
         return Prepared(
             worker=self._setup.worker,
@@ -339,24 +364,10 @@ class Worker:
             overflowed=any(state.reduced.overflowed for state in units.values() if state.reduced),
             unit_norms_sq={name: norm_sq for name, norm_sq in norms_sq.items() if norm_sq is not None},
             non_finite=any(state.reduced.non_finite for state in units.values() if state.reduced),
-            losses=tuple(executor.losses),
+            followed=followed,
+            losses=tuple(sums.losses.values()),
             times=executor.stopwatch.times(),
-            timeline=self._timeline(current, order.step, executor) if order.record_timeline else None,
-        )
-
-    def _timeline(self, current: Generation, step: int, executor: Executor) -> StepTimeline:
-        assert current.slot is not None
-        return StepTimeline(
-            worker=self._setup.worker,
-            stage=current.slot.stage,
-            replica=current.slot.replica,
-            shape=current.plan.shape,
-            schedule=current.plan.schedule,
-            window=current.plan.stages[current.slot.stage].window,
-            step=step,
-            start_ns=executor.stopwatch.start_ns,
-            peaks=executor.peaks,
-            spans=tuple(executor.stopwatch.spans),
+            timeline=current.timeline(order.step, executor) if order.record_timeline else None,
         )
 
     def _commit(self, order: CommitOrder) -> Committed:
@@ -372,7 +383,11 @@ class Worker:
 
     def _commit_held(self, order: CommitOrder) -> Committed:
         """Write what this worker holds, whatever became of the generation in which it got that."""
+        self._held = {**self._following.in_step(order.version), **self._held}
+        self._following.end()
         self._roll_forward(self._held, order.version, order.decided)
+        for state in self._held.values():
+            state.drop_step()  # it was not decided
         for name in order.checkpoint_units:
             assert self._held[name].version == order.version, f"unit {name} is at version {self._held[name].version}"
         self._hand_over(self._held, order.checkpoint_units)
@@ -380,5 +395,4 @@ class Worker:
 
     def _hand_over(self, units: dict[str, UnitState], names: tuple[str, ...]) -> None:
         for name in names:
-            state = units[name]
-            self._writer.hand_over(state.version, name, state.copy_later())
+            self._writer.hand_over(units[name].version, name, units[name].copy_later())

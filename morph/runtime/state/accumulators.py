@@ -1,26 +1,31 @@
 """Sums of one parameter unit's gradients, and of changes to its buffers, over the micro-batches of a step.
 
 Two kinds behind one interface: ``ExactAccumulator`` (64-bit fixed point) and ``FastAccumulator``
-(ordinary floating point). A step uses a fresh accumulator, so that a reduction left behind by an
-aborted generation cannot write into one that is in use. A micro-batch's change to a buffer is a number that is summed
-as gradients are.
+(ordinary floating point). Sums lie on the device of the gradients, and nothing waits for it before ``finish``. A step
+uses a fresh accumulator, so that a reduction left behind by an aborted generation cannot write into one that is in use.
+A micro-batch's change to a buffer is a number that is summed as gradients are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from morph.contract.decided import LossScale
 from morph.contract.errors import JobError, NonFiniteGradient
-from morph.runtime.groups.channels import Pending, Ring
-from morph.runtime.state.fixed_point import add_fixed, fits, flat_floats, from_fixed, largest_magnitude, next_exponent
+from morph.runtime.state.fixed_point import add_fixed, fits, from_fixed, next_exponent, to_fixed
+
+SLACK = 64
+"""Elements behind a part's sums, so that they can be cut into equal shares for as many workers without a copy."""
+
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -37,132 +42,306 @@ class Reduced:
     non_finite: bool = False
 
 
-class Accumulator(Protocol):
-    """Sums gradients of one unit, then reduces them over a ring."""
+class Part:
+    """Tensors of one unit whose means have one type: their sums lie one behind the other.
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Add one contribution (of one micro-batch and one section) to a parameter's sum."""
+    Args:
+        names: Of the tensors.
+        like: What each mean is like, in shape and type.
+        dtype: Of the sums.
+        device: Where they lie.
+    """
 
-    def start_reduce(self, ring: Ring | None) -> Sequence[Pending]:
-        """Start the reductions; ``finish`` may be called once all of them are done."""
+    def __init__(
+        self, names: tuple[str, ...], like: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.names = names
+        self.mean_dtype = like[names[0]].dtype
+        self.sizes = [like[name].numel() for name in names]
+        self.size = sum(self.sizes)
+        self._memory = torch.zeros(self.size + SLACK, dtype=dtype, device=device)
+        self.sums = self._memory[: self.size]
+        self.slices = dict(zip(names, torch.split(self.sums, self.sizes), strict=True))
+        self.means: Tensor | None = None
+        """Flat; there once they are reduced."""
 
-    def finish(self, num_micro_batches: int, step: int) -> Reduced:
-        """Turn the reduced sums into mean gradients, without the loss scale.
+    def shares(self, num: int) -> Tensor:
+        """The sums as so many equal shares: of shape (num, elements), with zeros behind the last."""
+        length = -(-self.size // num)
+        missing = max(0, num * length - len(self._memory))
+        memory = torch.nn.functional.pad(self._memory, (0, missing)) if missing else self._memory
+        return memory[: num * length].view(num, length)
 
-        Raises:
-            NonFiniteGradient: naming step and parameter; only without a loss scale.
-        """
+    def tensors_between(self, first: int, end: int) -> Iterator[tuple[str, int, int]]:
+        """The tensors, by name, that have elements in this range of the part, with the range of these."""
+        for name, tensor_end, size in zip(self.names, accumulate(self.sizes), self.sizes, strict=True):
+            begin, until = max(first, tensor_end - size), min(end, tensor_end)
+            if begin < until:
+                yield name, begin, until
 
 
-class ExactAccumulator:
-    """Fixed-point sums of one unit in one flat int64 buffer.
+class Accumulator(ABC):
+    """Sums gradients of one unit, part by part.
 
-    The scales are those of gradients without the loss scale, which is taken off when a gradient is rounded. ``changes``
-    names what is no gradient, but the change of a buffer: it has no loss scale.
+    Args:
+        like: What each mean is like, in shape, type and device, by name.
+        device: Of the gradients, and so of the sums.
+        loss_scale: What gradients are multiplied by; the means are without.
+        changes: Names what is no gradient, but the change of a buffer: it has no loss scale.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, Tensor],
+        like: Mapping[str, Tensor],
+        device: torch.device,
+        loss_scale: LossScale | None,
+        changes: frozenset[str],
+    ) -> None:
+        self.device = device
+        self._like = like
+        self._loss_scale = loss_scale
+        self._changes = changes
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, tensor in like.items():
+            by_dtype.setdefault(tensor.dtype, []).append(name)
+        self.parts = tuple(Part(tuple(names), like, self._type(dtype), device) for dtype, names in by_dtype.items())
+        self._slices = {name: values for part in self.parts for name, values in part.slices.items()}
+        self._reduced_by: int | None = None
+        self._largest_of_all: Tensor | None = None
+
+    @abstractmethod
+    def _type(self, mean_dtype: torch.dtype) -> torch.dtype:
+        """Of the sums whose means have this one."""
+
+    @abstractmethod
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add one contribution (of one micro-batch and one section) to a parameter's sum."""
+
+    @property
+    @abstractmethod
+    def largest(self) -> Tensor | None:
+        """Magnitudes (float64) of which members of a ring must know the largest of them all; None: of nothing."""
+
+    @abstractmethod
+    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int) -> Tensor:
+        """Mean gradients of a range of a part, in the part's ``mean_dtype``, on the device of ``sums``.
+
+        Args:
+            part: Which.
+            sums: Each member's of this range: of shape (members, elements), and there may be more than the part has.
+            first: Where the range begins.
+            num_micro_batches: N.
+        """
+
+    @abstractmethod
+    def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
+        """Sums of a whole part from which ``mean`` makes these means."""
+
+    def take(self, means: Mapping[Part, Tensor], largest: Tensor | None, num_micro_batches: int) -> None:
+        """Hold what a ring has made of all members' sums: means on the sums' device, largest magnitudes on the host."""
+        self._largest_of_all = largest
+        for part, values in means.items():
+            part.means = values
+        self._reduced_by = num_micro_batches
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a ring has reduced it, so that it holds what all members had."""
+        return self._reduced_by is not None
+
+    def partial(self) -> dict[str, Tensor] | None:
+        """The sum as it is, of all members if it is reduced, which another one takes by ``merge``.
+
+        None where it holds a gradient that does not fit.
+        """
+        found = {}
+        for number, part in enumerate(self.parts):
+            sums = part.sums
+            if self._reduced_by is not None:
+                assert part.means is not None
+                sums = self.whole(part, part.means, self._reduced_by)
+            found[f"sums{number}"] = sums
+        return found if self._fits(found) else None
+
+    @abstractmethod
+    def _fits(self, partial: dict[str, Tensor]) -> bool:
+        """Whether sums can be used; what else belongs to them is added."""
+
+    def merge(self, partial: Mapping[str, Tensor]) -> None:
+        """Add a sum of other contributions to the same unit in the same step."""
+        for number, part in enumerate(self.parts):
+            part.sums.add_(partial[f"sums{number}"].to(part.sums.device))
+
+    def finish(self, num_micro_batches: int, step: int) -> Reduced:
+        """Hand out mean gradients: those that a ring has made of all members' sums, else those of this worker's own.
+
+        Raises:
+            NonFiniteGradient: naming step and parameter; only without a loss scale.
+        """
+        means: dict[str, Tensor] = {}
+        for part in self.parts:
+            if part.means is None:
+                part.means = self.mean(part, part.sums.unsqueeze(0), 0, num_micro_batches)
+            means |= zip(part.names, torch.split(part.means[: part.size], part.sizes), strict=True)
+        gradients = {name: means[name].view(like.shape).to(like.device) for name, like in self._like.items()}
+        return self._finished(gradients, step)
+
+    @abstractmethod
+    def _finished(self, gradients: dict[str, Tensor], step: int) -> Reduced:
+        """Judge them."""
+
+    def _broken(self, name: str, step: int, exponents: Mapping[str, int]) -> Reduced:
+        """What becomes of a step in which a gradient is not finite: skipped with a loss scale, else the end."""
+        if self._loss_scale is None:
+            what = f"change of buffer {name}" if name in self._changes else f"gradient of {name}"
+            raise NonFiniteGradient(f"step {step}: the {what} is NaN or infinite")
+        return Reduced(gradients={}, exponents=dict(exponents), overflowed=False, non_finite=True)
+
+
+class ExactAccumulator(Accumulator):
+    """Fixed-point sums in int64; see ``Accumulator`` and docs/decisions/0001.
+
+    The scales (``exponents``, for ``num_contributions``) are those of gradients without the loss scale, which is taken
+    off when a gradient is rounded.
+    """
+
+    def __init__(
+        self,
+        like: Mapping[str, Tensor],
         exponents: Mapping[str, int],
         num_contributions: int,
         loss_scale: LossScale | None = None,
         changes: frozenset[str] = frozenset(),
+        device: torch.device = _HOST,
     ) -> None:
-        self._loss_scale = loss_scale
-        self._loss_exponent = 0 if loss_scale is None else loss_scale.exponent
-        self._changes = changes
-        self._names = tuple(parameters)
-        self._indices = {name: index for index, name in enumerate(self._names)}
-        self._parameters = parameters
-        self._exponents = dict(exponents)
+        super().__init__(like, device, loss_scale, changes)
+        self._exponents = {name: exponents[name] for name in like}
         self._num_contributions = num_contributions
-        sizes = [parameters[name].numel() for name in self._names]
-        self._flat = torch.zeros(sum(sizes), dtype=torch.int64)
-        self._slices = dict(zip(self._names, torch.split(self._flat, sizes), strict=True))
-        self._largest = torch.zeros(len(self._names), dtype=torch.float64)
+        loss_exponent = 0 if loss_scale is None else loss_scale.exponent
+        self._loss_exponents = {name: 0 if name in changes else loss_exponent for name in like}
+        self._largest = torch.zeros(len(like), dtype=torch.float64, device=device)
+        self._largest_of = {name: self._largest[place : place + 1] for place, name in enumerate(like)}
+
+    def _type(self, mean_dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002
+        return torch.int64
 
     def add(self, name: str, gradient: Tensor) -> None:
         """See ``Accumulator.add``."""
-        values = flat_floats(gradient)
-        index = self._indices[name]
-        loss_exponent = 0 if name in self._changes else self._loss_exponent
-        largest = math.ldexp(largest_magnitude(values), -loss_exponent)
-        largest = largest if math.isfinite(largest) else math.inf
-        self._largest[index] = max(float(self._largest[index]), largest)
-        if fits(self._exponents[name], largest, self._num_contributions):
-            exponent = self._exponents[name] - loss_exponent
-            add_fixed(self._slices[name], values, exponent)
+        exponent = self._exponents[name] - self._loss_exponents[name]
+        add_fixed(self._slices[name], gradient, exponent, self._largest_of[name])
 
-    def start_reduce(self, ring: Ring | None) -> Sequence[Pending]:
-        """See ``Accumulator.start_reduce``."""
-        if ring is None:
-            return ()
-        return (ring.reduce(self._flat, dist.ReduceOp.SUM), ring.reduce(self._largest, dist.ReduceOp.MAX))
+    @property
+    def largest(self) -> Tensor | None:
+        """See ``Accumulator.largest``."""
+        return self._largest
 
-    def finish(self, num_micro_batches: int, step: int) -> Reduced:
-        """See ``Accumulator.finish``."""
-        gradients, exponents, overflowed = {}, {}, False
-        for name, largest in zip(self._names, self._largest.tolist(), strict=True):
-            if not math.isfinite(largest):
-                return _broken(_called(name, self._changes), step, self._exponents, self._loss_scale)
-            exponent, parameter = self._exponents[name], self._parameters[name]
-            overflowed |= not fits(exponent, largest, self._num_contributions)
-            total = from_fixed(self._slices[name], exponent, num_micro_batches, parameter.dtype)
-            gradients[name] = total.view(parameter.shape).to(parameter.device)
-            exponents[name] = next_exponent(exponent, largest, self._num_contributions)
+    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int) -> Tensor:
+        """See ``Accumulator.mean``."""
+        found = torch.empty(sums.shape[1], dtype=part.mean_dtype, device=sums.device)
+        for name, begin, end in part.tensors_between(first, first + sums.shape[1]):
+            own = slice(begin - first, end - first)
+            from_fixed(sums[:, own], self._exponents[name], num_micro_batches, found[own])
+        return found
+
+    def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
+        """See ``Accumulator.whole``: other integers than were added up, where several have the same mean."""
+        sums = torch.empty_like(part.sums)
+        for name, begin, end in part.tensors_between(0, part.size):
+            to_fixed(means[begin:end], self._exponents[name], num_micro_batches, sums[begin:end])
+        return sums
+
+    def _fits(self, partial: dict[str, Tensor]) -> bool:
+        partial["largest"] = self._known_largest
+        partial["exponents"] = torch.tensor(list(self._exponents.values()), dtype=torch.int64)
+        sizes = self._sizes()
+        return all(fits(self._exponents[name], size, self._num_contributions) for name, size in sizes.items())
+
+    def merge(self, partial: Mapping[str, Tensor]) -> None:
+        """See ``Accumulator.merge``."""
+        assert partial["exponents"].tolist() == list(self._exponents.values()), "summed at other scales"
+        super().merge(partial)
+        torch.maximum(self._largest, partial["largest"].to(self._largest.device), out=self._largest)
+
+    @property
+    def _known_largest(self) -> Tensor:
+        """Of all members, where a ring has told them."""
+        return self._largest if self._largest_of_all is None else self._largest_of_all
+
+    def _sizes(self) -> dict[str, float]:
+        """The largest magnitude of each tensor's gradients, without the loss scale; NaN or infinite if one is."""
+        found = zip(self._exponents, self._known_largest.tolist(), strict=True)
+        return {name: math.ldexp(size, -self._loss_exponents[name]) for name, size in found}
+
+    def _finished(self, gradients: dict[str, Tensor], step: int) -> Reduced:
+        exponents, overflowed = {}, False
+        for name, size in self._sizes().items():
+            if not math.isfinite(size):
+                return self._broken(name, step, self._exponents)
+            overflowed |= not fits(self._exponents[name], size, self._num_contributions)
+            exponents[name] = next_exponent(self._exponents[name], size, self._num_contributions)
         return Reduced(gradients=gradients, exponents=exponents, overflowed=overflowed)
 
 
-class FastAccumulator:
-    """Floating-point sums of one unit in one flat float32 buffer (float64 for float64 parameters)."""
+class FastAccumulator(Accumulator):
+    """Floating-point sums in float32 (float64 for means of that type); see ``Accumulator``."""
 
     def __init__(
         self,
-        parameters: Mapping[str, Tensor],
+        like: Mapping[str, Tensor],
         loss_scale: LossScale | None = None,
         changes: frozenset[str] = frozenset(),
+        device: torch.device = _HOST,
     ) -> None:
-        self._loss_scale = loss_scale
-        self._changes = changes
-        self._parameters = parameters
-        wide = any(parameter.dtype == torch.float64 for parameter in parameters.values())
-        sizes = [parameter.numel() for parameter in parameters.values()]
-        self._flat = torch.zeros(sum(sizes), dtype=torch.float64 if wide else torch.float32)
-        self._slices = dict(zip(parameters, torch.split(self._flat, sizes), strict=True))
+        super().__init__(like, device, loss_scale, changes)
+
+    def _type(self, mean_dtype: torch.dtype) -> torch.dtype:
+        return torch.float64 if mean_dtype == torch.float64 else torch.float32
 
     def add(self, name: str, gradient: Tensor) -> None:
         """See ``Accumulator.add``."""
-        self._slices[name].add_(gradient.detach().to("cpu").reshape(-1))
+        self._slices[name].add_(gradient.detach().reshape(-1))
 
-    def start_reduce(self, ring: Ring | None) -> Sequence[Pending]:
-        """See ``Accumulator.start_reduce``."""
-        return () if ring is None else (ring.reduce(self._flat, dist.ReduceOp.SUM),)
+    @property
+    def largest(self) -> Tensor | None:
+        """See ``Accumulator.largest``."""
+        return None
 
-    def finish(self, num_micro_batches: int, step: int) -> Reduced:
-        """See ``Accumulator.finish``."""
-        gradients = {}
-        for name, total in self._slices.items():
-            if not math.isfinite(largest_magnitude(flat_floats(total))):
-                return _broken(_called(name, self._changes), step, {}, self._loss_scale)
-            parameter = self._parameters[name]
-            mean = total / num_micro_batches
-            if self._loss_scale is not None and name not in self._changes:
-                mean /= self._loss_scale.factor
-            mean = mean.to(parameter.dtype)
-            gradients[name] = mean.view(parameter.shape).to(parameter.device)
+    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int) -> Tensor:
+        """See ``Accumulator.mean``: members' sums are added in their order."""
+        total = sums[0] / num_micro_batches if len(sums) == 1 else sums[0] + sums[1]
+        for more in sums[2:]:
+            total += more
+        if len(sums) > 1:
+            total /= num_micro_batches
+        if self._loss_scale is not None:
+            for name, begin, end in part.tensors_between(first, first + len(total)):
+                if name not in self._changes:
+                    total[begin - first : end - first] /= self._loss_scale.factor
+        return total.to(part.mean_dtype)
+
+    def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
+        """See ``Accumulator.whole``; but for the last bits, of which fast accumulation promises nothing."""
+        sums = means[: part.size].to(part.sums.dtype) * num_micro_batches
+        if self._loss_scale is not None:
+            for name, begin, end in part.tensors_between(0, part.size):
+                if name not in self._changes:
+                    sums[begin:end] *= self._loss_scale.factor
+        return sums
+
+    def _fits(self, partial: dict[str, Tensor]) -> bool:
+        return all(_is_finite(sums) for sums in partial.values())
+
+    def _finished(self, gradients: dict[str, Tensor], step: int) -> Reduced:
+        for part in self.parts:
+            assert part.means is not None
+            if not _is_finite(part.means[: part.size]):
+                name = next(name for name in part.names if not _is_finite(gradients[name]))
+                return self._broken(name, step, {})
         return Reduced(gradients=gradients, exponents={}, overflowed=False)
 
 
-def _called(name: str, changes: frozenset[str]) -> str:
-    return f"change of buffer {name}" if name in changes else f"gradient of {name}"
-
-
-def _broken(what: str, step: int, exponents: Mapping[str, int], loss_scale: LossScale | None) -> Reduced:
-    """What becomes of a step in which a gradient is not finite: skipped with a loss scale, else the end."""
-    if loss_scale is None:
-        raise NonFiniteGradient(f"step {step}: the {what} is NaN or infinite")
-    return Reduced(gradients={}, exponents=dict(exponents), overflowed=False, non_finite=True)
+def _is_finite(values: Tensor) -> bool:
+    return not values.numel() or all(map(math.isfinite, torch.stack(torch.aminmax(values)).tolist()))
 
 
 _EXACT_IN_FLOAT64 = 2**52

@@ -40,7 +40,7 @@ class Handed:
 class CheckpointWriter:
     """One background thread copies what is handed over, another one writes it, both in order.
 
-    A file that storage does not take within ``rules.file_timeout_s``, all tries together, is given up. One version
+    A file that storage does not take within ``rules.file_limit_s``, all tries together, is given up. One version
     waits at most: what is left of an older one is dropped when a newer is handed over, for nobody waits for it then.
 
     Args:
@@ -170,12 +170,13 @@ class CheckpointWriter:
             busy_s = copy_s + time.thread_time() - started_s if self._on_processor else 0.0
             return written.model_copy(update={"stall_s": handed.copy.waited_s + busy_s})
 
-        deadline_s = time.monotonic() + self._rules.file_timeout_s
+        num_bytes = sum(tensor.nbytes for tensor in copied.values())
+        limit_s, begun_s = self._rules.file_limit_s(num_bytes), time.monotonic()
         for pause_s in [*(() if is_local(self._url) else PAUSES_S), None]:
             try:
-                return bounded(write, max(0.0, deadline_s - time.monotonic()), "storage"), None
+                return bounded(write, limit_s, "storage", spent_s=time.monotonic() - begun_s), None
             except Exception as error:
-                if pause_s is None or time.monotonic() + pause_s >= deadline_s:
+                if pause_s is None or time.monotonic() + pause_s >= begun_s + limit_s:
                     return None, error
             self._pause(handed, pause_s)
             if not self._is_wanted(handed):

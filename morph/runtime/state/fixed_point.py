@@ -8,11 +8,12 @@ replicas and tied sections are the same bits in every shape.
 from __future__ import annotations
 
 import math
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 SUM_BITS = 62
@@ -27,11 +28,8 @@ FIRST_LARGEST_EXPONENT = 4
 MIN_EXPONENT, MAX_EXPONENT = -120, 120
 """2**e stays an ordinary float32, and every finite float32 gradient fits at the smallest scale."""
 
-BLOCK = 1 << 15
-"""Elements converted at a time, so that what lies between two passes stays in a core's own cache."""
-
-Floats = NDArray[Any]
-"""A flat numpy array of float32 or float64."""
+BLOCK = 1 << 22
+"""Elements that are turned back at a time on a device, so that what lies between takes little of its memory."""
 
 
 def limit_bits(num_contributions: int) -> int:
@@ -63,41 +61,111 @@ def fits(exponent: int, largest: float, num_contributions: int) -> bool:
     return bits + exponent <= limit_bits(num_contributions)
 
 
-def flat_floats(gradient: Tensor) -> Floats:
-    """View a gradient as a flat array of float32 or float64; copied if it lies elsewhere, otherwise, or is narrower."""
-    host = gradient.detach().to("cpu")
-    wide = host if host.dtype in (torch.float32, torch.float64) else host.to(torch.float32)
-    array: Floats = wide.reshape(-1).numpy()
-    return array
+def add_fixed(total: Tensor, gradient: Tensor, exponent: int, largest: Tensor) -> None:
+    """Round a gradient to int64 at a scale, add it, and keep the largest magnitude. Nothing waits for the device.
 
+    What is too large for the scale, or not finite, leaves any sum, and a ``largest`` that tells.
 
-def largest_magnitude(values: Floats) -> float:
-    """The largest magnitude in a flat array; NaN or infinite if one of them is. 0 if there are none."""
-    return max(float(values.max()), -float(values.min())) if values.size else 0.0
-
-
-def add_fixed(total: Tensor, values: Floats, exponent: int) -> None:
-    """Round a gradient to int64 at a scale and add it to ``total`` (int64, flat, on the host, of as many elements).
-
-    numpy's loops, because torch multiplies by ``alpha`` in each addition of integers, which takes three times as long.
+    Args:
+        total: Flat int64 sums, as many as the gradient has elements, on its device.
+        gradient: Of any floating type.
+        exponent: The scale's.
+        largest: A float64 of shape (1,), on the same device; grows to the largest magnitude, NaN if one is NaN.
     """
-    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT:  # with a loss scale on top: no ordinary float32
-        values = values.astype(np.float64, copy=False)
-    sums, scale = total.numpy(), values.dtype.type(2.0**exponent)
-    scaled = np.empty(min(BLOCK, values.size), values.dtype)
-    rounded = np.empty(len(scaled), np.int64)
-    for start in range(0, values.size, BLOCK):
-        block, into = values[start : start + BLOCK], sums[start : start + BLOCK]
-        some, whole = scaled[: len(block)], rounded[: len(block)]
-        np.multiply(block, scale, out=some)
-        np.rint(some, out=some)
-        np.copyto(whole, some, casting="unsafe")
-        np.add(into, whole, out=into)
+    values = gradient.detach().reshape(-1)
+    if values.dtype not in (torch.float32, torch.float64):
+        values = values.to(torch.float32)
+    if values.numel() == 0:
+        return
+    if _on_processor(values):
+        array = values.numpy()
+        bits = np.array([2**31 - 1], np.uint32) if values.dtype == torch.float32 else np.array([2**63 - 1], np.uint64)
+        sums, scale, top = total.numpy(), 2.0**exponent, bits.view(array.dtype)
+        _loops().add(sums, array, array.view(bits.dtype), scale, largest.numpy(), bits, top)
+        return
+    # with a loss scale on top, the factor may be no ordinary float32
+    wide = values if MIN_EXPONENT <= exponent <= MAX_EXPONENT else values.to(torch.float64)
+    total.add_((wide * 2.0**exponent).round_().to(torch.int64))
+    torch.maximum(largest, values.abs().amax().to(torch.float64), out=largest)
 
 
-def from_fixed(total: Tensor, exponent: int, divisor: int, dtype: torch.dtype) -> Tensor:
-    """Turn a flat fixed-point sum into the mean gradient: total * 2**-e / divisor, in float64, then in ``dtype``."""
-    mean = torch.empty_like(total, dtype=dtype)
-    for block, into in zip(torch.split(total, BLOCK), torch.split(mean, BLOCK), strict=True):
-        into.copy_(block.to(torch.float64).mul_(2.0**-exponent / divisor))
-    return mean
+def from_fixed(totals: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
+    """Turn fixed-point sums into mean gradients: total * 2**-e / divisor, in float64, then in the type of ``into``.
+
+    Args:
+        totals: int64 of shape (members, elements): what is added up are the sums of each.
+        exponent: The scale's.
+        divisor: N.
+        into: Flat, of so many elements, on the device of ``totals``.
+    """
+    scale = 2.0**-exponent / divisor
+    if _on_processor(totals) and into.dtype in (torch.float32, torch.float64):
+        _loops().mean(totals.numpy(), scale, into.numpy())
+        return
+    for rows, some in zip(torch.split(totals, BLOCK, dim=1), torch.split(into, BLOCK), strict=True):
+        some.copy_(rows.sum(0).to(torch.float64).mul_(scale))
+
+
+def to_fixed(means: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
+    """Find sums that ``from_fixed`` turns into these means, bit for bit. There are some, since each mean is of a sum.
+
+    The quotient is off by a few roundings at most: one of its neighbours is such a sum.
+
+    Args:
+        means: Flat; made by ``from_fixed`` with the same exponent and divisor.
+        exponent: The scale's.
+        divisor: N.
+        into: int64, as many.
+    """
+    scale = 2.0**-exponent / divisor
+    guess = (means.to(torch.float64) / scale).round_()
+    spacing = torch.clamp((torch.nextafter(guess.abs(), guess.new_tensor(math.inf)) - guess.abs()), min=1.0)
+    found = guess.clone()
+    for steps in (1, -1, 2, -2):
+        wrong = (found * scale).to(means.dtype) != means
+        found = torch.where(wrong, guess + steps * spacing, found)
+    into.copy_(found)
+
+
+def _on_processor(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _add(total: Any, values: Any, bits: Any, scale: Any, largest: Any, mask: Any, top: Any) -> None:
+    """Without its sign bit, a float's bits are ordered as its magnitude: infinity, then NaN last.
+
+    ``bits`` are those of ``values``; ``mask`` are those of ``top``, and say first which bits are no sign.
+    """
+    no_sign = mask[0]
+    most = bits[0] & no_sign
+    for i in range(values.size):
+        total[i] += np.int64(np.rint(np.float64(values[i]) * scale))
+        most = max(most, bits[i] & no_sign)
+    mask[0] = most
+    magnitude = np.float64(top[0])
+    if magnitude > largest[0] or np.isnan(magnitude):
+        largest[0] = magnitude
+
+
+def _mean(totals: Any, scale: Any, into: Any) -> None:
+    for i in range(into.size):
+        total = totals[0, i]
+        for member in range(1, totals.shape[0]):
+            total += totals[member, i]
+        into[i] = np.float64(total) * scale
+
+
+def prepare() -> None:
+    """Load what adding float32 gradients on the processor needs (half a second), so that no step has to."""
+    total, mean = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+    add_fixed(total, mean, 0, torch.zeros(1, dtype=torch.float64))
+    from_fixed(total.view(1, 1), 0, 1, mean)
+
+
+@cache
+def _loops() -> SimpleNamespace:
+    """The loops above for the processor, compiled once for each machine: one pass each, where torch takes five."""
+    import numba  # takes 0.2 s, for which a worker that sums nothing need not wait
+
+    compiled = numba.njit(cache=True, nogil=True)
+    return SimpleNamespace(add=compiled(_add), mean=compiled(_mean))

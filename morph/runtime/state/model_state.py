@@ -77,6 +77,11 @@ def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str,
             kind, _, name = key.partition("/")
             if kind == "param" or (kind == "buffer" and name in state.buffers):  # else it is not in the state_dict
                 trained[name] = tensor
+    if job.master_weights:  # a checkpoint has what the optimizer works on
+        trained = {
+            name: tensor.to(state.specs[name][1]) if name in state.trainable else tensor
+            for name, tensor in trained.items()
+        }
     if not trained:
         raise CheckpointError(f"{checkpoint_url}: version {manifest.version} holds no parameters")
     for name, tensor in trained.items():

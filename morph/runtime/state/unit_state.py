@@ -75,13 +75,13 @@ class UnitState:
         own = {name: tensors[name].detach() if for_good else tensors[name].detach().clone() for name in unit.names}
         self.parameters = {name: Parameter(own[name]) for name in unit.parameters}
         self.buffers = {name: own[name] for name in unit.buffers}
-        self._updated = self.parameters
-        if rules.optimizer_in_host_memory:
-            self._updated = {name: Parameter(to_host(parameter)) for name, parameter in self.parameters.items()}
+        self._updated = {name: _updated(parameter, rules) for name, parameter in self.parameters.items()}
+        """What the optimizer works on: the parameters, or copies of them."""
         self.optimizer = build_optimizer(make_optimizer, self._updated)
         make_scheduler = rules.make_scheduler if unit.parameters else None
         self.scheduler = build_scheduler(make_scheduler, self.optimizer) if make_scheduler else None
         self.reduced: Reduced | None = None
+        self._scales_before: dict[str, int] | None = None
         self._copy: StateCopy | None = None
         self.loss_scale = rules.loss_scale
         self._rules = rules
@@ -96,22 +96,46 @@ class UnitState:
         """What sections read of it: parameters and buffers."""
         return {**self.parameters, **self.buffers}
 
+    @property
+    def device(self) -> torch.device:
+        """Where sections read it, and so where its gradients come from."""
+        return next(iter(self.values.values())).device
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of fp32 copies that the optimizer works on."""
+        return sum(
+            updated.numel() * updated.element_size()
+            for name, updated in self._updated.items()
+            if updated.dtype != self.parameters[name].dtype
+        )
+
     def new_accumulator(self) -> Accumulator:
         """A fresh accumulator at the current scales."""
         changes = frozenset(self.buffers)
         if self._exact:
             sums = self._summed, self.exponents, self._num_contributions
-            return ExactAccumulator(*sums, self.loss_scale, changes)
-        return FastAccumulator(self._summed, self.loss_scale, changes)
+            return ExactAccumulator(*sums, self.loss_scale, changes, self.device)
+        return FastAccumulator(self._summed, self.loss_scale, changes, self.device)
 
     def rescale(self, reduced: Reduced) -> None:
         """Take the scales that fit an overflowed step before it is run again."""
+        if self._scales_before is None:
+            self._scales_before = self.exponents
         self.exponents = dict(reduced.exponents)
+
+    def drop_step(self) -> None:
+        """Give up the step under way, which is not decided: everything is as it was when the step began."""
+        self.reduced = None
+        if self._scales_before is not None:
+            self.exponents, self._scales_before = self._scales_before, None
 
     def take_over(self, reduced: Reduced, exponents: Mapping[str, int]) -> None:
         """Hold gradients, at scales, that another worker reduced for the present version."""
         gradients = {name: value.to(self._summed[name].device) for name, value in reduced.gradients.items()}
         self.reduced = replace(reduced, gradients=gradients)
+        if self._scales_before is None:
+            self._scales_before = self.exponents
         self.exponents = dict(exponents)
 
     def norm_sq(self) -> float | None:
@@ -130,6 +154,7 @@ class UnitState:
         A skipped step changes nothing but the version and the loss scale, buffers included.
         """
         reduced, self.reduced = self.reduced, None
+        self._scales_before = None
         assert reduced is not None
         if self._copy is not None:
             self._copy.finish()
@@ -166,10 +191,10 @@ class UnitState:
         return min(1.0, most / (decided.gradient_norm + _CLIP_EPSILON))
 
     def _publish(self) -> None:
-        """Copy updated parameters to the device, where the optimizer works on a copy of its own."""
-        if self._updated is not self.parameters:
-            with torch.no_grad():
-                for name, parameter in self.parameters.items():
+        """Copy updated parameters to those that sections read, where the optimizer works on a copy of its own."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if self._updated[name] is not parameter:
                     parameter.copy_(self._updated[name])
 
     def tensors(self) -> dict[str, Tensor]:
@@ -222,7 +247,7 @@ class UnitState:
         self._publish()
         load_optimizer_state(self.optimizer, self._updated, found, numbers["optimizer"], for_good=for_good)
         self._load_numbers(numbers)
-        self.reduced = None
+        self.reduced = self._scales_before = None
 
     def _saved(self, tensors: Mapping[str, Tensor], kind: str, name: str, like: Tensor) -> Tensor:
         saved = tensors.get(f"{kind}/{name}")
@@ -243,6 +268,15 @@ class UnitState:
             self.loss_scale = saved.model_copy(update={"growth_steps": self.loss_scale.growth_steps})
 
 
+def _updated(parameter: Parameter, rules: UpdateRules) -> Parameter:
+    found: Tensor = parameter
+    if rules.master_weights and found.is_floating_point() and found.dtype.itemsize < torch.float32.itemsize:
+        found = found.detach().to(torch.float32)
+    if rules.optimizer_in_host_memory:
+        found = to_host(found)
+    return parameter if found is parameter else Parameter(found)
+
+
 def _take(parameter: Parameter, saved: Tensor, *, for_good: bool) -> None:
     at_home = parameter.device == saved.device and parameter.is_contiguous()
     if for_good and at_home and is_aligned(saved):
@@ -259,20 +293,21 @@ def squared_norm(tensors: Iterable[Tensor]) -> float:
 
     ``torch.sum`` adds in an order that depends on the processor and the number of threads. Here the elements of a
     chunk are folded in halves, by additions of whole tensors; chunks are added by ``fsum``, whose result does not
-    depend on their order.
+    depend on their order. A device is waited for once.
     """
-    return math.fsum(
+    folded = [
         _folded(chunk.to(torch.float64).square())
         for tensor in tensors
         for chunk in torch.split(tensor.detach().reshape(-1), _CHUNK)
         if chunk.numel()
-    )
+    ]
+    return math.fsum(torch.cat(folded).tolist()) if folded else 0.0
 
 
-def _folded(values: Tensor) -> float:
+def _folded(values: Tensor) -> Tensor:
     while values.numel() > 1:
         half = (values.numel() + 1) // 2
         head, tail = values[:half], values[half:]
         head[: tail.numel()] += tail
         values = head
-    return float(values)
+    return values

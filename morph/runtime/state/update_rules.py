@@ -17,13 +17,15 @@ class UpdateRules:
     """See the fields of the same names in ``Job``.
 
     ``loss_scale`` is the one of version 0. ``optimizer_in_host_memory``: the optimizer works on a copy of the
-    parameters in host memory, which is copied to the device after each step.
+    parameters in host memory, which is copied to the device after each step. ``master_weights``: likewise on fp32
+    copies of parameters that have fewer bits.
     """
 
     make_scheduler: MakeScheduler | None = None
     clip_grad_norm: float | None = None
     loss_scale: LossScale | None = None
     optimizer_in_host_memory: bool = False
+    master_weights: bool = False
 
 
 def update_rules(job: Job, device: torch.device) -> UpdateRules:
@@ -37,4 +39,5 @@ def update_rules(job: Job, device: torch.device) -> UpdateRules:
         clip_grad_norm=job.clip_grad_norm,
         loss_scale=scale,
         optimizer_in_host_memory=job.optimizer_device == "cpu" and device.type != "cpu",
+        master_weights=job.master_weights,
     )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from morph.contract.messages import ReshapeOrder, Slot
+import torch
+
+from morph.contract.messages import ReshapeOrder, Slot, StepOrder
 from morph.contract.plan import Plan
+from morph.contract.salvage import Salvage, share_in
+from morph.contract.timeline import StepTimeline
 from morph.cutting.sections.section import BoundaryTensor, CutModel
+from morph.runtime.device.links import link_over
 from morph.runtime.groups.channels import Channel, GroupSet, Ring
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.topology import Topology, edge_name, worker_at
 from morph.runtime.state.unit_state import UnitState
-from morph.runtime.step.executor import Neighbours, StageWork
+from morph.runtime.step.executor import Executor, Neighbours, StageWork
 
 
 @dataclass(frozen=True)
@@ -34,16 +40,23 @@ class Generation:
         """The reduction group of a unit."""
         return self.groups.ring(self.topology.unit_rings[unit])
 
-    def neighbours(self) -> Neighbours:
-        """Channels to the stages before and behind this worker's."""
+    def neighbours(self, device: torch.device) -> Neighbours:
+        """Links for a device's tensors to the stages before and behind this worker's."""
+        activations_in, gradients_out, activations_out, gradients_in = (
+            None if channel is None else link_over(channel, device, self.interrupt) for channel in self.edges()
+        )
+        return Neighbours(activations_in, gradients_out, activations_out, gradients_in)
+
+    def edges(self) -> tuple[Channel | None, Channel | None, Channel | None, Channel | None]:
+        """Channels to the stages before and behind: in the order of ``Neighbours``."""
         assert self.slot is not None
         stage = self.slot.stage
         before, behind = stage - 1, stage if stage + 1 < self.plan.pipeline_depth else None
-        return Neighbours(
-            activations_in=self._edge(before, "act") if stage else None,
-            gradients_out=self._edge(before, "grad") if stage else None,
-            activations_out=self._edge(behind, "act") if behind is not None else None,
-            gradients_in=self._edge(behind, "grad") if behind is not None else None,
+        return (
+            self._edge(before, "act") if stage else None,
+            self._edge(before, "grad") if stage else None,
+            self._edge(behind, "act") if behind is not None else None,
+            self._edge(behind, "grad") if behind is not None else None,
         )
 
     def _edge(self, boundary: int, kind: str) -> Channel:
@@ -52,25 +65,51 @@ class Generation:
         sender = worker_at(self.order.slots, sender_stage, self.slot.replica)
         return self.groups.channel(edge_name(self.order.generation, self.slot.replica, boundary, kind), sender)
 
-    def stage_work(self, model: CutModel) -> StageWork:
-        """The tasks of this worker's stage in every step of the generation."""
+    def salvage_in(self, order: StepOrder) -> Salvage | None:
+        """What is there of a step before it is run: in the generation's first one alone, and not when it is redone."""
+        return self.order.salvage if order.step == self.order.version and order.attempt == 0 else None
+
+    def micro_batches_in(self, order: StepOrder) -> Sequence[int]:
+        """The micro-batches that this worker's replica runs in a step."""
+        assert self.slot is not None
+        return share_in(self.plan, self.slot.replica, self.salvage_in(order))
+
+    def stage_work(self, model: CutModel, micro_batches: Sequence[int]) -> StageWork:
+        """The tasks of this worker's stage in a step, or an evaluation, of these micro-batches."""
         assert self.slot is not None
         stage = self.plan.stages[self.slot.stage]
         work = self.work_between(
-            model.sections[stage.first_section].inputs, model.sections[stage.end_section - 1].outputs
+            micro_batches, model.sections[stage.first_section].inputs, model.sections[stage.end_section - 1].outputs
         )
         return replace(work, metric_names=model.metric_names) if stage.end_section == len(model.sections) else work
 
-    def work_between(self, inputs: tuple[BoundaryTensor, ...], outputs: tuple[BoundaryTensor, ...]) -> StageWork:
+    def work_between(
+        self, micro_batches: Sequence[int], inputs: tuple[BoundaryTensor, ...], outputs: tuple[BoundaryTensor, ...]
+    ) -> StageWork:
         """The same, given what crosses the stage's borders."""
         assert self.slot is not None
         stage = self.plan.stages[self.slot.stage]
-        micro_batches = self.plan.micro_batches_of(self.slot.replica)
         return StageWork(
             micro_batches=micro_batches,
-            order=self.plan.orders[len(micro_batches)][self.slot.stage],
+            order=self.plan.order_of(self.slot.stage, len(micro_batches)),
             window=stage.window,
             opportunistic=self.plan.schedule == "varuna",
             inputs=inputs,
             outputs=outputs,
+        )
+
+    def timeline(self, step: int, executor: Executor) -> StepTimeline:
+        """What a step's executor recorded."""
+        assert self.slot is not None
+        return StepTimeline(
+            worker=self.slot.worker,
+            stage=self.slot.stage,
+            replica=self.slot.replica,
+            shape=self.plan.shape,
+            schedule=self.plan.schedule,
+            window=self.plan.stages[self.slot.stage].window,
+            step=step,
+            start_ns=executor.stopwatch.start_ns,
+            peaks=executor.peaks,
+            spans=tuple(executor.stopwatch.spans),
         )

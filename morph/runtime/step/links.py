@@ -11,11 +11,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from morph.cutting.sections.section import BoundaryTensor
-from morph.runtime.groups.channels import Carrier, Transfer
+from morph.runtime.device.links import Arrival, Link
+from morph.runtime.groups.channels import Transfer
 
 POSTED_AHEAD = 2
 
@@ -23,8 +23,8 @@ Interval = tuple[float, float]
 """Start and end of one micro-batch's transfer, on the clock of ``time.perf_counter``."""
 
 
-def _interval(start_s: float, transfers: Sequence[Transfer]) -> Interval:
-    return start_s, max((transfer.done_at_s for transfer in transfers), default=start_s)
+def _interval(start_s: float, transfer: Transfer) -> Interval:
+    return start_s, transfer.done_at_s or start_s  # nothing to send has no end
 
 
 class Sender:
@@ -34,27 +34,24 @@ class Sender:
     each that has left, seen by the last ``send`` or ``flush``.
     """
 
-    def __init__(self, channel: Carrier) -> None:
-        self._channel = channel
-        self._pending: deque[tuple[float, tuple[Transfer, ...]]] = deque()
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._pending: deque[tuple[float, Transfer]] = deque()
         self.peak = 0
         self.history: list[Interval] = []
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Start sending one micro-batch's tensors; returns at once."""
-        while self._pending and all(transfer.done for transfer in self._pending[0][1]):
+        while self._pending and self._pending[0][1].done:
             self._let_go()
-        start_s = time.perf_counter()
-        # a copy of its own: a result may be a view of something that is written again
-        copies = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
-        self._pending.append((start_s, tuple(self._channel.transfer(copy) for copy in copies)))
+        # not lent: a result may be a view of something that is written again
+        self._pending.append((time.perf_counter(), self._link.send(tensors)))
         self.peak = max(self.peak, len(self._pending))
 
     def flush(self) -> None:
         """Block until everything has left. Raises as ``Interrupt.wait_for``."""
         while self._pending:
-            for transfer in self._pending[0][1]:
-                transfer.wait("activations or gradients to leave")
+            self._pending[0][1].wait("activations or gradients to leave")
             self._let_go()
 
     def _let_go(self) -> None:
@@ -68,12 +65,11 @@ class Receiver:
     posting to arrival, for each that was taken.
     """
 
-    def __init__(self, channel: Carrier, specs: Sequence[BoundaryTensor], count: int, device: torch.device) -> None:
-        self._channel = channel
+    def __init__(self, link: Link, specs: Sequence[BoundaryTensor], count: int) -> None:
+        self._link = link
         self._specs = tuple(specs)
-        self._device = device
         self._to_post = count
-        self._posted: deque[tuple[float, tuple[Tensor, ...], tuple[Transfer, ...]]] = deque()
+        self._posted: deque[tuple[float, Arrival]] = deque()
         self._taken = 0
         self.peak = 0
         self.history: list[Interval] = []
@@ -82,8 +78,8 @@ class Receiver:
     def arrived(self) -> int:
         """How many micro-batches have arrived so far, those already taken included."""
         untaken = 0
-        for _, _, pending in self._posted:
-            if not all(transfer.done for transfer in pending):
+        for _, arrival in self._posted:
+            if not arrival.done:
                 break
             untaken += 1
         self.peak = max(self.peak, untaken)
@@ -91,16 +87,14 @@ class Receiver:
 
     def take(self) -> tuple[Tensor, ...]:
         """The next micro-batch's tensors; it must have arrived."""
-        posted_s, tensors, pending = self._posted.popleft()
-        assert all(transfer.done for transfer in pending)
+        posted_s, arrival = self._posted.popleft()
         self._taken += 1
-        self.history.append(_interval(posted_s, pending))
+        tensors = arrival.take()
+        self.history.append(_interval(posted_s, arrival))
         self._post()
-        return tuple(tensor.to(self._device) for tensor in tensors)
+        return tensors
 
     def _post(self) -> None:
         while self._to_post and len(self._posted) < POSTED_AHEAD:
-            tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in self._specs)
-            start_s = time.perf_counter()
-            self._posted.append((start_s, tensors, tuple(self._channel.transfer(tensor) for tensor in tensors)))
+            self._posted.append((time.perf_counter(), self._link.receive(self._specs)))
             self._to_post -= 1

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from morph.contract.messages import MicroBatchTimes, Probed, ProbeOrder
+from morph.contract.messages import Probed, ProbeOrder
+from morph.contract.timeline import MicroBatchTimes
 
 MOST_KEPT = 16
 """Micro-batches that are kept until a heartbeat takes them; older ones are forgotten."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +22,19 @@ from torch import Tensor
 from morph.cutting.sections.section import Section
 from morph.job import Precision
 from morph.runtime.state.accumulators import change_of
+from morph.runtime.step.kernels import kernels_refused
 
 AddGradient = Callable[[str, Tensor], None]
+
+
+class GradientSink(Protocol):
+    """Takes what one micro-batch's backward gives."""
+
+    def add(self, section: int, name: str, gradient: Tensor) -> None:
+        """Take the gradient of a parameter through a section, or the change of a buffer."""
+
+    def done(self, section: int) -> None:
+        """A section's backward is through: nothing more comes of it."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +56,17 @@ def run_section(
     """Run a section's forward with a fresh autograd graph. The caller seeds the generators.
 
     Outputs have the types of the cut model in every precision, so that what is sent, and what the next section of
-    the same stage takes, is the same.
+    the same stage takes, is the same. Where a job has narrower ones cross its cuts, the section widens its inputs, so
+    that their gradients are narrow too.
     """
     leaves = tuple(
         tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in zip(inputs, section.inputs, strict=True)
     )
     device_type = next((tensor.device.type for tensor in (*leaves, *parameters.values(), *batch.values())), "cpu")
-    with torch.enable_grad():
+    with torch.enable_grad(), kernels_refused(section.source):
         with autocast(precision, device_type):
-            results = section(leaves, batch, parameters)
+            given = tuple(leaf.to(spec.computed_dtype) for leaf, spec in zip(leaves, section.inputs, strict=True))
+            results = section(given, batch, parameters)
         outputs, written = results[: len(section.outputs)], results[len(section.outputs) :]
         outputs = tuple(output.to(spec.dtype) for output, spec in zip(outputs, section.outputs, strict=True))
     return SectionRun(inputs=leaves, outputs=outputs, written=written)
@@ -81,11 +95,12 @@ def section_backward(
     wanted = [*wanted_inputs, *(parameters[name] for name in section.parameters)]
     if not wanted:  # frozen sections at the model's beginning: autograd refuses an empty question
         return (None,) * len(run.inputs)
-    found = iter(
-        torch.autograd.grad(
-            [output for output, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
+    with kernels_refused(section.source):
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
+            )
         )
-    )
     # an unused input gets zeros, not None: across a stage border something must travel, so it does within a stage too
     input_gradients = tuple(_or_zeros(next(found), tensor) if tensor.requires_grad else None for tensor in run.inputs)
     for name, gradient in zip(section.parameters, found, strict=True):

@@ -5,24 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from morph.runtime.step.section_run import AddGradient
+from morph.runtime.device.task_clock import Mark, TaskClock
+from morph.runtime.step.section_run import GradientSink
 from morph.runtime.step.stage import StageTasks
 
 
-def slowed(stage: StageTasks, factor: float) -> StageTasks:
-    """The stage, with every task taking ``factor`` (at least 1) times as long."""
-    return stage if factor == 1.0 else SlowedStage(stage, factor)
+def slowed(stage: StageTasks, factor: float, clock: TaskClock) -> StageTasks:
+    """The stage, with every task taking ``factor`` (at least 1) times as long on the device with this clock."""
+    return stage if factor == 1.0 else SlowedStage(stage, factor, clock)
 
 
 class SlowedStage:
     """See ``slowed``; everything else as the stage within."""
 
-    def __init__(self, stage: StageTasks, factor: float) -> None:
+    def __init__(self, stage: StageTasks, factor: float, clock: TaskClock) -> None:
         self._stage = stage
         self._factor = factor
+        self._clock = clock
 
     @property
     def num_stored(self) -> int:
@@ -36,27 +37,27 @@ class SlowedStage:
 
     def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """See ``StageTasks.forward``."""
-        start_s = time.perf_counter()
+        start = self._clock.mark()
         outputs = self._stage.forward(micro_batch, inputs)
-        self._linger(start_s)
+        self._linger(start)
         return outputs
 
     def recompute(self, micro_batch: int) -> None:
         """See ``StageTasks.recompute``."""
-        start_s = time.perf_counter()
+        start = self._clock.mark()
         self._stage.recompute(micro_batch)
-        self._linger(start_s)
+        self._linger(start)
 
     def backward(
-        self, micro_batch: int, output_gradients: Sequence[Tensor | None], add: AddGradient
+        self, micro_batch: int, output_gradients: Sequence[Tensor | None], sink: GradientSink
     ) -> tuple[Tensor | None, ...]:
         """See ``StageTasks.backward``."""
-        start_s = time.perf_counter()
-        gradients = self._stage.backward(micro_batch, output_gradients, add)
-        self._linger(start_s)
+        start = self._clock.mark()
+        gradients = self._stage.backward(micro_batch, output_gradients, sink)
+        self._linger(start)
         return gradients
 
-    def _linger(self, start_s: float) -> None:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch ships no types for it
-            torch.cuda.synchronize()
-        time.sleep((self._factor - 1) * (time.perf_counter() - start_s))
+    def _linger(self, start: Mark) -> None:
+        end = self._clock.mark()
+        self._clock.wait(end)
+        time.sleep((self._factor - 1) * self._clock.seconds(start, end))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from morph.cutting.sections.section import CutModel, Section
 from morph.job import Precision
-from morph.runtime.step.section_run import AddGradient, SectionRun, run_section, section_backward
+from morph.runtime.step.section_run import GradientSink, SectionRun, run_section, section_backward
 
 LoadBatch = Callable[[int, Sequence[str]], Mapping[str, Tensor]]
 
@@ -36,7 +37,7 @@ class StageTasks(Protocol):
         """Run the forward again from the stored input, keeping the graphs for the backward."""
 
     def backward(
-        self, micro_batch: int, output_gradients: Sequence[Tensor | None], add: AddGradient
+        self, micro_batch: int, output_gradients: Sequence[Tensor | None], sink: GradientSink
     ) -> tuple[Tensor | None, ...]:
         """Run the backward of one micro-batch; returns the gradients of the stage's inputs."""
 
@@ -48,6 +49,8 @@ class Stage:
         model: The cut model.
         sections: Section numbers of the stage.
         recompute: Keep only the stage's input between forward and backward.
+        live_sections: With recompute, of how many sections graphs are held at once; None: of all. The inputs of each
+            group of so many, counted from the end, are kept, and a group is run again when its backward comes.
         parameters: Parameters by name; read at every run.
         load_batch: Gives the batch entries of a micro-batch, by global number and keys.
         seed: The job's seed.
@@ -66,15 +69,19 @@ class Stage:
         seed: int,
         step: int,
         precision: Precision = "fp32",
+        live_sections: int | None = None,
     ) -> None:
         self._sections: tuple[Section, ...] = tuple(model.sections[index] for index in sections)
+        self._groups = _groups(self._sections, live_sections if recompute and live_sections else len(sections))
         self._recompute = recompute
         self._parameters = parameters
         self._load_batch = load_batch
         self._seed = seed
         self._step = step
         self._precision = precision
-        self._stored: dict[int, tuple[Tensor, ...]] = {}
+        self._stored: dict[int, list[tuple[Tensor, ...]]] = {}
+        self._behind: dict[int, list[tuple[Tensor, ...]]] = {}
+        """Of micro-batches whose last group was run again: the inputs of the groups before."""
         self._runs: dict[int, list[SectionRun]] = {}
 
     @property
@@ -89,39 +96,61 @@ class Stage:
 
     def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the forward of one micro-batch; returns the stage's outputs, detached."""
-        runs = self._run(micro_batch, inputs, keep=not self._recompute)
-        if self._recompute:
-            self._stored[micro_batch] = tuple(inputs)
-        else:
-            self._runs[micro_batch] = runs
-        return tuple(output.detach() for output in runs[-1].outputs)
+        if not self._recompute:
+            runs = self._runs[micro_batch] = self._run(self._sections, micro_batch, inputs)
+            return _detached(runs[-1])
+        values, stored = tuple(inputs), []
+        for group in self._groups:
+            stored.append(values)
+            for section in group:
+                values = _detached(self._run_one(section, micro_batch, values))  # its graph is dropped here
+        self._stored[micro_batch] = stored
+        return values
 
     def recompute(self, micro_batch: int) -> None:
-        """Run the forward again from the stored input, keeping the graphs for the backward."""
-        self._runs[micro_batch] = self._run(micro_batch, self._stored.pop(micro_batch), keep=True)
+        """Run the forward again from the stored input, keeping the graphs for the backward; of the last group alone."""
+        stored = self._stored.pop(micro_batch)
+        self._runs[micro_batch] = self._run(self._groups[-1], micro_batch, stored.pop())
+        self._behind[micro_batch] = stored
 
     def backward(
-        self, micro_batch: int, output_gradients: Sequence[Tensor | None], add: AddGradient
+        self, micro_batch: int, output_gradients: Sequence[Tensor | None], sink: GradientSink
     ) -> tuple[Tensor | None, ...]:
         """Run the backward of one micro-batch; returns the gradients of the stage's inputs."""
         gradients = tuple(output_gradients)
-        runs = self._runs.pop(micro_batch)
-        for section in reversed(self._sections):
-            gradients = section_backward(section, runs.pop(), gradients, self._parameters, add)
+        runs, behind = self._runs.pop(micro_batch), self._behind.pop(micro_batch, [])
+        for group in reversed(self._groups):
+            runs = runs or self._run(group, micro_batch, behind.pop())
+            for section in reversed(group):
+                run, add_here = runs.pop(), partial(sink.add, section.index)
+                gradients = section_backward(section, run, gradients, self._parameters, add_here)
+                sink.done(section.index)
+                del run  # its graph, before another group's is made
         return gradients
 
-    def _run(self, micro_batch: int, inputs: Sequence[Tensor], *, keep: bool) -> list[SectionRun]:
+    def _run(self, group: Sequence[Section], micro_batch: int, inputs: Sequence[Tensor]) -> list[SectionRun]:
+        """Run sections in a row, keeping their graphs."""
         runs: list[SectionRun] = []
         values = tuple(inputs)
-        for section in self._sections:
-            batch = self._load_batch(micro_batch, section.batch_keys) if section.batch_keys else {}
-            seed_section(self._seed, self._step, micro_batch, section.index)
-            run = run_section(section, values, batch, self._parameters, self._precision)
-            values = run.outputs
-            if not keep:
-                runs.clear()  # the graphs behind are dropped, one section's at a time
-            runs.append(run)
+        for section in group:
+            runs.append(self._run_one(section, micro_batch, values))
+            values = runs[-1].outputs
         return runs
+
+    def _run_one(self, section: Section, micro_batch: int, values: Sequence[Tensor]) -> SectionRun:
+        batch = self._load_batch(micro_batch, section.batch_keys) if section.batch_keys else {}
+        seed_section(self._seed, self._step, micro_batch, section.index)
+        return run_section(section, values, batch, self._parameters, self._precision)
+
+
+def _detached(run: SectionRun) -> tuple[Tensor, ...]:
+    return tuple(output.detach() for output in run.outputs)
+
+
+def _groups(sections: Sequence[Section], size: int) -> list[Sequence[Section]]:
+    """Split into groups of ``size``; the first may be smaller."""
+    first = len(sections) % size or size
+    return [sections[:first], *(sections[start : start + size] for start in range(first, len(sections), size))]
 
 
 def stream_seed(seed: int, step: int, micro_batch: int, section: int) -> int:

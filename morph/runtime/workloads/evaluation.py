@@ -8,7 +8,6 @@ evaluation mode. Other randomness stays on, drawn from (seed, version, micro-bat
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from morph.contract.errors import JobError
-from morph.contract.messages import Evaluation, MicroBatchLoss
+from morph.contract.messages import Evaluation, EvaluationSize, MicroBatchLoss
+from morph.contract.plan import shares
 from morph.cutting import CutModel, Section
 from morph.cutting.exporting.functional import WRITTEN
 from morph.cutting.marked.marked_run import MarkedCode
@@ -25,13 +25,14 @@ from morph.cutting.sections.statistics import PLAIN, use_statistics
 from morph.data.evaluation import EvaluationLoader
 from morph.data.loader import data_of, read_samples
 from morph.job import Job, Precision
-from morph.runtime.groups.channels import GROUP_TIMEOUT_S
+from morph.runtime.device.staging import placed
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.step.executor import Neighbours, StageWork, told_loss
+from morph.runtime.step.executor import Neighbours, StageWork
 from morph.runtime.step.generation import Generation
 from morph.runtime.step.links import Receiver, Sender
 from morph.runtime.step.section_run import run_section
 from morph.runtime.step.stage import seed_section
+from morph.runtime.step.sums import told_losses
 
 MAX_SENDING = 4
 """Micro-batches on their way to the next stage at most."""
@@ -149,7 +150,6 @@ def run_evaluation(
     work: StageWork,
     neighbours: Neighbours,
     interrupt: Interrupt,
-    device: torch.device,
 ) -> tuple[MicroBatchLoss, ...]:
     """Run this stage's part of an evaluation; losses and metrics come from last stages alone.
 
@@ -157,9 +157,9 @@ def run_evaluation(
         GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.wait_for``.
     """
     count = len(work.micro_batches)
-    arriving = Receiver(neighbours.activations_in, work.inputs, count, device) if neighbours.activations_in else None
+    arriving = Receiver(neighbours.activations_in, work.inputs, count) if neighbours.activations_in else None
     leaving = Sender(neighbours.activations_out) if neighbours.activations_out else None
-    losses: list[MicroBatchLoss] = []
+    told: dict[int, Sequence[Tensor]] = {}
     for done, micro_batch in enumerate(work.micro_batches):
         interrupt.check()
         inputs: tuple[Tensor, ...] = ()
@@ -168,18 +168,18 @@ def run_evaluation(
             inputs = arriving.take()
         outputs = stage.forward(micro_batch, inputs)
         if leaving is None:
-            losses.append(told_loss(micro_batch, outputs, work.metric_names))
+            told[micro_batch] = outputs
             continue
         leaving.send(outputs)
         if done % MAX_SENDING == MAX_SENDING - 1:
             leaving.flush()
     if leaving is not None:
         leaving.flush()
-    return tuple(losses)
+    return tuple(told_losses(told, work.metric_names))
 
 
 def _await(arriving: Receiver, done: int, interrupt: Interrupt) -> None:
-    interrupt.wait_for(lambda: arriving.arrived() > done, "activations of an evaluation", GROUP_TIMEOUT_S)
+    interrupt.wait_for(lambda: arriving.arrived() > done, "activations of an evaluation")
 
 
 class Evaluator:
@@ -197,6 +197,14 @@ class Evaluator:
         data = data_of(job, "eval_data")
         self._loader = EvaluationLoader(data, job.seed, sample, model.micro_batch_size, job.eval_samples)
 
+    @property
+    def size(self) -> EvaluationSize | None:
+        """How often, and on how much; None: never."""
+        every = self._job.eval_every_steps
+        if every is None:
+            return None
+        return EvaluationSize(every_steps=every, num_micro_batches=self._loader.num_micro_batches)
+
     def run_if_due(self, current: Generation, version: int, model: CutModel) -> Evaluation | None:
         """Evaluate a version that every unit of the generation is at; None when none is due, or not on a last stage.
 
@@ -207,9 +215,7 @@ class Evaluator:
         if version == 0 or every is None or version % every or current.slot is None:
             return None
         total = self._loader.num_micro_batches
-        work = replace(
-            current.stage_work(model), micro_batches=shares(total, current.plan.num_replicas)[current.slot.replica]
-        )
+        work = current.stage_work(model, shares(total, current.plan.num_replicas)[current.slot.replica])
         stage = EvaluationStage(
             sections=[self._sections[index] for index in current.plan.stages[current.slot.stage].sections],
             parameters={name: tensor for state in current.units.values() for name, tensor in state.values.items()},
@@ -218,17 +224,10 @@ class Evaluator:
             seed=self._job.seed,
             version=version,
         )
-        losses = run_evaluation(stage, work, current.neighbours(), current.interrupt, self._device)
+        losses = run_evaluation(stage, work, current.neighbours(self._device), current.interrupt)
         is_last = current.slot.stage == current.plan.pipeline_depth - 1
         return Evaluation(version=version, num_micro_batches=total, losses=losses) if is_last else None
 
-    def _load(self, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
+    def _load(self, micro_batch: int, keys: Sequence[str]) -> Mapping[str, Tensor]:
         batch = self._loader.load(micro_batch, keys)
-        return {key: tensor.to(self._device) for key, tensor in batch.items()}
-
-
-def shares(num_micro_batches: int, num_replicas: int) -> list[range]:
-    """Deal micro-batches to replicas: the first ones get one more where they do not divide evenly."""
-    share, extra = divmod(num_micro_batches, num_replicas)
-    starts = [replica * share + min(replica, extra) for replica in range(num_replicas + 1)]
-    return [range(start, end) for start, end in itertools.pairwise(starts)]
+        return placed(batch, self._device)

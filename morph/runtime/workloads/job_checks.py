@@ -11,10 +11,21 @@ from morph.cutting import CutModel
 from morph.cutting.trials.trial import run_users_code
 from morph.job import Job
 from morph.runtime.state.optimizer_state import build_optimizer, build_scheduler, group_numbers, scheduler_numbers
+from morph.runtime.step.compiled import refuse_marked
 from morph.runtime.workloads.evaluation import Evaluator
 
 _FIELDS = (
-    *("batch_size", "seed", "accumulation", "precision", "effective_loss_scaling", "clip_grad_norm"),
+    *(
+        "batch_size",
+        "seed",
+        "accumulation",
+        "precision",
+        "boundary",
+        "master_weights",
+        "compile",
+        "effective_loss_scaling",
+        "clip_grad_norm",
+    ),
     *("optimizer_device", "eval_every_steps", "eval_samples"),
 )
 
@@ -26,6 +37,8 @@ def check_training(job: Job, model: CutModel) -> dict[str, str]:
         JobError: an optimizer, a schedule or evaluation data that cannot be used.
     """
     found = settings(job, model)
+    if job.compile:
+        refuse_marked(model)
     if job.eval_data is not None:
         Evaluator(job, model, torch.device("cpu"))
     return found

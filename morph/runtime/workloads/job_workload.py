@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from morph.contract.data_facts import JobFacts, require_same
 from morph.contract.errors import ProfileError
-from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
+from morph.contract.job_file import JobFacts, require_same
+from morph.contract.messages import Evaluation, EvaluationSize, StepOrder, WorkerSetup
 from morph.cutting.kept.cut_job import load_and_cut
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.data import MicroBatchLoader, data_of
 from morph.data.fingerprint import data_facts
+from morph.runtime.device.staging import placed
+from morph.runtime.device.task_clock import clock_of
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.state.accumulators import Accumulator
+from morph.runtime.state.fixed_point import prepare
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.state.update_rules import update_rules
-from morph.runtime.step.executor import Executor, reduce_all
+from morph.runtime.step.compiled import compile_all, compiled
+from morph.runtime.step.executor import Executor, finish_reduction
 from morph.runtime.step.generation import Generation
+from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
 from morph.runtime.step.slowed import slowed
 from morph.runtime.step.stage import Stage
+from morph.runtime.step.sums import MicroBatchSums, StepSums
 from morph.runtime.workloads.evaluation import Evaluator
 from morph.runtime.workloads.job_checks import settings
 
@@ -42,6 +47,8 @@ class JobWorkload:
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._device = torch.device(setup.device)
+        self._clock = clock_of(self._device)
+        prepare_cublas()  # importing the job may start CUDA
         found = load_and_cut(
             setup.job_path,
             num_sections=setup.num_sections,
@@ -49,6 +56,7 @@ class JobWorkload:
             fingerprint=setup.fingerprint,
         )
         self._job, self._model, self._initial = found.job, found.model, found.initial
+        set_kernels(kernels_for(self._job.accumulation, kernels_now()))
         self._rules = update_rules(self._job, self._device)
         if self._model.fingerprint != setup.fingerprint:
             raise ProfileError(
@@ -61,14 +69,25 @@ class JobWorkload:
         if setup.known_by != JobFacts():
             facts = JobFacts(data=data_facts(self._job), settings=settings(self._job, self._model))
             require_same(facts, setup.known_by, setup.job_path)
+        if self._job.accumulation == "exact" and self._device.type == "cpu":
+            prepare()
         data = data_of(self._job)
         self._loader = MicroBatchLoader(data, self._job.seed, self._job.batch_size, setup.micro_batch_size)
+        self._run_model = self._model
+        if self._job.compile:
+            self._run_model = compiled(self._model)
+            compile_all(self._run_model, partial(self._load, 0, 0), self._job.precision, self._device)
         self._evaluator = Evaluator(self._job, self._model, self._device) if self._job.eval_data else None
 
     @property
     def units(self) -> tuple[ParameterUnit, ...]:
         """See ``Workload.units``."""
         return self._model.units
+
+    @property
+    def evaluation(self) -> EvaluationSize | None:
+        """See ``Workload.evaluation``."""
+        return None if self._evaluator is None else self._evaluator.size
 
     def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:
         """See ``Workload.make_unit``."""
@@ -106,24 +125,25 @@ class JobWorkload:
         assert current.slot is not None
         plan = current.plan.stages[current.slot.stage]
         stage = Stage(
-            self._model,
+            self._run_model,
             plan.sections,
             recompute=plan.recompute,
+            live_sections=plan.live_sections,
             parameters={name: tensor for unit in current.units.values() for name, tensor in unit.values.items()},
             load_batch=lambda micro_batch, keys: self._load(order.step, micro_batch, keys),
             seed=self._job.seed,
             step=order.step,
             precision=self._job.precision,
         )
-        work = replace(current.stage_work(self._model), record_timeline=order.record_timeline)
-        tasks = slowed(stage, faults.slowness)
-        return Executor(tasks, work, current.neighbours(), current.interrupt, faults, self._device)
+        work = current.stage_work(self._model, current.micro_batches_in(order))
+        work = replace(work, record_timeline=order.record_timeline)
+        tasks = slowed(stage, faults.slowness, self._clock)
+        neighbours, interrupt = current.neighbours(self._device), current.interrupt
+        return Executor(tasks, work, neighbours, interrupt, faults, self._device, self._clock)
 
-    def reduce(
-        self, current: Generation, accumulators: Mapping[str, Accumulator], faults: FaultPlan, executor: Executor
-    ) -> None:
+    def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:  # noqa: ARG002
         """See ``Workload.reduce``."""
-        reduce_all(accumulators, {name: current.ring_of(name) for name in accumulators}, faults, executor.stopwatch)
+        finish_reduction(sums, executor.stopwatch)
 
     def probe(self, sections: range, held: Mapping[str, UnitState], faults: FaultPlan) -> Callable[[], float]:
         """See ``Workload.probe``. The gradients are summed as in a step, into sums that nobody reads."""
@@ -131,7 +151,7 @@ class JobWorkload:
         units = [held.get(unit.id) or self.make_unit(unit.id, 1) for unit in used]
         sums = {name: total for unit in units for total in (unit.new_accumulator(),) for name in unit.values}
         inner = Stage(
-            self._model,
+            self._run_model,
             sections,
             recompute=False,
             parameters={name: tensor for unit in units for name, tensor in unit.values.items()},
@@ -140,18 +160,19 @@ class JobWorkload:
             step=0,
             precision=self._job.precision,
         )
-        stage = slowed(inner, faults.slowness)
+        stage = slowed(inner, faults.slowness, self._clock)
+        sink = MicroBatchSums(lambda _, name, gradient: sums[name].add(name, gradient), lambda _: None)
         inputs = [self._made(spec) for spec in self._model.sections[sections.start].inputs]
         outputs = self._model.sections[sections.stop - 1].outputs
         gradients = [self._made(spec) if spec.requires_grad else None for spec in outputs]
 
         def run() -> float:
-            start_s = time.perf_counter()
+            start = self._clock.mark()
             stage.forward(0, inputs)
-            stage.backward(0, gradients, lambda name, gradient: sums[name].add(name, gradient))
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            return time.perf_counter() - start_s
+            stage.backward(0, gradients, sink)
+            end = self._clock.mark()
+            self._clock.wait(end)
+            return self._clock.seconds(start, end)
 
         return run
 
@@ -166,6 +187,6 @@ class JobWorkload:
         numbers = torch.linspace(-_PROBE_SIZE, _PROBE_SIZE, max(1, math.prod(spec.shape)), device=self._device)
         return numbers.reshape(spec.shape).to(spec.dtype)
 
-    def _load(self, step: int, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
+    def _load(self, step: int, micro_batch: int, keys: Sequence[str]) -> Mapping[str, Tensor]:
         batch = self._loader.load(step, micro_batch, keys)
-        return {key: tensor.to(self._device) for key, tensor in batch.items()}
+        return placed(batch, self._device)

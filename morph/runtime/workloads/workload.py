@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from morph.contract.messages import Evaluation, StepOrder, WorkerSetup
+from morph.contract.messages import Evaluation, EvaluationSize, StepOrder, WorkerSetup
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.state.accumulators import Accumulator
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.executor import Executor
 from morph.runtime.step.generation import Generation
+from morph.runtime.step.sums import StepSums
 
 
 class Workload(Protocol):
@@ -22,6 +22,10 @@ class Workload(Protocol):
     @property
     def units(self) -> tuple[ParameterUnit, ...]:
         """Every parameter unit of the model."""
+
+    @property
+    def evaluation(self) -> EvaluationSize | None:
+        """How often the job is evaluated, and on how much; None: never."""
 
     def make_unit(self, unit: str, num_micro_batches: int, *, empty: bool = False) -> UnitState:
         """A unit's state at version 0; ``empty``: one that is about to be loaded, with anything in its parameters."""
@@ -41,10 +45,8 @@ class Workload(Protocol):
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """Everything of one step up to its reductions, ready to run on this worker's stage."""
 
-    def reduce(
-        self, current: Generation, accumulators: Mapping[str, Accumulator], faults: FaultPlan, executor: Executor
-    ) -> None:
-        """Reduce the gradients of every unit that this worker holds. Raises as ``Interrupt.wait_for``."""
+    def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:
+        """Finish the reduction of every unit that this worker holds. Raises as ``Interrupt.wait_for``."""
 
     def probe(self, sections: range, held: Mapping[str, UnitState], faults: FaultPlan) -> Callable[[], float]:
         """Make what a probe needs; the result runs a micro-batch's forward and backward and returns its seconds.

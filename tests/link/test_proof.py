@@ -4,8 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from morph.contract.messages import WorkerSetup
-from morph.contract.proof import is_proven, new_secret, proof
 from morph.link.home import Home
+from morph.link.proof import is_proven, new_secret, proof
 
 
 def test_a_proof_holds_for_its_parts_and_its_secret_alone() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence, Set
 
 from manager.controller.shape.choosing import cost_of_morph_s
 from manager.controller.state.state import ControllerState
+from morph.contract.messages import Slot, UnitId
+from morph.contract.salvage import Follow
 from morph.contract.vm_names import vm_of
 
 
@@ -18,21 +21,23 @@ def losses_per_vm_s(state: ControllerState, now_s: float) -> float:
     appeared_s: dict[str, float] = {}
     for worker, entry in state.workers.items():
         vm = vm_of(worker)
-        appeared_s[vm] = min(entry.appeared_s, appeared_s.get(vm, entry.appeared_s))
+        first_s = appeared_s.get(vm)
+        if first_s is None or entry.appeared_s < first_s:
+            appeared_s[vm] = entry.appeared_s
     seen_s = seen.vm_s + sum(max(0.0, now_s - since_s) for since_s in appeared_s.values())
     weight_s = expected.weight_vm_h * 3600
     return (expected.per_vm_h / 3600 * weight_s + seen.num_lost) / (weight_s + seen_s)
 
 
-def mean_s_to_fatal_loss(state: ControllerState, now_s: float) -> float:
+def mean_s_to_fatal_loss(state: ControllerState, now_s: float, holders: Set[frozenset[str]] | None = None) -> float:
     """Return the mean time, seconds, until some unit has no holder left, or the whole cluster is lost.
 
     Of a VM's losses a share comes alone, the rest in bulk, when each VM of a zone is taken with the same probability. A
     loss that comes alone is fatal where a VM is the only one that holds something, or where the others that do are
     lost too before the state was sent to a new one. (The interval of Spotify's thesis, section 4.3, takes each loss for
-    fatal, which is so for one VM.)
+    fatal, which is so for one VM.) ``holders``: the VMs that hold each unit, instead of the present ones.
     """
-    sets, expected = _holders(state), state.config.expected_losses
+    sets, expected = _held_by(state) if holders is None else holders, state.config.expected_losses
     rate = losses_per_vm_s(state, now_s)
     alone, bulk = rate * (1 - expected.bulk_share), rate * expected.bulk_share
     heal_s = cost_of_morph_s(state) + state.config.policy.heartbeat_timeout_s
@@ -48,7 +53,7 @@ def mean_s_to_fatal_loss(state: ControllerState, now_s: float) -> float:
     return 1 / fatal
 
 
-def _by_zone(state: ControllerState, sets: set[frozenset[str]]) -> dict[tuple[str, str], list[frozenset[str]]]:
+def _by_zone(state: ControllerState, sets: Set[frozenset[str]]) -> dict[tuple[str, str], list[frozenset[str]]]:
     """Sort the sets that lie in one zone by that; a set over several zones is not lost with one of them."""
     zones = {vm_of(worker): (entry.facts.region, entry.facts.zone) for worker, entry in state.workers.items()}
     found: dict[tuple[str, str], list[frozenset[str]]] = {}
@@ -59,9 +64,41 @@ def _by_zone(state: ControllerState, sets: set[frozenset[str]]) -> dict[tuple[st
     return found
 
 
-def _holders(state: ControllerState) -> set[frozenset[str]]:
-    """Return for each stage the VMs that hold it; a unit of several stages is lost only with one of these."""
-    by_stage: dict[int, set[str]] = {}
-    for slot in state.slots:
-        by_stage.setdefault(slot.stage, set()).add(vm_of(slot.worker))
-    return {frozenset(vms) for vms in by_stage.values()}
+def holders_of(
+    slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]], follows: Sequence[Follow]
+) -> set[frozenset[str]]:
+    """Return the VMs that hold each unit, in a shape and with these followers; each set once.
+
+    A set is left out that has all of another one: it is lost only with that.
+    """
+    vms = vms_of(slots, needed)
+    for follow in follows:
+        for unit in follow.units:
+            vms[unit] |= {vm_of(follow.follower)}
+    sets = set(vms.values())
+    return {of for of in sets if not any(other < of for other in sets)}
+
+
+def vms_of(slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]]) -> dict[UnitId, frozenset[str]]:
+    """Return the VMs that drive each unit in a shape."""
+    stages: list[list[str]] = [[] for _ in needed]
+    for slot in slots:
+        stages[slot.stage].append(vm_of(slot.worker))
+    vms: dict[UnitId, frozenset[str]] = {}
+    for units, of in zip(needed, map(frozenset, stages), strict=True):
+        for unit in units if of else ():
+            vms[unit] = vms[unit] | of if unit in vms else of
+    return vms
+
+
+def _held_by(state: ControllerState) -> set[frozenset[str]]:
+    """Return the same for the present shape: of followers, those that are in step."""
+    if state.reshape is None or not state.slots:
+        return set()
+    workers = state.workers
+    in_step = [
+        follow
+        for follow in state.reshape.follows
+        if follow.follower in workers and workers[follow.follower].holds.issuperset(follow.units)
+    ]
+    return holders_of(state.slots, state.config.units_of(state.reshape.plan), in_step)

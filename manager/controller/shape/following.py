@@ -1,0 +1,226 @@
+"""Who is followed by whom, and whether that pays (decision 0025): pure and deterministic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from heapq import heappop, heappush, heapreplace
+from typing import NamedTuple
+
+from manager.controller.shape.placement import Holdings
+from manager.controller.shape.risk import holders_of, losses_per_vm_s, mean_s_to_fatal_loss, vms_of
+from manager.controller.state.bounds import SUM_BYTES, link_bytes_per_s
+from manager.controller.state.state import ControllerState
+from morph.contract.messages import Slot, UnitId, WorkerId
+from morph.contract.plan import Plan
+from morph.contract.salvage import Follow
+from morph.contract.vm_names import vm_of
+
+COPY_BYTES_PER_S = 2.0e9
+"""At which a worker copies its sums in memory, while it trains nothing."""
+
+
+class Redundancy(NamedTuple):
+    """What a shape does against losses. ``why``: in a few words."""
+
+    follows: tuple[Follow, ...]
+    copy_sums_every: int
+    why: str
+
+
+def redundancy_of(
+    state: ControllerState, plan: Plan, slots: Sequence[Slot], held: Holdings, now_s: float
+) -> Redundancy:
+    """Choose by the policy; "auto": a second holder where it loses less than it costs.
+
+    A follower's state costs what of each step's gradients travels after the last backward, and saves the steps since a
+    checkpoint whenever a unit would have no holder left. Copies of partial sums cost the copying, and save half of the
+    time between two of them at each loss; so as for checkpoints (Young's formula) that time is sqrt(2 cost / rate).
+    """
+    policy = state.config.policy.redundancy
+    if policy == "off":
+        return Redundancy((), 0, "")
+    needed = state.config.units_of(plan)
+    parameters = {unit: size / state.config.state_copies for unit, size in state.config.unit_bytes.items()}
+    sole = _sole_units(slots, needed)
+    links = choose_follows(slots, needed, held, state.config.unit_bytes, sole, _zones(state))
+    speed = link_bytes_per_s(state)
+    step_s = plan.expected.mini_batch_s
+    every = 0
+    if policy != "state":
+        every = _copy_every(plan, slots, needed, parameters, speed, losses_per_vm_s(state, now_s))
+    why = ""
+    keeps = bool(sole)
+    if policy == "auto" and sole and step_s:
+        exposed_s = max(sum(parameters[unit] for unit in follow.units) for follow in links) / speed if links else 0.0
+        cost = exposed_s / step_s
+        gain = _gain(state, plan, slots, links, now_s)
+        room = state.config.device_memory_bytes
+        fits = room is None or plan.expected.followed_memory_bytes <= room
+        keeps = gain > cost and fits
+        saved = f" and save {gain:.2%}" if gain < 1 else "; without them losses undo all progress"
+        why = f"followers cost {cost:.2%} of the time{saved}"
+        if not fits:
+            why += ", but there is no room for them on the devices"
+    if not keeps:
+        links = tuple(follow.model_copy(update={"units": (), "known": ()}) for follow in links)
+    if not every:
+        links = tuple(follow for follow in links if follow.units)
+    return Redundancy(links, every if links else 0, why)
+
+
+def choose_follows(
+    slots: Sequence[Slot],
+    needed: Sequence[Sequence[UnitId]],
+    held: Holdings,
+    sizes: Mapping[UnitId, int],
+    sole: Set[UnitId],
+    zones: Mapping[WorkerId, str],
+) -> tuple[Follow, ...]:
+    """Give each worker a follower on another VM; none where all are on one VM.
+
+    It is one that holds most of what the worker does, so that least has to travel: a replica, or who followed it
+    before; then one in another zone; then who is followed by it, which makes pairs; then who keeps least for others.
+
+    Args:
+        slots: Who drives what.
+        needed: Units by stage.
+        held: Units by worker, at the present version.
+        sizes: Of the units, bytes.
+        sole: Units that only one VM has in this shape: they are to be kept in step.
+        zones: By worker.
+    """
+    own = {slot.worker: frozenset(needed[slot.stage]) for slot in slots}
+    candidates = _Candidates(own, held, sizes, zones)
+    found: list[Follow] = []
+    promised: set[UnitId] = set()  # two workers of one VM may drive the same unit: one of them sends it
+    for slot in slots:
+        follower = candidates.take(slot.worker)
+        if follower is None:
+            continue
+        wanted = (unit for unit in needed[slot.stage] if unit in sole and unit not in promised)
+        units = tuple(unit for unit in wanted if unit not in own[follower])
+        promised.update(units)
+        known = tuple(unit for unit in units if unit in held.get(follower, ()))
+        found.append(Follow.model_construct(worker=slot.worker, follower=follower, units=units, known=known))
+    return tuple(found)
+
+
+_Kind = tuple[frozenset[UnitId], str | None]
+"""What workers have and the zone that they are in: those of one kind differ only in whom they keep for already."""
+_Rank = tuple[int, int, int, WorkerId]
+"""0: followed by who asks, 1: by nobody yet, 2: by another; what it keeps for others (bytes); its place; its name."""
+
+
+class _Candidates:
+    """Who may follow whom. Those of one kind are a heap: the cost grows with the number of workers, not its square.
+
+    A rank only grows while followers are dealt out, so it is brought up to date when it comes to the heap's top.
+    """
+
+    def __init__(
+        self,
+        own: Mapping[WorkerId, frozenset[UnitId]],
+        held: Holdings,
+        sizes: Mapping[UnitId, int],
+        zones: Mapping[WorkerId, str],
+    ) -> None:
+        self._own, self._sizes, self._zones = own, sizes, zones
+        self._vms = {worker: vm_of(worker) for worker in own}
+        self._places = {worker: place for place, worker in enumerate(own)}
+        self._load = dict.fromkeys(own, 0)
+        self._follower: dict[WorkerId, WorkerId] = {}
+        self._followed_by: dict[WorkerId, list[WorkerId]] = {}
+        self._kinds: dict[WorkerId, _Kind] = {}
+        self._heaps: dict[_Kind, list[_Rank]] = {}
+        self._best_first: dict[_Kind, list[list[_Kind]]] = {}
+        for worker, units in own.items():  # in the order of their places, so that each heap is one
+            kind = self._kinds[worker] = units.union(held.get(worker, ())), zones.get(worker)
+            self._heaps.setdefault(kind, []).append(self._rank(worker))
+
+    def take(self, me: WorkerId) -> WorkerId | None:
+        """Give this worker a follower, and return it; None where all are on its VM."""
+        for kinds in self._by_use(me):
+            pairs = (each for each in self._followed_by.get(me, ()) if self._kinds[each] in kinds)
+            ranks = [(0, *self._rank(each)[1:]) for each in pairs if self._vms[each] != self._vms[me]]
+            ranks += [rank for kind in kinds if (rank := self._least(kind, self._vms[me])) is not None]
+            if ranks:
+                follower = self._follower[me] = min(ranks)[-1]
+                self._followed_by.setdefault(follower, []).append(me)
+                self._load[follower] += sum(self._sizes[unit] for unit in self._own[me])
+                return follower
+        return None
+
+    def _rank(self, worker: WorkerId) -> _Rank:
+        return 2 if worker in self._follower else 1, self._load[worker], self._places[worker], worker
+
+    def _by_use(self, me: WorkerId) -> list[list[_Kind]]:
+        """Return the kinds that are of equal use to this worker, the best ones first."""
+        key = self._own[me], self._zones.get(me)
+        if key not in self._best_first:
+            mine, zone = key
+            equal: dict[tuple[int, bool], list[_Kind]] = {}
+            for units, other_zone in self._heaps:
+                shared = mine & units
+                use = -sum(self._sizes[unit] for unit in shared) if shared else 0, other_zone == zone
+                equal.setdefault(use, []).append((units, other_zone))
+            self._best_first[key] = [equal[use] for use in sorted(equal)]
+        return self._best_first[key]
+
+    def _least(self, kind: _Kind, vm: str) -> _Rank | None:
+        """Return who ranks first in this kind and is not on this VM."""
+        heap, aside = self._heaps[kind], []
+        while heap:
+            present = self._rank(heap[0][-1])
+            if heap[0] != present:
+                heapreplace(heap, present)
+            elif self._vms[heap[0][-1]] == vm:
+                aside.append(heappop(heap))
+            else:
+                break
+        first = heap[0] if heap else None
+        for rank in aside:
+            heappush(heap, rank)
+        return first
+
+
+def _sole_units(slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]]) -> frozenset[UnitId]:
+    return frozenset(unit for unit, vms in vms_of(slots, needed).items() if len(vms) == 1)
+
+
+def _zones(state: ControllerState) -> dict[WorkerId, str]:
+    return {worker: f"{entry.facts.region}/{entry.facts.zone}" for worker, entry in state.workers.items()}
+
+
+def _gain(state: ControllerState, plan: Plan, slots: Sequence[Slot], links: Sequence[Follow], now_s: float) -> float:
+    """Return the share of the time that followers save: what fatal losses cost without them, less that with them."""
+    needed = state.config.units_of(plan)
+    interval_s = 2 * plan.expected.mini_batch_s
+    without_s = mean_s_to_fatal_loss(state, now_s, holders_of(slots, needed, ()))
+    with_s = mean_s_to_fatal_loss(state, now_s, holders_of(slots, needed, links))
+    saves = state.saves
+    stall_s, durable_s = saves.stall_s or 0.0, saves.durable_s or 0.0
+    every_s = max(math.sqrt(2 * stall_s * without_s), durable_s, interval_s)
+    if state.config.policy.checkpoint_every_steps is not None:
+        every_s = state.config.policy.checkpoint_every_steps * plan.expected.mini_batch_s
+    return (1 / without_s - 1 / with_s) * (every_s / 2 + durable_s)
+
+
+def _copy_every(
+    plan: Plan,
+    slots: Sequence[Slot],
+    needed: Sequence[Sequence[UnitId]],
+    parameters: Mapping[UnitId, float],
+    speed: float,
+    rate: float,
+) -> int:
+    """Return after how many micro-batches partial sums are copied; 0: a step is over before that pays."""
+    most = SUM_BYTES * max(sum(parameters[unit] for unit in units) for units in needed)
+    share = plan.micro_batches_per_replica[0]
+    period_s = plan.expected.mini_batch_s / share
+    lost_per_s = rate * len({vm_of(slot.worker) for slot in slots})
+    if not period_s or not lost_per_s:
+        return 0
+    every_s = max(math.sqrt(2 * most / COPY_BYTES_PER_S / lost_per_s), most / speed)
+    every = math.ceil(every_s / period_s)
+    return every if 2 * every <= share else 0

@@ -1,0 +1,141 @@
+"""What the next shape need not run again of a step that was given up (decision 0024): pure and deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from manager.controller.state.draft import Draft
+from manager.controller.state.state import Phase
+from morph.contract.messages import Slot, UnitId, WorkerId
+from morph.contract.plan import Plan
+from morph.contract.salvage import (
+    LOSSES,
+    PartialSum,
+    Salvage,
+    SalvagedSum,
+    counted_in,
+    partial_sum,
+    share_in,
+    spans_of,
+)
+
+Kept = Mapping[WorkerId, Sequence[PartialSum]]
+
+
+def choose_salvage(
+    kept: Kept,
+    plan: Plan,
+    slots: Sequence[Slot],
+    needed: Sequence[Sequence[UnitId]],
+    units: Mapping[UnitId, Sequence[int]],
+    sizes: Mapping[UnitId, int],
+) -> Salvage | None:
+    """Choose which partial sums count in a shape, and who goes on with each; None if no micro-batch is spared.
+
+    A contribution counts once, and sums cannot be taken apart: of those that overlap the larger one counts, and of
+    equal ones that of a worker which goes on with its unit. A sum whose unit is another worker's now goes there.
+
+    Args:
+        kept: By worker that lives, what it has of the step.
+        plan: The shape.
+        slots: Who drives what in it.
+        needed: Units by stage.
+        units: The sections that use each unit.
+        sizes: Of the units, to share out the receiving.
+    """
+    if not kept:
+        return None
+    last = plan.stages[-1].end_section - 1
+    places: dict[UnitId, Sequence[int]] = {**units, LOSSES: (last,)}
+    users = _users(slots, needed, places)
+    chosen: dict[UnitId, list[tuple[WorkerId, PartialSum]]] = {}
+    complete = (1 << plan.num_micro_batches) - 1
+    by_unit: dict[UnitId, list[tuple[WorkerId, PartialSum]]] = {}
+    for worker, sums in kept.items():
+        for total in sums:
+            by_unit.setdefault(total.unit, []).append((worker, total))
+    for unit, sections in places.items():
+        chosen[unit], counted = _disjoint(by_unit.get(unit, ()), set(users[unit]))
+        for section in sections:
+            complete &= counted.get(section, 0)
+    if not complete:
+        return None
+    load = dict.fromkeys((slot.worker for slot in slots), 0)
+    salvaged = []
+    for unit, entries in chosen.items():
+        for holder, total in entries:
+            receiver = holder
+            if holder not in users[unit]:
+                receiver = min(users[unit], key=lambda worker: load[worker])
+                load[receiver] += sizes.get(unit, 0)
+            salvaged.append(SalvagedSum.model_construct(holder=holder, receiver=receiver, sum=total))
+    whole = (1 << plan.num_micro_batches) - 1
+    return Salvage.model_construct(sums=tuple(salvaged), remaining=spans_of(whole & ~complete))
+
+
+def note_prepared(draft: Draft) -> None:
+    """The step under way is given up: note what those members have that have prepared it, for nobody asks them."""
+    state = draft.state
+    if state.phase is not Phase.TRAINING or state.attempt or not state.config.policy.keeps_sums:
+        return
+    assert state.reshape is not None, "no generation was formed"
+    plan, kept = state.reshape.plan, dict(state.kept)
+    salvage = state.reshape.salvage if state.version == state.reshape.version else None
+    for slot in state.slots:
+        report = state.reports.get(slot.worker)
+        if report is None or report.overflowed or report.non_finite:
+            continue
+        whole = (1 << plan.num_micro_batches) - 1
+        units = state.member_units[slot.worker]
+        sums = [
+            partial_sum(unit, dict.fromkeys(sections, whole))
+            for unit, sections in state.config.units.items()
+            if unit in units
+        ]
+        losses = partial_sum(LOSSES, losses_of(plan, slot, salvage))
+        kept[slot.worker] = (*sums, losses) if losses.counted else tuple(sums)
+    draft.change(kept=kept)
+
+
+def losses_of(plan: Plan, slot: Slot, salvage: Salvage | None) -> dict[int, int]:
+    """Return of which micro-batches a worker reports the loss in a step, by the last section."""
+    if slot.stage != plan.pipeline_depth - 1:
+        return {}
+    last = plan.stages[-1].end_section - 1
+    mask, known, mine = sum(1 << number for number in share_in(plan, slot.replica, salvage)), 0, 0
+    for entry in () if salvage is None else salvage.sums:
+        if entry.sum.unit == LOSSES:
+            known |= counted_in(entry.sum)[last]
+            mine |= counted_in(entry.sum)[last] if entry.receiver == slot.worker else 0
+    return {last: mask & ~known | mine}
+
+
+def _users(
+    slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]], places: Iterable[UnitId]
+) -> dict[UnitId, dict[WorkerId, None]]:
+    """Return the workers that go on with each unit, in the order of the slots; with the losses, the last stage's."""
+    stages: list[dict[WorkerId, None]] = [{} for _ in needed]
+    for slot in slots:
+        stages[slot.stage][slot.worker] = None
+    users: dict[UnitId, dict[WorkerId, None]] = {unit: {} for unit in places}
+    for index, units in enumerate(needed):
+        for unit in units:
+            users[unit] |= stages[index]
+    users[LOSSES] = stages[-1]
+    return users
+
+
+def _disjoint(
+    sums: Sequence[tuple[WorkerId, PartialSum]], users: set[WorkerId]
+) -> tuple[list[tuple[WorkerId, PartialSum]], dict[int, int]]:
+    """Choose sums of one unit that have nothing in common, the largest first; return them and what is in them."""
+    measured = [(worker, total, counted_in(total)) for worker, total in sums]
+    measured.sort(key=lambda entry: (-sum(mask.bit_count() for mask in entry[2].values()), entry[0] not in users))
+    chosen: list[tuple[WorkerId, PartialSum]] = []
+    counted: dict[int, int] = {}
+    for worker, total, masks in measured:
+        if not any(counted.get(section, 0) & mask for section, mask in masks.items()):
+            chosen.append((worker, total))
+            for section, mask in masks.items():
+                counted[section] = counted.get(section, 0) | mask
+    return chosen, counted

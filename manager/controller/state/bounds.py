@@ -1,0 +1,193 @@
+"""How long what is under way may take before whoever does it counts as hanging.
+
+Expected times are the plan's, and those that were measured; sizes are those of the parameter units; speeds are measured
+in the run, or are those of a slow machine until they are. Each bound is ``HEADROOM`` times what is expected, and never
+less than a floor, so that a worker that hangs is found within a known multiple of what its order should have taken. A
+generation that comes to nothing doubles the bounds of the next, up to ``MOST_DOUBLINGS`` times: what is expected may be
+wrong. ``policy.order_timeout_s`` replaces what is derived here, where it is set.
+
+Heartbeats are another matter: they say whether a worker lives, whatever it works on, and their bound is fixed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from manager.controller.state.state import ControllerState
+from morph.contract.messages import ReshapeOrder, UnitId, WorkerId
+from morph.contract.plan import Plan
+
+HEADROOM = 4.0
+FLOOR_S = 120.0
+SETUP_FLOOR_S = 300.0
+"""Of a worker's setup, which also starts a process, imports torch and loads the job."""
+MOST_DOUBLINGS = 3
+LINK_BYTES_PER_S = 1.25e8
+"""What a link is taken to carry before this run has measured it: 1 Gb/s."""
+STORAGE_BYTES_PER_S = 1e8
+"""Of one worker's state from or to storage, until it was measured."""
+PASS_BYTES_PER_S = 2.5e8
+"""Of a pass over state in memory, such as an optimizer's step, a copy, or making initial numbers: a slow host."""
+SUM_BYTES = 2
+"""Bytes of a sum, by those of a parameter: eight for four."""
+AHEAD_FLOOR_S = 60.0
+NUM_PROBED = 6
+"""Micro-batches of a probe."""
+
+
+def step_bound_s(state: ControllerState, order: ReshapeOrder, version: int | None = None) -> float:
+    """Return the bound of a step in the shape that an order forms (seconds).
+
+    Beside the mini-batch, members apply the step before and convert sums, and state travels to followers.
+
+    Args:
+        state: Now.
+        order: The order.
+        version: At which the step begins; None: the longest of all, with an evaluation.
+    """
+    state_bytes = _stage_bytes(state, order.plan)
+    expected_s = _mini_batch_s(state, order.plan) + 2 * state_bytes / PASS_BYTES_PER_S + _followed_s(state, order)
+    return _bounded(state, expected_s + evaluation_s(state, order.plan, version))
+
+
+def reshape_bound_s(state: ControllerState, order: ReshapeOrder) -> float:
+    """Return the bound of a reshape (seconds): whoever sends, receives or loads most decides."""
+    sizes, num_copies = state.config.unit_bytes, state.config.state_copies
+    sent: Counter[WorkerId] = Counter()
+    received: Counter[WorkerId] = Counter()
+    loaded: Counter[WorkerId] = Counter()
+    for source in order.sources:
+        if source.peer is not None:
+            received[source.worker] += sizes[source.unit]
+            sent[source.peer] += sizes[source.unit]
+        if source.kind == "checkpoint":
+            loaded[source.peer or source.worker] += sizes[source.unit]
+    for entry in () if order.salvage is None else order.salvage.sums:
+        if entry.holder != entry.receiver:
+            num_bytes = SUM_BYTES * sizes.get(entry.sum.unit, 0) // num_copies
+            received[entry.receiver] += num_bytes
+            sent[entry.holder] += num_bytes
+    moved_bytes = max([*sent.values(), *received.values()], default=0)
+    loaded_bytes = max(loaded.values(), default=0)
+    kept_bytes = max(_stage_bytes(state, order.plan), _stage_bytes(state, state.plan or order.plan))
+    expected_s = (
+        moved_bytes / link_bytes_per_s(state)
+        + loaded_bytes / storage_bytes_per_s(state)
+        + (moved_bytes + loaded_bytes + 2 * kept_bytes) / PASS_BYTES_PER_S
+    )
+    return _bounded(state, expected_s)
+
+
+def commit_bound_s(state: ControllerState) -> float:
+    """Return the bound of applying what was decided and copying it (seconds); files are waited for apart."""
+    expected_s = 2 * _stage_bytes(state, state.plan) / PASS_BYTES_PER_S
+    return _bounded(state, expected_s + (evaluation_s(state, state.plan, state.version) if state.plan else 0.0))
+
+
+def give_up_bound_s(state: ControllerState) -> float:
+    """Return within what an order that is aborted must be given up (seconds): a task that has begun is not cut short.
+
+    Nor is a pass over the state; and what a device was given to do is done first.
+    """
+    plan, limit_s = state.plan, state.config.policy.heartbeat_timeout_s
+    task_s = 0.0 if plan is None else _mini_batch_s(state, plan) / max(1, min(plan.micro_batches_per_replica))
+    return limit_s + HEADROOM * (task_s + _stage_bytes(state, plan) / PASS_BYTES_PER_S)
+
+
+def setup_bound_s(state: ControllerState) -> float:
+    """Return the bound of a worker's setup (seconds): it makes the model's initial numbers, at most all of them."""
+    if state.config.policy.order_timeout_s is not None:
+        return state.config.policy.order_timeout_s
+    made_s = state.config.state_bytes / state.config.state_copies / PASS_BYTES_PER_S
+    return max(SETUP_FLOOR_S, HEADROOM * max(made_s, state.setup_s or 0.0))
+
+
+def probe_bound_s(state: ControllerState, healthy_s: float) -> float:
+    """Return the bound of a probe (seconds) of a stage on which a healthy worker takes so long for a micro-batch."""
+    made_s = state.config.state_bytes / state.config.state_copies / PASS_BYTES_PER_S
+    return _bounded(state, NUM_PROBED * healthy_s + made_s)
+
+
+def save_bound_s(state: ControllerState) -> float:
+    """Return how long a save may go without a further unit on storage (seconds)."""
+    rules, most_bytes = state.config.policy.rules.checkpoints, state.config.largest_unit_bytes
+    return rules.file_limit_s(most_bytes) + _bounded(state, most_bytes / PASS_BYTES_PER_S, doubled=False)
+
+
+def retry_bound_s(state: ControllerState) -> float:
+    """Return for how long it is tried again to decide a step, or to find a whole checkpoint (seconds).
+
+    As the policy says, but not without the time for one step, or for reading every byte of one checkpoint.
+    """
+    step_s = 0.0 if state.plan is None else _mini_batch_s(state, state.plan)
+    expected_s = step_s + state.config.state_bytes / STORAGE_BYTES_PER_S
+    return max(state.config.policy.give_up_after_s, HEADROOM * expected_s)
+
+
+def why_retried_no_longer(state: ControllerState) -> str:
+    """Say where ``retry_bound_s`` is from."""
+    if retry_bound_s(state) == state.config.policy.give_up_after_s:
+        return "policy.give_up_after_s of the cluster file"
+    return "four times what a step and the reading of a checkpoint take"
+
+
+def ahead_bound_s(state: ControllerState, expected_s: float) -> float:
+    """Return for how long a change is put off at most (seconds) for what is sent ahead, which is to take so long."""
+    limit_s = state.config.policy.rules.ahead.patience_s
+    return max(AHEAD_FLOOR_S, HEADROOM * expected_s) if limit_s is None else limit_s
+
+
+def evaluation_s(state: ControllerState, plan: Plan, version: int | None) -> float:
+    """Return what evaluating a version is expected to take (seconds), at most; None: the next that is evaluated."""
+    evaluation = state.evaluation
+    if evaluation is None or (version is not None and (version == 0 or version % evaluation.every_steps)):
+        return 0.0
+    return _mini_batch_s(state, plan) * evaluation.num_micro_batches / plan.num_micro_batches
+
+
+def link_bytes_per_s(state: ControllerState) -> float:
+    """Return what a link carries, of state: as measured, else as a slow one."""
+    return state.state_bytes_per_s or LINK_BYTES_PER_S
+
+
+def storage_bytes_per_s(state: ControllerState) -> float:
+    """Return at which speed one worker reads from storage, at least: that of a slow one, or as saves were if slower."""
+    durable_s = state.saves.durable_s
+    if not durable_s or state.plan is None:
+        return STORAGE_BYTES_PER_S
+    written_bytes = _stage_bytes(state, state.plan) / state.plan.num_replicas
+    return min(STORAGE_BYTES_PER_S, written_bytes / durable_s) or STORAGE_BYTES_PER_S
+
+
+def _mini_batch_s(state: ControllerState, plan: Plan) -> float:
+    """As the plan expects, or as steps of this run took, if that is more."""
+    return max(plan.expected.mini_batch_s, state.saves.step_s or 0.0)
+
+
+def _stage_bytes(state: ControllerState, plan: Plan | None) -> int:
+    """Of the units of the stage that has most; of all units while there is no plan."""
+    if plan is None:
+        return state.config.state_bytes
+    return state.config.stage_bytes(plan)
+
+
+def _followed_s(state: ControllerState, order: ReshapeOrder) -> float:
+    """What followers are sent beside a step, were it all sent in one: state that they lack, gradients, partial sums."""
+    sizes: Mapping[UnitId, int] = state.config.unit_bytes
+    loads: Counter[tuple[str, WorkerId]] = Counter()
+    for follow in order.follows:
+        if follow.units:
+            num_bytes = sum(sizes[unit] for unit in follow.units)
+            loads["sends", follow.worker] += num_bytes
+            loads["receives", follow.follower] += num_bytes
+    sums_bytes = SUM_BYTES * _stage_bytes(state, order.plan) // state.config.state_copies
+    total_bytes = max(loads.values(), default=0) + (sums_bytes if order.copy_sums_every else 0)
+    return total_bytes / link_bytes_per_s(state)
+
+
+def _bounded(state: ControllerState, expected_s: float, *, doubled: bool = True) -> float:
+    if state.config.policy.order_timeout_s is not None:
+        return state.config.policy.order_timeout_s
+    times = 2 ** min(state.num_fruitless, MOST_DOUBLINGS) if doubled else 1
+    return times * max(FLOOR_S, HEADROOM * expected_s)

@@ -1,0 +1,147 @@
+"""What the process does that workers are forked from; see ``process_host``, which starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import signal
+import socket
+import sys
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
+from manager.engine.local_vms.namespaces import enter, remove_all
+from morph.link.home import Home
+from morph.runtime.emulation.unit import warm_up
+from morph.runtime.emulation.workload import EmulatedWorkload
+from morph.runtime.groups.store import StoreHost
+from morph.runtime.process.job_code import has_threads, imported_for_forks
+from morph.runtime.process.serving import serve, until_ended
+from morph.runtime.process.worker import Worker
+from morph.runtime.workloads.job_workload import JobWorkload
+
+HOST = "manager.engine.on_processes.process_host"
+MAX_DESCRIPTORS = 1
+PRELOADED = (EmulatedWorkload, JobWorkload)
+"""Imported for the children's sake."""
+
+
+@dataclass
+class _Children:
+    """Forked processes, each with a socket that tells it of this one's end."""
+
+    control_socket: ControlSocket
+    calls: socket.socket
+    lanes: dict[int, socket.socket] = field(default_factory=dict)
+    workers: dict[str, int] = field(default_factory=dict)
+    store: int = 0
+
+    def living(self) -> dict[str, int]:
+        """Workers that run. A dead one is not waited for, so that no other process can have its number."""
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return {name: pid for name, pid in self.workers.items() if os.waitid(os.P_PID, pid, flags) is None}
+
+    def fork(self, manager: socket.socket, request: dict[str, Any], descriptors: list[int]) -> int:
+        """Start a worker or the store."""
+        if "store" in request:
+            self.end_store()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            self.control_socket.close()
+            self.calls.close()
+            for foreign in (manager, ours, *self.lanes.values()):  # held open here they would hide another's end
+                foreign.close()
+            _child(request, descriptors, theirs)
+        theirs.close()
+        self.lanes[pid] = ours
+        if "worker" in request:
+            self.workers[request["worker"]] = pid
+        else:
+            self.store = pid
+        return pid
+
+    def end_store(self) -> None:
+        """Kill the store, if there is one: another is to have its port."""
+        if self.store:
+            os.kill(self.store, signal.SIGKILL)
+            os.waitpid(self.store, 0)
+            self.lanes.pop(self.store).close()
+            self.store = 0
+
+    def end(self) -> None:
+        """Kill all of them."""
+        for pid in self.lanes:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self.lanes:
+            os.waitpid(pid, 0)
+
+
+def _child(request: dict[str, Any], descriptors: list[int], host: socket.socket) -> None:
+    """Body of a forked process; does not return, and ends with the one that forked it."""
+    try:
+        enter(request["namespace"])
+        if "worker" in request:
+            until_ended(lambda: host.recv(1))
+            serve(Home.model_validate_json(request["home"]), Worker())
+        else:
+            store = StoreHost(request["store"], request["port"])
+            Connection(descriptors[0]).send_bytes(str(store.port()).encode())
+            host.recv(1)
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _attend(manager: socket.socket, children: _Children) -> bool:
+    """Do what one manager asks for until it goes; returns whether it asked for the end."""
+    with manager, contextlib.suppress(OSError):
+        tell(manager, children.calls.fileno(), host=os.getpid(), store=children.store, vms=children.living())
+        while True:
+            request, descriptors = hear(manager, MAX_DESCRIPTORS)
+            if request is None or "end" in request:
+                return request is not None
+            if "settled" in request:
+                children.control_socket.settle()
+                continue
+            try:
+                answer: dict[str, object] = {"pid": children.fork(manager, request, descriptors)}
+            except (OSError, KeyError) as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            for descriptor in descriptors:
+                os.close(descriptor)
+            tell(manager, **answer)
+    return False
+
+
+def main() -> None:
+    """Serve managers until one asks for the end, or none comes any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    first_manager = os.getppid()
+    if sys.argv[4] and not imported_for_forks(sys.argv[4]):  # begin anew without it
+        os.execv(sys.executable, [sys.executable, "-m", HOST, *sys.argv[1:4], "", *sys.argv[5:]])
+    control_socket = ControlSocket(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
+    calls = socket.socket(fileno=int(sys.argv[3]))
+    calls.set_inheritable(False)
+    warm_up()
+    children = _Children(control_socket, calls)
+    asked_to_end = False
+    assert not has_threads(), "a process with threads cannot be forked safely"
+    gc.collect()
+    gc.freeze()  # what was imported is shared with the children for good
+    gc.enable()
+    try:
+        while not asked_to_end and (manager := control_socket.next()) is not None:
+            asked_to_end = _attend(manager, children)
+    finally:
+        control_socket.close()
+        calls.close()
+        children.end()
+        if not asked_to_end:
+            remove_all(first_manager)
+            for directory in sys.argv[5:]:
+                shutil.rmtree(directory, ignore_errors=True)

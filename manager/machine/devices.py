@@ -1,0 +1,74 @@
+"""The CUDA devices of this machine, asked without opening one, and how local VMs share them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from morph.contract.errors import ConfigError
+
+_COMMAND = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+_ASK_S = 30.0
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class CudaDevice(NamedTuple):
+    """One device; ``uuid`` names it whatever the order in which CUDA counts."""
+
+    uuid: str
+    memory_bytes: int
+
+
+def _ask() -> str:
+    return subprocess.run(_COMMAND, capture_output=True, check=True, text=True, timeout=_ASK_S).stdout
+
+
+def cuda_devices(ask: Callable[[], str] = _ask, environment: Mapping[str, str] = os.environ) -> tuple[CudaDevice, ...]:
+    """The devices that a process started here may use: all, or those of ``CUDA_VISIBLE_DEVICES``. Takes up to 30 s.
+
+    Args:
+        ask: Returns a line for each: number, UUID and memory in MiB, as nvidia-smi does.
+        environment: Of this process.
+
+    Raises:
+        ConfigError: there is none, or none of those named.
+    """
+    try:
+        lines = [tuple(cell.strip() for cell in line.split(",")) for line in ask().splitlines() if line.strip()]
+        known = [(number, CudaDevice(uuid, int(mebibytes) << 20)) for number, uuid, mebibytes in lines]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise _none_there(f"nvidia-smi says: {error}") from error
+    wanted = environment.get(_VISIBLE)
+    if wanted is not None:
+        names = [name.strip() for name in wanted.split(",") if name.strip()]
+        known = [entry for name in names for entry in known if _is(entry, name)]
+    if not known:
+        raise _none_there(f"{_VISIBLE} is {wanted!r}" if wanted is not None else "nvidia-smi lists none")
+    return tuple(device for _, device in known)
+
+
+def device_share_bytes(devices: Sequence[CudaDevice], num_vms: int) -> int:
+    """Memory that each of so many VMs has of its device: of the smallest one, with as many VMs as any has."""
+    return min(device.memory_bytes for device in devices) // -(-num_vms // len(devices))
+
+
+def device_slots(devices: Sequence[CudaDevice], num_vms: int, folder: Path) -> tuple[str, ...]:
+    """Files for as many VMs: a process that locks one has a share of the device that the file is named after.
+
+    In the order in which they are to be tried, so that VMs are spread evenly.
+    """
+    rounds = -(-num_vms // len(devices))
+    return tuple(str(folder / f"{share}" / device.uuid) for share in range(rounds) for device in devices)
+
+
+def _is(entry: tuple[str, CudaDevice], name: str) -> bool:
+    number, device = entry
+    return name == number or device.uuid.lower().startswith(name.lower())
+
+
+def _none_there(why: str) -> ConfigError:
+    allowed = "cpu, or a machine with one"
+    return ConfigError(f"this machine has no such device ({why})", field="vms.device", value="cuda", allowed=allowed)

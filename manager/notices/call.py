@@ -1,0 +1,58 @@
+"""How a node calls its manager, for which it proves the nodes' secret (``morph.link``); messages are JSON objects.
+
+Its agent keeps its connection. It sends ``Told`` values and beats, the manager ``left`` messages, and ``heard`` for
+each of the agent's. On an errand a node asks for one thing, and hangs up::
+
+    {"kind": "wheel"}                            answered by the bytes of Morph's wheel, as one message
+    {"kind": "unfit", "why": SENTENCE}                       {"heard": true}
+    {"kind": "certificate", "request": CSR}                  {"certificate": PEM} or {"refused": SENTENCE}
+
+CSR is the node's signing request in PEM, empty where the node has nothing to make one with; it proves by its own
+signature that the node has the key. So the secret never travels, a node cannot speak for another job, and whoever does
+not have the secret can neither stand in for the manager nor add, change or repeat a message, nor use it on another
+connection. Nothing that is sent is secret.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import contextmanager
+from typing import Iterator, Tuple  # noqa: UP035 (a VM that boots may have Python 3.8)
+
+from morph.link.session import Session
+from morph.link.wire import Wire
+
+PURPOSE = "morph-notices"
+AGENT, ERRAND = ROLES = ("agent", "errand")
+CONNECT_TIMEOUT_S = 10.0
+
+
+@contextmanager
+def called(
+    manager: Tuple[str, int],  # noqa: UP006
+    secret: str,
+    node: str,
+    role: str,
+    num_devices: int = 1,
+    *,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+    source: str = "",
+) -> Iterator[Session]:
+    """Call the manager; hangs up at the end.
+
+    Args:
+        manager: Its address.
+        secret: Of the nodes.
+        node: Who calls.
+        role: ``AGENT`` or ``ERRAND``.
+        num_devices: That the node has.
+        timeout_s: For each of the manager's messages of the greeting.
+        source: The address to call from; empty: that of the way there.
+
+    Raises:
+        OSError: the manager is not there, is slow, or somebody else answers.
+    """
+    with socket.create_connection(manager, CONNECT_TIMEOUT_S, (source, 0) if source else None) as connection:
+        session = Session(connection, Wire(None, manager[0]))
+        session.greet(secret, PURPOSE, node, str(num_devices), role, timeout_s=timeout_s)
+        yield session

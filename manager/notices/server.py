@@ -1,0 +1,81 @@
+"""Where nodes call their manager: its end of ``manager.notices.call``, and what VMs get there as they boot."""
+
+from __future__ import annotations
+
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from manager.notices.call import AGENT, PURPOSE, ROLES
+from morph.contract.vm_names import MAX_DEVICES
+from morph.link.session import Session
+from morph.link.wire import Wire
+from morph.runtime.groups.listener import HELLO_TIMEOUT_S, Caller, Listener
+
+SILENT_S = 30.0
+SEND_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class CallingNode:
+    """Who calls, which it has proven; ``address``: from where."""
+
+    node: str
+    num_devices: int
+    address: str
+
+
+class VmServer(ABC):
+    """Listens for nodes, which prove that they know the secret. Subclasses say what their messages mean.
+
+    Args:
+        secret: Shared with the nodes; whoever does not prove it is sent away.
+        host: Address to listen on.
+        port: 0: any free one.
+        files: What nodes may ask for, by name.
+    """
+
+    def __init__(self, secret: str, host: str, port: int, files: Mapping[str, bytes]) -> None:
+        self._secret, self._files = secret, files
+        self._agents: dict[str, Session] = {}
+        self._lock = threading.Lock()
+        self._listener = Listener.at(host, port, self._serve, "morph-notices")
+        self.host, self.port = self._listener.address
+
+    def close(self) -> None:
+        """Listen no more, and send everybody away."""
+        self._listener.close()
+
+    @abstractmethod
+    def _take(self, caller: CallingNode, message: dict[str, Any]) -> dict[str, Any]:
+        """Take one message; return what the answer says besides that it was heard. A ValueError ends the session."""
+
+    def _serve(self, caller: Caller) -> None:
+        """Hear one node, until it is gone or silent; an agent comes again if it can."""
+        session = Session(caller.connection, Wire(None))
+        greeting = session.welcome(self._secret, PURPOSE, 3, HELLO_TIMEOUT_S)
+        name, num_devices, role = greeting.facts
+        if role not in ROLES or not 1 <= int(num_devices) <= MAX_DEVICES:
+            raise ConnectionError("no node speaks like this")
+        node = CallingNode(name, int(num_devices), caller.source)
+        caller.known()
+        session.let_in(greeting, self._secret)
+        if role == AGENT:
+            with self._lock:
+                before, self._agents[name] = self._agents.get(name), session
+            if before is not None:
+                before.close()
+        try:
+            while True:
+                message = session.hear(SILENT_S)
+                answer = self._files.get(str(message.get("kind")))
+                if answer is None:
+                    answer = json.dumps({"heard": True, **self._take(node, message)}).encode()
+                session.send(answer, SEND_TIMEOUT_S)
+        finally:
+            with self._lock:
+                if self._agents.get(name) is session:
+                    del self._agents[name]

@@ -1,0 +1,146 @@
+"""What a simulated worker has summed of a step: every contribution by unit, section and micro-batch (decision 0024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from morph.contract.messages import ReshapeOrder, Slot, UnitId, WorkerId
+from morph.contract.salvage import LOSSES, KeptSums, PartialSum, Salvage, counted_in, mask_of, partial_sum, share_in
+
+Place = tuple[UnitId, int]
+"""A unit, and one of the sections that use it."""
+
+
+class StepStart:
+    """What workers begin a step of a shape with.
+
+    ``first``: the generation's first one, and not when it is redone: what was salvaged is there.
+    """
+
+    def __init__(self, units: Mapping[UnitId, Sequence[int]], order: ReshapeOrder, *, first: bool) -> None:
+        self._order, self._salvage = order, order.salvage if first else None
+        self._places = [
+            tuple((unit, section) for unit, used in units.items() for section in used if section in stage.sections)
+            for stage in order.plan.stages
+        ]
+        self._shares: dict[int, Sequence[int]] = {}
+        self.counted: dict[Place, int] = {}
+        self._parts: dict[WorkerId, list[PartialSum]] = {}
+        for entry in () if self._salvage is None else self._salvage.sums:
+            _add(self.counted, entry.sum)
+            self._parts.setdefault(entry.receiver, []).append(entry.sum)
+
+    def places(self, slot: Slot) -> tuple[Place, ...]:
+        """What a worker's stage sums."""
+        return self._places[slot.stage]
+
+    def share(self, slot: Slot) -> Sequence[int]:
+        """The micro-batches that a worker runs."""
+        if slot.replica not in self._shares:
+            self._shares[slot.replica] = share_in(self._order.plan, slot.replica, self._salvage)
+        return self._shares[slot.replica]
+
+    def parts(self, slot: Slot) -> Sequence[PartialSum]:
+        """The sums that a worker goes on with."""
+        return self._parts.get(slot.worker, ())
+
+    @property
+    def whole(self) -> int:
+        """All micro-batches of a step."""
+        return (1 << self._order.plan.num_micro_batches) - 1
+
+
+@dataclass
+class WorkerSums:
+    """``units``: the sections that use each, ``LOSSES`` among them, which the last one has.
+
+    ``parts``: of a step that was given up; ``counted``: of the one that is run, what is in this worker's sums.
+    """
+
+    units: Mapping[UnitId, Sequence[int]]
+    step: int | None = None
+    parts: list[PartialSum] = field(default_factory=list)
+    counted: dict[Place, int] | None = None
+    before: Mapping[Place, int] = field(default_factory=dict)
+    share: Sequence[int] = ()
+    whole: int = 0
+    _places: tuple[Place, ...] = ()
+
+    def begin(self, start: StepStart, slot: Slot, step: int) -> bool:
+        """Begin a step; returns whether this worker has what the order says that it goes on with."""
+        self.whole, self.share, self._places = start.whole, start.share(slot), start.places(slot)
+        self.before, self.counted = start.counted, {}
+        has_all, known = True, set(map(id, self.parts))
+        for part in start.parts(slot):
+            has_all &= id(part) in known or part in self.parts
+            _add(self.counted, part)
+        self.step, self.parts = step, []
+        return has_all
+
+    def run(self, num_micro_batches: int | None = None) -> None:
+        """Run the first so many of the share, or all of it."""
+        assert self.counted is not None
+        share = self.share[:num_micro_batches]
+        spans = ((number, number + 1) for number in share)
+        ran = mask_of([(share.start, share.stop)] if isinstance(share, range) else spans)
+        for place in self._places:
+            added = ran & ~self.before.get(place, 0)
+            twice = self.counted.get(place, 0) & added
+            assert not twice, f"{twice:b} are counted twice in {place}"
+            if added:
+                self.counted[place] = self.counted.get(place, 0) | added
+
+    def keep(self, step: int, *, prepared: Iterable[UnitId] = ()) -> None:
+        """The step is given up: what is summed stays, and of units whose step is ``prepared`` the reduced sums."""
+        if self.counted is not None:
+            units: dict[UnitId, dict[int, int]] = {}
+            for (unit, section), mask in self.counted.items():
+                units.setdefault(unit, {})[section] = mask
+            units |= {unit: dict.fromkeys(self.units[unit], self.whole) for unit in prepared}
+            parts = (partial_sum(unit, masks) for unit, masks in units.items())
+            self.parts, self.counted = [part for part in parts if part.counted], None
+        if self.step != step:
+            self.step, self.parts = step, []
+
+    def told(self) -> KeptSums | None:
+        """What the manager is told."""
+        return (
+            None
+            if self.step is None or not self.parts
+            else KeptSums.model_construct(step=self.step, sums=tuple(self.parts))
+        )
+
+
+def disjoint_union(counted: Iterable[Mapping[Place, int]]) -> tuple[dict[Place, int], bool]:
+    """Add up what workers counted; returns it, and whether nothing was counted twice."""
+    total: dict[Place, int] = {}
+    once = True
+    for places in counted:
+        for place, mask in places.items():
+            once &= not total.get(place, 0) & mask
+            total[place] = total.get(place, 0) | mask
+    return total, once
+
+
+def right_salvage(salvage: Salvage, units: Mapping[UnitId, Sequence[int]], num_micro_batches: int) -> bool:
+    """Whether each micro-batch runs again of which something is missing."""
+    counted: dict[Place, int] = {}
+    for entry in salvage.sums:
+        _add(counted, entry.sum)
+    complete = whole = (1 << num_micro_batches) - 1
+    for unit, sections in units.items():
+        for section in sections:
+            complete &= counted.get((unit, section), 0)
+    return mask_of(salvage.remaining) == whole & ~complete
+
+
+def with_losses(units: Mapping[UnitId, Sequence[int]], num_sections: int) -> dict[UnitId, Sequence[int]]:
+    """Return the units and, among them, the losses, which belong to the last section."""
+    return {**units, LOSSES: (num_sections - 1,)}
+
+
+def _add(places: dict[Place, int], part: PartialSum) -> None:
+    for section, mask in counted_in(part).items():
+        assert not places.get((part.unit, section), 0) & mask, f"{part} is counted twice"
+        places[part.unit, section] = places.get((part.unit, section), 0) | mask

@@ -1,0 +1,193 @@
+"""The few things that a transport asks of a device, behind one interface: streams, events and pinned host memory.
+
+What is enqueued on a stream runs in order, later; only an event says that it is done. ``CudaDevice`` is the real one.
+``HostDevice`` does everything at once on the CPU, so that whatever is written for a device runs without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has come to it; asks, and waits for nothing."""
+
+    def wait(self) -> None:
+        """Block until the device has come to it, without a bound: for a thread that may be left behind.
+
+        What unblocks it on a device that hangs is the abort of whatever the device hangs in.
+        """
+
+
+class Stream(Protocol):
+    """Work in order."""
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Enqueue a copy between host and device, or within it. Nobody changes either tensor before it is done."""
+
+    def wait(self, event: Any) -> None:
+        """Let everything enqueued from now on wait for an event of the same device; the host waits for nothing."""
+
+    def record(self) -> Event:
+        """An event behind everything enqueued so far."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Device memory for this stream's work. Another stream that uses it calls ``use``."""
+
+    def use(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor of another stream, once it is let go, until this stream's work so far is done."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Have the calling thread compute on this stream, and allocate for it."""
+
+
+class Device(Protocol):
+    """One device of this process."""
+
+    @property
+    def kind(self) -> torch.device:
+        """Where its tensors lie."""
+
+    @property
+    def current(self) -> Stream:
+        """The stream on which the calling thread computes."""
+
+    def stream(self) -> Stream:
+        """A further stream."""
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory that the device copies from and to by itself.
+
+        It is reused once it is let go and no copy uses it any more: asking costs nothing after the first step.
+        """
+
+
+class Passed:
+    """An event that was done before it was recorded."""
+
+    done = True
+
+    def wait(self) -> None:
+        """See ``Event.wait``."""
+
+
+class HostStream:
+    """Does at once what is enqueued."""
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """See ``Stream.copy``."""
+        into.copy_(source)
+
+    def wait(self, event: Event) -> None:
+        """See ``Stream.wait``."""
+
+    def record(self) -> Event:
+        """See ``Stream.record``."""
+        return Passed()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See ``Stream.empty``."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def use(self, tensor: Tensor) -> None:
+        """See ``Stream.use``."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """See ``Stream.computing``."""
+        return nullcontext()
+
+
+class HostDevice:
+    """The CPU as a device."""
+
+    kind = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.current = HostStream()
+
+    def stream(self) -> Stream:
+        """See ``Device.stream``."""
+        return self.current
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See ``Device.pinned``."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+
+class CudaEvent:
+    """See ``Event``. Whoever waits sleeps, and lets other Python threads run."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    @property
+    def done(self) -> bool:
+        """See ``Event.done``."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """See ``Event.wait``."""
+        self.event.synchronize()
+
+
+class CudaStream:
+    """See ``Stream``."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """See ``Stream.copy``. torch's allocator of pinned memory reuses it once this stream is through."""
+        with torch.cuda.stream(self._stream):
+            into.copy_(source, non_blocking=True)
+
+    def wait(self, event: CudaEvent) -> None:
+        """See ``Stream.wait``."""
+        self._stream.wait_event(event.event)
+
+    def record(self) -> CudaEvent:
+        """See ``Stream.record``."""
+        return CudaEvent(self._stream)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See ``Stream.empty``."""
+        with torch.cuda.stream(self._stream):
+            return torch.empty(tuple(shape), dtype=dtype, device=self._stream.device)
+
+    def use(self, tensor: Tensor) -> None:
+        """See ``Stream.use``."""
+        tensor.record_stream(self._stream)
+
+    def computing(self) -> AbstractContextManager[object]:
+        """See ``Stream.computing``."""
+        return torch.cuda.stream(self._stream)
+
+
+class CudaDevice:
+    """See ``Device``."""
+
+    def __init__(self, kind: torch.device) -> None:
+        self.kind = torch.device(kind.type, torch.cuda.current_device() if kind.index is None else kind.index)
+
+    @property
+    def current(self) -> CudaStream:
+        """See ``Device.current``."""
+        return CudaStream(torch.cuda.current_stream(self.kind))
+
+    def stream(self) -> CudaStream:
+        """See ``Device.stream``."""
+        return CudaStream(torch.cuda.Stream(self.kind))  # type: ignore[no-untyped-call]
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See ``Device.pinned``: torch's caching allocator is the ring of buffers."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)

@@ -1,0 +1,197 @@
+"""The seam for what travels between neighbours: ``send`` tensors, and ``receive`` some.
+
+Two implementations of a link, which every worker has one of for each direction to each neighbour, and one contract test
+for both: ``HostLink`` for tensors in host memory, and ``StagedLink`` for those of a device, whose copies to and from
+pinned memory go beside what the device computes. Both end up in a ``Carrier``, for host tensors. An abort of the
+generation's ``Interrupt`` ends every wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from morph.runtime.device.devices import Event
+from morph.runtime.device.staging import Staging, staging_of
+from morph.runtime.groups.channels import Carrier, Transfer
+from morph.runtime.groups.interrupt import Interrupt
+
+
+class TensorSpec(Protocol):
+    """What a tensor that is to come looks like."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its element type."""
+
+
+class Arrival(Transfer, Protocol):
+    """Tensors on their way to this worker."""
+
+    def take(self) -> tuple[Tensor, ...]:
+        """The tensors, which must be ``done``: the calling thread's stream may use them, and nobody else has them."""
+
+
+class Link(Protocol):
+    """One direction between two workers: messages of one or more tensors, in order."""
+
+    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
+        """Start sending; returns at once.
+
+        ``lent``: the caller does not change them until they have left. Without it they are copied first.
+        """
+
+    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
+        """Start receiving one message; returns at once."""
+
+
+class HostLink:
+    """See ``Link``: of tensors in host memory, which travel from and into the place where they are used."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+
+    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
+        """See ``Link.send``."""
+        own = [tensor.detach() if lent else tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        return Several([self._carrier.transfer(tensor.contiguous()) for tensor in own])
+
+    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
+        """See ``Link.receive``."""
+        tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in specs)
+        return HostArrival(tensors, [self._carrier.transfer(tensor) for tensor in tensors])
+
+
+class Several:
+    """Transfers that are over once all of them are."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self.transfers = tuple(transfers)
+
+    @property
+    def done(self) -> bool:
+        """See ``Transfer.done``."""
+        return all(transfer.done for transfer in self.transfers)
+
+    @property
+    def done_at_s(self) -> float:
+        """See ``Transfer.done_at_s``."""
+        return max((transfer.done_at_s for transfer in self.transfers), default=0.0)
+
+    def wait(self, what: str, timeout_s: float | None = None) -> float:
+        """See ``Transfer.wait``: each within the bound."""
+        return sum(transfer.wait(what, timeout_s) for transfer in self.transfers)
+
+
+class HostArrival(Several):
+    """See ``Arrival``."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], transfers: Sequence[Transfer]) -> None:
+        super().__init__(transfers)
+        self._tensors = tensors
+
+    def take(self) -> tuple[Tensor, ...]:
+        """See ``Arrival.take``."""
+        assert self.done
+        return self._tensors
+
+
+class StagedLink:
+    """See ``Link``: of tensors on a device."""
+
+    def __init__(self, carrier: Carrier, staging: Staging, interrupt: Interrupt) -> None:
+        self._carrier, self._staging, self._interrupt = carrier, staging, interrupt
+
+    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
+        """See ``Link.send``. The copy is within the device, so that what computes next waits for no host."""
+        own = [tensor.detach().contiguous() if lent else _copied(tensor) for tensor in tensors]
+        return Leaving(own, self._staging, self._carrier.transfer, self._interrupt)
+
+    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
+        """See ``Link.receive``."""
+        hosts = [self._staging.device.pinned(spec.shape, spec.dtype) for spec in specs]
+        return StagedArrival(hosts, [self._carrier.transfer(host) for host in hosts], self._staging)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+class Leaving:
+    """Device tensors that are copied to the host, and whatever begins there with each copy, in this order."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        staging: Staging,
+        begin: Callable[[Tensor], Transfer],
+        interrupt: Interrupt,
+    ) -> None:
+        self._begin, self._interrupt = begin, interrupt
+        self._begun: Several | None = None
+        self._failure: Exception | None = None
+        staging.to_host(tensors, self._start, self._fail)
+
+    def _start(self, hosts: Sequence[Tensor]) -> None:
+        if not self._interrupt.over:
+            self._begun = Several([self._begin(host) for host in hosts])
+            self._interrupt.notify()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._interrupt.notify()
+
+    @property
+    def done(self) -> bool:
+        """See ``Transfer.done``."""
+        if self._failure is not None:
+            raise self._failure
+        return self._begun is not None and self._begun.done
+
+    @property
+    def done_at_s(self) -> float:
+        """See ``Transfer.done_at_s``."""
+        return 0.0 if self._begun is None else self._begun.done_at_s
+
+    def wait(self, what: str, timeout_s: float | None = None) -> float:
+        """See ``Transfer.wait``."""
+        return self._interrupt.wait_for(lambda: self.done, what, timeout_s)
+
+
+class StagedArrival(Several):
+    """See ``Arrival``. The copy to the device starts when somebody first sees that the tensors are on the host."""
+
+    def __init__(self, hosts: Sequence[Tensor], transfers: Sequence[Transfer], staging: Staging) -> None:
+        super().__init__(transfers)
+        self._hosts: Sequence[Tensor] = hosts
+        self._staging = staging
+        self._copied: tuple[tuple[Tensor, ...], Event] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the copy to the device is enqueued. Asked by the training thread alone."""
+        if self._copied is None and super().done:
+            self._copied = self._staging.to_device(self._hosts)
+            self._hosts = ()
+        return self._copied is not None
+
+    def take(self) -> tuple[Tensor, ...]:
+        """See ``Arrival.take``."""
+        assert self.done
+        assert self._copied is not None
+        self._staging.arrived(*self._copied)
+        return self._copied[0]
+
+
+def link_over(carrier: Carrier, device: torch.device, interrupt: Interrupt) -> Link:
+    """A link for tensors of a device over a carrier of host tensors."""
+    if device.type == "cpu":
+        return HostLink(carrier)
+    return StagedLink(carrier, staging_of(device), interrupt)

@@ -1,0 +1,247 @@
+"""Rings whose tensors stay on the device: a communicator each, whose operations run on one stream of the device.
+
+An operation's future says that it was enqueued, so what says that it is done is an event behind it. An operation whose
+peer never comes stays on the device, and whoever waits for the device hangs, until the communicator is aborted: all of
+a generation are, together, as soon as it is over.
+
+Operations are enqueued on one stream in the order in which they are begun. Members of a ring begin its operations in
+the same order, and what belongs to one ring before anything of the next (``Reduction``), rings in an order that all
+share; so no two devices wait for each other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, PrefixStore, Store
+
+from morph.runtime.device.devices import Device, Event, Stream
+from morph.runtime.device.ring_choice import DeviceFacts
+from morph.runtime.device.staging import EventThread
+from morph.runtime.groups.channels import GroupSpec, as_bytes, first_clause, ring_label
+from morph.runtime.groups.interrupt import Interrupt
+
+Communicator = Any
+"""A ``ProcessGroupNCCL``, or what stands for one; torch ships no types for its collectives."""
+MEET_S = 0.01
+"""Between two looks at whether the members are there to form a communicator."""
+
+
+class Library(Protocol):
+    """What forms communicators: NCCL, or what stands for it in tests."""
+
+    @property
+    def device(self) -> Device:
+        """Where its communicators work."""
+
+    @property
+    def facts(self) -> DeviceFacts:
+        """What other members must know of it."""
+
+    def form(self, store: Store, rank: int, size: int, limit_s: float) -> Communicator:
+        """Meet the other members; blocks until all are there. Raises RuntimeError."""
+
+    def abort(self, communicators: Sequence[Communicator]) -> None:
+        """End what is under way in all of them, and them; blocks until the device has none of it any more."""
+
+
+class RingStream:
+    """The stream on which rings of a device work, and the thread that waits for it, for the life of the process."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.stream: Stream = device.stream()
+        self.events = EventThread("morph-rings")
+
+
+class OnDevice:
+    """An operation under way on the device; holds its tensors until it is done."""
+
+    def __init__(self, event: Event, events: EventThread, tensors: tuple[Tensor, ...], interrupt: Interrupt) -> None:
+        self._event, self._interrupt = event, interrupt
+        self._is_done = False
+        self._failure: Exception | None = None
+        self.done_at_s = 0.0
+        """When it was done, on the clock of ``time.perf_counter``."""
+        events.after(event, self._finished, self._fail, tensors)
+
+    def _finished(self) -> None:
+        self.done_at_s = time.perf_counter()
+        self._is_done = True
+        self._interrupt.notify()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._interrupt.notify()
+
+    @property
+    def done(self) -> bool:
+        """See ``Transfer.done``. Raises what became of the device."""
+        if self._failure is not None:
+            raise self._failure
+        return self._is_done
+
+    def wait(self, what: str, timeout_s: float | None = None) -> float:
+        """See ``Transfer.wait``."""
+        return self._interrupt.wait_for(lambda: self.done, what, timeout_s)
+
+
+class DeviceRing:
+    """See ``Ring``: of tensors on a device. What is begun waits for the communicator to be formed."""
+
+    def __init__(
+        self, spec: GroupSpec, worker: str, formed: Callable[[], Communicator | None], over: RingStream, end: Interrupt
+    ) -> None:
+        self.name = ring_label(spec)
+        self.size, self.rank = len(spec.members), spec.members.index(worker)
+        self._formed, self._over, self._interrupt = formed, over, end
+
+    def catch_up(self) -> None:
+        """Let what is begun from now on wait for what the calling thread has given its device to do."""
+        self._over.stream.wait(self._over.device.current.record())
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Compute in order with the ring's operations."""
+        return self._over.stream.computing()
+
+    def hand_over(self, tensors: Sequence[Tensor]) -> None:
+        """Let the calling thread's stream use what the ring's stream made, once that is done."""
+        current = self._over.device.current
+        current.wait(self._over.stream.record())
+        for tensor in tensors:
+            current.use(tensor)
+
+    def exchange(self, received: Tensor, sent: Tensor) -> OnDevice:
+        """See ``Ring.exchange``."""
+        into, out = as_bytes(received), as_bytes(sent)
+        options = AllToAllOptions()
+        options.asyncOp = False
+        return self._begin(lambda group: group.alltoall_base(into, out, [], [], options), (received, sent))
+
+    def gather(self, gathered: Tensor, own: Tensor) -> OnDevice:
+        """See ``Ring.gather``."""
+        into, out = as_bytes(gathered), as_bytes(own)
+        options = AllgatherOptions()
+        options.asyncOp = False
+        return self._begin(lambda group: group._allgather_base(into, out, options), (gathered, own))
+
+    def reduce(self, tensor: Tensor, operation: Any) -> OnDevice:
+        """See ``Ring.reduce``."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        options.asyncOp = False
+        return self._begin(lambda group: group.allreduce([tensor], options), (tensor,))
+
+    def _begin(self, operation: Callable[[Communicator], object], tensors: tuple[Tensor, ...]) -> OnDevice:
+        """Enqueue it on the ring's stream: without ``asyncOp`` an operation goes to the stream that is current."""
+        formed: list[Communicator] = []
+
+        def is_formed() -> bool:
+            formed[:] = [self._formed()]
+            return formed[0] is not None
+
+        self._interrupt.wait_for(is_formed, "the communicator of a reduction")
+        try:
+            with self._over.stream.computing():
+                operation(formed[0])
+        except RuntimeError as error:  # a communicator that is aborted, or whose peer is known to be gone
+            self._interrupt.lose(f"{self.name}: {first_clause(error)}")
+            self._interrupt.check()
+            raise
+        return OnDevice(self._over.stream.record(), self._over.events, tensors, self._interrupt)
+
+
+class CommunicatorSet:
+    """See ``DeviceRings``: the communicators of one worker in one generation.
+
+    They are formed in a thread, in the order given, while the first step computes: a ring is first needed at its end.
+
+    Args:
+        specs: The rings that this worker belongs to, in an order that all members share.
+        worker: This one.
+        library: What forms them.
+        over: The stream of the library's device.
+        interrupt: The generation's.
+        open_store: Connects to the rendezvous store.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[GroupSpec],
+        worker: str,
+        library: Library,
+        over: RingStream,
+        interrupt: Interrupt,
+        open_store: Callable[[], Store],
+    ) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+        self._worker, self._library, self._over, self._interrupt = worker, library, over, interrupt
+        self._open_store = open_store
+        self._formed: dict[str, Communicator] = {}
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        interrupt.at_end(self.close)
+        threading.Thread(target=self._form, name="morph-communicators", daemon=True).start()
+
+    def ring(self, name: str) -> DeviceRing | None:
+        """See ``DeviceRings.ring``."""
+        spec = self._specs.get(name)
+        if spec is None:
+            return None
+        return DeviceRing(spec, self._worker, lambda: self._formed.get(name), self._over, self._interrupt)
+
+    def close(self) -> None:
+        """See ``DeviceRings.close``. They are aborted together: one by one, each waits for what hangs in another."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            formed = list(self._formed.values())
+            self._formed.clear()
+        self._library.abort(formed)
+
+    def _form(self) -> None:
+        try:
+            store = self._open_store()
+            for spec in self._specs.values():
+                if not self._meet(spec, own := PrefixStore(f"{spec.name}/device", store)):
+                    return
+                self._form_one(spec, own)
+        except RuntimeError as error:  # the store's and the communicators'
+            self._interrupt.lose(f"forming the communicators of reductions: {first_clause(error)}")
+
+    def _meet(self, spec: GroupSpec, store: Store) -> bool:
+        """Wait at the store for the members, who are there at about the same time; whether they came.
+
+        Whoever forms a communicator cannot be stopped, and whoever waits in the store neither: so this asks.
+        """
+        store.set(self._worker, "")
+        start_s = time.monotonic()
+        while not store.check(list(spec.members)):
+            if time.monotonic() - start_s > self._interrupt.limit_s:
+                self._interrupt.lose(f"{ring_label(spec)}: not all came to form its communicator")
+            if self._closed.wait(MEET_S):
+                return False
+        return not self._closed.is_set()
+
+    def _form_one(self, spec: GroupSpec, store: Store) -> None:
+        made = self._library.form(store, spec.members.index(self._worker), len(spec.members), self._interrupt.limit_s)
+        with self._lock:
+            if not self._closed.is_set():
+                self._formed[spec.name] = made
+                self._interrupt.notify()
+                return
+        self._library.abort([made])
+
+
+def told_facts(store: Store, rings: Sequence[GroupSpec], worker: str, facts: DeviceFacts) -> dict[str, DeviceFacts]:
+    """Tell the other members of a worker's rings of its device, and return what they tell; blocks until they have."""
+    store.set(worker, facts.model_dump_json())
+    members = sorted({member for ring in rings for member in ring.members})
+    return {member: DeviceFacts.model_validate_json(store.get(member)) for member in members}

@@ -1,0 +1,147 @@
+"""Named tensors as a stream of chunks: a header, then the bytes of all tensors, from where they are to where they stay.
+
+On the host nothing is copied but small tensors, which share a chunk. A device's bytes go through pinned memory, a few
+chunks at a time, so that copy and wire are busy together and no unit is ever whole in host memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from morph.checkpoint.unit_files import layout, views
+from morph.runtime.device.links import Leaving
+from morph.runtime.device.staging import Staging, staging_for
+from morph.runtime.groups.channels import Carrier, Transfer, as_bytes
+from morph.runtime.groups.interrupt import Interrupt
+
+CHUNK_BYTES = 1 << 24
+OWN_CHUNK_BYTES = 1 << 20
+"""A tensor as large as this begins a chunk; smaller ones share one."""
+AHEAD = 4
+"""Chunks of a device that are under way at a time."""
+
+FindStaging = Callable[[torch.device], Staging | None]
+
+
+def chunks(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut a stream of tensors of so many bytes each: beginning and end of each chunk, in bytes."""
+    begin = end = 0
+    for size in sizes:
+        if size >= OWN_CHUNK_BYTES and end > begin:
+            yield begin, end
+            begin = end
+        end += size
+        while end - begin >= CHUNK_BYTES or (size >= OWN_CHUNK_BYTES and end > begin):
+            yield begin, min(begin + CHUNK_BYTES, end)
+            begin = min(begin + CHUNK_BYTES, end)
+    if end > begin:
+        yield begin, end
+
+
+def send_tensors(
+    tensors: Mapping[str, Tensor], carrier: Carrier, interrupt: Interrupt, find: FindStaging = staging_for
+) -> list[Transfer]:
+    """Start sending tensors, which nobody may change before they have left.
+
+    Returns at once where they are on the host. Where a device has them it returns when they have left.
+    """
+    header, names = layout(tensors)
+    flat = [as_bytes(tensors[name].detach().contiguous()) for name in names if tensors[name].numel()]
+    text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    pending = [carrier.transfer(torch.tensor([len(header)])), carrier.transfer(text)]
+    under_way: deque[Transfer] = deque()
+    for pieces in _pieces(flat):
+        staging = next((found for piece in pieces if (found := find(piece.device)) is not None), None)
+        while under_way and (staging is None or len(under_way) >= AHEAD):  # whatever goes by itself waits for its turn
+            under_way.popleft().wait("a part of a unit's state to leave")
+        if staging is None:
+            pending.append(carrier.transfer(_joined(pieces)))
+        else:
+            one = _joined([piece.to(staging.device.kind) for piece in pieces])
+            under_way.append(Leaving([one], staging, carrier.transfer, interrupt))
+    for transfer in under_way:
+        transfer.wait("a unit's state to leave")
+    return pending
+
+
+def receive_tensors(
+    carrier: Carrier, device: torch.device, find: FindStaging = staging_for
+) -> tuple[dict[str, Tensor], int]:
+    """Receive what ``send_tensors`` sends, in memory of its own on a device; and its size in bytes.
+
+    Raises:
+        GenerationAborted, PeerLost, WaitTimeout: meanwhile.
+    """
+    size = torch.zeros(1, dtype=torch.int64)
+    carrier.transfer(size).wait("the size of a unit's header")
+    text = torch.empty(int(size), dtype=torch.uint8)
+    carrier.transfer(text).wait("a unit's header")
+    header = bytes(text.numpy())
+    offsets, make = views(header)
+    total = max((end for _, end in offsets), default=0)
+    cut = chunks([end - begin for begin, end in offsets])
+    staging = find(device)
+    if staging is None:
+        body = _memory(total)
+        for transfer in [carrier.transfer(body[begin:end]) for begin, end in cut]:
+            transfer.wait("a unit's state")
+    else:
+        body = _staged(carrier, staging, total, cut)
+    return make(body), len(header) + total
+
+
+def _memory(num_bytes: int) -> Tensor:
+    """Host memory that is there at its first use in large pages: in small ones that takes longer than to receive it."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # not every kernel has them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _staged(carrier: Carrier, staging: Staging, total: int, cut: Iterator[tuple[int, int]]) -> Tensor:
+    body = staging.empty((total,), torch.uint8)
+    posted: deque[tuple[Tensor, Tensor, Transfer]] = deque()
+
+    def take() -> None:
+        into, host, transfer = posted.popleft()
+        transfer.wait("a unit's state")
+        staging.fill(into, host)
+
+    for begin, end in cut:
+        host = staging.device.pinned((end - begin,), torch.uint8)
+        posted.append((body[begin:end], host, carrier.transfer(host)))
+        if len(posted) == AHEAD:
+            take()
+    while posted:
+        take()
+    staging.arrived((body,), staging.filled())
+    return body
+
+
+def _pieces(flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The parts of flat tensors that make up each chunk."""
+    sizes = [tensor.numel() for tensor in flat]
+    ends = list(accumulate(sizes))
+    index = 0
+    for begin, end in chunks(sizes):
+        found = []
+        while begin < end:
+            first = ends[index] - sizes[index]
+            stop = min(end, ends[index])
+            found.append(flat[index][begin - first : stop - first])
+            begin = stop
+            index += stop == ends[index]
+        yield found
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))

@@ -1,0 +1,278 @@
+"""Reducing sums over the workers that share them, beside what these still compute.
+
+Each worker turns its share of a part into mean gradients: shares of the sums go to their workers (8 bytes for each
+parameter of exact sums), and means come back (4). An all-reduce of the sums would carry 16. The sums themselves stay as
+they are, so that a worker still has its own should the step be given up.
+
+A ring of gloo takes what is in host memory, to which a device's sums are copied first; in a ring of devices they stay.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from morph.runtime.device.rings import DeviceRing
+from morph.runtime.device.staging import Staging, staging_for
+from morph.runtime.groups.channels import Ring, Transfer
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.state.accumulators import Accumulator, Part
+
+_WHAT = "the gradients' reduction"
+
+
+PIECE_BYTES = 16 * 1024 * 1024
+"""Of a part's sums that are under way at once, so that what is received takes little memory, and the same again."""
+SHARE_BYTES = 256 * 1024
+"""Of a piece to each member, at least: smaller messages take as long."""
+
+
+@dataclass(eq=False)
+class _Unit:
+    """One accumulator that is reduced over one ring.
+
+    ``staging``: of its device; None where that is the host, or the ring one of devices.
+    """
+
+    accumulator: Accumulator
+    ring: Ring
+    staging: Staging | None
+    largest: Tensor | None = None
+    means: dict[Part, Tensor] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> list[Part]:
+        """Those with elements."""
+        return [part for part in self.accumulator.parts if part.size]
+
+    @property
+    def given(self) -> list[Tensor]:
+        """What is reduced: the largest magnitudes, if there are any, and each part's sums, flat, in equal shares."""
+        sums = [part.shares(self.ring.size).view(-1) for part in self.parts]
+        return sums if self.accumulator.largest is None else [self.accumulator.largest, *sums]
+
+    def pieces(self, given: Sequence[Tensor]) -> list[_Piece]:
+        """``given``, now where the ring takes it, in pieces; the largest magnitudes go with the first."""
+        largest, sums = (None, given) if self.accumulator.largest is None else (given[0], given[1:])
+        num = self.ring.size
+        pieces = []
+        for part, flat in zip(self.parts, sums, strict=True):
+            length = max(PIECE_BYTES, num * SHARE_BYTES) // flat.element_size() // num * num
+            for first in range(0, len(flat), length):
+                pieces.append(_Piece(self, part, first, len(flat), flat[first : first + length].view(num, -1)))
+        if largest is not None:
+            pieces = pieces or [_Piece(self, None, 0, 0, None)]
+            pieces[0].largest = largest
+        return pieces
+
+    def take(self, num_micro_batches: int) -> None:
+        """Give the accumulator what is the same for all members now; in the thread that computes."""
+        means, largest = tuple(self.means[part] for part in self.parts), self.largest
+        if self.staging is not None:
+            on_device, event = self.staging.to_device(means)
+            self.staging.arrived(on_device, event)
+            means = on_device
+        elif isinstance(self.ring, DeviceRing):
+            self.ring.hand_over(means)
+        self.accumulator.take(dict(zip(self.parts, means, strict=True)), largest, num_micro_batches)
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A range of a part; ``part_size``: elements of the whole part, in equal shares; ``sums``: (members, elements)."""
+
+    unit: _Unit
+    part: Part | None
+    first: int
+    part_size: int
+    sums: Tensor | None
+    largest: Tensor | None = None
+    received: Tensor | None = None
+    pending: list[Transfer] = field(default_factory=list)
+
+    @property
+    def ring(self) -> Ring:
+        return self.unit.ring
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Compute where the ring's operations are in order."""
+        return self.ring.computing() if isinstance(self.ring, DeviceRing) else nullcontext()
+
+    def scatter(self, spare: list[Tensor]) -> None:
+        """Send every member its share of the sums. ``spare``: memory that earlier pieces do not need any more."""
+        with self.computing():
+            if self.largest is not None:
+                # the maximum of a number and NaN may be the number; infinity says too that the step is to be skipped
+                self.unit.largest = self.largest.nan_to_num(nan=math.inf, posinf=math.inf)
+                self.pending.append(self.ring.reduce(self.unit.largest, dist.ReduceOp.MAX))
+            if self.sums is not None:
+                self.received = _memory_for(self.sums, spare)
+                self.pending.append(self.ring.exchange(self.received, self.sums))
+
+    def gather(self, num_micro_batches: int, spare: list[Tensor]) -> None:
+        """Turn this worker's share into means, and send them to every member."""
+        self.wait()
+        with self.computing():
+            if isinstance(self.ring, DeviceRing) and self.largest is not None and self.unit.largest is not None:
+                self.unit.largest = self.unit.largest.cpu()
+            if self.part is None or self.received is None:
+                return
+            length = self.received.shape[1]
+            first = self.first + self.ring.rank * length
+            means = self.unit.accumulator.mean(self.part, self.received, first, num_micro_batches)
+            whole = self._all_means(means)[self.first : self.first + self.ring.size * length]
+            self.pending.append(self.ring.gather(whole, means))
+            spare.append(self.received)
+            self.sums = self.received = None
+
+    def _all_means(self, like: Tensor) -> Tensor:
+        assert self.part is not None
+        if self.part not in self.unit.means:
+            shape, staging = (self.part_size,), self.unit.staging
+            found = like.new_empty(shape) if staging is None else staging.device.pinned(shape, like.dtype)
+            self.unit.means[self.part] = found
+        return self.unit.means[self.part]
+
+    def wait(self) -> None:
+        """Block until what is under way is done. Raises as ``Interrupt.wait_for``."""
+        for pending in self.pending:
+            pending.wait(_WHAT)
+        self.pending.clear()
+
+
+def _memory_for(like: Tensor, spare: list[Tensor]) -> Tensor:
+    """Memory of the same kind and shape, of which nothing is read before it is written to."""
+    for index, found in enumerate(spare):
+        if (found.dtype, found.device) == (like.dtype, like.device) and found.numel() >= like.numel():
+            return spare.pop(index).view(-1)[: like.numel()].view(like.shape)
+    return torch.empty_like(like)
+
+
+class Reduction:
+    """The reductions of one step, begun in the order in which they are ``put``, which all members of a ring share.
+
+    They run in a thread of their own, so that they go on while the order lane computes, piece by piece. Each waits for
+    its means only after the sums of the next one of its ring were sent: links are never idle, and all members send in
+    the same order.
+    Sums on a device are copied to pinned memory first, beside what it computes, unless the ring is one of devices.
+
+    Args:
+        interrupt: The generation's.
+        num_micro_batches: N.
+    """
+
+    def __init__(self, interrupt: Interrupt, num_micro_batches: int) -> None:
+        self._interrupt = interrupt
+        self._num_micro_batches = num_micro_batches
+        self._units: list[_Unit] = []
+        self._to_scatter: deque[_Piece] = deque()
+        self._scattered: deque[_Piece] = deque()
+        self._gathered: deque[_Piece] = deque()
+        self._num_on_host = 0
+        self._is_complete = self._is_done = False
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def put(self, accumulator: Accumulator, ring: Ring | None) -> None:
+        """Reduce an accumulator to which nothing is added any more; without a ring there is nothing to do."""
+        if ring is None or self._failure is not None:
+            return
+        staging = None if isinstance(ring, DeviceRing) else staging_for(accumulator.device)
+        unit = _Unit(accumulator, ring, staging)
+        self._units.append(unit)
+
+        def begin(hosts: Sequence[Tensor]) -> None:
+            self._to_scatter.extend(unit.pieces(hosts))
+            self._num_on_host += 1
+            self._interrupt.notify()
+
+        if isinstance(ring, DeviceRing):
+            ring.catch_up()
+        if staging is None:
+            begin(unit.given)
+        else:
+            staging.to_host(unit.given, begin, self._fail)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="morph-reduce", daemon=True)
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Block until everything that was put is reduced. Raises as ``Interrupt.wait_for``."""
+        if self._thread is None:
+            return
+        self._is_complete = True
+        self._interrupt.notify()
+        self._interrupt.wait_for(lambda: self._is_done, _WHAT)
+        if self._failure is not None:
+            raise self._failure
+        for unit in self._units:
+            unit.take(self._num_micro_batches)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Hold no ring any more: whoever is the last to hold one waits until what is under way in it has timed out.
+
+        That must be the reaper of old groups, not whichever thread collects garbage.
+        """
+        self._units.clear()
+        for pieces in (self._to_scatter, self._scattered, self._gathered):
+            pieces.clear()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._interrupt.notify()
+
+    def _run(self) -> None:
+        try:
+            self._reduce()
+        except BaseException as error:  # for who waits; an aborted generation has ended its wait already
+            traceback.clear_frames(error.__traceback__)
+            self._fail(error)
+        if self._failure is not None:
+            self._let_go()
+        self._is_done = True
+        self._interrupt.notify()
+
+    def _reduce(self) -> None:
+        spare: list[Tensor] = []
+        while not self._is_over():
+            self._interrupt.wait_for(
+                lambda: bool(self._to_scatter) or self._failure is not None or self._is_over(),
+                _WHAT,
+                threading.TIMEOUT_MAX,
+            )
+            if self._failure is not None:
+                return
+            if self._to_scatter:
+                piece = self._to_scatter.popleft()
+                if self._scattered and self._scattered[0].ring.name != piece.ring.name:
+                    # all of one ring before anything of the next: devices do one operation after the other
+                    self._gather_next(spare)
+                piece.scatter(spare)
+                self._scattered.append(piece)
+            if len(self._scattered) > 1:
+                self._gather_next(spare)
+        while self._scattered:
+            self._gather_next(spare)
+        for piece in self._gathered:
+            piece.wait()
+
+    def _gather_next(self, spare: list[Tensor]) -> None:
+        piece = self._scattered.popleft()
+        piece.gather(self._num_micro_batches, spare)
+        self._gathered.append(piece)
+        if len(self._gathered) > 1:
+            self._gathered.popleft().wait()
+
+    def _is_over(self) -> bool:
+        """Whether everything is scattered."""
+        return self._is_complete and self._num_on_host == len(self._units) and not self._to_scatter

@@ -1,0 +1,130 @@
+"""Sections compiled by torch.compile: once for each kind of section, and to the same kernels in every worker.
+
+A section is compiled as it is run, with its backward, whatever stage it is in; so is the same everywhere what a shape
+computes. With exact sums torch is set to deterministic algorithms, and then Inductor chooses nothing by timing; what it
+generates depends on the section, torch, the compiler and the processor or GPU. Compiled code is kept in the user's
+cache folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from morph.contract.errors import JobError, MorphError
+from morph.cutting.exporting.user_functions import UserFunction
+from morph.cutting.sections.section import BoundaryTensor, CutModel, Section, SectionCode
+from morph.job import Precision
+from morph.runtime.step.section_run import run_section, section_backward
+from morph.user_cache import cache_folder
+
+_FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_FOLDER = "compiled"
+_SHOWN = 300
+Compiled = dict[tuple[object, ...], SectionCode]
+
+
+def compiled(model: CutModel) -> CutModel:
+    """Return a cut model whose sections are compiled when they are first run on a device.
+
+    Sections with a backward of the user's own (``torch.autograd.Function``) stay as they are.
+
+    Raises:
+        JobError: the model is cut at marks, so that its sections are the user's code.
+    """
+    refuse_marked(model)
+    _prepare()
+    shared: Compiled = {}
+    sections = [
+        replace(section, finish=partial(_finished, shared, section), _on_device={}) for section in model.sections
+    ]
+    return replace(model, sections=tuple(sections))
+
+
+def refuse_marked(model: CutModel) -> None:
+    """See that sections are graphs.
+
+    Raises:
+        JobError: they are the user's code.
+    """
+    if not all(isinstance(section.code, GraphModule) for section in model.sections):
+        allowed = "False for a model that is cut at marks, because torch.export refuses it"
+        raise JobError("cannot be had", source="Job", field="compile", value=True, allowed=allowed)
+
+
+def compile_all(
+    model: CutModel,
+    load_batch: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    precision: Precision,
+    device: torch.device,
+) -> None:
+    """Compile one section of each kind, by running it forward and backward on zeros.
+
+    Args:
+        model: What ``compiled`` returned.
+        load_batch: Gives batch entries of some micro-batch, by keys.
+        precision: The job's.
+        device: Where sections run.
+
+    Raises:
+        JobError: a section that cannot be compiled.
+    """
+    for section in {_kind(section, device): section for section in reversed(model.sections)}.values():
+        tensors: dict[str, Tensor] = {}
+        for name in (*section.parameters, *section.buffers):
+            shape, dtype = model.specs[name]
+            tensors[name] = torch.zeros(shape, dtype=dtype, device=device, requires_grad=name in section.parameters)
+        try:
+            inputs = [_zeros(spec, device) for spec in section.inputs]
+            run = run_section(section, inputs, load_batch(section.batch_keys), tensors, precision)
+            gradients = [_zeros(spec, device) if spec.requires_grad else None for spec in section.outputs]
+            section_backward(section, run, gradients, tensors, lambda _name, _gradient: None)
+        except (MorphError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            told = " ".join(str(error).split())[:_SHOWN]
+            raise JobError(
+                f"section {section.index} ({section.label}) cannot be compiled: {told}",
+                source="Job",
+                field="compile",
+                value=True,
+                allowed="False",
+            ) from error
+
+
+def _prepare() -> None:
+    """Say where Inductor keeps code; it starts no processes of its own, which might outlive a lost worker."""
+    import torch._inductor.config as inductor
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get(_FOLDER_VARIABLE) in {None, default_cache_dir()}:  # which torch sets as it goes
+        folder = cache_folder() / _FOLDER
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ[_FOLDER_VARIABLE] = str(folder)
+    inductor.compile_threads = 1
+    inductor.max_autotune = False
+
+
+def _finished(shared: Compiled, section: Section, code: SectionCode, device: torch.device) -> SectionCode:
+    assert isinstance(code, GraphModule)
+    if any(isinstance(node.target, UserFunction) for node in code.graph.nodes):
+        return code
+    made: SectionCode = torch.compile(code, fullgraph=True, dynamic=False)
+    if any(True for _ in code.children()):  # a region's graph, which the signature does not tell
+        return made
+    return shared.setdefault(_kind(section, device), made)
+
+
+def _kind(section: Section, device: torch.device) -> tuple[object, ...]:
+    gradients = tuple(spec.requires_grad for spec in section.inputs)
+    return section.signature, gradients, len(section.parameters), len(section.buffers), device
+
+
+def _zeros(spec: BoundaryTensor, device: torch.device) -> Tensor:
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)

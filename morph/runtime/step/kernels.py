@@ -1,0 +1,109 @@
+"""Which kernels torch may take: with exact sums, only those whose results have the same bits each time.
+
+A gradient of one micro-batch enters the sum of every shape, and is computed again after a loss, so ``exact`` is worth
+no more than the kernels are. torch takes deterministic ones when asked to (``torch.use_deterministic_algorithms``), in
+the backward of flash and memory-efficient attention too (``attention_backward.cu``), and refuses operations that have
+none. cuDNN's attention has no deterministic backward, so it is switched off.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from morph.contract.errors import JobError
+from morph.job import Accumulation
+
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_WORKSPACES = (":4096:8", ":16:8")
+"""Those with which cuBLAS gives the same bits each time (its documentation, "Results reproducibility")."""
+_NONE_DETERMINISTIC = re.compile(r"^(\S+) does not have a deterministic implementation")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What torch is set to.
+
+    Attributes:
+        determinism: As in ``torch.set_deterministic_debug_mode``; 2: operations without a deterministic kernel are
+            refused, and that one is taken of the others.
+        cudnn_benchmark: Let cuDNN choose its convolutions by their speed, which may choose others each time.
+        cudnn_attention: Let attention take cuDNN's kernels, beside flash, memory-efficient and plain ones.
+    """
+
+    determinism: int
+    cudnn_benchmark: bool
+    cudnn_attention: bool
+
+
+def kernels_for(accumulation: Accumulation, now: Kernels) -> Kernels:
+    """Return what a job's sections may be computed with; for ``fast``, what torch is set to."""
+    if accumulation == "fast":
+        return now
+    return Kernels(determinism=2, cudnn_benchmark=False, cudnn_attention=False)
+
+
+def kernels_now() -> Kernels:
+    """Return what torch is set to."""
+    return Kernels(
+        determinism=torch.get_deterministic_debug_mode(),
+        cudnn_benchmark=torch.backends.cudnn.benchmark,
+        cudnn_attention=torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call] # torch ships no types
+    )
+
+
+def set_kernels(wanted: Kernels) -> None:
+    """Set torch, for the whole process."""
+    torch.set_deterministic_debug_mode(wanted.determinism)
+    # else a pass over every new tensor
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # set by a property
+    torch.backends.cudnn.benchmark = wanted.cudnn_benchmark
+    torch.backends.cuda.enable_cudnn_sdp(wanted.cudnn_attention)
+
+
+def prepare_cublas() -> None:
+    """Give cuBLAS a workspace of its own for each stream, before anything in this process starts CUDA.
+
+    Raises:
+        JobError: the environment asks for one with which products may differ from run to run.
+    """
+    found = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])
+    if found not in CUBLAS_WORKSPACES:
+        raise JobError(
+            "products on a GPU would not have the same bits each time",
+            source="environment",
+            field=CUBLAS_VARIABLE,
+            value=found,
+            allowed=" or ".join(CUBLAS_WORKSPACES),
+        )
+
+
+@contextmanager
+def kernels_refused(first_line: str | None) -> Iterator[None]:
+    """Tell in one sentence that an operation of a section has no deterministic kernel.
+
+    Args:
+        first_line: ``file:line`` of the user's code that the section begins with, if it is known.
+
+    Raises:
+        JobError: in place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = _NONE_DETERMINISTIC.match(str(error))
+        if found is None:
+            raise
+        where = f", in the section that begins at {first_line}" if first_line else ""
+        raise JobError(
+            f"{found.group(1)} has no deterministic kernel on this device{where}",
+            source="Job",
+            field="accumulation",
+            value="exact",
+            allowed="'fast', or another operation in the model",
+        ) from error

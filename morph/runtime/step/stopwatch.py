@@ -1,0 +1,150 @@
+"""Seconds by kind of work in one step, on the device's clock; and where asked for, what was done when."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from morph.contract.timeline import ComputeTimes, Span, SpanKind
+from morph.runtime.device.task_clock import Mark, TaskClock
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.step.schedule_follower import Task
+
+Standing = Literal["wait", "reduce"]
+"""What the device stands idle for."""
+_SPAN_KINDS: dict[Task | Standing, SpanKind] = {
+    "wait": "wait",
+    "reduce": "reduce",
+    Task.FORWARD: "forward",
+    Task.RECOMPUTE: "recompute",
+    Task.BACKWARD: "backward",
+}
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What the device was given, or stood idle for, between two marks that it may not have come to yet."""
+
+    what: Task | Standing
+    micro_batch: int | None
+    start: Mark
+    end: Mark
+    device_took_s: float | None = None
+    processor_s: float | None = None
+
+
+class Stopwatch:
+    """Of one step.
+
+    Tasks and waits are counted once the device has come to their end, so nothing waits for it during the step;
+    ``settle`` counts what is left. A wait, for a neighbour or for reductions, is what the device stood idle meanwhile.
+
+    Args:
+        clock: The device's.
+        recording: Keep a timeline.
+    """
+
+    def __init__(self, clock: TaskClock, *, recording: bool = False) -> None:
+        self._clock = clock
+        self._recording = recording
+        self.start_ns = time.time_ns()
+        """The wall clock at the start."""
+        self.start_s = time.perf_counter()
+        self._zero = clock.mark()
+        self._open: deque[_Done] = deque()
+        self._measured: list[tuple[SpanKind, int | None, float, float]] = []
+        self.spent_s: dict[str, float] = dict.fromkeys(("F", "R", "B", "reduce", "wait"), 0.0)
+        self.spans: list[Span] = []
+        self.finished: Callable[[float, float, float, float | None], None] | None = None
+        """Told (forward, recompute, backward) in seconds of each micro-batch when its backward is done.
+
+        Last, the processor time of forward and backward; None where the device is another.
+        """
+        self.late_s = 0.0
+        """Of an emulated device: the most by which a task of the step ended late, because the host was busy."""
+        self.device_took_s: Callable[[], float] | None = None
+        """Of an emulated device: what the last task took by its own clock, which a busy host does not disturb."""
+        self._begun: dict[int | None, tuple[float, float, float | None]] = {}
+
+    def mark(self) -> Mark:
+        """The moment at which the device has done everything that it was given so far; returns at once."""
+        return self._clock.mark()
+
+    def task_given(self, task: Task, micro_batch: int, start: Mark, processor_s: float | None = None) -> None:
+        """The device was given a task since ``start``; with its processor time (seconds) where that is the device's."""
+        took_s = None if self.device_took_s is None else self.device_took_s()
+        self._note(_Done(task, micro_batch, start, self.mark(), took_s, processor_s))
+
+    def stood(self, what: Standing, start: Mark) -> None:
+        """The host waited since ``start``; it counts as far as the device had nothing to do meanwhile."""
+        self._note(_Done(what, None, start, self.mark()))
+
+    def settle(self, interrupt: Interrupt) -> None:
+        """Count everything, at the end of the step: block until the device has done what it was given.
+
+        A device that hangs is not waited for any longer than anything else. Raises as ``Interrupt.wait_for``.
+        """
+        end = self._clock.mark()
+        if not self._clock.is_over(end):
+            interrupt.call(lambda: self._clock.wait(end), "the device to do what it was given")
+        self._count()
+        # what was waited for is over now on both clocks
+        after_s = max(0.0, time.perf_counter() - self.start_s - self._clock.seconds(self._zero, end))
+        for kind, micro_batch, start_s, end_s in self._measured:
+            self._keep(kind, micro_batch, start_s + after_s, end_s + after_s)
+        self._measured.clear()
+
+    def record(self, kind: SpanKind, micro_batch: int | None, start_s: float, end_s: float) -> None:
+        """Keep a span of the host's clock (``time.perf_counter``) for the timeline, if one is asked for."""
+        self._keep(kind, micro_batch, start_s - self.start_s, end_s - self.start_s)
+
+    def times(self) -> ComputeTimes:
+        """The step's times as reported to the manager."""
+        return ComputeTimes(
+            forward_s=self.spent_s["F"],
+            recompute_s=self.spent_s["R"],
+            backward_s=self.spent_s["B"],
+            reduce_s=self.spent_s["reduce"],
+            wait_s=self.spent_s["wait"],
+            step_s=time.perf_counter() - self.start_s,
+            late_s=self.late_s,
+        )
+
+    def _note(self, done: _Done) -> None:
+        self._open.append(done)
+        self._count()
+
+    def _count(self) -> None:
+        while self._open and self._clock.is_over(self._open[0].end):
+            done = self._open.popleft()
+            took_s = self._clock.seconds(done.start, done.end)
+            if self._recording:
+                kind, start_s = _SPAN_KINDS[done.what], self._clock.seconds(self._zero, done.start)
+                self._measured.append((kind, done.micro_batch, start_s, start_s + took_s))
+            if isinstance(done.what, Task):
+                self.spent_s[done.what.value] += took_s
+                self._spend(done.what, done, took_s)
+            else:
+                self.spent_s[done.what] += took_s
+
+    def _spend(self, task: Task, done: _Done, took_s: float) -> None:
+        processor_s = done.processor_s
+        if done.device_took_s is not None:
+            took_s, processor_s = done.device_took_s, None
+        if task is Task.FORWARD:
+            self._begun[done.micro_batch] = (took_s, 0.0, processor_s)
+        elif task is Task.RECOMPUTE:
+            forward_s, _, spent_s = self._begun[done.micro_batch]
+            self._begun[done.micro_batch] = (forward_s, took_s, spent_s)
+        else:
+            forward_s, recompute_s, spent_s = self._begun.pop(done.micro_batch)
+            if self.finished is not None:
+                whole_s = None if spent_s is None or processor_s is None else spent_s + processor_s
+                self.finished(forward_s, recompute_s, took_s, whole_s)
+
+    def _keep(self, kind: SpanKind, micro_batch: int | None, start_s: float, end_s: float) -> None:
+        if self._recording:
+            self.spans.append(Span(kind=kind, micro_batch=micro_batch, start_s=start_s, end_s=end_s))

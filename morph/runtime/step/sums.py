@@ -1,0 +1,215 @@
+"""What a worker sums in one step: gradients of its units, and which micro-batches' are in them (decision 0024)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from morph.contract.messages import MicroBatchLoss
+from morph.contract.salvage import LOSSES, PartialSum, Salvage, counted_in, partial_sum
+from morph.runtime.groups.channels import Ring
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.state.accumulators import Accumulator
+from morph.runtime.state.reducing import Reduction
+from morph.runtime.state.unit_state import UnitState
+
+
+@dataclass(frozen=True)
+class HeldSum:
+    """A partial sum that a worker has: of a unit its tensors, else ``losses``."""
+
+    total: PartialSum
+    tensors: Mapping[str, Tensor]
+    losses: tuple[MicroBatchLoss, ...] = ()
+
+
+@dataclass(frozen=True)
+class MicroBatchSums:
+    """A ``GradientSink`` for one micro-batch."""
+
+    add: Callable[[int, str, Tensor], None]
+    done: Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Rings:
+    """How a worker's units are reduced.
+
+    ``of_unit``: by unit, the name of its reduction group, which tells units apart that other stages hold too;
+    ``ring_of``: by unit, the group; None where this worker is alone in it.
+    """
+
+    of_unit: Mapping[str, str]
+    ring_of: Callable[[str], Ring | None]
+    interrupt: Interrupt
+    faults: FaultPlan
+
+
+class StepSums:
+    """The sums of one worker's units in one step, which are reduced as soon as nothing is added to them any more.
+
+    Args:
+        units: What it holds, with all sections that use each unit.
+        sections: Those of its stage.
+        micro_batches: Those that it runs, in order.
+        num_micro_batches: N, of all replicas.
+        last_section: The model's, to which the losses belong.
+        rings: How they are reduced.
+        salvage: What others and this worker have of the step already.
+        held: This worker's part of that.
+        keep: Whether ``partial_sums`` are wanted should the step be given up.
+        counted: Told after each backward how many there were.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, UnitState],
+        sections: range,
+        micro_batches: Sequence[int],
+        num_micro_batches: int,
+        last_section: int,
+        rings: Rings,
+        *,
+        salvage: Salvage | None = None,
+        held: Sequence[HeldSum] = (),
+        keep: bool = False,
+        counted: Callable[[int], None] = lambda _num: None,
+    ) -> None:
+        self.accumulators: dict[str, Accumulator] = {name: state.new_accumulator() for name, state in units.items()}
+        self._known_losses: dict[int, MicroBatchLoss] = {}
+        self._outputs: dict[int, Sequence[Tensor]] = {}
+        self._unit_of = {name: unit for unit, state in units.items() for name in state.values}
+        self._sections_of = {unit: state.unit.sections for unit, state in units.items()}
+        own = [(unit, section) for unit, used in self._sections_of.items() for section in used if section in sections]
+        self._losses = LOSSES, last_section
+        if last_section in sections:
+            own.append(self._losses)
+        self._own = tuple(own)
+        self.counted = counted
+        self._whole = (1 << num_micro_batches) - 1
+        self._keep = keep
+        self._num_counted = 0
+        self._micro_batches = micro_batches
+        self._rings = rings
+        self._metric_names: Sequence[str] = ()
+        self._reduction = Reduction(rings.interrupt, num_micro_batches)
+        shared = [name for name, used in self._sections_of.items() if not set(used) <= set(sections)]
+        self._complete_at: dict[int, list[str]] = {section: [] for section in reversed(sections)}
+        for name in sorted(units.keys() - set(shared)):
+            self._complete_at[min(self._sections_of[name])].append(name)
+        self._last = sorted(shared, key=lambda name: (rings.of_unit[name], name))
+        self._before: dict[tuple[str, int], int] = {}
+        self._counted: dict[tuple[str, int], int] = {}
+        for entry in () if salvage is None else salvage.sums:
+            _count(self._before, entry.sum)
+        for part in held:
+            _count(self._counted, part.total)
+            self._known_losses |= {loss.micro_batch: loss for loss in part.losses}
+            if part.total.unit in self.accumulators:
+                self.accumulators[part.total.unit].merge(part.tensors)
+
+    def of(self, micro_batch: int) -> MicroBatchSums:
+        """What takes one micro-batch's gradients."""
+        return MicroBatchSums(partial(self._add, micro_batch), partial(self._section_done, micro_batch))
+
+    def _add(self, micro_batch: int, section: int, name: str, gradient: Tensor) -> None:
+        """Add what one micro-batch's backward through one section gave, unless it is in a sum already."""
+        unit = self._unit_of[name]
+        if not self._before.get((unit, section), 0) >> micro_batch & 1:
+            self.accumulators[unit].add(name, gradient)
+
+    def add_loss(self, micro_batch: int, outputs: Sequence[Tensor], metric_names: Sequence[str]) -> None:
+        """Note what the last stage's forward gave of a micro-batch, unless a worker has that already.
+
+        That is its loss, and its metrics; the device is not waited for before they are asked for.
+        """
+        if not self._before.get(self._losses, 0) >> micro_batch & 1:
+            self._outputs[micro_batch], self._metric_names = outputs, metric_names
+
+    @property
+    def losses(self) -> dict[int, MicroBatchLoss]:
+        """Losses and metrics by micro-batch, as far as they were run; waits for the device once."""
+        outputs, self._outputs = self._outputs, {}
+        self._known_losses |= {loss.micro_batch: loss for loss in told_losses(outputs, self._metric_names)}
+        return self._known_losses
+
+    def count(self, micro_batch: int) -> None:
+        """Count a micro-batch whose backward through every section of the stage is done."""
+        self._num_counted += 1
+        for place in self._own:
+            if not self._before.get(place, 0) >> micro_batch & 1:
+                self._counted[place] = self._counted.get(place, 0) | 1 << micro_batch
+        self.counted(self._num_counted)
+
+    def _section_done(self, micro_batch: int, section: int) -> None:
+        """A section's backward is through; the last micro-batch's completes units that no section before it uses."""
+        if micro_batch == self._micro_batches[-1]:
+            self._reduce(self._complete_at.pop(section))
+
+    def finish_reduction(self) -> None:
+        """Reduce what is left, and wait for all of it. Raises as ``Interrupt.wait_for``.
+
+        Whoever has run no micro-batch reduces everything now, in the order of those who have. Units that other stages
+        hold too are the last everywhere, so that no two workers wait for each other.
+        """
+        for units in self._complete_at.values():
+            self._reduce(units)
+        self._complete_at.clear()
+        self._reduce(self._last)
+        self._reduction.finish()
+
+    def _reduce(self, units: Iterable[str]) -> None:
+        for unit in units:
+            self._rings.faults.reach("reduce")
+            self._reduction.put(self.accumulators[unit], self._rings.ring_of(unit))
+
+    def copies(self) -> list[HeldSum]:
+        """The partial sums so far, in memory of their own."""
+        return [
+            replace(part, tensors={name: value.clone() for name, value in part.tensors.items()})
+            for part in self.partial_sums()
+        ]
+
+    def partial_sums(self) -> list[HeldSum]:
+        """What would be missing if the step were run again elsewhere: whole sums where the reduction is done."""
+        if not self._keep:
+            return []
+        found = []
+        for unit, accumulator in self.accumulators.items():
+            counted = {section: self._counted.get((unit, section), 0) for section in self._sections_of[unit]}
+            if accumulator.is_reduced:
+                counted = dict.fromkeys(counted, self._whole)
+            tensors = accumulator.partial()
+            if tensors is not None and any(counted.values()):
+                found.append(HeldSum(partial_sum(unit, counted), tensors))
+        mask = self._counted.get(self._losses, 0)
+        if mask:
+            losses = tuple(loss for number, loss in sorted(self.losses.items()) if mask >> number & 1)
+            found.append(HeldSum(partial_sum(LOSSES, {self._losses[1]: mask}), {}, losses))
+        return found
+
+
+def told_losses(outputs: Mapping[int, Sequence[Tensor]], metric_names: Sequence[str]) -> list[MicroBatchLoss]:
+    """What the last section's outputs say, by micro-batch; copied from the device all at once."""
+    if not outputs:
+        return []
+    numbers = torch.stack([output.detach().to(torch.float64) for some in outputs.values() for output in some]).tolist()
+    told = []
+    for micro_batch, some in outputs.items():
+        loss, *metrics = numbers[: len(some)]
+        del numbers[: len(some)]
+        named = dict(zip(metric_names, metrics, strict=True))
+        told.append(MicroBatchLoss(micro_batch=micro_batch, loss=loss, metrics=named))
+    return told
+
+
+def _count(places: dict[tuple[str, int], int], total: PartialSum) -> None:
+    for section, mask in counted_in(total).items():
+        place = total.unit, section
+        assert not places.get(place, 0) & mask, f"micro-batches of section {section} are in two sums of {total.unit}"
+        places[place] = places.get(place, 0) | mask

@@ -1,0 +1,64 @@
+"""Values made and copied without checking are what checked ones are, to the byte that is written of them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import pytest
+from pydantic import Field, ValidationError
+
+from morph.contract.base import Value
+
+
+class Basket(Value):
+    """Fields with and without defaults, and one that is made anew."""
+
+    owner: str
+    num: int = Field(default=1, ge=1)
+    fruits: dict[str, int] = Field(default_factory=dict)
+    label: str | None = None
+
+    @cached_property
+    def heavy(self) -> int:
+        """Worked out of a field, and kept."""
+        return 1000 * self.num
+
+
+def test_a_value_made_of_checked_values_is_written_and_compared_like_a_checked_one() -> None:
+    checked, made = Basket(label="b", owner="a"), Basket.model_construct(label="b", owner="a")
+    assert made == checked
+    assert made.model_dump_json() == checked.model_dump_json()
+    assert made.model_dump(exclude_unset=True) == checked.model_dump(exclude_unset=True) == {"owner": "a", "label": "b"}
+    assert Basket.model_construct(owner="a").fruits is not made.fruits
+    with pytest.raises(ValidationError):
+        made.num = 2  # type: ignore[misc]
+
+
+def test_a_value_is_not_made_without_a_field_that_has_no_default() -> None:
+    with pytest.raises(TypeError, match="Basket lacks owner"):
+        Basket.model_construct(num=2)  # type: ignore[call-arg]
+
+
+def test_many_values_differ_in_one_field() -> None:
+    assert Basket.each("owner", ["a", "b"], num=3) == [Basket(owner="a", num=3), Basket(owner="b", num=3)]
+    assert Basket.each("owner", []) == []
+
+
+def test_a_copy_leaves_behind_what_was_worked_out_of_other_fields() -> None:
+    basket = Basket(owner="a", num=2)
+    assert basket.heavy == 2000
+    changed = basket.model_copy(update={"num": 3})
+    assert (changed.heavy, basket.heavy) == (3000, 2000)
+    assert changed == Basket(owner="a", num=3)
+    assert basket.model_copy() == basket
+
+
+def test_a_copy_tells_what_was_given_and_a_deep_one_shares_nothing() -> None:
+    basket = Basket(owner="a", fruits={"apple": 1})
+    assert basket.model_copy(update={"label": "b"}).model_dump(exclude_unset=True) == {
+        "owner": "a",
+        "fruits": {"apple": 1},
+        "label": "b",
+    }
+    assert basket.model_copy().fruits is basket.fruits
+    assert basket.model_copy(deep=True).fruits is not basket.fruits

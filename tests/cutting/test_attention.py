@@ -1,0 +1,127 @@
+"""Attention of traced models of transformers: decided as in the plain model, from which it must not differ by a bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.nn import functional
+
+from morph.cutting import cut, export_job
+from morph.cutting.exporting.exported import GraphJob
+from tests.cutting.zoo import ZOO, causal_loss, llama, made, texts
+from tests.models.language import DECODER, LENGTH
+
+pytestmark = pytest.mark.slow
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def attentions(tools: Any, model: Callable[[], nn.Module], loss: Any, items: Any) -> list[tuple[Any, ...]]:
+    """Of each traced attention: has it a mask, is it causal, has it grouped keys, and its heads of queries and keys."""
+    exported = export_job(tools.make_job(model, loss, items))
+    assert isinstance(exported, GraphJob)
+    return [_told(node) for node in exported.graph_module.graph.nodes if node.target is ATTENTION]
+
+
+def _told(node: Node) -> tuple[Any, ...]:
+    arguments = node.normalized_arguments(nn.Module(), normalize_to_only_use_kwargs=True)
+    assert arguments is not None
+    values = arguments.kwargs
+    heads = [values[name].meta["val"].shape[1] for name in ("query", "key")]
+    return values["attn_mask"] is not None, values["is_causal"], values["enable_gqa"], *heads
+
+
+def plainly(model: Callable[[], nn.Module], loss: Any, batch: dict[str, Tensor]) -> list[tuple[Any, ...]]:
+    """The same of the plain model."""
+    found: list[tuple[Any, ...]] = []
+    real = functional.scaled_dot_product_attention
+
+    def told(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        heads = query.shape[1], key.shape[1]
+        mask = given.get("attn_mask") is not None
+        found.append((mask, given.get("is_causal", False), given.get("enable_gqa", False), *heads))
+        return real(query, key, value, **given)
+
+    with mock.patch.object(functional, "scaled_dot_product_attention", told):
+        loss(model(), batch)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2 tied", "qwen3", "mixtral"])
+def test_a_traced_decoder_keeps_its_causal_flag_and_its_grouped_keys(tools: Any, name: str) -> None:
+    model, loss, items = ZOO[name]
+    assert attentions(tools, model, loss, items) == [(False, True, True, 4, 2)] * 3
+    assert plainly(model, loss, tools.stack(items, 4)) == [(False, True, True, 4, 2)] * 3
+
+
+def sliding(window: int) -> Callable[[], nn.Module]:
+    return made("MistralForCausalLM", **{**DECODER, "num_hidden_layers": 2}, sliding_window=window)
+
+
+def test_a_window_longer_than_the_text_needs_no_mask_and_a_shorter_one_does(tools: Any) -> None:
+    for window, masked in ((LENGTH + 1, False), (LENGTH, True), (4, True)):
+        expected = [(masked, not masked, not masked, 4, 4 if masked else 2)] * 2
+        assert attentions(tools, sliding(window), causal_loss, texts()) == expected
+        assert plainly(sliding(window), causal_loss, tools.stack(texts(), 4)) == expected
+
+
+def packed(length: int) -> list[dict[str, Tensor]]:
+    """Two texts in one sample: the positions begin anew after ``length`` tokens."""
+    positions = torch.cat([torch.arange(length), torch.arange(LENGTH - length)])
+    return [{**item, "position_ids": positions} for item in texts()]
+
+
+def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def test_positions_of_the_batch_may_pack_several_texts_so_the_mask_stays(tools: Any) -> None:
+    expected = [(True, False, False, 4, 4)] * 3
+    assert attentions(tools, llama, packed_loss, packed(5)) == expected
+    assert plainly(llama, packed_loss, tools.stack(packed(5), 4)) == expected
+    job = tools.make_job(llama, packed_loss, packed(5))
+    exported, batch = export_job(job), tools.stack(packed(5), 4)
+    loss, gradients = tools.run_sections(
+        cut(exported, num_sections=3, micro_batch_size=4), exported.initial_state, batch
+    )
+    assert_same(loss, gradients, *tools.run_whole(job, exported.initial_state, batch))
+
+
+def assert_same(loss: Tensor, gradients: dict[str, Tensor], plain_loss: Tensor, plain: dict[str, Tensor]) -> None:
+    assert torch.equal(loss, plain_loss)
+    assert gradients.keys() == plain.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, plain[name]), name
+
+
+def unmasked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def test_an_encoder_without_padding_has_no_mask_and_one_that_is_told_of_padding_has(tools: Any) -> None:
+    model, masked_loss, padded = ZOO["bert"]
+    assert attentions(tools, model, unmasked_loss, texts()) == [(False, False, False, 4, 4)] * 3
+    assert attentions(tools, model, masked_loss, padded) == [(True, False, False, 4, 4)] * 3
+
+
+def test_heads_of_other_lengths_get_the_bits_of_the_plain_model(tools: Any) -> None:
+    """Long enough for several tiles of the flash kernel, with one head of keys for all queries."""
+    length = 80
+    sizes = {**DECODER, "num_hidden_layers": 2, "num_key_value_heads": 1, "max_position_embeddings": length}
+    items = [
+        {key: torch.randint(2, 50, (length,), generator=torch.Generator().manual_seed(n)) for key in ("input_ids",)}
+        for n in range(4)
+    ]
+    items = [{**item, "labels": item["input_ids"]} for item in items]
+    job = tools.make_job(made("LlamaForCausalLM", **sizes, head_dim=24), causal_loss, items)
+    exported, batch = export_job(job), tools.stack(items, 4)
+    found = tools.run_sections(cut(exported, num_sections=2, micro_batch_size=4), exported.initial_state, batch)
+    assert_same(*found, *tools.run_whole(job, exported.initial_state, batch))

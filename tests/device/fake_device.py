@@ -1,0 +1,210 @@
+"""A device for tests that does nothing before it is told to, and shows whoever did not wait for it.
+
+Its memory is the host's, and what its owner computes is computed at once; copies and events, which a transport
+enqueues, happen at ``tick``. Until a copy has happened its destination holds poison (NaN). A source that its owner
+lets go or changes before the copy comes out wrong, as on a real one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+BOUND_S = 30.0
+POISON = 0xFF
+"""In every byte: NaN in floating point, -1 in integers."""
+
+
+class DeviceLost(RuntimeError):
+    """What a synchronisation raises once whatever the device hung in was aborted."""
+
+
+def poison(tensor: Tensor) -> None:
+    """Overwrite a contiguous tensor."""
+    tensor.view(-1).view(torch.uint8).fill_(POISON)
+
+
+class FakeEvent:
+    """See ``Event``."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.done = False
+
+    def wait(self) -> None:
+        """Hangs as long as nobody ticks, until ``abort``."""
+        with self._device.condition:
+            if not self._device.condition.wait_for(lambda: self.done or self._device.aborted, BOUND_S):
+                raise TimeoutError("nobody ticks the fake device")
+            if not self.done:
+                raise DeviceLost("the device was aborted")
+
+
+class FakeStream:
+    """See ``Stream``. Each entry is done, or tells that it cannot be yet."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.entries: deque[Callable[[], bool]] = deque()
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Poisons the destination now."""
+        assert into.is_contiguous()
+        assert source.is_contiguous()
+        assert into.shape == source.shape
+        assert into.dtype == source.dtype
+        poison(into)
+        # pinned memory is kept by its allocator, device memory by nobody
+        kept = source if source.data_ptr() in self._device.pinned_at else None
+        found = weakref.ref(source)
+
+        def act() -> bool:
+            still_there = kept if kept is not None else found()
+            assert still_there is not None, "the source of a copy was let go before it was copied"
+            into.copy_(still_there)
+            self._device.num_copies += 1
+            self._device.copied_bytes += into.nbytes
+            return True
+
+        self._put(act)
+
+    def wait(self, event: FakeEvent) -> None:
+        """What waits on the stream on which everything is computed at once lets the device come to the event now."""
+        if self is self._device.at_once:
+            self._device.run_until(event)
+        else:
+            self._put(lambda: event.done)
+
+    def record(self) -> FakeEvent:
+        """Done at a later tick."""
+        event = FakeEvent(self._device)
+
+        def act() -> bool:
+            event.done = True
+            return True
+
+        self._put(act)
+        return event
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Poisoned memory."""
+        return self._device.poisoned(shape, dtype)
+
+    def use(self, tensor: Tensor) -> None:
+        """Noted."""
+        self._device.used.append(tensor.data_ptr())
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """What is computed is computed at once all the same; what is enqueued on the current stream comes here."""
+        before, self._device.stream_of.current = self._device.current, self
+        try:
+            yield
+        finally:
+            self._device.stream_of.current = before
+
+    def _put(self, act: Callable[[], bool]) -> None:
+        with self._device.condition:
+            self.entries.append(act)
+
+
+class FakeDevice:
+    """See ``Device``."""
+
+    kind = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition(threading.RLock())
+        self.aborted = self.hung = False
+        self.at_once = FakeStream(self)
+        self.stream_of = threading.local()
+        self.streams = [self.at_once]
+        self.used: list[int] = []
+        self.pinned_at: set[int] = set()
+        self.num_copies = self.copied_bytes = self.num_syncs = 0
+        self.failures: list[BaseException] = []
+
+    @property
+    def current(self) -> FakeStream:
+        """See ``Device.current``."""
+        return getattr(self.stream_of, "current", self.at_once)
+
+    def stream(self) -> FakeStream:
+        """See ``Device.stream``."""
+        self.streams.append(FakeStream(self))
+        return self.streams[-1]
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Poisoned memory."""
+        made = self.poisoned(shape, dtype)
+        self.pinned_at.add(made.data_ptr())
+        return made
+
+    def poisoned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory in which nothing was written yet."""
+        made = torch.empty(tuple(shape), dtype=dtype)
+        poison(made)
+        return made
+
+    def tick(self) -> bool:
+        """Let every stream do its next entry, if that can be done; returns whether one did."""
+        with self.condition:
+            if self.hung or self.aborted:
+                return False
+            did = False
+            for stream in self.streams:
+                if stream.entries and stream.entries[0]():
+                    stream.entries.popleft()
+                    did = True
+            self.condition.notify_all()
+            return did
+
+    def run_until(self, event: FakeEvent) -> None:
+        """Tick until the device has come to an event."""
+        with self.condition:
+            while not event.done:
+                assert self.tick(), "the device waits for something that nobody has enqueued"
+
+    def hang(self) -> None:
+        """From now on nothing is done."""
+        self.hung = True
+
+    def abort(self) -> None:
+        """End every wait for the device."""
+        with self.condition:
+            self.aborted = True
+            self.condition.notify_all()
+
+
+class Ticking:
+    """Ticks devices in a thread of its own, as a real one goes on by itself."""
+
+    def __init__(self, *devices: FakeDevice) -> None:
+        self._devices, self._over = devices, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it, and raise what went wrong on a device."""
+        self._over.set()
+        self._thread.join(BOUND_S)
+        for device in self._devices:
+            for failure in device.failures:
+                raise failure
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                did = [device.tick() for device in self._devices]
+                if not any(did):
+                    time.sleep(0.0005)
+            except AssertionError as failure:
+                self._devices[0].failures.append(failure)
+                return

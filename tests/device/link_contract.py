@@ -1,0 +1,244 @@
+"""What every implementation of the transport seam does: one class of tests, whose ``ends`` fixture a subclass gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from morph.contract.errors import GenerationAborted, PeerLost
+from morph.runtime.device.links import Link, TensorSpec
+from morph.runtime.device.staging import Staging
+from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, Ring, Transfer, connect_store
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.groups.store import StoreHost
+from morph.runtime.state import reducing
+from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, Reduced
+from morph.runtime.state.reducing import Reduction
+
+LOOPBACK = "127.0.0.1"
+BOUND_S = 30.0
+_GENERATIONS = count(1)
+_KINDS = [
+    torch.arange(12, dtype=torch.float32).view(3, 4),
+    torch.tensor(2.5),
+    torch.tensor([True, False]),
+    torch.arange(5, dtype=torch.int64),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.arange(70_000, dtype=torch.float64),
+]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """See ``TensorSpec``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """What a receiver is told of a tensor."""
+    return Spec(tuple(tensor.shape), tensor.dtype)
+
+
+class Pair:
+    """Two members in one process, each with its groups of one generation: ``a`` sends to ``b``."""
+
+    def __init__(self, store: StoreHost, limit_s: float) -> None:
+        generation = next(_GENERATIONS)
+        self.interrupts = {name: Interrupt(generation, limit_s) for name in "ab"}
+        self.groups = {name: GroupSet(self.interrupts[name]) for name in "ab"}
+        specs = [GroupSpec(f"{name}{generation}", ("a", "b")) for name in ("pair", "ring", "other")]
+        self.names = [spec.name for spec in specs]
+
+        def form(member: str) -> None:
+            self.groups[member].form(specs, member, LOOPBACK, partial(connect_store, LOOPBACK, store.port()))
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(form, "ab"))
+
+    def channel(self, member: str) -> Channel:
+        """The one from ``a`` to ``b``."""
+        return self.groups[member].channel(self.names[0], sender="a")
+
+    def ring(self, member: str, number: int = 0) -> Ring:
+        """One of two rings of both."""
+        ring = self.groups[member].ring(self.names[1 + number])
+        assert ring is not None
+        return ring
+
+    def close(self) -> None:
+        """Close the groups; what is under way there is not waited for."""
+        for groups in self.groups.values():
+            groups.clear()
+
+
+@pytest.fixture(scope="module")
+def store() -> StoreHost:
+    return StoreHost(LOOPBACK)
+
+
+@pytest.fixture
+def pair(store: StoreHost, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """A test may give the bound of each collective, in seconds, as a parameter."""
+    made = Pair(store, getattr(request, "param", BOUND_S))
+    yield made
+    made.close()
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Both ends of an implementation.
+
+    ``place`` brings a host tensor to a member's device; ``read`` waits for the device and brings one back. ``staging``
+    is what a reduction of either member uses.
+    """
+
+    pair: Pair
+    links: dict[str, Link]
+    staging: Staging | None = None
+    place: Callable[[Tensor], Tensor] = torch.clone
+    read: Callable[[Tensor], Tensor] = torch.clone
+    check: Callable[[], None] = field(default=lambda: None)
+
+    def await_done(self, member: str, transfer: Transfer) -> None:
+        """Wait as a training thread does."""
+        self.pair.interrupts[member].wait_for(lambda: transfer.done, "a transfer", BOUND_S)
+
+
+def _staged_by(ends: Ends) -> AbstractContextManager[object]:
+    return mock.patch.object(reducing, "staging_for", return_value=ends.staging)
+
+
+class LinkContract:
+    """The contract."""
+
+    @pytest.mark.parametrize("tensor", _KINDS, ids=lambda tensor: f"{tensor.dtype}{tuple(tensor.shape)}")
+    def test_a_tensor_of_any_kind_arrives(self, ends: Ends, tensor: Tensor) -> None:
+        arriving = ends.links["b"].receive([spec_of(tensor)])
+        leaving = ends.links["a"].send([ends.place(tensor)])
+        leaving.wait("it to leave", BOUND_S)
+        arriving.wait("it to arrive", BOUND_S)
+        (arrived,) = arriving.take()
+        assert arrived.dtype == tensor.dtype
+        assert torch.equal(ends.read(arrived), tensor)
+        assert arriving.done_at_s > 0.0
+        ends.check()
+
+    def test_what_is_read_right_after_it_was_taken_is_there(self, ends: Ends) -> None:
+        arriving = ends.links["b"].receive([Spec((4,))])
+        ends.links["a"].send([ends.place(torch.ones(4))])
+        ends.await_done("b", arriving)
+        doubled = arriving.take()[0] * 2  # in the training thread's stream, which nobody told to wait
+        assert ends.read(doubled).tolist() == [2.0] * 4
+
+    def test_a_message_of_several_tensors_arrives_whole_and_messages_in_order(self, ends: Ends) -> None:
+        arrivals = [ends.links["b"].receive([Spec((4,)), Spec((), torch.int64)]) for _ in range(5)]
+        for number in range(5):
+            message = [torch.full((4,), float(number)), torch.tensor(number)]
+            ends.links["a"].send([ends.place(tensor) for tensor in message])
+        for number, arrival in enumerate(arrivals):
+            ends.await_done("b", arrival)
+            values, scalar = arrival.take()
+            assert ends.read(values).tolist() == [float(number)] * 4
+            assert int(ends.read(scalar)) == number
+        ends.check()
+
+    def test_a_sender_may_change_its_tensor_at_once(self, ends: Ends) -> None:
+        arriving = ends.links["b"].receive([Spec((1000,))])
+        tensor = ends.place(torch.ones(1000))
+        ends.links["a"].send([tensor])
+        tensor.fill_(7.0)
+        ends.await_done("b", arriving)
+        assert ends.read(arriving.take()[0]).tolist() == [1.0] * 1000
+
+    def test_a_sender_may_let_its_tensor_go_at_once_lent_or_not(self, ends: Ends) -> None:
+        arrivals = [ends.links["b"].receive([Spec((1000,))]) for _ in range(2)]
+        for lent in (False, True):
+            ends.links["a"].send([ends.place(torch.full((1000,), 3.0))], lent=lent)
+        for arrival in arrivals:
+            ends.await_done("b", arrival)
+            assert ends.read(arrival.take()[0]).tolist() == [3.0] * 1000
+        ends.check()
+
+    def test_a_view_of_something_larger_and_otherwise_laid_out_arrives(self, ends: Ends) -> None:
+        whole = torch.arange(24, dtype=torch.float32).view(4, 6)
+        arriving = ends.links["b"].receive([Spec((3, 4))])
+        ends.links["a"].send([ends.place(whole).t()[::2]])
+        ends.await_done("b", arriving)
+        assert torch.equal(ends.read(arriving.take()[0]), whole.t()[::2])
+
+    def test_nothing_to_send_is_sent_at_once(self, ends: Ends) -> None:
+        leaving, arriving = ends.links["a"].send([]), ends.links["b"].receive([])
+        leaving.wait("nothing", BOUND_S)
+        arriving.wait("nothing", BOUND_S)
+        assert arriving.take() == ()
+
+    def test_an_abort_ends_the_wait_for_a_message(self, ends: Ends) -> None:
+        arriving = ends.links["b"].receive([Spec((4,))])
+        ends.pair.interrupts["b"].abort()
+        with pytest.raises(GenerationAborted):
+            arriving.wait("a message that never comes", BOUND_S)
+        leaving = ends.links["a"].send([ends.place(torch.ones(4))])  # lets the fixture close the groups
+        leaving.wait("it to leave", BOUND_S)
+
+    def test_a_peer_that_goes_is_lost_to_who_waits_for_it(self, ends: Ends) -> None:
+        arriving = ends.links["b"].receive([Spec((4,))])
+        del ends.links["a"]  # they hold its groups
+        ends.pair.groups["a"].clear()
+        with pytest.raises(PeerLost):
+            arriving.wait("a message", BOUND_S)
+
+    @pytest.mark.parametrize("kind", [ExactAccumulator, FastAccumulator])
+    def test_a_ring_of_both_gives_the_same_means_to_both(self, ends: Ends, kind: type[Accumulator]) -> None:
+        found: dict[str, list[Reduced]] = {}
+
+        def reduce(member: str) -> None:
+            sums = [self._sums(ends, kind, member, size) for size in (1000, 1, 7)]
+            reduction = Reduction(ends.pair.interrupts[member], 2)
+            for number, accumulator in enumerate(sums):
+                reduction.put(accumulator, ends.pair.ring(member, number % 2))
+            reduction.finish()
+            found[member] = [accumulator.finish(2, 0) for accumulator in sums]
+
+        with _staged_by(ends), ThreadPoolExecutor(2) as pool:
+            list(pool.map(reduce, "ab"))
+        for size, *each in zip((1000, 1, 7), found["a"], found["b"], strict=True):
+            for reduced in each:
+                assert ends.read(reduced.gradients["w"]).tolist() == [2.5] * size
+                assert reduced.exponents == each[0].exponents
+        ends.check()
+
+    # A reduction may be under way whose other half never comes: closing its group waits until the bound has passed.
+    @pytest.mark.parametrize("pair", [5.0], indirect=True, ids=["5 s"])
+    def test_an_abort_ends_the_wait_for_a_reduction(self, ends: Ends) -> None:
+        def reduce(member: str) -> None:
+            with _staged_by(ends):
+                reduction = Reduction(ends.pair.interrupts[member], 2)
+                reduction.put(self._sums(ends, ExactAccumulator, member, 3), ends.pair.ring(member))
+            ends.pair.interrupts[member].abort()
+            with pytest.raises(GenerationAborted):
+                reduction.finish()
+            assert reduction._thread is not None
+            reduction._thread.join(BOUND_S)
+            assert not reduction._thread.is_alive()
+
+        reduce("a")
+        reduce("b")
+
+    def _sums(self, ends: Ends, kind: type[Accumulator], member: str, size: int) -> Accumulator:
+        like = ends.place(torch.zeros(size))
+        state: Any = {"w": like}, *(({"w": 40}, 2) if kind is ExactAccumulator else ())
+        accumulator = kind(*state, device=like.device)  # type: ignore[call-arg]
+        accumulator.add("w", ends.place(torch.full((size,), 2.0 if member == "a" else 3.0)))
+        return accumulator

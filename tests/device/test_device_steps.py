@@ -1,0 +1,84 @@
+"""docs/gpu.md says what a step asks of its device: counted anew, in a process of its own that gets one more device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = (ROOT / "docs/gpu.md").read_text().splitlines()
+TIMEOUT_S = 280
+AGAIN = "what a step asks has changed; look at what python -m benchmarks.device_steps --write docs/gpu.md changes"
+
+
+def run_python(*arguments: str) -> str:
+    found = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    return found.stdout
+
+
+def documented(*names: str) -> None:
+    """Assert that what is counted for some jobs is what the docs say."""
+    counted = run_python("-m", "benchmarks.device_steps", *(word for name in names for word in ("--job", name)))
+    jobs, sites = counted.strip().split("\n\n")
+    for row in jobs.splitlines():
+        assert row in DOCS, f"{AGAIN}\n{row}"
+    places = {tuple(row.split("|")[1:3]): row.split("|")[3] for row in DOCS if row.count("|") == 4}
+    for row in sites.splitlines():
+        what, where, named = row.split("|")[1:4]
+        assert (what, where) in places, f"{AGAIN}\n{row}"
+        assert set(named.strip().split(", ")) <= set(places[what, where].strip().split(", ")), f"{AGAIN}\n{row}"
+
+
+@pytest.mark.slow
+def test_what_a_step_of_the_small_jobs_asks_of_a_device_is_what_the_docs_say() -> None:
+    documented("tiny_gpt", "gpt2_stdlib", "four layers, bf16, clipped", "batch norm, fp16", "four layers, fast sums")
+
+
+_CHECKS = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from benchmarks.device_steps.accelerator import ShapeDevice
+from benchmarks.device_steps.counting import Counting, Numbers
+
+device = ShapeDevice()
+counting = Counting(device.kind, device.pinned_tensors)
+with FakeTensorMode(), counting, Numbers(counting):
+    there, here = torch.zeros(4, device=device.kind), torch.zeros(4)
+    try:
+        there + here
+    except RuntimeError as error:
+        print("refused:", "two devices" in str(error))
+    float(there[0]); bool((there > 0).any()); there.tolist()  # three syncs
+    float(here[0]); here.tolist()  # none
+    there.cpu(); there.copy_(here); there.copy_(device.pinned((4,), torch.float32), non_blocking=True)
+    there.to(torch.float64); there.clone()  # no copies between devices
+    before = dict(counting.counts.touched_bytes), dict(counting.counts.host_touched_bytes)
+    torch.empty_like(there); torch.empty_like(here); there.view(2, 2)
+    torch.ops.prim.device(there); torch.ops.prim.device(here)
+    assert before == (counting.counts.touched_bytes, counting.counts.host_touched_bytes), "nothing is read or written"
+for site, number in sorted(counting.counts.sites.items()):
+    print(site.kind, site.pinned, number, counting.counts.site_bytes[site])
+"""
+
+
+def test_syncs_and_copies_of_a_device_are_counted_and_mixed_devices_refused() -> None:
+    assert run_python("-c", _CHECKS).splitlines() == [
+        "refused: True",
+        "sync False 3 21",
+        "to device False 1 16",
+        "to device True 1 16",
+        "to host False 1 16",
+    ]

@@ -1,0 +1,190 @@
+"""Every implementation of the transport seam that needs no GPU passes the contract; and what staging adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from morph.contract.errors import GenerationAborted
+from morph.runtime.device.devices import Device, HostDevice
+from morph.runtime.device.links import HostLink, StagedLink
+from morph.runtime.device.staging import Staging
+from morph.runtime.groups.channels import Pending
+from morph.runtime.groups.interrupt import Interrupt
+from tests.device.fake_device import BOUND_S, DeviceLost, FakeDevice, Ticking
+from tests.device.link_contract import Ends, LinkContract, Pair, Spec
+
+
+def staged_ends(pair: Pair, devices: dict[str, Device]) -> Ends:
+    """Both ends of a staged transport."""
+    staging = {name: Staging(device) for name, device in devices.items()}
+    interrupts = pair.interrupts
+    return Ends(
+        pair,
+        {name: StagedLink(pair.channel(name), staging[name], interrupts[name]) for name in "ab"},
+        staging["a"],
+    )
+
+
+class TestGloo(LinkContract):
+    @pytest.fixture
+    def ends(self, pair: Pair) -> Ends:
+        links = {name: HostLink(pair.channel(name)) for name in "ab"}
+        return Ends(pair, links)  # type: ignore[arg-type]
+
+
+class TestStagedOnTheHost(LinkContract):
+    @pytest.fixture
+    def ends(self, pair: Pair) -> Ends:
+        return staged_ends(pair, {name: HostDevice() for name in "ab"})
+
+
+class TestStagedOnAFakeDevice(LinkContract):
+    @pytest.fixture
+    def ends(self, pair: Pair) -> Iterator[Ends]:
+        devices = {name: FakeDevice() for name in "ab"}
+        made = staged_ends(pair, dict(devices))
+        ticking = Ticking(*devices.values())
+        yield made
+        ticking.stop()
+
+
+class Wire:
+    """A carrier that lets the test complete what was handed to it."""
+
+    def __init__(self) -> None:
+        self.handed_over: list[Tensor] = []
+        self.transfers: list[Handed] = []
+
+    def transfer(self, tensor: Tensor) -> Handed:
+        self.handed_over.append(tensor)
+        self.transfers.append(Handed())
+        return self.transfers[-1]
+
+    def reduce(self, tensor: Tensor, operation: object) -> Handed:
+        return self.transfer(tensor)
+
+
+class Handed(Pending):
+    def __init__(self) -> None:
+        self.done, self.done_at_s = False, 0.0
+
+
+@pytest.fixture
+def device() -> FakeDevice:
+    return FakeDevice()
+
+
+def settled(device: FakeDevice, staging: Staging) -> None:
+    """Let the device do everything, and the thread behind it too."""
+    while device.tick():
+        pass
+    through: list[bool] = []
+    staging.to_host([], lambda _: through.append(True), lambda _: None)
+    with device.condition:
+        while device.tick():
+            pass
+    for _ in range(1000):
+        if through:
+            return
+        device.condition.acquire()
+        device.condition.wait(BOUND_S / 1000)
+        device.condition.release()
+    raise AssertionError("the staging thread stands still")
+
+
+def test_nothing_is_handed_to_the_wire_before_its_copy_is_done(device: FakeDevice) -> None:
+    wire, staging = Wire(), Staging(device)
+    leaving = StagedLink(wire, staging, Interrupt(1)).send([torch.ones(4)])
+    assert wire.handed_over == []
+    assert not leaving.done
+    settled(device, staging)
+    assert [tensor.tolist() for tensor in wire.handed_over] == [[1.0] * 4]
+    assert not leaving.done
+    wire.transfers[0].done = True
+    assert leaving.done
+
+
+def test_an_arrival_that_is_used_without_being_taken_is_poison(device: FakeDevice) -> None:
+    wire, staging = Wire(), Staging(device)
+    arrival = StagedLink(wire, staging, Interrupt(1)).receive([Spec((4,))])
+    wire.handed_over[0].fill_(5.0)
+    assert not arrival.done
+    wire.transfers[0].done = True
+    assert arrival.done
+    assert arrival._copied is not None  # type: ignore[attr-defined]
+    (untaken,) = arrival._copied[0]  # type: ignore[attr-defined]
+    assert bool(untaken.isnan().all())
+    (taken,) = arrival.take()
+    assert taken.tolist() == [5.0] * 4
+    assert device.used == [taken.data_ptr()]
+
+
+def test_sending_waits_for_no_device_that_hangs_and_an_abort_ends_the_wait_for_what_leaves(device: FakeDevice) -> None:
+    device.hang()
+    wire, staging, interrupt = Wire(), Staging(device), Interrupt(1)
+    leaving = StagedLink(wire, staging, interrupt).send([torch.ones(4)])
+    interrupt.abort()
+    with pytest.raises(GenerationAborted):
+        leaving.wait("it to leave", BOUND_S)
+    assert wire.handed_over == []
+
+
+def test_a_lost_device_is_told_to_who_waits_for_what_leaves(device: FakeDevice) -> None:
+    device.hang()
+    wire, staging = Wire(), Staging(device)
+    leaving = StagedLink(wire, staging, Interrupt(1)).send([torch.ones(4)])
+    device.abort()
+    with pytest.raises(DeviceLost):
+        leaving.wait("it to leave", BOUND_S)
+
+
+def test_nothing_of_an_aborted_generation_is_handed_to_the_wire(device: FakeDevice) -> None:
+    wire, staging, interrupt = Wire(), Staging(device), Interrupt(1)
+    StagedLink(wire, staging, interrupt).send([torch.ones(4)])
+    interrupt.abort()
+    settled(device, staging)
+    assert wire.handed_over == []
+
+
+def test_a_batch_is_on_the_device_for_whoever_uses_it_next_and_is_no_longer_the_loaders(device: FakeDevice) -> None:
+    loaded = torch.ones(3)
+    batch = Staging(device).place({"x": loaded, "y": torch.tensor(2)})
+    loaded.fill_(5.0)
+    assert batch["x"].tolist() == [1.0] * 3
+    assert int(batch["y"]) == 2
+
+
+def test_the_fake_device_tells_of_a_source_that_was_let_go(device: FakeDevice) -> None:
+    stream = device.stream()
+    stream.copy(torch.empty(2), torch.ones(2))
+    with pytest.raises(AssertionError, match="let go"):
+        device.tick()
+
+
+def test_the_fake_devices_events_come_in_order_and_across_streams(device: FakeDevice) -> None:
+    first, second = device.stream(), device.stream()
+    into, source = torch.empty(2), torch.ones(2)
+    second.wait(made := first.record())
+    second.copy(into, source)
+    behind = second.record()
+    assert not made.done
+    assert bool(into.isnan().all())
+    device.current.wait(behind)
+    assert made.done
+    assert into.tolist() == [1.0, 1.0]
+
+
+def test_a_synchronisation_with_a_fake_device_hangs_until_abort(device: FakeDevice) -> None:
+    device.hang()
+    event = device.stream().record()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(event.wait)
+        assert not waiting.done()
+        device.abort()
+        with pytest.raises(DeviceLost):
+            waiting.result(BOUND_S)

@@ -1,0 +1,256 @@
+"""Rings of devices, over communicators that behave as NCCL's do, on devices that work in ticks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from morph.contract.errors import ConfigError, GenerationAborted
+from morph.runtime.device.nccl import library_for
+from morph.runtime.device.ring_choice import DeviceFacts, rings_over_nccl
+from morph.runtime.device.rings import CommunicatorSet, DeviceRing, RingStream, told_facts
+from morph.runtime.groups.channels import GroupSpec, connect_store
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.groups.store import StoreHost
+from morph.runtime.state.accumulators import ExactAccumulator, Reduced
+from morph.runtime.state.reducing import Reduction
+from tests.device.fake_device import BOUND_S, FakeDevice, Ticking
+from tests.device.fake_nccl import FakeNccl
+from tests.device.link_contract import LOOPBACK, Ends, LinkContract, Pair
+from tests.device.test_links import staged_ends
+
+
+class Members:
+    """The rings of both members of a pair, each on a device of its own."""
+
+    def __init__(self, pair: Pair, store: StoreHost) -> None:
+        self.pair = pair
+        self.devices = {name: FakeDevice() for name in "ab"}
+        self.libraries = {name: FakeNccl(device, f"GPU-{name}") for name, device in self.devices.items()}
+        open_store = partial(connect_store, LOOPBACK, store.port())
+        self._specs = [GroupSpec(name, ("a", "b")) for name in pair.names[1:]]
+        self.sets = {
+            name: CommunicatorSet(
+                self._specs, name, self.libraries[name], RingStream(device), pair.interrupts[name], open_store
+            )
+            for name, device in self.devices.items()
+        }
+        for name in "ab":
+            pair.groups[name].device_rings = self.sets[name]
+
+    def ring(self, name: str, number: int = 0) -> DeviceRing:
+        ring = self.pair.groups[name].ring(self._specs[number].name)
+        assert isinstance(ring, DeviceRing)
+        return ring
+
+    def tick(self) -> bool:
+        did = [device.tick() for device in self.devices.values()]
+        return any(did)
+
+
+@pytest.fixture
+def members(pair: Pair, store: StoreHost) -> Iterator[Members]:
+    made = Members(pair, store)
+    yield made
+    for library in made.libraries.values():
+        library.left.set()
+
+
+@pytest.fixture
+def ticked(members: Members) -> Iterator[Members]:
+    ticking = Ticking(*members.devices.values())
+    yield members
+    ticking.stop()
+
+
+class TestRingsOfFakeDevices(LinkContract):
+    @pytest.fixture
+    def ends(self, ticked: Members) -> Ends:
+        made = staged_ends(ticked.pair, dict(ticked.devices))
+
+        def check() -> None:
+            launches = [library.launches for library in ticked.libraries.values()]
+            assert launches[0] == launches[1], "operations of two communicators were launched in two orders"
+
+        return Ends(made.pair, made.links, made.staging, check=check)
+
+
+def sums_of(name: str, size: int) -> ExactAccumulator:
+    made = ExactAccumulator({"w": torch.zeros(size)}, {"w": 40}, 2)
+    made.add("w", torch.linspace(-1.0, 2.0, size) * (1.0 if name == "a" else 3.0))
+    return made
+
+
+def reduced(pair: Pair, sizes: tuple[int, ...]) -> dict[str, list[Reduced]]:
+    """Reduce sums of these sizes over both rings of both members by turns."""
+
+    def reduce(name: str) -> list[Reduced]:
+        reduction = Reduction(pair.interrupts[name], 2)
+        sums = [sums_of(name, size) for size in sizes]
+        for number, accumulator in enumerate(sums):
+            reduction.put(accumulator, pair.ring(name, number % 2))
+        reduction.finish()
+        return [accumulator.finish(2, 0) for accumulator in sums]
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip("ab", pool.map(reduce, "ab"), strict=True))
+
+
+def test_sums_reduced_on_devices_have_the_bits_of_those_reduced_through_gloo(ticked: Members) -> None:
+    sizes = (1000, 1, 7, 4097)
+    on_devices = reduced(ticked.pair, sizes)
+    for groups in ticked.pair.groups.values():
+        groups.device_rings = None
+    through_gloo = reduced(ticked.pair, sizes)
+    assert ticked.libraries["a"].launches == ticked.libraries["b"].launches
+    assert {number for number, _ in ticked.libraries["a"].launches} == {0, 1}
+    for name in "ab":
+        for have, want in zip(on_devices[name], through_gloo[name], strict=True):
+            assert torch.equal(have.gradients["w"], want.gradients["w"])
+            assert have.exponents == want.exponents
+
+
+def test_an_operation_is_done_when_its_event_is_and_not_when_its_future_is(members: Members) -> None:
+    for name in "ab":
+        members.pair.interrupts[name].wait_for(
+            lambda name=name: len(members.libraries[name].formed) == 2, "forming", BOUND_S
+        )
+    into = {name: torch.zeros(4) for name in "ab"}
+    pending = {
+        name: members.ring(name).gather(into[name], torch.full((2,), 1.0 if name == "a" else 2.0)) for name in "ab"
+    }
+    assert not any(one.done for one in pending.values())
+    assert all(bool(one.isnan().all()) for one in into.values())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(pending["a"].wait, "it", BOUND_S)
+        while not waiting.done():
+            members.tick()
+    assert into["a"].tolist() == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_operations_wait_for_what_the_calling_thread_has_given_its_device_to_do(ticked: Members) -> None:
+    values = {name: torch.ones(3) for name in "ab"}
+    late = torch.full((3,), 5.0)
+    for name in "ab":
+        ring, device = ticked.ring(name), ticked.devices[name]
+        with device.condition:  # nothing ticks
+            device.at_once.copy(values[name], late)
+            ring.catch_up()
+    pending = [ticked.ring(name).reduce(values[name], dist.ReduceOp.SUM) for name in "ab"]
+    for one in pending:
+        one.wait("the sum", BOUND_S)
+    assert values["a"].tolist() == [10.0] * 3
+
+
+def test_a_ring_is_used_before_its_communicator_is_formed(pair: Pair, store: StoreHost) -> None:
+    """As in the first step of a generation, which nothing holds up."""
+    made = Members(pair, store)
+    made.libraries["b"].hold_forming.clear()
+    ticking = Ticking(*made.devices.values())
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(reduced, pair, (5,))
+        made.pair.interrupts["a"].wait_for(lambda: made.ring("a") is not None, "a", BOUND_S)
+        assert not whole.done()
+        made.libraries["b"].hold_forming.set()
+        assert len(whole.result(BOUND_S)) == 2
+    ticking.stop()
+
+
+def test_whoever_waits_for_a_device_whose_peer_never_comes_hangs_until_the_generations_end(ticked: Members) -> None:
+    pending = ticked.ring("a").reduce(torch.ones(3), dist.ReduceOp.SUM)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(pending._event.wait)
+        assert not waiting.done()
+        ticked.pair.interrupts["a"].wait_for(lambda: len(ticked.libraries["a"].formed) == 2, "forming", BOUND_S)
+        ticked.pair.interrupts["a"].abort()
+        waiting.result(BOUND_S)
+    with pytest.raises(GenerationAborted):
+        pending.wait("the sum", BOUND_S)
+    assert ticked.libraries["a"].aborts == [2], "communicators are aborted together, and once"
+    with pytest.raises(GenerationAborted):
+        ticked.ring("a").reduce(torch.ones(3), dist.ReduceOp.SUM)
+
+
+def test_a_generation_that_ends_while_a_communicator_is_formed_leaves_none(pair: Pair, store: StoreHost) -> None:
+    made = Members(pair, store)
+    for library in made.libraries.values():
+        library.hold_forming.clear()
+    assert all(library.is_forming.wait(BOUND_S) for library in made.libraries.values())
+    for interrupt in pair.interrupts.values():
+        interrupt.abort()
+    with pytest.raises(GenerationAborted):
+        made.ring("a").reduce(torch.ones(1), dist.ReduceOp.SUM)
+    for library in made.libraries.values():
+        library.hold_forming.set()
+    for library in made.libraries.values():
+        over = threading.Event()
+        for _ in range(3000):
+            if library.formed and all(one.aborted for one in library.formed):
+                break
+            over.wait(0.01)
+        assert len(library.formed) == 1
+        assert library.formed[0].aborted
+
+
+RINGS = [GroupSpec("first", ("a", "b")), GroupSpec("second", ("a", "c")), GroupSpec("third", ("b", "c"))]
+
+
+def facts(**uuids: str) -> dict[str, DeviceFacts]:
+    return {name: DeviceFacts(uuid=uuid, nccl="2.27.0") for name, uuid in uuids.items()}
+
+
+@pytest.mark.parametrize(
+    ("setting", "told", "names"),
+    [
+        ("gloo", facts(a="1", b="2", c="3"), []),
+        ("auto", facts(a="1", b="2", c="3"), ["first", "second", "third"]),
+        ("auto", facts(a="1", b="1", c="3"), ["second", "third"]),
+        ("auto", facts(a="1", b="1", c="1"), []),
+        ("auto", facts(a="1", b="2") | {"c": DeviceFacts(uuid="3", nccl="2.26.2")}, ["first"]),
+        ("nccl", facts(a="1", b="2", c="3"), ["first", "second", "third"]),
+    ],
+)
+def test_no_ring_has_two_members_on_one_device(setting: str, told: dict[str, DeviceFacts], names: list[str]) -> None:
+    assert [ring.name for ring in rings_over_nccl(setting, RINGS, told)] == names  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_reduced_by_nccl_is_refused_where_that_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"vms.rings.*two workers of a reduction share a device"):
+        rings_over_nccl("nccl", RINGS, facts(a="1", b="1", c="3"))
+    with pytest.raises(ConfigError, match=r"vms.rings.*different versions of NCCL"):
+        rings_over_nccl("nccl", RINGS, facts(a="1", b="2") | {"c": DeviceFacts(uuid="3", nccl="2.26.2")})
+
+
+def test_members_learn_of_each_others_devices(store: StoreHost) -> None:
+    told = facts(a="1", b="2", c="3")
+
+    def tell(name: str) -> dict[str, DeviceFacts]:
+        mine = [ring for ring in RINGS if name in ring.members]
+        return told_facts(connect_store(LOOPBACK, store.port()), mine, name, told[name])
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(tell, "abc")) == [told] * 3
+
+
+def test_nothing_is_asked_of_a_device_where_sums_go_through_the_host() -> None:
+    assert library_for("auto", torch.device("cpu")) is None
+    assert library_for("gloo", torch.device("cuda")) is None
+    if not dist.is_nccl_available():
+        assert library_for("auto", torch.device("cuda")) is None
+        with pytest.raises(ConfigError, match=r"vms.rings: is not in this torch"):
+            library_for("nccl", torch.device("cuda"))
+
+
+def test_what_is_to_happen_at_a_generations_end_happens_also_if_that_was_before() -> None:
+    interrupt, called = Interrupt(1), [threading.Event(), threading.Event()]
+    interrupt.at_end(called[0].set)
+    assert not called[0].is_set()
+    interrupt.lose("it")
+    interrupt.at_end(called[1].set)
+    assert all(one.wait(BOUND_S) for one in called)

@@ -1,0 +1,143 @@
+"""Tensors as a stream of chunks: what arrives, what is copied on the way, and how much is under way at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from morph.contract.errors import GenerationAborted, PeerLost
+from morph.runtime.device.staging import Staging
+from morph.runtime.groups.channels import Pending
+from morph.runtime.pre_copy import stream
+from morph.runtime.pre_copy.stream import chunks, receive_tensors, send_tensors
+from tests.device.fake_device import FakeDevice, Ticking
+from tests.device.link_contract import BOUND_S, Pair
+
+CPU = torch.device("cpu")
+SMALL_CHUNK, SMALL_OWN = 1 << 10, 1 << 8
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "CHUNK_BYTES", SMALL_CHUNK)
+    monkeypatch.setattr(stream, "OWN_CHUNK_BYTES", SMALL_OWN)
+
+
+def state() -> dict[str, Tensor]:
+    return {
+        "param/large": torch.randn(37, 41),
+        "param/turned": torch.randn(30, 20).t(),
+        "param/narrow": torch.randn(700).to(torch.bfloat16),
+        "optim/large/step": torch.tensor(3.0),
+        "buffer/flags": torch.tensor([True, False, True]),
+        "buffer/none": torch.empty(0),
+        "numbers": torch.arange(77, dtype=torch.uint8),
+    }
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first
+    )
+
+
+@given(st.lists(st.integers(0, 5000), max_size=20))
+def test_chunks_cover_the_stream_in_order_and_each_large_tensor_begins_one(sizes: list[int]) -> None:
+    cut = list(chunks(sizes))
+    ends = [0, *(end for _, end in cut)]
+    assert [begin for begin, _ in cut] == ends[:-1]
+    assert ends[-1] == sum(sizes)
+    assert all(0 < end - begin <= stream.CHUNK_BYTES for begin, end in cut)
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    begun = {begin for begin, _ in cut}
+    assert all(start in begun for start, size in zip(starts, sizes, strict=True) if size >= stream.OWN_CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("sends_staged", [False, True])
+@pytest.mark.parametrize("receives_staged", [False, True])
+def test_a_state_arrives_bit_for_bit_between_hosts_and_devices(
+    pair: Pair, sends_staged: bool, receives_staged: bool
+) -> None:
+    devices = FakeDevice(), FakeDevice()
+    first, second = (Staging(device) for device in devices)
+    ticking = Ticking(*devices)
+    tensors, more = state(), {"numbers": torch.arange(9)}
+
+    def send() -> None:
+        for some in (tensors, more):
+            find = lambda _: first if sends_staged else None  # noqa: E731
+            for transfer in send_tensors(some, pair.channel("a"), pair.interrupts["a"], find):
+                transfer.wait("it to leave", BOUND_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(send)
+        for some in (tensors, more):
+            arrived, num_bytes = receive_tensors(pair.channel("b"), CPU, lambda _: second if receives_staged else None)
+            assert equal(arrived, some)
+            assert num_bytes > sum(tensor.nbytes for tensor in some.values())
+        sent.result(BOUND_S)
+    ticking.stop()
+    assert bool(devices[0].num_copies) == sends_staged
+    assert bool(devices[1].num_copies) == receives_staged
+
+
+class Recording:
+    """A carrier that keeps what it was given."""
+
+    def __init__(self, *, done: bool) -> None:
+        self.given: list[Tensor] = []
+        self._done = done
+
+    def transfer(self, tensor: Tensor) -> Pending:
+        self.given.append(tensor)
+        made = Pending.__new__(Pending)
+        made.done, made.done_at_s = self._done, 0.0
+        made.wait = lambda *_: 0.0  # type: ignore[method-assign]
+        return made
+
+
+def test_on_the_host_a_large_tensor_leaves_from_where_it_is(pair: Pair) -> None:
+    carrier, tensors = Recording(done=True), {"param/large": torch.randn(1000)}
+    pending = send_tensors(tensors, carrier, pair.interrupts["a"])
+    assert len(pending) == len(carrier.given) == 2 + 4
+    begin = tensors["param/large"].data_ptr()
+    assert [part.data_ptr() - begin for part in carrier.given[2:]] == [0, 1024, 2048, 3072]
+
+
+def test_a_devices_state_is_never_whole_in_host_memory(pair: Pair) -> None:
+    """Nothing arrives: so many chunks were handed to the wire, and no more were copied."""
+    device = FakeDevice()
+    staging, carrier, interrupt = Staging(device), Recording(done=False), pair.interrupts["a"]
+    ticking = Ticking(device)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(send_tensors, {"param/large": torch.randn(10_000)}, carrier, interrupt, lambda _: staging)
+        interrupt.wait_for(lambda: len(carrier.given) == 2 + stream.AHEAD, "the first chunks", BOUND_S)
+        assert device.num_copies == stream.AHEAD
+        interrupt.abort()
+        with pytest.raises(GenerationAborted):
+            sending.result(BOUND_S)
+    ticking.stop()
+
+
+@pytest.fixture
+def broken(pair: Pair) -> Iterator[Pair]:
+    yield pair
+    for interrupt in pair.interrupts.values():
+        interrupt.abort()
+
+
+def test_a_sender_that_goes_in_the_middle_is_lost(broken: Pair) -> None:
+    header, _ = stream.layout(state())
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receive_tensors, broken.channel("b"), CPU)
+        for part in (torch.tensor([len(header)]), torch.frombuffer(bytearray(header), dtype=torch.uint8)):
+            broken.channel("a").transfer(part).wait("it to leave", BOUND_S)
+        broken.groups["a"].clear()
+        with pytest.raises(PeerLost):
+            receiving.result(BOUND_S)

@@ -1,0 +1,52 @@
+"""The newest whole checkpoint is found beside the live loop, and what came of it is an event."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manager.controller.state.events import CheckpointFound, CheckpointNotFound, Event
+from manager.engine.loop.checkpoint_store import CheckpointStore
+from manager.engine.loop.event_queue import EventQueue
+from morph.checkpoint.manifest import complete_versions
+from morph.contract.rules import CheckpointRules
+from tests.checkpoint.test_newest import _flipped, save
+
+
+def found(url: str) -> Event:
+    """What a store tells when it was asked once."""
+    events = EventQueue()
+    store = CheckpointStore(url, CheckpointRules(), events)
+    store.find()
+    stamped = events.get(20.0)
+    store.close()
+    assert stamped is not None
+    assert isinstance(stamped.item, CheckpointFound | CheckpointNotFound)
+    return stamped.item
+
+
+def test_a_flipped_bit_is_passed_over_and_set_aside(tmp_path: Path) -> None:
+    save(str(tmp_path), 2, 4)
+    _flipped(str(tmp_path), 4)
+    event = found(str(tmp_path))
+    assert isinstance(event, CheckpointFound)
+    assert event.manifest.version == 2
+    (told,) = event.passed_over
+    assert "differs from its manifest" in told
+    assert complete_versions(str(tmp_path)) == (2,)
+
+
+def test_where_none_is_whole_it_is_told_as_damage(tmp_path: Path) -> None:
+    save(str(tmp_path), 2)
+    _flipped(str(tmp_path), 2)
+    event = found(str(tmp_path))
+    assert isinstance(event, CheckpointNotFound)
+    assert event.damaged
+
+
+@pytest.mark.parametrize("url", ["{}/gone", "nothing://there"])
+def test_storage_that_shows_nothing_or_fails_is_no_damage(tmp_path: Path, url: str) -> None:
+    event = found(url.format(tmp_path))
+    assert isinstance(event, CheckpointNotFound)
+    assert not event.damaged

@@ -1,0 +1,233 @@
+"""Steps of twenty minutes, and units of several GB on links of 10 Gb/s: no bound stands fixed."""
+
+from __future__ import annotations
+
+import pytest
+from controller_script import Script, receivers
+from simulated_job import MANIFEST, PLANS, RULES, SIZES, UNITS
+
+from manager.controller.state.actions import Action, EndWorker, SendReshape, SendStep
+from manager.controller.state.bounds import FLOOR_S, HEADROOM, MOST_DOUBLINGS
+from manager.controller.state.events import NodeAppeared, Tick, WorkerAnswered, WorkerLost
+from manager.controller.state.state import Phase
+from manager.simulation.spot.cluster import SpotCluster
+from manager.simulation.spot.job import Durations, SpotJob
+from morph.contract.cluster import Policy
+from morph.contract.messages import EvaluationSize, WorkerReady
+from morph.contract.plan import Plan
+from morph.contract.rules import CheckpointRules
+
+GB = 10**9
+STEP_S = 1200.0
+LINK_BYTES_PER_S = 10e9 / 8
+UNIT_BYTES = dict.fromkeys(UNITS, 12 * GB)
+POLICY = Policy(checkpoint_every_steps=3, heartbeat_timeout_s=2.0, start_patience_s=5.0)
+
+
+def slow(plan: Plan, step_s: float = STEP_S) -> Plan:
+    """The same plan with a step of twenty minutes."""
+    expected = plan.expected.model_copy(update={"mini_batch_s": step_s * 4 / plan.num_workers})
+    return plan.model_copy(update={"expected": expected})
+
+
+def large(**fields: object) -> Script:
+    """The controller of such a job; nobody is there."""
+    plans = {count: slow(plan) for count, plan in PLANS.items()}
+    return Script(**{"plans": plans, "unit_bytes": UNIT_BYTES, "state_copies": 3, "policy": POLICY} | fields)
+
+
+def training(**fields: object) -> Script:
+    """Four workers of such a job run their first step."""
+    script = large(**fields)
+    script.ready("n1", "n2", "n3", "n4")
+    script.reshaped()
+    assert script.state.phase is Phase.TRAINING
+    return script
+
+
+def passes(script: Script, took_s: float) -> list[Action]:
+    """Time passes, with every tick that is due in it; returns what the controller did meanwhile."""
+    assert script.last is not None
+    until_s, actions = script.now_s + took_s, []
+    while script.last.wake_at_s is not None and script.last.wake_at_s <= until_s:
+        actions += script.tell(Tick(), at_s=script.last.wake_at_s)
+    script.now_s = until_s
+    return actions
+
+
+def until_ended(script: Script) -> float:
+    """Time passes until a worker is ended; returns for how long (seconds)."""
+    begun_s = script.now_s
+    for _ in range(20):
+        assert script.last is not None
+        assert script.last.wake_at_s is not None
+        if any(isinstance(action, EndWorker) for action in script.tell(Tick(), at_s=script.last.wake_at_s)):
+            return script.now_s - begun_s
+    raise AssertionError("nobody is ended")
+
+
+def test_steps_that_take_as_long_as_planned_and_half_more_are_committed() -> None:
+    script = training()
+    for version in (1, 2):
+        assert passes(script, 1.5 * STEP_S) == []
+        script.prepared()
+        assert script.state.version == version
+    assert script.state.num_fruitless == 0
+
+
+def test_a_shape_is_formed_that_moves_all_its_state_over_a_slow_link() -> None:
+    script = training()
+    script.ready("n5")
+    passes(script, STEP_S)
+    script.prepared()
+    script.tell(WorkerLost(worker="n4", cause="killed"))
+    script.aborted()
+    assert script.state.phase is Phase.RESHAPING
+    assert script.state.reshape is not None
+    lacked = script.state.reshape.lacked["n5"]
+    assert {source.kind for source in lacked} == {"peer"}
+    slowly_s = len(lacked) * 12 * GB / (LINK_BYTES_PER_S / 10)
+    assert slowly_s > 300
+    assert passes(script, slowly_s) == []
+    assert receivers(script.reshaped(), SendStep) == script.members
+
+
+def test_a_checkpoint_is_restored_from_storage_that_is_as_slow_as_is_expected() -> None:
+    script = large(initial_version=5, initial_checkpoint=MANIFEST)
+    script.ready("n1", "n2", "n3", "n4")
+    assert script.state.phase is Phase.RESHAPING
+    assert passes(script, 5 * 12 * GB / 1e8) == []
+    script.reshaped()
+    assert script.state.phase is Phase.TRAINING
+
+
+def test_a_worker_that_has_begun_a_long_task_may_end_it_before_it_gives_up() -> None:
+    script = training()
+    passes(script, 10)
+    script.tell(WorkerLost(worker="n4", cause="killed"))
+    assert script.state.phase is Phase.ABORTING
+    micro_batch_s = STEP_S / 4
+    assert passes(script, 1.5 * micro_batch_s) == []
+    script.aborted()
+    assert {"n1", "n2", "n3"} <= set(script.state.workers)
+
+
+def test_a_hung_worker_is_found_within_a_known_multiple_of_its_step() -> None:
+    script = training()
+    script.prepared("n1", "n2", "n3")
+    took_s = until_ended(script)
+    assert HEADROOM * STEP_S < took_s <= 2 * HEADROOM * STEP_S
+    assert "n4" not in script.state.workers
+
+
+def test_the_bound_of_a_small_job_is_the_floor_and_a_set_value_replaces_what_is_derived() -> None:
+    for limit_s, expected_s in ((None, FLOOR_S), (20.0, 20.0)):
+        policy = POLICY.model_copy(update={"order_timeout_s": limit_s, "rules": RULES})
+        script = Script(policy=policy)
+        script.ready("n1", "n2", "n3", "n4")
+        script.reshaped()
+        script.prepared("n1", "n2", "n3")
+        assert script.state.order is not None
+        assert script.state.order.limit_s == expected_s
+        assert script.state.reshape is not None
+        assert script.state.reshape.limit_s == expected_s
+        assert until_ended(script) == pytest.approx(expected_s, abs=1.0)
+
+
+def test_a_step_with_an_evaluation_has_time_for_it_and_the_others_have_not() -> None:
+    script = large(num_steps=9)
+    for worker in ("n1", "n2"):
+        script.tell(NodeAppeared(node=worker))
+    for worker in ("n1", "n2"):
+        size = EvaluationSize(every_steps=2, num_micro_batches=80)
+        ready = WorkerReady(worker=worker, pid=1, setup_s=1, evaluation=size)
+        script.tell(WorkerAnswered(worker=worker, answer=ready))
+    script.tell(Tick(), at_s=10.0)
+    script.reshaped()
+    limits_s = []
+    for _ in range(4):
+        assert script.state.order is not None
+        limits_s.append(script.state.order.limit_s)
+        script.prepared()
+    assert limits_s[0] == limits_s[1] == limits_s[3]
+    assert limits_s[2] == pytest.approx(limits_s[0] + HEADROOM * 10 * 2 * STEP_S)
+    assert script.state.reshape is not None
+    assert script.state.reshape.limit_s >= max(limits_s)  # workers wait for one another no less
+
+
+def test_what_is_slower_than_planned_is_learned_and_shapes_that_fail_get_more_time() -> None:
+    script = training()
+    limits_s = []
+    for _ in range(MOST_DOUBLINGS + 2):
+        assert script.state.order is not None
+        limits_s.append(script.state.order.limit_s)
+        script.aborted()
+        script.reshaped()
+    assert limits_s == [limits_s[0] * 2 ** min(index, MOST_DOUBLINGS) for index in range(MOST_DOUBLINGS + 2)]
+    passes(script, 5 * STEP_S)
+    script.prepared()
+    assert script.state.order is not None
+    assert script.state.num_fruitless == 0
+    assert script.state.order.limit_s > HEADROOM * 5 * STEP_S
+
+
+@pytest.mark.parametrize("unit_bytes", [SIZES, UNIT_BYTES])
+def test_a_file_is_given_as_long_as_slow_storage_takes_for_its_size(unit_bytes: dict[str, int]) -> None:
+    rules, most_bytes = CheckpointRules(), max(unit_bytes.values())
+    assert rules.file_limit_s(most_bytes) == max(600.0, most_bytes / 5e6)
+    assert CheckpointRules(file_timeout_s=7.0).file_limit_s(most_bytes) == 7.0
+
+
+def test_shapes_that_fail_are_tried_again_for_longer_than_one_step_takes() -> None:
+    policy = POLICY.model_copy(update={"give_up_after_s": 600.0, "max_fruitless_generations": 1})
+    script = training(policy=policy)
+    script.aborted()
+    assert script.state.phase is Phase.RESTING
+    for _ in range(2):
+        passes(script, 300.0)
+        script.reshaped()
+        assert script.state.phase is Phase.TRAINING
+        passes(script, STEP_S)
+        script.aborted()
+    assert script.state.phase is Phase.RESTING
+    assert script.state.finish is None
+
+
+def test_such_a_job_trains_loses_a_vm_and_all_vms_and_restores_without_one_healthy_worker_being_ended() -> None:
+    actions: list[Action] = []
+    job = SpotJob(
+        name="large",
+        batch_size=8,
+        plans={count: slow(plan) for count, plan in PLANS.items()},
+        units=UNITS,
+        unit_bytes=UNIT_BYTES,
+        durations=Durations(link_bytes_per_s=LINK_BYTES_PER_S / 5, storage_bytes_per_s=4e7, spread=0.3),
+        policy=POLICY.model_copy(update={"redundancy": "off"}),
+    )
+    cluster = SpotCluster(
+        job,
+        num_steps=10**6,
+        num_expected=4,
+        watcher=lambda _now_s, _event, decision: actions.extend(decision.actions),
+    )
+    vms = [cluster.vm_came() for _ in range(5)]
+
+    def taken(*gone: str) -> tuple[()]:
+        for vm in gone:
+            cluster.vm_taken(vm)
+        return ()
+
+    def came() -> tuple[()]:
+        for _ in range(4):
+            cluster.vm_came()
+        return ()
+
+    cluster.after(3 * 3600.0, lambda: taken(vms[0]))
+    cluster.after(10 * 3600.0, lambda: taken(*vms[1:]))
+    cluster.after(10 * 3600.0 + 60.0, came)
+    cluster.play(20 * 3600.0)
+    restored = [action.order for action in actions if isinstance(action, SendReshape)]
+    assert any(source.kind == "checkpoint" for order in restored for source in order.sources)
+    assert cluster.state.version >= 2 * 3 * 10
+    assert not any(isinstance(action, EndWorker) for action in actions)
+    assert cluster.state.generation == 3

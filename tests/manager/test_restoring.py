@@ -1,0 +1,198 @@
+"""A checkpoint cannot be loaded: the run goes on in place, from it or from the newest that is whole."""
+
+from __future__ import annotations
+
+import pytest
+from controller_script import Script, receivers
+from simulated_job import FILES
+
+from manager.controller.state.actions import Abort, Action, EndWorker, FindCheckpoint, Finish, SendReshape
+from manager.controller.state.events import (
+    CheckpointFound,
+    CheckpointNotFound,
+    ManagerResumed,
+    StopRequested,
+    Tick,
+    WorkerAnswered,
+    WorkerLost,
+)
+from manager.controller.state.state import Phase
+from manager.controller.steps.resting import LONGEST_PAUSE_S, pause_after
+from morph.contract.checkpoint import Manifest
+from morph.contract.messages import Failed
+
+DAMAGED = "v00000006/s0.safetensors: the file differs from its manifest (size or checksum)"
+
+
+def manifest(version: int) -> Manifest:
+    return Manifest(fingerprint="f", version=version, units=FILES)
+
+
+@pytest.fixture
+def script() -> Script:
+    """Every VM went after step 7 was decided, with a checkpoint of version 6; two new ones are to load that."""
+    script = Script(num_steps=20, expected_nodes=2)
+    script.ready("n1", "n2")
+    script.reshaped()
+    for version in range(1, 7):
+        script.prepared()
+        if version in (3, 6):
+            script.saved(version)
+    script.prepared()
+    for worker in ("n1", "n2"):
+        script.tell(WorkerLost(worker=worker, cause="killed"))
+    script.ready("n3", "n4")
+    assert (script.state.phase, script.state.version, script.code) == (Phase.RESHAPING, 6, "set_back")
+    return script
+
+
+def fails(script: Script, worker: str, error: str = DAMAGED) -> tuple[Action, ...]:
+    """A worker says that it cannot load the checkpoint."""
+    answer = Failed(worker=worker, generation=script.state.generation, error=error, cause="checkpoint")
+    return script.tell(WorkerAnswered(worker=worker, answer=answer))
+
+
+def nobody_can_load(script: Script) -> tuple[Action, ...]:
+    """Both say so; the last answer is followed by a look at storage."""
+    assert fails(script, "n3") == (Abort(worker="n4", generation=script.state.generation),)
+    return fails(script, "n4")
+
+
+def test_a_damaged_version_is_passed_over_and_the_same_workers_go_on_from_the_one_before(script: Script) -> None:
+    assert nobody_can_load(script) == (FindCheckpoint(doubted=6),)
+    assert script.state.phase is Phase.RESTING
+    actions = script.tell(CheckpointFound(manifest=manifest(3), passed_over=(f"{DAMAGED}; version 6 is passed over",)))
+    assert receivers(actions, SendReshape) == ["n3", "n4"]
+    assert len(actions) == 2  # nobody is ended, nothing is given back or asked for
+    assert script.code == "set_back"
+    assert DAMAGED in script.sentence
+    assert "back to version 3, the newest checkpoint, 3 steps are to be redone" in script.sentence
+    script.reshaped()
+    script.prepared()
+    assert (script.state.version, script.state.doubt) == (4, None)
+
+
+def test_what_turns_out_whole_is_loaded_again_at_once_then_after_growing_pauses(script: Script) -> None:
+    nobody_can_load(script)
+    pauses = []
+    for _ in range(3):
+        actions = script.tell(CheckpointFound(manifest=manifest(6)))
+        assert receivers(actions, SendReshape) == ["n3", "n4"]
+        assert script.state.version == 6
+        assert nobody_can_load(script) == ()
+        began_s = script.now_s
+        assert script.wake() == (FindCheckpoint(doubted=6),)
+        pauses.append(round(script.now_s - began_s, 6))
+    assert pauses == [pause_after(0), pause_after(1), pause_after(2)]
+
+
+def test_storage_that_does_not_answer_is_no_damage_and_is_asked_again_until_the_users_limit(script: Script) -> None:
+    actions = nobody_can_load(script)
+    began_s, num_asked = script.now_s, 0
+    while script.state.phase is not Phase.ENDED:
+        assert actions == (FindCheckpoint(doubted=6),)
+        num_asked += 1
+        assert script.state.checkpoint is not None
+        assert script.state.checkpoint.version == 6
+        actions = script.tell(CheckpointNotFound(error="storage took longer than 600 s", damaged=False))
+        assert "whether version 6 is whole is not known" in script.sentence
+        actions = actions or script.wake()
+    assert num_asked > 10
+    limit_s = script.state.config.policy.give_up_after_s
+    assert limit_s <= script.now_s - began_s <= limit_s + LONGEST_PAUSE_S + 10
+    (finish,) = actions
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "failed"
+    assert "policy.give_up_after_s" in finish.sentence
+
+
+def read_by(actions: tuple[Action, ...]) -> dict[str, set[str | None]]:
+    """Who reads what each worker gets from the checkpoint; None: itself."""
+    orders = [action.order for action in actions if isinstance(action, SendReshape)]
+    read: dict[str, set[str | None]] = {}
+    for source in orders[0].sources:
+        if source.kind == "checkpoint":
+            read.setdefault(source.worker, set()).add(source.peer)
+    return read
+
+
+def test_what_one_worker_cannot_load_though_it_is_whole_is_read_for_it_by_another(script: Script) -> None:
+    fails(script, "n3", "v00000006/s0.safetensors: cannot be read: no route to the storage")
+    assert script.aborted() == (FindCheckpoint(doubted=6),)
+    actions = script.tell(CheckpointFound(manifest=manifest(6)))
+    assert read_by(actions) == {"n3": {"n4"}, "n4": {None}}
+    assert "others read what n3 could not" in script.sentence
+    script.reshaped()
+    script.prepared()
+    assert (script.state.version, script.state.doubt) == (7, None)
+
+
+def test_where_nobody_turns_out_to_be_able_to_read_each_tries_again_itself(script: Script) -> None:
+    fails(script, "n3")
+    script.aborted()
+    script.tell(CheckpointFound(manifest=manifest(6)))
+    fails(script, "n4", "v00000006/s0.safetensors: cannot be read: no route to the storage")
+    script.aborted()
+    script.wake()
+    actions = script.tell(CheckpointFound(manifest=manifest(6)))
+    assert read_by(actions) == {"n3": {None}, "n4": {None}}
+
+
+def test_a_third_worker_reads_for_two_whose_storage_is_gone_and_for_itself(script: Script) -> None:
+    nobody_can_load(script)
+    script.ready("n5")
+    actions = script.tell(CheckpointFound(manifest=manifest(6)))
+    read = read_by(actions)
+    assert receivers(actions, SendReshape) == ["n3", "n4", "n5"]
+    assert set().union(*read.values()) <= {"n5", None}
+    assert {worker for worker, readers in read.items() if None in readers} <= {"n5"}
+
+
+def test_where_none_is_whole_the_run_ends_and_says_so(script: Script) -> None:
+    nobody_can_load(script)
+    told = f"{DAMAGED}; no other checkpoint there is whole"
+    (finish,) = script.tell(CheckpointNotFound(error=told, damaged=True))
+    assert finish == Finish(outcome="failed", sentence=told)
+
+
+def test_a_worker_that_waits_for_storage_is_not_ended_but_told_to_stop_waiting(script: Script) -> None:
+    script.reshaped("n3")
+    actions = script.wake()
+    assert actions == (Abort(worker="n4", generation=script.state.generation),)
+    assert "storage did not give n4" in script.sentence
+    assert script.aborted() == (FindCheckpoint(doubted=6),)
+    actions = script.tell(CheckpointFound(manifest=manifest(6)))
+    kinds = {source.kind for action in actions for source in action.order.sources}  # type: ignore[union-attr]
+    assert kinds == {"keep", "peer", "checkpoint"}  # what one has, from its memory, and the rest from storage
+
+
+def test_storage_that_is_read_for_long_is_waited_for(script: Script) -> None:
+    nobody_can_load(script)
+    for _ in range(3):
+        assert script.last is not None
+        assert script.last.wake_at_s is not None
+        assert script.tell(Tick(), at_s=script.last.wake_at_s) == ()
+        assert script.state.phase is Phase.RESTING
+    assert receivers(script.tell(CheckpointFound(manifest=manifest(6))), SendReshape) == ["n3", "n4"]
+
+
+def test_a_new_manager_looks_again(script: Script) -> None:
+    nobody_can_load(script)
+    assert script.tell(ManagerResumed(living=("n3", "n4"))) == (FindCheckpoint(doubted=6),)
+
+
+def test_a_stop_while_storage_is_read_ends_the_run_and_claims_nothing(script: Script) -> None:
+    nobody_can_load(script)
+    (finish,) = script.tell(StopRequested(reason="SIGINT"))
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "stopped"
+    assert finish.sentence == f"SIGINT; n3 could not load version 6: {DAMAGED}"
+
+
+def test_whoever_comes_or_goes_meanwhile_is_reckoned_with(script: Script) -> None:
+    nobody_can_load(script)
+    script.tell(WorkerLost(worker="n3", cause="killed"))
+    script.ready("n5")
+    actions = script.tell(CheckpointFound(manifest=manifest(3)))
+    assert receivers(actions, SendReshape) == ["n4", "n5"]
+    assert not any(isinstance(action, EndWorker) for action in actions)

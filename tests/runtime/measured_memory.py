@@ -1,0 +1,127 @@
+"""The memory of a job's stages, as the planner estimates it and as workers on a CPU take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from calibrate.computing.compute import measure_compute
+from calibrate.computing.subject import Subject, load_subject
+from calibrate.links.network import NetworkMeasurement
+from calibrate.timing.environment import describe_environment
+from calibrate.writing.assemble import MeasuredLinks, assemble_profile
+from calibrate.writing.measure import one_thread
+from calibrate.writing.storage import StorageSpeeds
+from morph.contract.profile import Profile
+from morph.cutting import CutModel
+from simulator import Simulation, simulate, synthetic_profile
+from simulator.answers.costs import SectionCosts
+from simulator.given.memory_rules import MemoryRules
+from tests.runtime.tracked_crew import TrackedCrew
+
+NUM_STEPS = 3
+"""The optimizer's state is there after the first, scales fit after the second."""
+WITHOUT_COPIES = MemoryRules(keeps_sums=False, copies_sums=False, saves=False, changes=False)
+"""No checkpoint is written, nobody sends sums, and no step is given up: as in these steps."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of each stage: bytes estimated, and the most that one of its workers had.
+
+    ``estimates`` are those of the plan's windows, ``reached`` those of as many micro-batches as were in flight:
+    how fast neighbours are decides whether a window is ever full.
+    """
+
+    shape: str
+    recompute: bool
+    estimates: tuple[int, ...]
+    peaks: tuple[int, ...]
+    reached: tuple[int, ...] = ()
+    moments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MeasuredJob:
+    """A job, calibrated but for its links."""
+
+    subject: Subject
+    model: CutModel
+    profile: Profile
+
+    def plan(self, depth: int, replicas: int, *, recompute: bool) -> Simulation:
+        """A shape with its windows."""
+        return simulate(self.profile, num_stages=depth, num_replicas=replicas, recompute=recompute)
+
+    def steps(self, depth: int, replicas: int, *, recompute: bool, directory: Path) -> Measured:
+        """Run steps in one shape."""
+        simulation = self.plan(depth, replicas, recompute=recompute)
+        crew = self._crew(depth * replicas, directory)
+        crew.reshape(simulation.plan)
+        taken = crew.train(NUM_STEPS)
+        peaks, in_flight = zip(*(taken[stage] for stage in range(depth)), strict=True)
+        costs = simulation.costs
+        memory = self._memory(WITHOUT_COPIES, single=replicas == 1, recompute=recompute)
+        window = np.array(in_flight, np.int64)
+        assert (window <= costs.times.window).all(), "more micro-batches were in flight than the plan allows"
+        reached = memory.device_bytes(*costs.spans, window, costs.times.recompute)
+        moments = memory.moments(*costs.spans, window, costs.times.recompute)
+        totals = {moment: sum(np.broadcast_arrays(*parts.values())) for moment, parts in moments.items()}
+        found = memory.device_bytes(*costs.spans, costs.times.window, costs.times.recompute)
+        return Measured(
+            f"{depth}x{replicas}",
+            recompute,
+            tuple(found.tolist()),
+            peaks,
+            tuple(reached.tolist()),
+            tuple(max(totals, key=lambda moment: totals[moment][stage]) for stage in range(depth)),
+        )
+
+    def change(self, before: str, after: str, directory: Path) -> Measured:
+        """Run steps in one shape, then form another one: the most that each new stage's workers had meanwhile."""
+        (first, second) = (tuple(map(int, shape.split("x"))) for shape in (before, after))
+        crew = self._crew(max(first[0] * first[1], second[0] * second[1]), directory)
+        crew.reshape(self.plan(*first, recompute=True).plan)
+        crew.train(NUM_STEPS)
+        simulation = self.plan(*second, recompute=True)
+        peaks = crew.reshape(simulation.plan)
+        rules = MemoryRules(copies_sums=False, saves=False)
+        spans = [self.plan(*shape, recompute=True).costs.spans for shape in (first, second)]
+        singles = [shape[1] == 1 for shape in (first, second)]
+        bounds = [
+            self._memory(rules, single=single, recompute=True).tables[2][span]
+            for single, span in zip(singles, spans, strict=True)
+        ]
+        largest = max(int(bound.max()) for bound in bounds)  # a worker may come from the largest stage there was
+        return Measured(
+            f"{before} to {after}",
+            True,
+            tuple(largest for _ in range(second[0])),
+            tuple(peaks[stage] for stage in range(second[0])),
+        )
+
+    def _memory(self, rules: MemoryRules, *, single: bool, recompute: bool):  # type: ignore[no-untyped-def]
+        (m,) = self.profile.micro_batch_sizes
+        return SectionCosts(self.profile, m, recompute=recompute, rules=rules).memory(single=single)
+
+    def _crew(self, num_workers: int, directory: Path) -> TrackedCrew:
+        return TrackedCrew(self.subject, self.model, [f"w{number}" for number in range(num_workers)], directory)
+
+
+def measured_job(job_path: str) -> MeasuredJob:
+    """Calibrate what a job computes and holds; links are made up, for no time is asked for."""
+    with one_thread():
+        subject = load_subject(job_path, torch.device("cpu"))
+        size = subject.job.micro_batch_size
+        assert size is not None
+        compute = measure_compute(
+            subject, (size,), stop_early=False, num_samples=5, progress=lambda _what, _share: None
+        )
+    made_up = synthetic_profile()
+    links = NetworkMeasurement(made_up.inter_node, made_up.all_reduce, made_up.commit)
+    environment = describe_environment(subject.device)
+    profile = assemble_profile(subject.job, environment, compute, MeasuredLinks(links), StorageSpeeds(1e9, None, 1e9))
+    return MeasuredJob(subject, compute.model, profile)

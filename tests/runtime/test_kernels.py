@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from morph.contract.errors import JobError, TrainingStopped
+from morph.runtime.process.single import run_single
+from morph.runtime.step.kernels import (
+    CUBLAS_VARIABLE,
+    Kernels,
+    kernels_for,
+    kernels_now,
+    kernels_refused,
+    prepare_cublas,
+    set_kernels,
+)
+
+USUAL = Kernels(determinism=0, cudnn_benchmark=True, cudnn_attention=True)
+STEADY = Kernels(determinism=2, cudnn_benchmark=False, cudnn_attention=False)
+
+JOB = """
+import json, os, sys
+import torch
+from torch import nn
+from morph import Job
+from morph.runtime.step.kernels import CUBLAS_VARIABLE, kernels_now
+
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        told = [vars(kernels_now()), os.environ.get(CUBLAS_VARIABLE), torch.cuda.is_initialized()]
+        print("seen " + json.dumps(told), file=sys.stderr)
+        return {"x": torch.full((4,), float(index))}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        PLACE
+        return self.last(hidden)
+
+
+job = Job(
+    name="kernels",
+    model=Net,
+    loss=lambda model, batch: model(batch["x"]).square().mean(),
+    dataset=Points,
+    optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+    batch_size=4,
+    micro_batch_size=2,
+    accumulation="KIND",
+)
+"""
+
+
+def write_job(folder: Path, kind: str, place: str = "pass") -> str:
+    path = folder / f"job_{kind}.py"
+    path.write_text(JOB.replace("KIND", kind).replace("PLACE", place))
+    return f"{path}:job"
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    before = kernels_now()
+    yield
+    set_kernels(before)
+
+
+def test_exact_sums_take_deterministic_kernels_and_never_those_of_cudnn_attention() -> None:
+    assert kernels_for("exact", USUAL) == STEADY
+    assert kernels_for("fast", USUAL) == USUAL
+
+
+@pytest.mark.usefixtures("as_before")
+def test_torch_is_set_to_what_is_wanted_and_back() -> None:
+    for wanted in (STEADY, USUAL):
+        set_kernels(wanted)
+        assert kernels_now() == wanted
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "determinism"), [("exact", 2), ("fast", 0)])
+def test_a_worker_computes_with_these_kernels_and_cublas_has_its_workspace_before_cuda_starts(
+    tmp_path: Path, kind: str, determinism: int
+) -> None:
+    given = [write_job(tmp_path, kind), "--steps", "1", "--micro-batch", "2", "--checkpoints", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "morph.runtime.process.single", *given]
+    variables = {name: value for name, value in os.environ.items() if name != CUBLAS_VARIABLE}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=variables)
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads(line.removeprefix("seen ")) for line in done.stderr.splitlines() if line.startswith("seen ")]
+    kernels, workspace, started = seen[-1]
+    assert (kernels["determinism"], workspace, started) == (determinism, ":4096:8", False)
+    if kind == "exact":
+        assert Kernels(**kernels) == STEADY
+
+
+def test_a_workspace_with_which_products_may_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUBLAS_VARIABLE, ":0:0")
+    with pytest.raises(JobError, match=f"{CUBLAS_VARIABLE}: .*got ':0:0'.; allowed: :4096:8 or :16:8"):
+        prepare_cublas()
+    monkeypatch.setenv(CUBLAS_VARIABLE, ":16:8")
+    prepare_cublas()
+    assert os.environ[CUBLAS_VARIABLE] == ":16:8"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_before")
+def test_an_operation_without_a_deterministic_kernel_is_refused_by_its_line(tmp_path: Path) -> None:
+    place = "hidden = torch.put(hidden, torch.tensor([0, 1]), hidden[0, :2] * 2)"
+    given = {"steps": 1, "num_sections": None, "micro_batch_size": 2, "checkpoint_url": str(tmp_path / "out")}
+    with pytest.raises(TrainingStopped) as stopped:
+        run_single(write_job(tmp_path, "exact", place), **given)  # type: ignore[arg-type]
+    told = str(stopped.value)
+    assert "accumulation: put_ has no deterministic kernel on this device, in the section that begins at " in told
+    assert told.endswith("job_exact.py:25 (got 'exact'); allowed: 'fast', or another operation in the model")
+    set_kernels(USUAL)
+    run_single(write_job(tmp_path, "fast", place), **given)  # type: ignore[arg-type]
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), kernels_refused("here:1"):
+        raise RuntimeError("shapes differ")

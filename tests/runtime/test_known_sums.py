@@ -1,0 +1,60 @@
+"""Sums end with their step: eight bytes a parameter are not to wait for a collection of garbage."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from morph.runtime.following.known_sums import KnownSums
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from tests.worker_setup import SETUP
+
+STEP = SimpleNamespace(step=3, attempt=0)
+PLAN = SimpleNamespace(
+    num_micro_batches=4, stages=(SimpleNamespace(sections=range(1), first_section=0, end_section=1),)
+)
+
+
+def _current() -> Any:
+    return SimpleNamespace(
+        slot=SimpleNamespace(stage=0),
+        plan=PLAN,
+        order=SimpleNamespace(copy_sums_every=1, keep_sums=True),
+        units={},
+        topology=SimpleNamespace(unit_rings={}),
+        ring_of=lambda _unit: None,
+        interrupt=Interrupt(1),
+        salvage_in=lambda _order: None,
+        micro_batches_in=lambda _order: range(4),
+    )
+
+
+def test_the_sums_of_a_decided_step_are_freed_at_once() -> None:
+    offered: list[int] = []
+    following: Any = SimpleNamespace(offer_sums=lambda step, _copies: offered.append(step), copies=lambda _step: [])
+    known = KnownSums()
+    gc.disable()
+    try:
+        running = known.begin(_current(), STEP, SETUP, following, FaultPlan(()))  # type: ignore[arg-type]
+        running.count(0)
+        assert offered == [3]
+        freed = weakref.ref(running)
+        del running
+        known.forget_before(4)
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_made_of_the_sums_of_a_decided_step_when_the_shape_changes() -> None:
+    following: Any = SimpleNamespace(copies=lambda _step: pytest.fail("copies of a decided step are wanted"))
+    known = KnownSums()
+    running = known.begin(_current(), STEP, SETUP, following, FaultPlan(()))  # type: ignore[arg-type]
+    running.partial_sums = lambda: pytest.fail("sums of a decided step are wanted")  # type: ignore[method-assign]
+    known.keep(4)
+    assert known.told() is None

@@ -1,0 +1,346 @@
+"""Reductions of several workers in threads, over rings that complete an operation once every member has begun it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import math
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from morph.contract.decided import LossScale
+from morph.contract.errors import GenerationAborted
+from morph.contract.salvage import Salvage
+from morph.cutting.sections.section import ParameterUnit
+from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.state import reducing
+from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, Reduced
+from morph.runtime.state.fixed_point import first_exponent
+from morph.runtime.state.reducing import Reduction
+from morph.runtime.state.unit_state import UnitState
+from morph.runtime.step.sums import Rings, StepSums
+
+WAIT_S = 20.0
+
+
+@dataclass
+class Operation:
+    """One collective: what each member gave."""
+
+    kind: str
+    size: int
+    given: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    done: bool = False
+
+
+class FakeRings:
+    """The rings of all workers. A member whose n-th operation is of another kind or size than the others' fails."""
+
+    def __init__(self, interrupts: dict[str, Interrupt]) -> None:
+        self.interrupts = interrupts
+        self.log: dict[str, list[str]] = {}
+        self._operations: dict[str, list[Operation]] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, ring: FakeRing, kind: str, into: Tensor, given: Tensor) -> Operation:
+        number = len(ring.begun)
+        ring.begun.append(kind)
+        with self._lock:
+            operations = self._operations.setdefault(ring.name, [])
+            if number == len(operations):
+                operations.append(Operation(kind, given.numel()))
+            operation = operations[number]
+            assert (operation.kind, operation.size) == (kind, given.numel()), f"{ring.name}: out of order"
+            operation.given[ring.rank] = into, given
+            if len(operation.given) == ring.size:
+                _complete(operation)
+        for interrupt in self.interrupts.values():
+            interrupt.notify()
+        return operation
+
+
+def _complete(operation: Operation) -> None:
+    members = [operation.given[rank] for rank in range(len(operation.given))]
+    if operation.kind == "exchange":
+        rows = torch.stack([given for _, given in members])  # (sender, receiver, elements)
+        for rank, (into, _) in enumerate(members):
+            into.copy_(rows[:, rank])
+    elif operation.kind == "gather":
+        whole = torch.cat([given for _, given in members])
+        for into, _ in members:
+            into.copy_(whole)
+    else:
+        most = functools.reduce(torch.fmax, [given for _, given in members])  # as gloo's may: NaN is lost
+        for into, _ in members:
+            into.copy_(most)
+    operation.done = True
+
+
+@dataclass
+class FakePending:
+    operation: Operation
+    interrupt: Interrupt
+
+    def wait(self, what: str) -> float:
+        return self.interrupt.wait_for(lambda: self.operation.done, what, WAIT_S)
+
+
+class FakeRing:
+    """As ``morph.runtime.groups.channels.Ring``."""
+
+    def __init__(self, rings: FakeRings, name: str, members: tuple[str, ...], me: str) -> None:
+        self.name, self.size, self.rank = name, len(members), members.index(me)
+        self.begun: list[str] = []
+        self._rings, self._interrupt = rings, rings.interrupts[me]
+
+    def exchange(self, received: Tensor, sent: Tensor) -> FakePending:
+        return self._begin("exchange", received, sent)
+
+    def gather(self, gathered: Tensor, own: Tensor) -> FakePending:
+        return self._begin("gather", gathered, own)
+
+    def reduce(self, tensor: Tensor, operation: Any) -> FakePending:
+        return self._begin("reduce", tensor, tensor.clone())
+
+    def _begin(self, kind: str, into: Tensor, given: Tensor) -> FakePending:
+        return FakePending(self._rings.begin(self, kind, into, given), self._interrupt)
+
+
+def in_threads(works: dict[str, Callable[[], None]]) -> None:
+    """Run one for each worker; the first failure is raised."""
+    failures: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    if failures:
+        raise failures[0]
+
+
+def made(kind: str, size: int, num: int) -> Accumulator:
+    like = {"w": torch.zeros(size), "b": torch.zeros(3), "d": torch.zeros(2, dtype=torch.float64)}
+    if kind == "fast":
+        return FastAccumulator(like)
+    return ExactAccumulator(like, dict.fromkeys(like, first_exponent(num)), num)
+
+
+def merged(kind: str, size: int, num: int, reduced: Accumulator) -> Reduced:
+    """What another worker makes of what one holds of a step that is given up after its reduction."""
+    assert reduced.is_reduced
+    partial, other = reduced.partial(), made(kind, size, num)
+    assert partial is not None
+    other.merge(partial)
+    return other.finish(num, 0)
+
+
+@pytest.mark.parametrize("piece_bytes", [reducing.PIECE_BYTES, 200])
+@pytest.mark.parametrize("kind", ["exact", "fast"])
+@pytest.mark.parametrize(("num_members", "size"), [(2, 64), (3, 100), (5, 1), (70, 9)])
+def test_every_member_gets_the_mean_of_all_and_can_hand_it_on(
+    kind: str, num_members: int, size: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reducing, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(reducing, "SHARE_BYTES", 16)
+    names = tuple(f"w{index}" for index in range(num_members))
+    interrupts = {name: Interrupt(1) for name in names}
+    rings = FakeRings(interrupts)
+    generator = torch.Generator().manual_seed(size)
+    units = 3
+    own = {name: [made(kind, size, num_members) for _ in range(units)] for name in names}
+    alone = [made(kind, size, num_members) for _ in range(units)]
+    for unit, name in itertools.product(range(units), names):
+        for tensor, count in (("w", size), ("b", 3), ("d", 2)):
+            gradient = torch.randn(count, generator=generator).to(torch.float64 if tensor == "d" else torch.float32)
+            own[name][unit].add(tensor, gradient)
+            alone[unit].add(tensor, gradient)
+    kept = {name: [[part.sums.clone() for part in one.parts] for one in own[name]] for name in names}
+    found: dict[str, list[Reduced]] = {}
+    again: dict[str, list[Reduced]] = {}
+
+    def work(name: str) -> None:
+        ring: Any = FakeRing(rings, "ring", names, name)
+        reduction = Reduction(interrupts[name], num_members)
+        chance = random.Random(name)
+        for accumulator in own[name]:
+            if chance.random() < 0.5:
+                threading.Event().wait(0.002)  # others are faster
+            reduction.put(accumulator, ring)
+        reduction.finish()
+        for accumulator, wanted in zip(own[name], kept[name], strict=True):
+            for part, sums in zip(accumulator.parts, wanted, strict=True):
+                assert torch.equal(part.sums, sums)
+        again[name] = [merged(kind, size, num_members, accumulator) for accumulator in own[name]]
+        found[name] = [accumulator.finish(num_members, 0) for accumulator in own[name]]
+
+    in_threads({name: lambda name=name: work(name) for name in names})
+    expected = [accumulator.finish(num_members, 0) for accumulator in alone]
+    for name, unit in itertools.product(names, range(units)):
+        assert found[name][unit].exponents == expected[unit].exponents
+        for tensor, want in expected[unit].gradients.items():
+            have = found[name][unit].gradients[tensor]
+            assert torch.equal(have, found[names[0]][unit].gradients[tensor])
+            assert torch.equal(have, want) if kind == "exact" else torch.allclose(have, want, atol=1e-6)
+            taken = again[name][unit].gradients[tensor]
+            assert torch.equal(taken, want) if kind == "exact" else torch.allclose(taken, want, atol=1e-6)
+
+
+def test_an_overflow_at_one_member_is_known_to_all() -> None:
+    names = ("w0", "w1")
+    interrupts = {name: Interrupt(1) for name in names}
+    rings = FakeRings(interrupts)
+    own = {name: made("exact", 8, 2) for name in names}
+    own["w0"].add("b", torch.full((3,), 1e9))
+    own["w1"].add("b", torch.ones(3))
+    found: dict[str, Reduced] = {}
+
+    def work(name: str) -> None:
+        ring: Any = FakeRing(rings, "ring", names, name)
+        reduction = Reduction(interrupts[name], 2)
+        reduction.put(own[name], ring)
+        reduction.finish()
+        found[name] = own[name].finish(2, 0)
+
+    in_threads({name: lambda name=name: work(name) for name in names})
+    assert found["w0"].overflowed
+    assert found["w1"].overflowed
+    assert found["w0"].exponents == found["w1"].exponents
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_at_one_member_is_known_to_all(broken: float) -> None:
+    names = ("w0", "w1")
+    interrupts = {name: Interrupt(1) for name in names}
+    rings = FakeRings(interrupts)
+    found: dict[str, Reduced] = {}
+
+    def work(name: str) -> None:
+        accumulator = ExactAccumulator({"w": torch.zeros(3)}, {"w": 10}, 2, LossScale(exponent=1, growth_steps=2))
+        accumulator.add("w", torch.tensor([1.0, broken if name == "w0" else 2.0, 3.0]))
+        reduction = Reduction(interrupts[name], 2)
+        reduction.put(accumulator, cast("Any", FakeRing(rings, "ring", names, name)))
+        reduction.finish()
+        found[name] = accumulator.finish(2, 0)
+
+    in_threads({name: lambda name=name: work(name) for name in names})
+    assert [reduced.non_finite for reduced in found.values()] == [True, True]
+
+
+def test_an_aborted_generation_ends_the_wait_and_the_thread() -> None:
+    interrupts = {"w0": Interrupt(1), "w1": Interrupt(1)}
+    ring: Any = FakeRing(FakeRings(interrupts), "ring", ("w0", "w1"), "w0")
+    reduction = Reduction(interrupts["w0"], 2)
+    accumulator = made("fast", 4, 2)
+    accumulator.add("w", torch.ones(4))
+    reduction.put(accumulator, ring)
+    interrupts["w0"].abort()
+    with pytest.raises(GenerationAborted):
+        reduction.finish()
+    assert reduction._thread is not None
+    reduction._thread.join(WAIT_S)
+    assert not reduction._thread.is_alive()
+    assert accumulator.partial() is not None
+
+
+def test_a_reduction_that_came_to_nothing_leaves_its_ring_to_whoever_closes_it() -> None:
+    """The last to hold a group waits for what is under way in it; garbage is collected in any thread."""
+    interrupts = {"w0": Interrupt(1), "w1": Interrupt(1)}
+    ring: Any = FakeRing(FakeRings(interrupts), "ring", ("w0", "w1"), "w0")
+    found = weakref.ref(ring)
+    reduction = Reduction(interrupts["w0"], 2)
+    gc.disable()
+    try:
+        for _ in range(2):
+            reduction.put(made("exact", 4, 2), ring)
+        interrupts["w0"].abort()
+        with pytest.raises(GenerationAborted):
+            reduction.finish()
+        assert reduction._thread is not None
+        reduction._thread.join(WAIT_S)
+        del ring
+        assert found() is None
+    finally:
+        gc.enable()
+
+
+UNITS = {"s0": (0,), "s1": (1,), "s2": (2,), "s3": (3,), "s0+s3": (0, 3), "s1+s2": (1, 2), "s0+s1": (0, 1)}
+
+
+def state_of(name: str) -> UnitState:
+    unit = ParameterUnit(id=name, sections=UNITS[name], parameters=(f"{name}.w",), buffers=())
+    return UnitState(unit, {f"{name}.w": torch.zeros(5)}, _sgd, num_micro_batches=4, exact=True)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("cuts", [(0, 4), (0, 2, 4), (0, 1, 4), (0, 1, 2, 3, 4)])
+def test_a_step_reduces_units_as_they_are_complete_in_an_order_that_all_members_share(
+    cuts: tuple[int, ...], seed: int
+) -> None:
+    """Also where one replica has nothing to run, and where units are tied across stages in a circle."""
+    stages = [range(first, end) for first, end in itertools.pairwise(cuts)]
+    shares = {0: (0, 1, 2, 3), 1: ()} if seed % 2 else {0: (0, 1), 1: (2, 3)}
+    workers = {f"w{stage}.{replica}": (stage, replica) for stage in range(len(stages)) for replica in shares}
+    interrupts = {name: Interrupt(1) for name in workers}
+    fake = FakeRings(interrupts)
+    means: dict[str, list[Tensor]] = {}
+    lock = threading.Lock()
+
+    def stages_of(unit: str) -> tuple[int, ...]:
+        return tuple(index for index, stage in enumerate(stages) if set(UNITS[unit]) & set(stage))
+
+    def work(name: str) -> None:
+        stage, replica = workers[name]
+        rings: dict[str, Any] = {}
+        mine = [unit for unit in UNITS if stage in stages_of(unit)]
+        of_unit = {unit: "ring/" + "+".join(map(str, stages_of(unit))) for unit in mine}
+        for unit in mine:
+            members = tuple(other for other, (place, _) in workers.items() if place in stages_of(unit))
+            rings.setdefault(of_unit[unit], FakeRing(fake, of_unit[unit], members, name))
+        states = {unit: state_of(unit) for unit in mine}
+        given = Rings(of_unit, lambda unit: rings[of_unit[unit]], interrupts[name], FaultPlan([]))
+        salvage: Salvage | None = None
+        sums = StepSums(states, stages[stage], shares[replica], 4, 3, given, salvage=salvage, keep=True)
+        chance = random.Random(f"{name}/{seed}")
+        for micro_batch in shares[replica]:
+            sink = sums.of(micro_batch)
+            for section in reversed(stages[stage]):
+                for unit in mine:
+                    if section in UNITS[unit]:
+                        sink.add(section, f"{unit}.w", torch.full((5,), micro_batch + 0.25 * section))
+                if chance.random() < 0.3:
+                    threading.Event().wait(0.001)
+                sink.done(section)
+            sums.count(micro_batch)
+        sums.finish_reduction()
+        found = {unit: sums.accumulators[unit].finish(4, 0).gradients[f"{unit}.w"] for unit in mine}
+        with lock:
+            for unit, mean in found.items():
+                means.setdefault(unit, []).append(mean)
+
+    in_threads({name: lambda name=name: work(name) for name in workers})
+    for unit, sections in UNITS.items():
+        want = sum(micro_batch + 0.25 * section for micro_batch in range(4) for section in sections) / 4
+        assert len(means[unit]) == 2 * len(stages_of(unit))
+        assert all(torch.equal(mean, torch.full((5,), want)) for mean in means[unit])

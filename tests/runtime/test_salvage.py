@@ -1,0 +1,329 @@
+"""What is lost with a worker, and what is not: real workers, each micro-batch counted once, equal weights.
+
+A step that is given up is finished in the next shape (decision 0024); a second worker holds state and sums (0025).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from manager.controller.shape.following import choose_follows
+from manager.controller.shape.salvage import choose_salvage, losses_of
+from manager.controller.state.config import units_by_stage
+from morph.contract.faults import Fault
+from morph.contract.messages import Aborted, Failed, Prepared, ReshapeOrder, StepOrder
+from morph.contract.salvage import LOSSES, PartialSum, partial_sum, share_in, spans_of
+from tests.runtime.worker_crew import Crew, Member, poll_until
+from tests.system.harness import JOB, TinyJob, load_tiny_job, uninterrupted
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+NAMES = ("w0", "w1", "w2", "w3")
+NUM_STEPS = 3
+GIVEN_UP = 1
+
+
+@pytest.fixture(scope="module")
+def job() -> TinyJob:
+    return load_tiny_job()
+
+
+@pytest.fixture(scope="module")
+def crew(job: TinyJob) -> Iterator[Crew]:
+    crew = Crew(job, NAMES)
+    try:
+        yield crew
+    finally:
+        crew.close()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return uninterrupted(NUM_STEPS, tmp_path_factory.mktemp("reference"))
+
+
+def keeping(order: ReshapeOrder, kept: dict[str, tuple[PartialSum, ...]], job: TinyJob) -> ReshapeOrder:
+    """The order that goes on with what is kept."""
+    sizes = dict.fromkeys(job.units, 1)
+    salvage = choose_salvage(kept, order.plan, order.slots, units_by_stage(order.plan, job.units), job.units, sizes)
+    return order.model_copy(update={"salvage": salvage, "keep_sums": True})
+
+
+def reshape(crew: Crew, shape: str, workers: tuple[str, ...], kept: dict[str, tuple[PartialSum, ...]]) -> ReshapeOrder:
+    """Form a shape that goes on with what is kept; returns the order."""
+    order = keeping(crew.order(shape, workers), kept, crew.job)
+    form(crew, order)
+    return order
+
+
+def give_up(
+    crew: Crew, victim: str | None, *, reduced: bool = False, copied: str = "", done: int = 0
+) -> dict[str, tuple[PartialSum, ...]]:
+    """Run a step that fails on one worker, or that nobody decides; returns what the others have of it.
+
+    ``reduced``: it fails so late that the others can prepare the step. ``copied``: who has a copy of its sums by then.
+    ``done``: how many micro-batches everybody's backward has passed by then, at least.
+    """
+    order = StepOrder(generation=crew.generation, step=crew.version)
+    whole = prepared(crew)
+    for name in crew.present:
+        crew.members[name].send("step", order)
+    others = [name for name in crew.present if name != victim]
+    if victim is not None:
+        failed = crew.members[victim].answer()
+        assert isinstance(failed, Failed), failed
+        del crew.held[victim]
+        for name in others:
+            member = crew.members[name]  # a worker that waits for its peers goes on as long as these live
+            if not reduced and done:  # what the victim sent may still be on its way, and waiting says nothing
+                poll_until(partial(has_counted, member, done), f"{name} has done {done} micro-batches")
+            ready = partial(answered, member) if reduced else partial(is_through, crew, name, victim)
+            poll_until(ready, f"{name} answers" if reduced else f"{name} has done what it can without {victim}")
+            if name == copied:
+                poll_until(partial(member.control, "copies", crew.version), f"{name} has a copy of {victim}'s sums")
+            crew.members[name].control("abort", crew.generation)
+    kept = {}
+    for name in others:
+        answer = crew.members[name].answer()
+        if isinstance(answer, Prepared):
+            kept[name] = whole[name]
+            continue
+        assert isinstance(answer, Aborted), answer
+        if answer.kept is not None:
+            assert answer.kept.step == crew.version
+            kept[name] = answer.kept.sums
+    return kept
+
+
+def give_up_without(crew: Crew, late: str) -> dict[str, tuple[PartialSum, ...]]:
+    """Run a step that is given up before the order has come to one worker, which has what it had before."""
+    order = StepOrder(generation=crew.generation, step=crew.version)
+    others = [name for name in crew.present if name != late]
+    for name in others:
+        crew.members[name].send("step", order)
+    for name in others:
+        poll_until(partial(is_through, crew, name, late), f"{name} waits for {late}")
+    for name in crew.present:
+        crew.members[name].control("abort", crew.generation)
+    crew.members[late].send("step", order)
+    answers = {name: crew.members[name].answer() for name in crew.present}
+    assert all(isinstance(answer, Aborted) for answer in answers.values()), answers
+    return {name: answer.kept.sums for name, answer in answers.items()}
+
+
+def has_counted(member: Member, number: int) -> bool:
+    """Whether a worker's backward has passed so many micro-batches."""
+    return bool(member.control("counted") >= number)
+
+
+def answered(member: Member) -> bool:
+    """Whether a worker has answered its order."""
+    return member.has_answered
+
+
+def stands(member: Member) -> bool:
+    """Whether a worker has answered its order, or waits for a peer."""
+    return member.has_answered or member.control("waiting")
+
+
+def is_through(crew: Crew, name: str, missing: str) -> bool:
+    """Whether a worker waits for a missing one, with all of its micro-batches done if its replica is whole."""
+    assert crew.plan is not None
+    replica_of = {slot.worker: slot.replica for slot in crew.slots}
+    member, formed, replica = crew.members[name], crew.formed, replica_of[name]
+    assert formed is not None
+    share = share_in(crew.plan, replica, formed.salvage if formed.version == crew.version else None)
+    whole = replica != replica_of[missing]
+    return member.has_answered or ((not whole or member.control("counted") == len(share)) and stands(member))
+
+
+def prepared(crew: Crew) -> dict[str, tuple[PartialSum, ...]]:
+    """What everybody has once it has prepared a step."""
+    assert crew.plan is not None
+    whole = (1 << crew.plan.num_micro_batches) - 1
+    kept = {}
+    for slot in crew.slots:
+        mine = units_by_stage(crew.plan, crew.job.units)[slot.stage]
+        sums = [partial_sum(unit, dict.fromkeys(crew.job.units[unit], whole)) for unit in mine]
+        losses = partial_sum(LOSSES, losses_of(crew.plan, slot, None))
+        kept[slot.worker] = (*sums, losses) if losses.counted else tuple(sums)
+    return kept
+
+
+CASES = {
+    "a backward of the first stage": ("2x2", 0, "backward", 1, "2x1", None),
+    "a backward of the last stage": ("2x2", 1, "backward", 1, "1x2", None),
+    "a forward": ("2x2", 0, "forward", 2, "3x1", None),
+    "the reduction": ("1x3", 0, "reduce", 0, "1x2", 2),
+    "after the reduction": ("2x2", 0, "before_commit", 0, "2x1", 0),
+    "after the reduction, the only one to know some losses": ("2x2", 1, "before_commit", 0, "2x1", 3),
+    "a pipeline of one replica, which lost nobody": ("4x1", None, "", 0, "2x1", 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_that_failed_is_finished_in_another_shape_with_the_same_bits(
+    crew: Crew, reference: dict[str, str], tmp_path: Path, case: str
+) -> None:
+    shape, stage, phase, nth, next_shape, again = CASES[case]
+    depth, replicas = map(int, shape.split("x"))
+    workers = NAMES[: depth * replicas]
+    victim = None
+    faults: tuple[Fault, ...] = ()
+    if stage is not None:
+        victim = workers[stage * replicas]
+        faults = (Fault(worker=victim, phase=phase, step=GIVEN_UP, nth=nth, kind="out_of_memory"),)  # type: ignore[arg-type]
+    crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults)
+    reshape(crew, shape, workers, {})
+    if victim is not None:
+        assert crew.present.index(victim) == stage * replicas
+    crew.train(GIVEN_UP)
+    kept = give_up(crew, victim, reduced=phase == "before_commit")
+    rest = tuple(name for name in NAMES if name != victim)
+    order = reshape(crew, next_shape, rest, kept)
+    assert order.salvage is not None
+    left = sum(end - first for first, end in order.salvage.remaining)
+    assert 0 <= left < order.plan.num_micro_batches
+    assert again in (None, left)
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+
+
+def test_a_step_that_is_given_up_twice_keeps_what_was_done_in_both_shapes(
+    crew: Crew, reference: dict[str, str], tmp_path: Path
+) -> None:
+    faults = (Fault(worker="w0", phase="backward", step=GIVEN_UP, nth=1, kind="out_of_memory"),)
+    crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults)
+    reshape(crew, "1x4", NAMES, {})
+    crew.train(GIVEN_UP)
+    first = reshape(crew, "1x3", NAMES[1:], give_up(crew, "w0"))
+    kept = give_up_without(crew, "w3")
+    del kept["w2"], crew.held["w2"]
+    second = reshape(crew, "1x2", ("w1", "w3"), kept)
+    assert first.salvage is not None
+    assert second.salvage is not None
+    assert first.salvage.remaining == ((0, 2),)  # of two each, w0 had the first two
+    assert second.salvage.remaining == ((1, 2), (4, 5))  # what w2 did in the first shape, and in the second
+    crew.train(NUM_STEPS)
+    assert crew.digests() == reference
+
+
+def follow(crew: Crew, order: ReshapeOrder, *, every: int = 0) -> ReshapeOrder:
+    """The same order with followers, for what only one worker drives."""
+    needed = units_by_stage(order.plan, crew.job.units)
+    sizes = dict.fromkeys(crew.job.units, 1)
+    num = Counter(unit for slot in order.slots for unit in needed[slot.stage])
+    sole = {unit for unit, times in num.items() if times == 1}
+    follows = choose_follows(order.slots, needed, crew.held, sizes, sole, {})
+    return order.model_copy(update={"follows": follows, "keep_sums": True, "copy_sums_every": every})
+
+
+def form(crew: Crew, order: ReshapeOrder) -> None:
+    """Form a generation whose members keep what they follow and had."""
+    before = crew.held
+    taking_part = dict.fromkeys(slot.worker for slot in order.slots)
+    taking_part |= dict.fromkeys(source.peer for source in order.sources if source.peer)
+    if order.salvage is not None:
+        taking_part |= dict.fromkeys(entry.holder for entry in order.salvage.sums)
+    answers = crew.ask(taking_part, "reshape", order)
+    assert all(answer.kind == "reshaped" for answer in answers), answers
+    crew.formed = order
+    crew.hold()
+    for entry in order.follows:
+        assert set(entry.known) <= before.get(entry.follower, set())
+        crew.held[entry.follower] |= set(entry.known)
+
+
+def train_followed(crew: Crew, order: ReshapeOrder, until: int) -> None:
+    """Run and decide steps, and note which followers are in step."""
+    while crew.version < until:
+        for attempt in range(8):
+            step = StepOrder(generation=crew.generation, step=crew.version, attempt=attempt)
+            answers = {answer.worker: answer for answer in crew.ask(crew.present, "step", step)}
+            assert all(isinstance(answer, Prepared) for answer in answers.values()), answers
+            if not any(answer.overflowed for answer in answers.values()):
+                break
+        crew.version += 1
+        crew.hold()
+        for entry in order.follows:
+            if answers[entry.worker].followed:
+                crew.held[entry.follower] |= set(entry.units)
+
+
+def in_step(crew: Crew, order: ReshapeOrder) -> bool:
+    """Whether every follower has what it is to follow."""
+    return all(set(entry.units) <= crew.held[entry.follower] for entry in order.follows)
+
+
+@pytest.mark.parametrize(
+    ("victim", "phase", "nth", "next_shape"),
+    [
+        ("w0", "forward", 1, "3x1"),
+        ("w1", "backward", 0, "2x1"),
+        ("w3", "backward", 2, "3x1"),
+        ("w2", "before_commit", 0, "1x3"),
+    ],
+)
+def test_with_one_replica_a_lost_stage_goes_on_from_its_follower_and_no_step_is_lost(
+    crew: Crew, tmp_path: Path, victim: str, phase: str, nth: int, next_shape: str
+) -> None:
+    num_steps, given_up = 8, 6
+    reference = uninterrupted(num_steps, tmp_path / "reference")
+    faults = (Fault(worker=victim, phase=phase, step=given_up, nth=nth, kind="out_of_memory"),)  # type: ignore[arg-type]
+    crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults)
+    order = follow(crew, crew.order("4x1", NAMES), every=2)
+    assert [entry.worker for entry in order.follows] == [slot.worker for slot in order.slots]
+    form(crew, order)
+    train_followed(crew, order, given_up)
+    assert in_step(crew, order)
+    copied = phase == "backward" and nth == 2
+    follower = next(entry.follower for entry in order.follows if entry.worker == victim)
+    kept = give_up(
+        crew, victim, reduced=phase == "before_commit", copied=follower if copied else "", done=nth if copied else 0
+    )
+    rest = tuple(name for name in NAMES if name != victim)
+    again = follow(crew, keeping(crew.order(next_shape, rest), kept, crew.job), every=2)
+    assert again.version == given_up
+    assert not [source for source in again.sources if source.kind == "initial"]
+    if copied:
+        assert again.salvage is not None  # of what the lost worker had summed, its follower has a copy
+        assert sum(end - first for first, end in again.salvage.remaining) == again.plan.num_micro_batches - 2
+    form(crew, again)
+    train_followed(crew, again, num_steps)
+    assert crew.digests() == reference
+
+
+def test_a_follower_that_is_known_is_not_sent_the_state_again(crew: Crew, tmp_path: Path) -> None:
+    num_steps = 9
+    reference = uninterrupted(num_steps, tmp_path / "reference")
+    crew.set_up(JOB, crew.job.fingerprint, tmp_path)
+    order = follow(crew, crew.order("4x1", NAMES))
+    form(crew, order)
+    train_followed(crew, order, 5)
+    assert in_step(crew, order)
+    kept = give_up(crew, None)
+    order = follow(crew, keeping(crew.order("4x1", NAMES), kept, crew.job))
+    assert all(entry.known == entry.units for entry in order.follows)
+    assert all(source.kind == "keep" for source in order.sources)
+    form(crew, order)
+    assert in_step(crew, order)
+    train_followed(crew, order, 7)
+    assert in_step(crew, order)
+    pairs = {entry.worker: entry.follower for entry in order.follows}
+    del crew.held["w1"]
+    again = crew.order("3x1", ("w0", "w2", "w3"))
+    assert not [source for source in again.sources if source.kind == "initial"]
+    assert pairs["w1"] in {source.peer or source.worker for source in again.sources}
+    form(crew, again)
+    crew.train(num_steps)
+    assert crew.digests() == reference
+
+
+def test_sets_of_micro_batches_travel_as_spans() -> None:
+    assert spans_of(0b1110110) == ((1, 3), (4, 7))
+    assert spans_of(0) == ()

@@ -1,0 +1,181 @@
+"""Tasks of a device that works through a queue are timed by its events, not by how long they take to launch."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from morph.contract.errors import WaitTimeout
+from morph.runtime.device.task_clock import EventClock, HostClock, TaskClock, clock_of
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.step.executor import Executor
+from morph.runtime.step.pace import Pace
+from morph.runtime.step.schedule_follower import Task
+from morph.runtime.step.slowed import slowed
+from morph.runtime.step.stage import StageTasks
+from morph.runtime.step.stopwatch import Stopwatch
+from tests.runtime.queued_device import QueuedDevice, QueuedEvent
+from tests.runtime.test_executor import COUNT, FakeStage, Wire, first_stage, run
+
+FORWARD, RECOMPUTE, BACKWARD = 40.0, 40.0, 80.0
+TICKS = {"F": FORWARD, "R": RECOMPUTE, "B": BACKWARD}
+
+
+def step_of(device: QueuedDevice, clock: TaskClock, slowness: float = 1.0) -> tuple[Pace, Stopwatch]:
+    """Run a step of a first stage whose neighbour answers at once, on a device that is this much slower."""
+    pace, watch = Pace(), Stopwatch(clock)
+    watch.finished = partial(pace.note, 1)
+    out, back = Wire(instant=True), Wire(instant=True)
+    stage = FakeStage(lambda task: device.launch(slowness * TICKS[task]))
+
+    def begin(executor: Executor) -> None:
+        executor.stopwatch = watch
+
+    run("varuna", 0, stage, first_stage(out, back), lambda: None, begin)
+    return pace, watch
+
+
+def median_s(pace: Pace) -> float:
+    """Of forward and backward, as the manager judges them."""
+    times = pace.collect()
+    assert times is not None
+    return statistics.median(f + b for f, b in zip(times.forward_s, times.backward_s, strict=True))
+
+
+def test_a_slow_device_is_found_by_its_own_time_however_fast_it_is_given_work() -> None:
+    found_s = []
+    for slowness in (1.0, 1.0, 1.5):
+        device = QueuedDevice()
+        pace, _ = step_of(device, EventClock(device.recorded), slowness)
+        found_s.append(median_s(pace))
+    assert found_s == [pytest.approx(0.12), pytest.approx(0.12), pytest.approx(0.18)]
+
+
+def test_launches_alone_would_not_show_it() -> None:
+    class LaunchClock(HostClock):
+        """The host's clock, in ticks: what was used before."""
+
+        def __init__(self, device: QueuedDevice) -> None:
+            self._device = device
+
+        def mark(self) -> float:
+            return self._device.now / 1e3
+
+    found_s = []
+    for slowness in (1.0, 1.5):
+        device = QueuedDevice()
+        found_s.append(median_s(step_of(device, LaunchClock(device), slowness)[0]))
+    assert found_s[0] == pytest.approx(found_s[1])
+
+
+def test_the_host_waits_for_the_device_once_at_the_end_of_the_step_and_every_task_is_counted() -> None:
+    device = QueuedDevice()
+    times = step_of(device, EventClock(device.recorded))[1].times()
+    assert device.synced == 1
+    assert times.forward_s == pytest.approx(
+        COUNT * FORWARD / 1e3, abs=0.0011
+    )  # the first one is launched on an idle device
+    assert times.backward_s == pytest.approx(COUNT * BACKWARD / 1e3)
+    assert times.wait_s == 0.0
+
+
+def test_a_timeline_has_tasks_where_the_device_did_them() -> None:
+    device = QueuedDevice()
+    device.launch(25.0, host_ticks=0.0)  # the step before is applied
+    watch = Stopwatch(EventClock(device.recorded), recording=True)
+    for task in (Task.FORWARD, Task.RECOMPUTE, Task.BACKWARD):
+        start = watch.mark()
+        device.launch(TICKS[task.value], host_ticks=0.0)
+        watch.task_given(task, 0, start)
+    watch.settle(Interrupt(1))
+    assert [span.kind for span in watch.spans] == ["forward", "recompute", "backward"]
+    assert [span.end_s - span.start_s for span in watch.spans] == pytest.approx([0.04, 0.04, 0.08])
+    for before, after in itertools.pairwise(watch.spans):
+        assert after.start_s == pytest.approx(before.end_s)
+
+
+def test_a_wait_counts_as_long_as_the_device_stands_idle() -> None:
+    device = QueuedDevice()
+    watch = Stopwatch(EventClock(device.recorded))
+    device.launch(30.0)
+    start = watch.mark()
+    device.now += 20.0  # the host waits, and the device works
+    watch.stood("wait", start)
+    start = watch.mark()
+    device.now += 60.0  # of these it works 10
+    watch.stood("wait", start)
+    watch.settle(Interrupt(1))
+    assert watch.spent_s["wait"] == pytest.approx(0.05)
+
+
+def test_reductions_count_as_far_as_the_device_has_nothing_to_do_meanwhile() -> None:
+    device = QueuedDevice()
+    watch = Stopwatch(EventClock(device.recorded))
+    device.launch(30.0, host_ticks=0.0)
+    start = watch.mark()
+    device.now += 45.0
+    watch.stood("reduce", start)
+    watch.settle(Interrupt(1))
+    assert watch.times().reduce_s == pytest.approx(0.015)
+
+
+def test_a_micro_batch_is_told_when_the_device_has_done_it_and_not_before() -> None:
+    device = QueuedDevice()
+    watch, told = Stopwatch(EventClock(device.recorded)), []
+    watch.finished = lambda *times: told.append(times)
+    for task, ticks in ((Task.FORWARD, 40.0), (Task.BACKWARD, 80.0)):
+        start = watch.mark()
+        device.launch(ticks, host_ticks=0.0)
+        watch.task_given(task, 3, start)
+    assert (told, device.synced) == ([], 0)
+    device.now += 120.0
+    watch.stood("wait", watch.mark())
+    assert told == [(pytest.approx(0.04), 0.0, pytest.approx(0.08), None)]
+    assert device.synced == 0
+
+
+def test_a_slowed_stage_stands_still_by_what_its_own_work_took_and_not_by_what_was_queued_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, slept_s = QueuedDevice(), []
+    monkeypatch.setattr(time, "sleep", slept_s.append)
+    stage = FakeStage(lambda task: device.launch(TICKS[task], host_ticks=0.0), recompute=False)
+    tasks: StageTasks = slowed(stage, 1.5, EventClock(device.recorded))
+    device.launch(500.0)
+    tasks.forward(0, ())
+    assert slept_s == [pytest.approx(0.5 * FORWARD / 1e3)]
+    assert slowed(stage, 1.0, HostClock()) is stage
+
+
+def test_a_processor_is_timed_by_the_host_and_another_device_by_its_events() -> None:
+    clock = clock_of(torch.device("cpu"))
+    start = clock.mark()
+    end = clock.mark()
+    assert clock.is_over(end)
+    assert clock.seconds(start, end) == end - start >= 0.0
+    assert isinstance(clock_of(torch.device("cuda")), EventClock)
+
+
+def test_a_device_that_hangs_is_not_waited_for_without_a_bound() -> None:
+    released = threading.Event()
+
+    class Hanging(QueuedEvent):
+        """Never over."""
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            released.wait(30.0)
+
+    device = QueuedDevice()
+    watch = Stopwatch(EventClock(lambda: Hanging(device, 1.0)))
+    with pytest.raises(WaitTimeout, match="the device to do what it was given"):
+        watch.settle(Interrupt(1, limit_s=0.01))
+    released.set()

@@ -1,0 +1,211 @@
+"""What a stage holds, against sums written out one by one; and plans that are judged on both memories."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from morph.contract.errors import PlanError
+from morph.contract.profile import Environment, Profile
+from simulator import plan, simulate, synthetic_profile
+from simulator.answers.costs import SectionCosts, stage_costs
+from simulator.given.memory_rules import MemoryRules
+from simulator.search.partition import least_bytes, partition_table
+
+NOTHING_MORE = MemoryRules(keeps_sums=False, copies_sums=False, changes=False, saves=False)
+M = 2
+PEAKS = (3_000_000, 900_000, 7_000_000, 1_200_000, 2_500_000)
+
+
+def profile_of(tied: bool = True, **environment: Any) -> Profile:
+    """Five unequal sections; the first and the last share a unit."""
+    profile = synthetic_profile(
+        num_sections=5, parameter_bytes=[4_000_000, 8_000, 12_000_000, 400_000, 2_000_000], batch_size=8, tied=tied
+    )
+    sections = tuple(
+        section.model_copy(
+            update={
+                "peak_bytes": {M: peak},
+                "reduced_bytes": section.parameter_bytes + 8,
+                "finish_bytes": 100 * section.index,
+                "step_bytes": 7_000_000 - section.index,
+                "activation_bytes_per_sample": 300_000 + 1000 * section.index,
+            }
+        )
+        for section, peak in zip(profile.sections, PEAKS, strict=True)
+    )
+    made: Environment = profile.environment.model_copy(update=environment)
+    return profile.model_copy(update={"sections": sections, "environment": made})
+
+
+def needed(profile: Profile, stage: range, window: int, *, recompute: bool, single: bool) -> int:
+    """Bytes on one device, section by section."""
+    sections = [profile.sections[index] for index in stage]
+    last = profile.num_sections - 1
+    shared = 0 in stage and last in stage
+
+    def held(part: str) -> int:
+        total = sum(getattr(section, part) for section in sections)
+        unit = profile.units[-1].parameter_bytes
+        scale = {"parameter_bytes": 1, "reduced_bytes": 1, "optimizer_bytes": 2, "gradient_bytes": 2}[part]
+        assert len(profile.units[-1].sections) == 2
+        return total - (unit * scale if shared else 0)
+
+    border = [M * section.output_bytes_per_sample for section in profile.sections]
+    stored = border[stage.start - 1] if stage.start else 0
+    kept = [
+        M * section.activation_bytes_per_sample + (0 if section.index else M * section.input_bytes_per_sample)
+        for section in sections
+    ]
+    batch = [0 if section.index else M * section.input_bytes_per_sample for section in sections]
+    backward = max(
+        sum(kept[:at]) + max(section.peak_bytes[M] + batch[at], kept[at]) + border[section.index]
+        for at, section in enumerate(sections)
+    )
+    state = held("parameter_bytes") + held("optimizer_bytes")
+    computing = state + held("gradient_bytes") + 3 * (stored + border[stage.stop - 1]) + window * stored + backward
+    if not recompute:
+        computing += (window - 1) * sum(kept)
+    means = held("reduced_bytes") + max(section.finish_bytes for section in sections)
+    if not single:
+        first = max(sections[0].peak_bytes[M] + batch[0], kept[0]) + border[stage.start]
+        means += 2 * max(section.gradient_bytes for section in sections) + first
+    updating = state + held("reduced_bytes") + max(section.step_bytes for section in sections)
+    return max(computing, state + held("gradient_bytes") + means, updating)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("single", [True, False])
+def test_each_stage_needs_its_fullest_moment(recompute: bool, single: bool) -> None:
+    profile = profile_of()
+    costs = SectionCosts(profile, M, recompute=recompute, rules=NOTHING_MORE)
+    again = (recompute, False)
+    for cut, windows in product(range(1, 5), [(2, 1), (4, 3)]):
+        stages = stage_costs(costs, (0, cut), windows, "varuna", single=single)
+        assert stages.memory_bytes.tolist() == [
+            needed(profile, sections, window, recompute=recomputes, single=single)
+            for sections, window, recomputes in zip((range(cut), range(cut, 5)), windows, again, strict=True)
+        ]
+        for number in range(2):
+            assert sum(stages.memory_parts(number)[1].values()) == stages.memory_bytes[number]
+    least = int(least_bytes(costs, "varuna", num_micro_batches=8, single=single)[2])
+    fullest = [
+        int(stage_costs(costs, (0, cut), (2, 1), "varuna", single=single).memory_bytes.max()) for cut in range(1, 5)
+    ]
+    assert least == min(fullest)
+    assert partition_table(costs, "varuna", num_micro_batches=8, memory_bytes=least, single=single).fits(2)
+    assert not partition_table(costs, "varuna", num_micro_batches=8, memory_bytes=least - 1, single=single).fits(2)
+
+
+def test_a_unit_that_sections_of_one_stage_share_counts_once() -> None:
+    profile = profile_of()
+    (whole,) = simulate(profile, num_stages=1, changes=False, micro_batch_size=M).costs.memory_bytes
+    apart = simulate(profile_of(tied=False), num_stages=1, changes=False, micro_batch_size=M).costs.memory_bytes[0]
+    shared = profile.units[-1].parameter_bytes
+    # parameters and mean gradients, optimizer state and sums at twice that, and two copies of a checkpoint
+    assert whole - apart == pytest.approx(shared * (1 + 1 + 2 + 2) + 2 * shared * (1 + 2), abs=10)
+
+
+def test_old_and_new_units_lie_side_by_side_in_a_change_of_shape() -> None:
+    costs = SectionCosts(profile_of(), M, rules=replace(NOTHING_MORE, changes=True))
+    stages = stage_costs(costs, (0, 2), (2, 1), "varuna")
+    state = [
+        sum(section.parameter_bytes + section.optimizer_bytes for section in costs.profile.sections[first:end])
+        for first, end in ((0, 2), (2, 5))
+    ]
+    whole = sum(state) - 3 * costs.profile.units[-1].parameter_bytes
+    moments = costs.memory(single=True).moments(*stages.spans, stages.times.window, stages.times.recompute)
+    assert moments["changing"]["old and new units"].tolist() == [2 * state[0], whole]
+    (one,) = stage_costs(costs, (0,), (1,), "varuna").memory.moments(
+        np.array([0]), np.array([5]), np.array([1]), np.array([False])
+    )["changing"]["old and new units"]
+    assert one == whole
+
+
+def test_a_stage_of_one_replica_is_followed_where_the_run_says_so() -> None:
+    shape: dict[str, Any] = {"num_stages": 2, "micro_batch_size": M, "changes": False}
+    profile = profile_of(tied=False)
+    alone = simulate(profile, **shape, redundancy="auto").costs
+    followed = simulate(profile, **shape, redundancy="salvage").costs
+    spans = zip((0, followed.boundaries[1]), (followed.boundaries[1], 5), strict=True)
+    more = [sum(4 * s.parameter_bytes + 8 for s in profile.sections[first:end]) for first, end in spans]
+    assert (followed.memory_bytes - alone.memory_bytes).tolist() == more
+    twice = simulate(profile, **shape, num_replicas=2, redundancy="salvage").costs.memory_bytes
+    assert twice.tolist() == simulate(profile, **shape, num_replicas=2).costs.memory_bytes.tolist()
+
+
+def test_the_context_and_what_the_allocator_keeps_come_on_top() -> None:
+    shape: dict[str, Any] = {"num_stages": 2, "micro_batch_size": M}
+    bare = simulate(profile_of(host_memory_bytes=2**40), **shape)
+    real = profile_of(host_memory_bytes=2**40, context_bytes=10_000_001, allocator_permille=60)
+    found = simulate(real, **shape)
+    expected = [size + -(-size * 60 // 1000) + 10_000_001 for size in bare.costs.memory_bytes.tolist()]
+    assert found.costs.memory_bytes.tolist() == expected
+    assert found.costs.memory_parts(0)[1]["allocator and context"] == expected[0] - bare.costs.memory_bytes[0]
+    given: dict[str, Any] = {"num_gpus": 2, "pipeline_depth": 2, "micro_batch_size": M, "schedule": "varuna"}
+    costs = SectionCosts(real, M)
+    least = int(least_bytes(costs, "varuna", num_micro_batches=4)[2])
+    assert plan(real, memory_bytes=least, **given).best.expected.peak_memory_bytes <= least
+    with pytest.raises(PlanError, match="at least"):
+        plan(real, memory_bytes=least - 1, **given, recompute=True)
+
+
+def test_device_and_host_are_two_memories_where_the_device_has_its_own() -> None:
+    shape: dict[str, Any] = {"num_stages": 2, "micro_batch_size": M}
+    together, apart = simulate(profile_of(), **shape), simulate(profile_of(host_memory_bytes=2**40), **shape)
+    assert not together.costs.host_bytes.any()
+    assert (apart.costs.memory_bytes < together.costs.memory_bytes).all()
+    assert (apart.costs.host_bytes > 0).all()
+    fullest = int(apart.costs.host_bytes.max())
+    assert apart.expected.host_memory_bytes == fullest
+    roomy = profile_of(host_memory_bytes=fullest)
+    assert plan(roomy, num_gpus=2, micro_batch_size=M, pipeline_depth=2, memory_bytes=10**12).best.num_workers == 2
+    short = simulate(profile_of(host_memory_bytes=2_000_000), **shape)  # asked for no plan that fits
+    assert short.expected.peak_memory_bytes == apart.expected.peak_memory_bytes
+    with pytest.raises(PlanError, match=r"host_memory_bytes: .*checkpoint copies"):
+        plan(profile_of(host_memory_bytes=2_000_000), num_gpus=2, micro_batch_size=M, memory_bytes=10**12)
+
+
+def test_an_optimizer_in_host_memory_is_no_burden_for_the_device() -> None:
+    shape: dict[str, Any] = {"num_stages": 2, "micro_batch_size": M}
+    profile = profile_of(host_memory_bytes=2**40)
+    moved = profile.model_copy(update={"optimizer_in_host_memory": True})
+    on_device, in_host = simulate(profile, **shape).costs, simulate(moved, **shape).costs
+    assert (in_host.memory_bytes < on_device.memory_bytes).all()
+    assert (in_host.host_bytes > on_device.host_bytes).all()
+    assert "optimizer state" not in in_host.memory_parts(0)[1]
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_the_part_that_takes_most() -> None:
+    given: dict[str, Any] = {"num_gpus": 2, "micro_batch_size": M, "memory_bytes": 1_000_000}
+    with pytest.raises(PlanError, match=r"memory_bytes: .*while .*, .* GiB are checkpoint copies"):
+        plan(profile_of(), **given)
+    apart = profile_of(host_memory_bytes=2**40)
+    with pytest.raises(PlanError, match=r"memory_bytes: .*while gradients are reduced, .* GiB are optimizer state"):
+        plan(apart, **given)
+
+
+def test_a_plan_says_what_its_fullest_stage_holds() -> None:
+    best = plan(profile_of(), num_gpus=2, micro_batch_size=M).best.expected
+    assert sum(best.memory_parts_bytes.values()) == best.peak_memory_bytes
+    assert best.memory_moment in ("computing", "reducing", "updating", "changing")
+
+
+def test_a_reduced_step_that_is_given_up_has_its_sums_twice() -> None:
+    rules = replace(NOTHING_MORE, keeps_sums=True)
+    stages = stage_costs(SectionCosts(profile_of(tied=False), M, rules=rules), (0, 2), (2, 1), "varuna", single=False)
+    moments = stages.memory.moments(*stages.spans, stages.times.window, stages.times.recompute)
+    sections = stages.sections.profile.sections
+    for number, (first, end) in enumerate(((0, 2), (2, 5))):
+        held = sections[first:end]
+        expected = sum(
+            s.parameter_bytes + s.optimizer_bytes + 2 * s.gradient_bytes + (s.reduced_bytes or 0) for s in held
+        )
+        assert sum(int(part[number]) for part in moments["giving up"].values()) == expected
+    assert "giving up" not in stages.sections.memory(single=True).moments(
+        *stages.spans, stages.times.window, stages.times.recompute
+    )

@@ -1,0 +1,138 @@
+"""Sections that torch.compile compiled: once for each kind, and the same bits wherever stages begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from morph.contract.errors import JobError
+from morph.cutting import CutModel, cut, export_job
+from morph.cutting.sections.cut_point import CutPoint
+from morph.data import MicroBatchLoader
+from morph.job import Job
+from morph.runtime.step.compiled import compile_all, compiled, refuse_marked
+from morph.runtime.step.stage import Stage
+from morph.runtime.step.sums import MicroBatchSums
+from tests.training.training_jobs import MICRO_BATCH_SIZE, WIDTH, plain
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.outer(functional.gelu(self.inner(x))))
+
+
+job: Job = replace(
+    plain,
+    model=lambda: nn.Sequential(*(Block() for _ in range(NUM_BLOCKS))),
+    num_sections=NUM_BLOCKS,
+    precision="bf16",
+    compile=True,
+)
+
+
+@pytest.fixture
+def inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, nothing compiled in this process, and draws as they are without compiling."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+    from torch._inductor.utils import clear_caches
+
+    monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    counters.clear()
+    clear_caches()
+    before = config.compile_threads
+    with config.patch({"fallback_random": True}):
+        yield tmp_path
+    config.compile_threads = before
+    torch._dynamo.reset()
+
+
+def step(model: CutModel, begins: list[int], *, recompute: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and summed gradients of one micro-batch, by stages that begin at these sections."""
+    initial = export_job(job).initial_parameters
+    parameters = {name: value.clone().requires_grad_() for name, value in initial.items()}
+    loader = MicroBatchLoader(job.dataset(), job.seed, job.batch_size, MICRO_BATCH_SIZE)
+    stages = [
+        Stage(
+            model,
+            range(first, end),
+            recompute=recompute,
+            parameters=parameters,
+            load_batch=lambda micro_batch, keys: loader.load(0, micro_batch, keys),
+            seed=1,
+            step=2,
+            precision=job.precision,
+        )
+        for first, end in zip(begins, [*begins[1:], len(model.sections)], strict=True)
+    ]
+    values: tuple[Tensor, ...] = ()
+    for stage in stages:
+        values = stage.forward(3, tuple(value.clone() for value in values))
+    found: dict[str, Tensor] = {}
+
+    def add(_section: int, name: str, gradient: Tensor) -> None:
+        found[name] = gradient + found.get(name, 0)
+
+    sink = MicroBatchSums(add, lambda _section: None)
+    arriving: tuple[Tensor | None, ...] = (torch.ones(()),)
+    for stage in reversed(stages):
+        if recompute:
+            stage.recompute(3)
+        arriving = stage.backward(3, arriving, sink)
+    return values[0], found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own, when it is imported
+def test_each_kind_of_section_is_compiled_once_and_gives_the_same_bits_in_every_grouping(inductor: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    model = cut(export_job(job), num_sections=NUM_BLOCKS, micro_batch_size=MICRO_BATCH_SIZE)
+    fast = compiled(model)
+    loader = MicroBatchLoader(job.dataset(), job.seed, job.batch_size, MICRO_BATCH_SIZE)
+    compile_all(fast, lambda keys: loader.load(0, 0, keys), job.precision, CPU)
+    kinds = NUM_BLOCKS - 1  # of the two in the middle, one
+    assert counters["stats"]["unique_graphs"] == kinds
+    loss, gradients = step(fast, [0], recompute=False)
+    again_loss, again = step(fast, [0, 1, 3], recompute=True)
+    assert counters["stats"]["unique_graphs"] == kinds, "a step compiled something"
+    assert torch.equal(loss, again_loss)
+    assert all(torch.equal(gradients[name], again[name]) for name in gradients)
+    plain_loss, expected = step(model, [0], recompute=False)
+    torch.testing.assert_close((loss, gradients), (plain_loss, expected), rtol=0.03, atol=0.003)
+    assert any((inductor / "compiled").rglob("*.so"))
+
+
+class Noted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.cut = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), CutPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.cut(self.first(x))
+        if float(x.sum()) > 1e9:  # a choice that torch.export refuses
+            x = x + 1
+        out: Tensor = self.last(x)
+        return out
+
+
+def test_a_model_that_is_cut_at_marks_is_refused() -> None:
+    marked = replace(plain, model=Noted, num_sections=2, compile=True)
+    model = cut(export_job(marked), num_sections=2, micro_batch_size=MICRO_BATCH_SIZE)
+    with pytest.raises(JobError, match=r"compile: cannot be had.*allowed: False for a model that is cut at marks"):
+        refuse_marked(model)
