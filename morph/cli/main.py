@@ -25,6 +25,7 @@ from morph.cli.profiles.calibrate_peer import calibrate_peer_command
 from morph.cli.profiles.profile import profile_app
 from morph.cli.reading.errors import MorphGroup
 from morph.cli.runs.demo import demo_command
+from morph.cli.runs.elastic import elastic_command
 from morph.cli.runs.inject import inject_command
 from morph.cli.runs.run import resume_command, run_command
 from morph.cli.views.commands import events_command, page_command, report_command, status_command, stop_command
@@ -89,6 +90,7 @@ app.command("events")(events_command)
 app.command("report")(report_command)
 app.command("page")(page_command)
 app.command("stop")(stop_command)
+app.command("elastic")(elastic_command)
 app.command("inject")(inject_command)
 app.command("history")(history_command)
 app.command("timeline")(timeline_command)

@@ -1,0 +1,80 @@
+"""``morph elastic``: starts workers of a training script that goes on when some of them are lost."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from morph.contract.errors import InputError
+
+
+def elastic_command(
+    command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", metavar="-- COMMAND...")],
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="Workers to start on this machine.")] = 1,
+    founders: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Workers on all machines that begin together; default: those of this one."),
+    ] = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            help="Where workers of this machine listen; with a port, others join there.", metavar="HOST[:PORT]"
+        ),
+    ] = "127.0.0.1",
+    join: Annotated[
+        str | None, typer.Option(help="Join the job of a worker that listens here.", metavar="HOST:PORT")
+    ] = None,
+    silence_s: Annotated[
+        float,
+        typer.Option(min=0.5, max=600, help="A worker that does not answer for so many seconds is taken for lost."),
+    ] = 5.0,
+) -> None:
+    """Start workers of a training script that uses morph.elastic; they go on when some of them are lost.
+
+    On one machine nothing else is needed. On several, set MORPH_ELASTIC_SECRET to the same long random text on each,
+    give the first --listen with an address that the others reach, and the others --join. Any worker's address will do
+    for those that come later. The command ends when its last worker has, with code 0 if one of them came to the end.
+
+    \b
+    Example:
+      morph elastic --workers 4 -- python train.py
+      morph elastic --listen 10.0.0.1:29400 --founders 4 --workers 2 -- python train.py
+      morph elastic --listen 10.0.0.2 --join 10.0.0.1:29400 --workers 2 -- python train.py
+    """
+    from morph.elastic.invitation import SECRET, parse_address
+    from morph.elastic.launcher import Plan, launch, new_secret
+
+    host, port = parse_address(listen, "--listen") if ":" in listen else (listen, 0)
+    where = parse_address(join, "--join") if join is not None else None
+    secret = os.environ.get(SECRET, "")
+    if where is not None and founders is not None:
+        raise InputError("is said where the job begins", field="--founders", allowed="only without --join")
+    if not secret:
+        if where is not None or (founders is not None and founders > workers):
+            raise InputError(
+                "is not set", source="environment", field=SECRET, allowed="the secret of the job's workers"
+            )
+        secret = new_secret()
+    num_founders = founders if founders is not None else workers
+    if where is None and num_founders < workers:
+        raise InputError("is less than --workers", field="--founders", value=founders, allowed=f"{workers} or more")
+    plan = Plan(
+        command=tuple(command),
+        num_workers=workers,
+        num_founders=num_founders,
+        listen=(host, port),
+        join=where,
+        secret=secret,
+        silence_s=silence_s,
+    )
+    try:
+        outcome = launch(plan)
+    except FileNotFoundError as error:
+        raise InputError("cannot be started", field="COMMAND", value=command[0], allowed="a program") from error
+    except OSError as error:
+        raise InputError(
+            f"cannot be listened on: {error}", field="--listen", value=listen, allowed="HOST[:PORT]"
+        ) from error
+    raise typer.Exit(outcome.code)

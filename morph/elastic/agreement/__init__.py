@@ -1,0 +1,1 @@
+"""Agreeing on who trains: a pure state machine, the same live and explored."""

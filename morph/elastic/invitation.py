@@ -1,0 +1,65 @@
+"""How a process that ``morph elastic`` starts is to take part: its environment. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from morph.contract.errors import InputError
+
+LISTEN, LISTEN_FD, JOIN, FOUNDERS, SECRET, SILENCE = NAMES = (
+    "MORPH_ELASTIC_LISTEN",
+    "MORPH_ELASTIC_LISTEN_FD",
+    "MORPH_ELASTIC_JOIN",
+    "MORPH_ELASTIC_FOUNDERS",
+    "MORPH_ELASTIC_SECRET",
+    "MORPH_ELASTIC_SILENCE_S",
+)
+"""What ``morph elastic`` sets for the processes that it starts."""
+SILENCE_S = 5.0
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """How this process takes part. Without ``join`` it founds a ring of ``num_founders``, alone if that is 1."""
+
+    listen_host: str = LOOPBACK
+    listen_fd: int | None = None
+    join: tuple[str, int] | None = None
+    num_founders: int = 1
+    secret: str = ""
+    silence_s: float = SILENCE_S
+
+    @classmethod
+    def of_environment(cls) -> Invitation:
+        """What ``morph elastic`` said; without it, a ring of this process alone.
+
+        Raises:
+            InputError: a variable is not what it should be.
+        """
+        found = {name: os.environ.get(name) for name in NAMES}
+        fd, join = found[LISTEN_FD], found[JOIN]
+        try:
+            return cls(
+                listen_host=found[LISTEN] or LOOPBACK,
+                listen_fd=int(fd) if fd else None,
+                join=parse_address(join, JOIN) if join else None,
+                num_founders=int(found[FOUNDERS] or 1),
+                secret=found[SECRET] or "",
+                silence_s=float(found[SILENCE] or SILENCE_S),
+            )
+        except ValueError as error:
+            raise InputError(f"a variable of morph elastic is not a number: {error}", source="environment") from error
+
+
+def parse_address(text: str, field: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``.
+
+    Raises:
+        InputError: it is none.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InputError("is not an address", field=field, value=text, allowed="HOST:PORT")
+    return host, int(port)

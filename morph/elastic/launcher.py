@@ -1,0 +1,134 @@
+"""Starts workers on this machine as processes of their own, and ends them with it. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+
+from morph.elastic.invitation import FOUNDERS, JOIN, LISTEN, LISTEN_FD, NAMES, SECRET, SILENCE
+
+END_TIMEOUT_S = 10.0
+LOOK_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Who is to be started. ``join``: the address of a worker of the job, whose ring these are to join or found.
+
+    ``num_founders``: how many workers begin together, on all machines; more come in later.
+    """
+
+    command: tuple[str, ...]
+    num_workers: int
+    num_founders: int
+    listen: tuple[str, int]
+    join: tuple[str, int] | None
+    secret: str
+    silence_s: float
+
+
+@dataclass
+class Outcome:
+    """Exit codes of workers that ended, by process id."""
+
+    codes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def code(self) -> int:
+        """0 where a worker came to the end: the others' loss was made good."""
+        return 0 if 0 in self.codes.values() else 1
+
+
+def launch(plan: Plan) -> Outcome:
+    """Run the workers until the last has ended.
+
+    Raises:
+        OSError: the address cannot be listened on, or the command cannot be started.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM; the workers have been ended.
+    """
+    outcome = Outcome()
+    workers: list[subprocess.Popen[bytes]] = []
+    with sigterm_as_ctrl_c():
+        try:
+            _start(plan, workers)
+            while len(outcome.codes) < len(workers):
+                for worker in workers:
+                    if worker.pid not in outcome.codes and worker.poll() is not None:
+                        outcome.codes[worker.pid] = worker.returncode
+                        print(f"worker process {worker.pid} {_ended(worker.returncode)}", file=sys.stderr)
+                time.sleep(LOOK_EVERY_S)
+        finally:
+            _end(workers)
+    return outcome
+
+
+def _start(plan: Plan, workers: list[subprocess.Popen[bytes]]) -> None:
+    """Start the workers; the first founder inherits the socket at which it listens, so that the others find it."""
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+    environment |= {SECRET: plan.secret, LISTEN: plan.listen[0], SILENCE: f"{plan.silence_s:g}"}
+    environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; sums within an operation depend on it
+    join = plan.join
+    while len(workers) < plan.num_workers:
+        if join is None:
+            with socket.create_server(plan.listen, backlog=128) as listening:
+                join = listening.getsockname()[:2]
+                fd = listening.fileno()
+                of_first = {LISTEN_FD: str(fd), FOUNDERS: str(plan.num_founders)}
+                workers.append(_process(plan.command, environment | of_first, (fd,)))
+            print(f"workers can join at {join[0]}:{join[1]}", file=sys.stderr)
+        else:
+            workers.append(_process(plan.command, {**environment, JOIN: f"{join[0]}:{join[1]}"}, ()))
+        print(f"worker process {workers[-1].pid} started", file=sys.stderr)
+
+
+def _process(command: Sequence[str], environment: Mapping[str, str], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env=environment, pass_fds=fds, start_new_session=True)
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        with suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
+
+
+def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End whoever is left, with all that it started."""
+    left = [worker for worker in workers if worker.poll() is None]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for worker in left:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, number)
+        until_s = time.monotonic() + END_TIMEOUT_S
+        for worker in left:
+            with suppress(subprocess.TimeoutExpired):
+                worker.wait(max(0.1, until_s - time.monotonic()))
+        left = [worker for worker in left if worker.poll() is None]
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, by KeyboardInterrupt."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def new_secret() -> str:
+    """Return a secret for a job whose workers are all on this machine."""
+    return secrets.token_hex(32)

@@ -1,0 +1,101 @@
+"""Mini-batches whose samples and order do not depend on who trains: shares of a fixed size, dealt to whoever trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from morph.contract.errors import InputError
+from morph.data.loader import check_map_style
+from morph.data.order import sample_indices
+from morph.data.seeding import own_generators, seed_of
+
+MOST_SHARES = 32
+
+
+class Batch:
+    """The samples of one step. Its shares are loaded by whoever computes them."""
+
+    def __init__(self, batches: Batches, step: int) -> None:
+        self.step = step
+        self.seed, self.num_shares = batches.seed, batches.num_shares
+        self._batches = batches
+
+    def share(self, index: int) -> Any:
+        """Load a share's samples, collated as by a ``DataLoader``.
+
+        What a sample draws from the global generators depends on (seed, epoch, sample) alone.
+        """
+        given = self._batches
+        size = len(given.dataset)
+        first = index * given.share_size
+        indices = sample_indices(self.seed, self.step, given.global_batch, size)[first : first + given.share_size]
+        samples = []
+        with own_generators() as seed_all:
+            for offset, sample in enumerate(indices):
+                epoch = (self.step * given.global_batch + first + offset) // size
+                seed_all(seed_of(self.seed, "sample", epoch, int(sample)))
+                samples.append(given.dataset[int(sample)])
+        return default_collate(samples)
+
+
+class Batches:
+    """See ``batches``."""
+
+    def __init__(
+        self, dataset: Any, global_batch: int, seed: int, share_size: int | None, num_steps: int | None
+    ) -> None:
+        size = check_map_style(dataset, "dataset")
+        if global_batch < 1:
+            raise InputError("is no batch", field="global_batch", value=global_batch, allowed="1 or more")
+        if share_size is None:
+            share_size = next(
+                n for n in range(1, global_batch + 1) if global_batch % n == 0 and n * MOST_SHARES >= global_batch
+            )
+        if share_size < 1 or global_batch % share_size:
+            allowed = f"a divisor of global_batch, {global_batch}"
+            raise InputError("does not divide the batch", field="share_size", value=share_size, allowed=allowed)
+        if num_steps is not None and num_steps < 0:
+            raise InputError("is no number of steps", field="num_steps", value=num_steps, allowed="0 or more")
+        self.dataset, self.global_batch, self.seed, self.share_size = dataset, global_batch, seed, share_size
+        self.num_shares = global_batch // share_size
+        self.num_steps = max(1, size // global_batch) if num_steps is None else num_steps
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        from morph.elastic.optimizer import the_optimizer
+
+        optimizer = the_optimizer()
+        while (step := optimizer.settled_steps()) < self.num_steps:
+            batch = Batch(self, step)
+            optimizer.use(batch)
+            yield batch
+            if optimizer.num_steps == step:
+                raise InputError(
+                    "a batch was not used", field="batches", allowed="one optimizer.step(...) for each batch"
+                )
+        optimizer.finish()
+
+
+def batches(
+    dataset: Any, *, global_batch: int, seed: int = 0, share_size: int | None = None, num_steps: int | None = None
+) -> Batches:
+    """Return the mini-batches of a data set, for ``morph.elastic.Optimizer.step``.
+
+    Args:
+        dataset: Map-style: ``len(dataset)`` and ``dataset[i]``.
+        global_batch: Samples of one step, over all workers.
+        seed: Of the order of samples, of what samples draw, and of what the model draws (dropout).
+        share_size: Samples that are computed at once. It is part of the result, so it does not depend on how many
+            workers there are; one of them computes several shares of a step, or none. None: the smallest that makes
+            at most 32 shares.
+        num_steps: How many steps there are in all; None: one pass over the data.
+
+    Raises:
+        InputError: naming what is wrong.
+    """
+    return Batches(dataset, global_batch, seed, share_size, num_steps)

@@ -1,0 +1,116 @@
+"""How replicas are kept together, and when ``auto`` changes it. Pure.
+
+========= ============================================================================================================
+strategy  a step
+========= ============================================================================================================
+s-sgd     applies the mean gradient of all workers: replicas are equal
+sma       moves each replica towards the mean of all, then applies its own gradient (Koliousis et al., CROSSBOW, VLDB
+          2019; as KungFu has it, without momentum of the mean)
+ad-psgd   averages each replica with that of one other worker, then applies its own gradient (Lian et al., 2018); nobody
+          waits for anybody but at a meeting, every ``MEETING_STEPS`` steps
+========= ============================================================================================================
+
+``auto`` begins with s-sgd and goes by the throughput of a worker, as Spotnik does (HotCloud 2020, section 4).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+S_SGD, SMA, AD_PSGD, AUTO = SYNCS = ("s-sgd", "sma", "ad-psgd", "auto")
+PULL = 0.1
+"""How far a step of sma moves a replica towards the mean: KungFu's."""
+MEETING_STEPS = 16
+"""Steps of ad-psgd after which workers meet: to let joiners in, and to decide."""
+WINDOW = 8
+"""Steps of s-sgd of which the median throughput counts."""
+LEAVE_BELOW, RETURN_ABOVE = 0.4, 0.6
+"""Shares of the reference throughput: s-sgd is left below the first (Spotnik's), and kept on trial above the second."""
+FIRST_WAIT, MOST_WAIT = 4, 64
+"""Meetings until s-sgd is tried again; each trial that fails doubles them."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What the workers of a job have agreed on; equal at all of them after each boundary.
+
+    ``reference``: the best throughput of a worker under s-sgd so far, in shares per second. ``other``: the newest one
+    under ad-psgd. ``rates``: those of this ring and strategy. ``wait``: meetings until the next trial.
+    """
+
+    sync: str
+    is_auto: bool = False
+    reference: float = 0.0
+    other: float = 0.0
+    rates: tuple[float, ...] = ()
+    num_workers: int = 0
+    is_trial: bool = False
+    next_wait: int = FIRST_WAIT
+    wait: int = 0
+
+
+def begun(sync: str) -> Pace:
+    """The pace of a job whose user asked for this."""
+    return Pace(S_SGD if sync == AUTO else sync, is_auto=sync == AUTO)
+
+
+def observed(pace: Pace, rate: float, num_workers: int) -> tuple[Pace, str | None]:
+    """Take in one worker's mean throughput at a boundary; returns why the strategy changes, if it does.
+
+    Args:
+        pace: Up to now.
+        rate: In shares per second: of one step under s-sgd, of those since the last meeting under ad-psgd.
+        num_workers: In the ring.
+    """
+    if not pace.is_auto:
+        return pace, None
+    if num_workers != pace.num_workers:
+        has_shrunk = num_workers < pace.num_workers
+        wait = 0 if has_shrunk and pace.sync == AD_PSGD else pace.wait
+        return replace(pace, num_workers=num_workers, rates=(), wait=wait), None
+    if pace.sync == AD_PSGD:
+        if pace.wait > 0:
+            return replace(pace, other=rate, wait=pace.wait - 1), None
+        tried = replace(pace, sync=S_SGD, other=rate, rates=(), is_trial=True)
+        return tried, f"s-sgd is tried again with {num_workers} workers"
+    pace = replace(pace, rates=(*pace.rates, rate))
+    return _judged(pace) if len(pace.rates) >= WINDOW else (pace, None)
+
+
+def _judged(pace: Pace) -> tuple[Pace, str | None]:
+    found = statistics.median(pace.rates)
+    reference = max(pace.reference, found)
+    pace = replace(pace, reference=reference, rates=())
+    least = min(RETURN_ABOVE * reference, pace.other) if pace.is_trial else LEAVE_BELOW * reference
+    if found >= least:
+        return replace(pace, is_trial=False, next_wait=FIRST_WAIT), None
+    reason = f"a worker has {found:.3g} shares/s under s-sgd, {found / reference:.0%} of the best so far"
+    wait, later = pace.next_wait, min(MOST_WAIT, 2 * pace.next_wait)
+    return replace(pace, sync=AD_PSGD, is_trial=False, wait=wait, next_wait=later), reason
+
+
+def is_meeting(sync: str, num_steps: int) -> bool:
+    """Whether workers meet after so many steps; the first does it too, so that nobody goes back to the first model."""
+    return sync == AD_PSGD and num_steps % MEETING_STEPS == 1
+
+
+def partner(members: Sequence[int], me: int, step: int) -> int | None:
+    """With whom a member averages after a step: any other one, equally often. None: it is alone."""
+    others = [member for member in members if member != me]
+    return Random(f"{me}/{step}").choice(others) if others else None
+
+
+def shares_of(rank: int, num_workers: int, num_shares: int, *, is_shared: bool) -> list[int]:
+    """Which shares of a mini-batch a worker computes; a replica of its own has one at least.
+
+    Args:
+        rank: The worker's place in the ring.
+        num_workers: In the ring.
+        num_shares: Of the mini-batch.
+        is_shared: The sum over all workers is applied, so no share may count twice.
+    """
+    mine = list(range(rank, num_shares, num_workers))
+    return mine if mine or is_shared else [rank % num_shares]

@@ -1,0 +1,155 @@
+"""Sums of one step: gradients in buckets, reduced while the backward goes on; and what else all members must know.
+
+A step has sums of its own, so that reductions of a ring that was left cannot write into those of the next one. Nothing
+is applied before all of them are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from morph.runtime.groups.channels import Ring
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.state.accumulators import (
+    Accumulator,
+    ExactAccumulator,
+    FastAccumulator,
+    Reduced,
+    change_like,
+    change_of,
+)
+from morph.runtime.state.fixed_point import first_exponent
+from morph.runtime.state.reducing import Reduction
+
+Accumulation = Literal["exact", "fast"]
+BUCKET_BYTES = 25 * 2**20
+LOSS, JOINING = "/loss", "/joining"
+"""Names of what is summed beside gradients and buffers; a parameter's cannot begin so."""
+
+
+def buckets_of(parameters: Mapping[str, Parameter]) -> list[list[str]]:
+    """Names by bucket, in the order in which a backward usually meets them: the last first."""
+    buckets: list[list[str]] = []
+    size = BUCKET_BYTES
+    for name in reversed(list(parameters)):
+        one = parameters[name]
+        if size >= BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(name)
+        size += one.numel() * one.element_size()
+    return buckets
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How sums are made: the same in every step and for every member."""
+
+    accumulation: Accumulation
+    num_contributions: int
+    parameters: Mapping[str, Parameter]
+    buffers: Mapping[str, Tensor]
+    buckets: Sequence[Sequence[str]]
+
+
+class Signals:
+    """Numbers beside the sums that all workers must know, summed over the ring."""
+
+    def __init__(self, loss: float, rate: float | None, *, has_joiners: bool) -> None:
+        self._told = torch.tensor([loss, rate or 0.0, rate is not None, has_joiners], dtype=torch.float64)
+
+    def reduce(self, ring: Ring | None, num_workers: int) -> tuple[float, float | None, bool]:
+        """Return the mean loss, the mean throughput of those who know theirs, and whether anybody is to be let in.
+
+        Raises:
+            GenerationAborted, PeerLost: the ring is no more.
+        """
+        if ring is not None:
+            ring.reduce(self._told, torch.distributed.ReduceOp.SUM).wait("the others to meet")
+        loss, rate, num_rates, joining = self._told.tolist()
+        return loss / num_workers, rate / num_rates if num_rates else None, joining > 0
+
+
+class StepSums:
+    """The sums of one member in one step.
+
+    Args:
+        kind: How they are made.
+        exponents: Scales of exact sums; those that are missing are the first ones.
+        ring: What reduces them; None: this member is alone.
+        interrupt: The ring's.
+        divisor: By how many the sums are divided.
+    """
+
+    def __init__(
+        self, kind: Kind, exponents: Mapping[str, int], ring: Ring | None, interrupt: Interrupt, divisor: int
+    ) -> None:
+        self._kind, self._ring, self._divisor = kind, ring, divisor
+        self._reduction = Reduction(interrupt, divisor)
+        first = first_exponent(kind.num_contributions)
+        is_exact = kind.accumulation == "exact"
+        self._aside = {name: change_like(buffer, exact=is_exact) for name, buffer in kind.buffers.items()}
+        self._aside |= {name: torch.zeros((), dtype=torch.float64) for name in (LOSS, JOINING)}
+        self._accumulators: list[Accumulator] = []
+        for names in kind.buckets:
+            named = {name: kind.parameters[name] for name in names}
+            self._accumulators.append(self._made(named, exponents, first, frozenset()))
+        self._accumulators.append(self._made(self._aside, exponents, first, frozenset(self._aside)))
+        self._bucket_of = {name: index for index, names in enumerate(kind.buckets) for name in names}
+        self._missing = [set(names) for names in kind.buckets]
+        self._num_started = 0
+        self.is_last_share = False
+
+    def _made(
+        self, named: Mapping[str, Tensor], exponents: Mapping[str, int], first: int, changes: frozenset[str]
+    ) -> Accumulator:
+        if self._kind.accumulation == "fast":
+            return FastAccumulator(named, changes=changes)
+        scales = {name: exponents.get(name, first) for name in named}
+        return ExactAccumulator(named, scales, self._kind.num_contributions, changes=changes)
+
+    def add_gradient(self, name: str, parameter: Parameter) -> None:
+        """Take a parameter's gradient of one share; with the last share's, its bucket may be complete."""
+        index = self._bucket_of[name]
+        assert parameter.grad is not None
+        self._accumulators[index].add(name, parameter.grad)
+        parameter.grad = None
+        if self.is_last_share:
+            self._missing[index].discard(name)
+            while self._num_started < len(self._missing) and not self._missing[self._num_started]:
+                self._start_next()
+
+    def add_loss(self, loss: float) -> None:
+        """Add a share's loss."""
+        self._accumulators[-1].add(LOSS, torch.tensor(loss, dtype=torch.float64))
+
+    def add_changes(self, before: Mapping[str, Tensor]) -> None:
+        """Add by how much one share changed the buffers."""
+        for name, buffer in self._kind.buffers.items():
+            self._accumulators[-1].add(name, change_of(before[name], buffer))
+
+    def add_joining(self) -> None:
+        """Say that somebody waits to be let in."""
+        self._accumulators[-1].add(JOINING, torch.ones((), dtype=torch.float64))
+
+    def _start_next(self) -> None:
+        self._reduction.put(self._accumulators[self._num_started], self._ring)
+        self._num_started += 1
+
+    def reduced(self, step: int) -> list[Reduced]:
+        """Reduce what is left, and wait for all. ``step``: for messages.
+
+        Raises:
+            GenerationAborted, PeerLost: the ring is no more.
+            NonFiniteGradient: a gradient is NaN or infinite.
+        """
+        while self._num_started < len(self._accumulators):
+            self._start_next()
+        self._reduction.finish()
+        return [accumulator.finish(self._divisor, step) for accumulator in self._accumulators]

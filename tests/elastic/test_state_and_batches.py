@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load
+from torch import nn
+from typer.testing import CliRunner
+
+from morph.cli.main import app
+from morph.contract.errors import InputError
+from morph.elastic import journal as journal_module
+from morph.elastic import state as state_module
+from morph.elastic.agreement.member import founder, initiate
+from morph.elastic.agreement.words import Accept, Ballot, Excluded, Reconcile, Restart, Ring, Send, Stop
+from morph.elastic.codec import Address, decode, encode
+from morph.elastic.journal import SNAPSHOT, STEP, Journal
+from morph.elastic.mini_batches import batches
+from morph.elastic.shelf import Shelf
+from morph.elastic.state import TrainingState
+from morph.elastic.sums import BUCKET_BYTES, buckets_of
+
+
+def trained(seed: int, num_steps: int) -> TrainingState:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / (1 + seed), betas=(0.8, 0.9))
+    state = TrainingState(model, optimizer, exponents={"0.weight": 40})
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+        state.num_steps += 1
+    return state
+
+
+def test_a_packed_state_trains_on_like_the_one_it_was_packed_from() -> None:
+    one, other = trained(0, 3), trained(1, 0)
+    other.unpack(one.pack())
+    assert (other.num_steps, other.exponents) == (3, {"0.weight": 40})
+    assert other.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    inputs = torch.randn(6, 4)
+    for state in (one, other):
+        state.optimizer.zero_grad()
+        state.model(inputs).square().mean().backward()
+        state.optimizer.step()
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("dtype", state_module._TYPES)
+def test_packed_bytes_are_a_safetensors_file(dtype: torch.dtype) -> None:
+    tensors = {"b": torch.arange(6).reshape(2, 3).to(dtype), "a": torch.tensor(1).to(dtype), "c": torch.empty(0, 2)}
+    packed = state_module._packed(tensors, {"x": 1})
+    for given in (state_module._unpacked(packed)[0], load(packed.numpy().tobytes())):
+        assert all(torch.equal(given[name], one) and given[name].dtype == one.dtype for name, one in tensors.items())
+
+
+def step_of(state: TrainingState) -> Any:
+    """Do a step, and pack it as the member that lets in does."""
+    state.optimizer.zero_grad()
+    state.model(torch.randn(6, 4)).square().mean().backward()
+    packed = state.pack_gradients({name: one.grad for name, one in state.parameters().items() if one.grad is not None})
+    state.optimizer.param_groups[0]["lr"] *= 0.5
+    state.optimizer.step()
+    state.num_steps += 1
+    return state.pack_applied(), packed
+
+
+def test_who_follows_a_member_s_steps_has_its_state_bit_for_bit() -> None:
+    one, other = trained(0, 3), trained(1, 0)
+    shelf = Shelf()
+    journal = Journal(shelf)
+    journal.boundary(one, (), is_wanted=True, is_apart=False)
+    other.unpack(torch.cat(shelf._held[SNAPSHOT]))
+    for number in range(3, 6):
+        journal.boundary(one, step_of(one), is_wanted=True, is_apart=False)
+        other.unpack_step(torch.cat(shelf._held[f"{STEP}{number}"]))
+    assert journal.covers(6)
+    assert torch.equal(one.pack(), other.pack())
+    journal.boundary(one, step_of(one), is_wanted=False, is_apart=False)
+    assert (shelf._held, journal.covers(7)) == ({}, False)
+
+
+def test_steps_that_outgrow_the_state_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "LEAST_BOUND_BYTES", 0)
+    one, shelf = trained(0, 3), Shelf()
+    journal = Journal(shelf)
+    for _ in range(30):
+        journal.boundary(one, step_of(one), is_wanted=True, is_apart=False)
+    assert list(shelf._held) == [SNAPSHOT]
+    assert len(shelf._held[SNAPSHOT][0]) == 0
+    assert not journal.covers(one.num_steps)
+
+
+def test_where_models_differ_joiners_come_in_without_a_state() -> None:
+    shelf = Shelf()
+    Journal(shelf).boundary(trained(0, 1), (), is_wanted=True, is_apart=True)
+    assert len(shelf._held[SNAPSHOT][0]) == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Accept(Ring(Ballot(3, 1), (1, 2, 9)), 7, 1, (2,), (9,)),
+        Restart(Ballot(3, 1)),
+        Stop(Ballot(3, 1), 1, 4),
+        Excluded(Ballot(3, 1)),
+    ],
+)
+def test_a_message_is_read_as_it_was_written(message: Any) -> None:
+    assert decode(encode(message, {})) == (message, {})
+
+
+def test_an_attempt_brings_the_addresses_of_its_joiners() -> None:
+    _, outputs = initiate(founder(0, (0, 1)), joiners=(1024,))
+    (token,) = [one.message for one in outputs if isinstance(one, Send)]
+    book = {0: Address("a", 1, 2), 1024: Address("b", 3, 4)}
+    assert isinstance(token, Reconcile)
+    assert decode(encode(token, book)) == (token, {1024: Address("b", 3, 4)})
+
+
+BROKEN = [b"{}", b'["Nobody", [], {}]', b'["Restart", [3], {}]', b"\xff", b'["Stop", [[1, 2]], {}]']
+
+
+@pytest.mark.parametrize("body", BROKEN)
+def test_what_is_no_message_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode(body)
+
+
+def test_buckets_are_filled_from_the_last_parameter_on() -> None:
+    sizes = {"a": 10, "b": BUCKET_BYTES // 4, "c": 10, "d": 10}
+    parameters = {name: nn.Parameter(torch.empty(size)) for name, size in sizes.items()}
+    assert buckets_of(parameters) == [["d", "c", "b"], ["a"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"global_batch": 0}, "global_batch: is no batch (got 0)"),
+        ({"global_batch": 12, "share_size": 5}, "share_size: does not divide the batch (got 5)"),
+        ({"global_batch": 12, "num_steps": -1}, "num_steps: is no number of steps (got -1)"),
+    ],
+)
+def test_batches_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        batches(torch.arange(24), **given)
+    assert said in str(caught.value)
+
+
+def test_a_batch_makes_at_most_32_shares_unless_more_are_asked_for() -> None:
+    assert batches(torch.arange(24), global_batch=256).num_shares == 32
+    assert batches(torch.arange(24), global_batch=21).num_shares == 21
+    assert batches(torch.arange(24), global_batch=64, share_size=1).num_shares == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--join", "nowhere"], "--join: is not an address (got 'nowhere'); allowed: HOST:PORT"),
+        (["--join", "127.0.0.1:1"], "MORPH_ELASTIC_SECRET: is not set"),
+        (["--workers", "3", "--founders", "2"], "--founders: is less than --workers (got 2)"),
+        (["--listen", "192.0.2.1"], "--listen: cannot be listened on"),
+        ([], "COMMAND: cannot be started (got 'no-such-program')"),
+    ],
+)
+def test_a_command_that_cannot_be_carried_out_says_why(options: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["elastic", *options, "--", "no-such-program"])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_importing_it_loads_no_torch() -> None:
+    imports = "import sys, morph; morph.elastic; import morph.elastic.launcher"
+    code = f"{imports}; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,234 @@
+"""Rules of the strategies: who averages with whom, when ``auto`` changes, and replicas that become one."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from morph.elastic.codec import Address
+from morph.elastic.peers import Incoming
+from morph.elastic.replicas import Union, as_vector, move_to
+from morph.elastic.shelf import Fetcher, Shelf
+from morph.elastic.state import TrainingState
+from morph.elastic.strategy import (
+    AD_PSGD,
+    AUTO,
+    FIRST_WAIT,
+    MEETING_STEPS,
+    MOST_WAIT,
+    S_SGD,
+    WINDOW,
+    Pace,
+    begun,
+    is_meeting,
+    observed,
+    partner,
+    shares_of,
+)
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.groups.listener import Caller, Listener
+
+
+def after(pace: Pace, rate: float, num_workers: int = 4, times: int = 1) -> tuple[Pace, list[str]]:
+    reasons = []
+    for _ in range(times):
+        pace, reason = observed(pace, rate, num_workers)
+        reasons += [reason] if reason else []
+    return pace, reasons
+
+
+def of_reference(rate: float) -> Pace:
+    pace, reasons = after(begun(AUTO), rate, times=1 + WINDOW)
+    assert (pace.reference, reasons) == (rate, [])
+    return pace
+
+
+def test_s_sgd_is_left_below_two_fifths_of_the_best_throughput() -> None:
+    pace, reasons = after(of_reference(10.0), 4.1, times=10 * WINDOW)
+    assert (pace.sync, reasons) == (S_SGD, [])
+    pace, reasons = after(pace, 3.9, times=WINDOW)
+    assert pace.sync == AD_PSGD
+    assert reasons == ["a worker has 3.9 shares/s under s-sgd, 39% of the best so far"]
+
+
+def test_some_slow_steps_change_nothing() -> None:
+    pace = of_reference(10.0)
+    for rate in (1.0, 10.0, 1.0, 10.0, 10.0, 1.0, 10.0, 10.0):
+        pace, reason = observed(pace, rate, 4)
+        assert reason is None
+    assert pace.sync == S_SGD
+
+
+def left(rate: float = 3.0) -> Pace:
+    return after(of_reference(10.0), rate, times=WINDOW)[0]
+
+
+def test_s_sgd_is_tried_again_and_needs_more_to_stay_than_to_be_left() -> None:
+    on_trial, reasons = after(left(), 8.0, times=FIRST_WAIT + 1)
+    assert (on_trial.sync, reasons) == (S_SGD, ["s-sgd is tried again with 4 workers"])
+    assert after(on_trial, 5.0, times=WINDOW)[0].sync == AD_PSGD  # 50 %: enough to stay, not to return
+    back, _ = after(on_trial, 6.0, times=WINDOW)
+    assert (back.sync, back.is_trial) == (S_SGD, False)
+    assert after(back, 5.0, times=WINDOW)[0].sync == S_SGD
+
+
+def test_s_sgd_returns_where_ad_psgd_is_no_faster() -> None:
+    on_trial, _ = after(left(), 3.0, times=FIRST_WAIT + 1)
+    assert after(on_trial, 3.0, times=WINDOW)[0].sync == S_SGD
+
+
+def test_trials_that_fail_become_rare() -> None:
+    pace, waits = left(), []
+    for _ in range(7):
+        waits.append(pace.wait)
+        pace, _ = after(pace, 8.0, times=pace.wait + 1)
+        pace, _ = after(pace, 3.0, times=WINDOW)
+    assert waits == [4, 8, 16, 32, 64, 64, 64]
+    assert MOST_WAIT == 64
+
+
+def test_when_workers_are_lost_s_sgd_is_tried_at_the_next_meeting() -> None:
+    pace, _ = after(left(), 8.0, num_workers=3, times=2)
+    assert pace.sync == S_SGD
+    pace, _ = after(left(), 8.0, num_workers=5, times=2)
+    assert pace.sync == AD_PSGD
+
+
+def test_rates_of_another_ring_do_not_count() -> None:
+    pace, _ = after(of_reference(10.0), 1.0, times=WINDOW - 1)
+    pace, reasons = after(pace, 9.0, num_workers=3, times=WINDOW)
+    assert (pace.sync, reasons, len(pace.rates)) == (S_SGD, [], WINDOW - 1)
+
+
+@pytest.mark.parametrize("sync", [S_SGD, AD_PSGD, "sma"])
+def test_only_auto_changes(sync: str) -> None:
+    pace = replace(begun(sync), reference=100.0)
+    assert after(pace, 0.1, times=100) == (pace, [])
+
+
+def test_every_pair_averages_about_equally_often_and_nobody_with_itself() -> None:
+    members = (2, 3, 5, 1024)
+    pairs = Counter((me, partner(members, me, step)) for me in members for step in range(600))
+    assert set(pairs) == {(me, other) for me in members for other in members if me != other}
+    assert min(pairs.values()) > 150
+    assert partner((7,), 7, 3) is None
+
+
+def test_shares_that_are_summed_are_dealt_once_and_a_replica_always_has_one() -> None:
+    dealt = [shares_of(rank, 5, 3, is_shared=True) for rank in range(5)]
+    assert sorted(index for mine in dealt for index in mine) == [0, 1, 2]
+    assert [shares_of(rank, 5, 3, is_shared=False) for rank in range(5)] == [[0], [1], [2], [0], [1]]
+
+
+def test_workers_meet_after_the_first_step_and_then_each_sixteen() -> None:
+    assert [step for step in range(40) if is_meeting(AD_PSGD, step)] == [1, 1 + MEETING_STEPS, 1 + 2 * MEETING_STEPS]
+    assert not any(is_meeting("sma", step) for step in range(40))
+
+
+def test_a_replica_moves_part_of_the_way() -> None:
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([[3.0]], dtype=torch.float64)]
+    move_to(tensors, torch.tensor([2.0, 4.0, 5.0], dtype=torch.float64), 0.5)
+    assert [one.tolist() for one in tensors] == [[1.5, 3.0], [[4.0]]]
+    assert as_vector(tensors).dtype == torch.float64
+
+
+class Sums:
+    """A ring whose other members give what they are told to."""
+
+    def __init__(self, *others: torch.Tensor) -> None:
+        self._others = list(others)
+
+    def reduce(self, tensor: torch.Tensor, _: object) -> Sums:
+        tensor += self._others.pop(0).to(tensor.dtype)
+        return self
+
+    def wait(self, _: str) -> None:
+        pass
+
+
+def test_replicas_become_their_mean_and_integers_those_of_the_first() -> None:
+    model = nn.BatchNorm1d(2)
+    state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), exponents={"weight": 3}, differs=True)
+    model.num_batches_tracked.fill_(7)
+    ring = Sums(torch.full((8,), 3.0), torch.tensor([40]))
+    union = Union(state, ring, rank=1, num_workers=2)  # type: ignore[arg-type]
+    union.wait()
+    assert model.weight.tolist() == [1.0, 1.0]
+    union.apply()
+    assert model.weight.tolist() == [2.0, 2.0]
+    assert model.running_mean is not None
+    assert model.running_mean.tolist() == [1.5, 1.5]
+    assert int(model.num_batches_tracked) == 40
+    assert (state.differs, state.exponents) == (False, {})
+
+
+@pytest.fixture
+def address() -> Iterator[tuple[Address, Shelf, list[str]]]:
+    """A member that serves its shelf; it hangs up, or says nothing more, where the list says so."""
+    shelf, faults = Shelf(), list[str]()
+    over = threading.Event()
+
+    def serve(caller: Caller) -> None:
+        incoming = Incoming(caller, "secret")
+        whole = incoming.pour
+
+        def pour(data: memoryview) -> None:
+            if faults:
+                whole(data[: len(data) // 2])
+                if faults.pop() == "hang":
+                    over.wait(60)
+                raise ConnectionError("gone")
+            whole(data)
+
+        incoming.pour = pour  # type: ignore[method-assign]
+        shelf.serve(incoming)
+
+    listener = Listener.at("127.0.0.1", 0, serve, "test")
+    yield Address(*listener.address, 0), shelf, faults
+    over.set()
+    listener.close()
+
+
+def test_a_model_that_is_lost_on_its_way_is_none_and_the_next_one_comes(
+    address: tuple[Address, Shelf, list[str]],
+) -> None:
+    where, shelf, faults = address
+    fetcher, model = Fetcher("secret"), torch.arange(5_000_000, dtype=torch.float32)
+    assert fetcher.fetch(0, 1, where, "model", Interrupt(1)).wait() is None
+    shelf.put("model", model)
+    for fault in ([], ["hang up"], []):
+        faults += fault
+        found = fetcher.fetch(0, 1, where, "model", Interrupt(1)).wait()
+        assert (found is None) == bool(fault)
+        assert found is None or torch.equal(found.view(torch.float32), model)
+    fetcher.close()
+
+
+def test_a_partner_that_hangs_is_waited_for_no_longer_than_its_ring_lasts(
+    address: tuple[Address, Shelf, list[str]],
+) -> None:
+    where, shelf, faults = address
+    shelf.put("model", torch.zeros(1000))
+    faults.append("hang")
+    fetcher, interrupt = Fetcher("secret"), Interrupt(1)
+    fetch = fetcher.fetch(0, 1, where, "model", interrupt)
+    threading.Timer(0.05, interrupt.abort).start()
+    assert fetch.wait() is None
+    found = fetcher.fetch(0, 1, where, "model", Interrupt(2)).wait()
+    assert found is not None
+    assert len(found) == 4000
+    fetcher.close()
+
+
+def test_a_member_that_nobody_listens_for_has_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    fetcher = Fetcher("secret")
+    assert fetcher.fetch(0, 1, Address("127.0.0.1", port, 0), "model", Interrupt(1)).wait() is None

@@ -1,0 +1,159 @@
+"""What the workers of the tests run. Faults are scheduled by step and rank, in the middle of a worker's compute.
+
+FAULTS: JSON, from a step to what happens at it: {"5": {"kill": [1]}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import morph.elastic
+from morph.elastic.peers import Incoming
+
+FAULTS: dict[str, dict[str, list[int]]] = json.loads(os.environ.get("FAULTS", "{}"))
+FOLDER = Path(os.environ["FOLDER"])
+NUM_STEPS = int(os.environ.get("NUM_STEPS", "12"))
+WAIT_S = 60.0
+SLOW_FROM, SLOW_STEPS = (int(part) for part in os.environ.get("SLOW", "0,0").split(","))
+"""Steps whose compute takes ``SLOW_S`` longer."""
+JOINED_FROM = int(os.environ.get("JOINED_FROM", "1000000"))
+"""From this step on, rank 0 ends as soon as there are three workers."""
+met_joined: list[bool] = []
+SLOW_S = 0.3
+
+
+class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Noisy: what a sample draws must not depend on who loads it."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(8, generator=generator) + 0.1 * torch.randn(8), torch.tensor(index % 3)
+
+
+class Text(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """The standard library's own source: 16 characters, and the next one."""
+
+    def __init__(self) -> None:
+        text = "".join(Path(module.__file__).read_text() for module in (argparse, dataclasses, inspect))
+        self.characters = torch.tensor([min(ord(one), 127) for one in text])
+
+    def __len__(self) -> int:
+        return len(self.characters) - 17
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.characters[index : index + 16], self.characters[index + 16]
+
+
+def text_model() -> nn.Module:
+    parts = [nn.Embedding(128, 16), nn.Flatten(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 128)]
+    return nn.Sequential(*parts)
+
+
+def hash_of(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(one.numpy().tobytes() for one in model.state_dict().values())).hexdigest()
+
+
+def held_out_loss(model: nn.Module, text: Text) -> float:
+    """Mean over every 200th place of the text."""
+    inputs, labels = zip(*(text[index] for index in range(0, len(text), 200)), strict=True)
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(model(torch.stack(inputs)), torch.stack(labels)))
+
+
+def die_in_the_middle_of_a_model() -> None:
+    """From now on, end this process when another worker has half of its model."""
+    whole = Incoming.pour
+
+    def pour(incoming: Incoming, data: memoryview) -> None:
+        whole(incoming, data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Incoming.pour = pour  # type: ignore[method-assign]
+
+
+def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[int]) -> None:
+    """``first_rank``: the one that the worker came in with, which later losses do not change."""
+    step = optimizer.num_steps
+    faults = FAULTS.get(str(step), {})
+    if step in met:
+        return
+    met.add(step)
+    if first_rank in faults.get("kill", []):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if first_rank in faults.get("stop", []):
+        (FOLDER / "stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if first_rank in faults.get("kill_serving", []):
+        die_in_the_middle_of_a_model()
+    if SLOW_FROM <= step < SLOW_FROM + SLOW_STEPS:
+        time.sleep(SLOW_S)
+    if step >= JOINED_FROM and optimizer.num_workers < 3 and not any(met_joined):
+        time.sleep(0.1)  # there are steps left when it comes in
+    elif step >= JOINED_FROM and optimizer.num_workers == 3:
+        met_joined.append(True)
+        if first_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if "await" in faults:
+        until_s = time.monotonic() + WAIT_S
+        while not (FOLDER / "joiner").exists():
+            if time.monotonic() > until_s:
+                sys.exit("nobody joined")
+            time.sleep(0.02)
+
+
+def main() -> None:
+    torch.manual_seed(int(os.environ.get("INIT_SEED", str(os.getpid()))))  # the others' weights come from the first
+    is_text, sync = bool(os.environ.get("TEXT")), os.environ.get("SYNC", "s-sgd")
+    parts = [nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 3)]
+    model = text_model() if is_text else nn.Sequential(*parts)
+    optimizer = morph.elastic.Optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model, sync=sync)
+    if os.environ.get("IS_JOINER"):
+        (FOLDER / "joiner").touch()
+    first_rank = optimizer.rank
+    (FOLDER / f"begun-{os.getpid()}").touch()
+    loss_of, met = nn.CrossEntropyLoss(), set[int]()
+    syncs, hashes = list[str](), list[str]()
+
+    def loss(share: Any) -> Tensor:
+        meet_faults(optimizer, first_rank, met)
+        inputs, labels = share
+        found: Tensor = loss_of(model(inputs), labels)
+        return found
+
+    if os.environ.get("OWN_LOADER"):
+        generator = torch.Generator().manual_seed(optimizer.rank)
+        while optimizer.num_steps < NUM_STEPS:
+            share = (torch.randn(8, 8, generator=generator), torch.randint(0, 3, (8,), generator=generator))
+            mean = optimizer.step(lambda _, share=share: loss(share))
+    else:
+        data: Any = Text() if is_text else Samples()
+        sizes = {"global_batch": 192, "share_size": 24} if is_text else {"global_batch": 24, "share_size": 4}
+        for _ in morph.elastic.batches(data, seed=3, num_steps=NUM_STEPS, **sizes):
+            mean = optimizer.step(loss)
+            syncs.append(optimizer.sync)
+            if sync != "s-sgd":
+                hashes.append(hash_of(model))
+    told: dict[str, Any] = {"steps": optimizer.num_steps, "loss": mean, "weights": hash_of(model)}
+    if sync != "s-sgd" or is_text:
+        told |= {"syncs": syncs, "hashes": hashes, "loss": held_out_loss(model, data) if is_text else mean}
+    (FOLDER / f"end-{os.getpid()}").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
