@@ -28,6 +28,7 @@ from morph.cli.runs.demo import demo_command
 from morph.cli.runs.elastic import elastic_command
 from morph.cli.runs.inject import inject_command
 from morph.cli.runs.run import resume_command, run_command
+from morph.cli.runs.spot_run import spot_run_command
 from morph.cli.views.commands import events_command, page_command, report_command, status_command, stop_command
 from morph.cli.views.history import history_command
 from morph.cli.views.timeline import timeline_command
@@ -91,6 +92,7 @@ app.command("report")(report_command)
 app.command("page")(page_command)
 app.command("stop")(stop_command)
 app.command("elastic")(elastic_command)
+app.command("spot-run")(spot_run_command)
 app.command("inject")(inject_command)
 app.command("history")(history_command)
 app.command("timeline")(timeline_command)

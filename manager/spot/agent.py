@@ -1,0 +1,136 @@
+"""Runs on each VM of a provider that ``morph spot-run`` has: starts the script there, and hears for the launcher.
+
+``python -m manager.spot.agent --manager HOST:PORT --node NAME --secret-file PATH [--uid N]``
+
+What it says and hears is described in ``manager.spot.provided``. Without the launcher it tries again, and the script
+trains on; ``manager.notices.agent`` ends the VM when nobody has been there for long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import io
+import os
+import pwd
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from manager.notices.call import AGENT, called
+from manager.providers.boot.first_boot import Caller
+from manager.spot.provided import SUFFIX
+from manager.spot.script_process import ScriptProcess, read_from
+from morph.link.proof import new_secret
+
+TIMEOUT_S = 10.0
+EVERY_S = 0.25
+RETRY_S = 2.0
+MOST_BYTES = 16384
+"""Of what the script said, and of its output, in one line."""
+CANNOT_START = 127
+
+
+class VmAgent:
+    """One VM's.
+
+    Args:
+        manager: HOST:PORT.
+        node: This VM's name.
+        secret: Shared with the launcher.
+        folder: Empty; holds the script's code and what it says.
+        uid: Of the user that the script is; 0: this process's.
+    """
+
+    def __init__(self, manager: str, node: str, secret: str, folder: Path, uid: int = 0) -> None:
+        self._manager, self._node, self._secret = manager, node + SUFFIX, secret
+        self._folder, self._uid = folder, uid
+        self._life = new_secret()
+        self._script: ScriptProcess | None = None
+        self._code: int | None = None
+        self._kept = [0, 0]
+        self._save = 0
+
+    def run(self) -> None:
+        """Go on until this process is ended."""
+        host, _, port = self._manager.rpartition(":")
+        while True:
+            try:
+                with called((host, int(port)), self._secret, self._node, AGENT) as session:
+                    while True:
+                        session.tell(self._told())
+                        start = self._hear(session.hear(TIMEOUT_S))
+                        if start is not None:
+                            break  # the code comes over a connection of its own
+                        time.sleep(EVERY_S)
+                self._begin(start)
+            except (OSError, ValueError, KeyError) as error:
+                print(f"the launcher is not there: {error}", file=sys.stderr, flush=True)
+                time.sleep(RETRY_S)
+
+    def _told(self) -> dict[str, Any]:
+        code = self._code if self._script is None else self._script.code()
+        said = b"" if self._script is None else self._script.said(self._kept[0], MOST_BYTES)
+        output = read_from(self._folder / "output", self._kept[1], MOST_BYTES)
+        is_all = max(len(said), len(output)) < MOST_BYTES
+        parts = (base64.b64encode(one).decode() for one in (said, output))
+        told = dict(zip(("said", "output"), zip(self._kept, parts, strict=True), strict=True))
+        return {"kind": "script", "life": self._life, "code": code if is_all else None, **told}
+
+    def _hear(self, answer: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what is to be started now."""
+        self._kept = [int(one) for one in answer["kept"]]
+        if self._script is not None and answer["save"] > self._save:
+            self._save = int(answer["save"])
+            self._script.save(self._save)
+        is_new = self._script is None and self._code is None
+        start: dict[str, Any] | None = answer["start"] if is_new else None
+        return start
+
+    def _begin(self, start: dict[str, Any]) -> None:
+        code, said = self._folder / "code", self._folder / "said"
+        data = Caller(self._manager, self._node, 1, self._secret).file("code")
+        if hashlib.sha256(data).hexdigest() != start["code"]:
+            raise ConnectionError("what came is not the script's code")
+        for one in (code, said):
+            one.mkdir()
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            archive.extractall(code)
+        options: dict[str, Any] = {}
+        if self._uid:
+            group = pwd.getpwuid(self._uid).pw_gid
+            for path in (self._folder, *self._folder.rglob("*")):
+                os.chown(path, self._uid, group)
+            options = {"user": self._uid, "group": group, "extra_groups": []}
+        command, python = list(start["command"]), sys.executable
+        command[:1] = [python] if command[0] in ("python", "python3") else command[:1]
+        environment = {"PATH": f"{Path(python).parent}:{os.environ.get('PATH', '')}", **start["environment"]}
+        with (self._folder / "output").open("ab") as output:
+            options |= {"stdout": output, "stderr": output}
+            try:
+                self._script = ScriptProcess(said, command, start["storage"], code, environment, **options)
+            except OSError as error:
+                output.write(f"{command[0]} cannot be started: {error}\n".encode())
+                self._code = CANNOT_START
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run until the VM ends."""
+    parser = argparse.ArgumentParser(prog="python -m manager.spot.agent")
+    parser.add_argument("--manager", required=True, metavar="HOST:PORT")
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--secret-file", required=True, type=Path)
+    parser.add_argument("--uid", default=0, type=int)
+    given = parser.parse_args(arguments)
+    secret = given.secret_file.read_text(encoding="utf-8").strip()
+    with tempfile.TemporaryDirectory(prefix="morph-spot-") as folder:
+        VmAgent(given.manager, given.node, secret, Path(folder), given.uid).run()
+
+
+if __name__ == "__main__":
+    main()

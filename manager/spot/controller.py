@@ -1,0 +1,256 @@
+"""When to save, to ask for a VM and to move on: for one script on one VM. Pure.
+
+============  =====================================================================
+phase         invariant
+============  =====================================================================
+``waiting``   a VM was asked for; the script runs nowhere
+``running``   the script runs, and its VM is not known to be taken
+``leaving``   there is a notice; another VM was asked for
+``ended``     for good, with the script's exit code
+============  =====================================================================
+
+Saves come as often as costs least (Young; Spotify, section 4.2): every sqrt(2 delta (MTTF + R)), where only losses
+count before which no save was complete. A notice that leaves time for a step, a save and its upload is used for that
+(section 4.4); then the VM is released.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from manager.controller.state.expected import ExpectedLosses
+
+PRIOR = ExpectedLosses()
+FIRST_SAVE_S, MARGIN_S = 1.0, 1.0
+"""What a save is taken to stall until one was seen; and what a notice must leave beyond its save."""
+
+
+@dataclass(frozen=True)
+class Came:
+    """The VM that was asked for is there."""
+
+    vm: str
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The script did a step."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The script saved, by an order's number; ``seconds``: for so long it did not train; None: it was not asked to."""
+
+    number: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """A save is complete in storage."""
+
+    number: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Storage did not take a save."""
+
+    number: int
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """The VM under the script will be taken after so many seconds."""
+
+    lead_s: float
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The VM under the script was taken, or has vanished."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The script ended by itself."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Came | Stepped | Saved | Uploaded | Refused | Noticed | Gone | Ended | Tick
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask the provider for a VM."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start the script on a VM."""
+
+    vm: str
+
+
+@dataclass(frozen=True)
+class Save:
+    """Order the script to save."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Give the VM back on which the script runs; the script ends with it."""
+
+
+Action = Ask | Start | Save | Release
+Answer = tuple["SpotState", tuple[Action, ...], str]
+
+
+@dataclass(frozen=True)
+class SpotState:
+    """``spare``: a VM that is there before it is needed. ``lasting``: the newest order whose save is in storage.
+
+    ``num_losses``: those before which no save was complete; ``watched_s``: for how long VMs were there in all.
+    """
+
+    phase: Literal["waiting", "running", "leaving", "ended"] = "waiting"
+    is_asking: bool = False
+    spare: str | None = None
+    asked_s: float | None = None
+    since_s: float = 0.0
+    ordered: int = 0
+    lasting: int = 0
+    saved_s: float = 0.0
+    emergency: int | None = None
+    until_s: float = 0.0
+    step_s: float | None = None
+    stall_s: float | None = None
+    upload_s: float | None = None
+    again_s: float | None = None
+    num_losses: int = 0
+    watched_s: float = 0.0
+    code: int | None = None
+
+
+def decide(state: SpotState, event: Event, now_s: float) -> Answer:
+    """Return the next state, what is to be done, and why."""
+    if state.phase == "ended":
+        return state, (), ""
+    match event:
+        case Came(vm):
+            return _came(state, vm, now_s)
+        case Stepped(seconds):
+            if state.step_s is None and state.asked_s is not None:
+                state = replace(state, again_s=max(0.0, now_s - state.asked_s - seconds))
+            return _ticked(replace(state, step_s=seconds), now_s)
+        case Saved(_, seconds):
+            return replace(state, stall_s=state.stall_s if seconds is None else seconds, saved_s=now_s), (), ""
+        case Uploaded(number, seconds):
+            return _uploaded(replace(state, lasting=max(number, state.lasting), upload_s=seconds), number)
+        case Refused(_, sentence):
+            state = replace(state, lasting=state.ordered, saved_s=now_s, emergency=None)
+            return state, (), f"storage did not take a save: {sentence}"
+        case Noticed(lead_s):
+            return _noticed(state, lead_s, now_s)
+        case Gone():
+            return _gone(state, now_s)
+        case Ended(code):
+            return replace(state, phase="ended", code=code), (Release(),), f"the script ended with code {code}"
+        case Tick():
+            return _ticked(state, now_s)
+
+
+def interval_s(state: SpotState, now_s: float) -> float:
+    """Return the seconds between saves that cost least; never less than a save takes to be complete."""
+    watched_s = state.watched_s + (now_s - state.since_s if state.phase == "running" else 0.0)
+    mttf_s = (3600.0 / PRIOR.per_vm_h + watched_s) / (1 + state.num_losses)  # the prior counts as one loss
+    stall_s = FIRST_SAVE_S if state.stall_s is None else state.stall_s
+    again_s = PRIOR.allocation_s + PRIOR.preparation_s if state.again_s is None else state.again_s
+    return max(math.sqrt(2 * stall_s * (mttf_s + again_s)), stall_s + (state.upload_s or 0.0), state.step_s or 0.0)
+
+
+def emergency_s(state: SpotState) -> float:
+    """Return how long before its end a VM can be saved at the latest: a step, a save and its upload."""
+    stall_s = FIRST_SAVE_S if state.stall_s is None else state.stall_s
+    return (state.step_s or 0.0) + stall_s + (stall_s if state.upload_s is None else state.upload_s) + MARGIN_S
+
+
+def _came(state: SpotState, vm: str, now_s: float) -> Answer:
+    state = replace(state, is_asking=False)
+    if state.phase in ("running", "leaving"):
+        return replace(state, spare=vm), (), f"{vm} waits for the script"
+    return _started(state, vm, now_s)
+
+
+def _started(state: SpotState, vm: str, now_s: float) -> Answer:
+    state = replace(
+        state, phase="running", spare=None, since_s=now_s, saved_s=now_s, emergency=None, step_s=None,
+        ordered=state.lasting,
+    )  # fmt: skip
+    return state, (Start(vm),), f"the script begins on {vm}"
+
+
+def _ticked(state: SpotState, now_s: float) -> Answer:
+    if state.phase == "waiting" and not state.is_asking:
+        return replace(state, is_asking=True, asked_s=now_s), (Ask(),), "there is no VM"
+    is_free = state.ordered == state.lasting  # one save at a time
+    if state.phase != "running" or not is_free or state.step_s is None:
+        return state, (), ""
+    pause_s = interval_s(state, now_s)
+    if now_s - state.saved_s < pause_s:
+        return state, (), ""
+    return _ordered(state, f"one save every {pause_s:.3g} s costs least")
+
+
+def _ordered(state: SpotState, reason: str) -> Answer:
+    number = state.ordered + 1
+    return replace(state, ordered=number), (Save(number),), reason
+
+
+def _noticed(state: SpotState, lead_s: float, now_s: float) -> Answer:
+    if state.phase != "running":
+        return state, (), ""
+    asks: tuple[Action, ...] = () if state.is_asking or state.spare else (Ask(),)
+    state = replace(state, phase="leaving", is_asking=state.spare is None, until_s=now_s + lead_s)
+    state = replace(state, asked_s=now_s if asks else state.asked_s)
+    needed_s = emergency_s(state)
+    if lead_s < needed_s or state.step_s is None:
+        return state, asks, f"the VM goes in {lead_s:.3g} s, and a save may take {needed_s:.3g} s: it trains on"
+    state, orders, _ = _ordered(state, "")
+    reason = f"the VM goes in {lead_s:.3g} s: the script saves"
+    return replace(state, emergency=state.ordered), asks + orders, reason
+
+
+def _uploaded(state: SpotState, number: int) -> Answer:
+    if state.phase == "leaving" and number == state.emergency:
+        return state, (Release(),), "all that was trained is in storage: the VM is released"
+    return state, (), ""
+
+
+def _gone(state: SpotState, now_s: float) -> Answer:
+    is_saved = state.emergency is not None and state.lasting >= state.emergency
+    state = replace(
+        state,
+        num_losses=state.num_losses + (not is_saved),
+        watched_s=state.watched_s + now_s - state.since_s,
+        phase="waiting",
+    )
+    if state.spare is not None:
+        return _started(state, state.spare, now_s)
+    if state.is_asking:
+        return state, (), "the VM is gone"
+    return replace(state, is_asking=True, asked_s=now_s), (Ask(),), "the VM is gone"

@@ -1,0 +1,73 @@
+"""VMs of this machine for scripts: a folder as a disk, which goes with the VM, and a process group."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from manager.spot.script_process import ScriptProcess, variables
+
+SCRIPT = "spot"
+
+
+class LocalMachines:
+    """Boots and ends them: a ``Fleet`` of ``manager.providers.local``, and ``Machines`` of the launcher.
+
+    Args:
+        root: Holds their disks.
+        code: What each gets a copy of; None: scripts run in the folder that they were started in.
+    """
+
+    def __init__(self, root: Path, code: Path | None) -> None:
+        self._root, self._code = root, code
+        self._scripts: dict[str, ScriptProcess] = {}
+        self._offsets: dict[str, int] = {}
+
+    def request(self, node: str, zone: str = "unknown") -> str:
+        """Boot one; ``zone`` is of no account here."""
+        del zone
+        (self._root / node / SCRIPT).mkdir(parents=True)
+        if self._code is not None:
+            shutil.copytree(self._code, self._root / node / "code", symlinks=True)
+        return node
+
+    def release(self, *nodes: str) -> None:
+        """End VMs at once, as a provider does, with their disks; one that is gone already is passed over."""
+        for node in nodes:
+            if (script := self._scripts.pop(node, None)) is not None:
+                script.end()
+            shutil.rmtree(self._root / node, ignore_errors=True)
+
+    def start(self, vms: Sequence[str], command: Sequence[str], storage: str) -> None:
+        """See ``Machines``."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = int(probe.getsockname()[1])
+        for rank, vm in enumerate(vms):
+            where = None if self._code is None else self._root / vm / "code"
+            own = variables(rank, len(vms), "127.0.0.1", port)
+            self._scripts[vm] = ScriptProcess(self._root / vm / SCRIPT, command, storage, where, own)
+            self._offsets[vm] = 0
+
+    def save(self, vm: str, number: int) -> None:
+        """See ``Machines``."""
+        self._scripts[vm].save(number)
+
+    def said(self, vm: str) -> bytes:
+        """See ``Machines``."""
+        data = self._scripts[vm].said(self._offsets[vm])
+        self._offsets[vm] += len(data)
+        return data
+
+    def ended(self, vm: str) -> int | None:
+        """See ``Machines``."""
+        return self._scripts[vm].code()
+
+    def is_lost(self, vm: str) -> bool:
+        """See ``Machines``: the provider ends them."""
+        del vm
+        return False
+
+    def close(self) -> None:
+        """See ``Machines``: the provider has ended them."""

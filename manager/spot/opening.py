@@ -1,0 +1,112 @@
+"""From the files of ``morph spot-run`` to a launcher with its VMs."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from manager.engine.vms.own_wheel import make_wheel, python_version, requirements
+from manager.machine.ports import Ports
+from manager.providers.boot.cloud_init import NodeStart
+from manager.providers.interface.run_name import name_of
+from manager.providers.local import LocalProvider
+from manager.providers.opening import ending_command
+from manager.run.cloud import Cloud
+from manager.spot.launcher import Launcher, Taking, log
+from manager.spot.local import LocalMachines
+from manager.spot.provided import ProvidedMachines
+from manager.spot.spec import SpotJob
+from morph.contract.cluster import AzureVms, Limits
+from morph.contract.errors import ConfigError
+from morph.link.proof import new_secret
+
+MOST_CODE_BYTES = 32 * 1024 * 1024
+
+
+def open_local(job: SpotJob, command: Sequence[str], root: Path, code: Path | None, taking: Taking | None) -> Launcher:
+    """Return the launcher of a job on VMs of this machine, or on this machine (without ``code``)."""
+    machines = LocalMachines(root, code)
+    num_vms = job.num_vms if code is not None else 1
+    provider = LocalProvider(machines, max_vms=2 * num_vms if code is not None else 1)
+    return Launcher(job, command, provider, machines, num_vms, taking)
+
+
+def open_provided(
+    job: SpotJob, command: Sequence[str], cloud: Cloud, root: Path, code: Path, taking: Taking | None
+) -> Launcher:
+    """Return the launcher of a job on VMs that a provider brings.
+
+    Raises:
+        ClusterError: Morph is not installed here as VMs can get it.
+        ConfigError: the code is too large, or the address cannot be listened at.
+    """
+    vms, name, wheel = cloud.vms, name_of(root, job.name), make_wheel()
+    providing, secret = cloud.providing(name, root), new_secret()
+    port = vms.notice_port or Ports(vms.first_port or 0).notices
+    packed = packed_code(code)
+    try:
+        machines = ProvidedMachines(secret, vms.address, port, wheel, packed)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be listened on: {error.strerror}", source=str(cloud.path), field="vms.address", value=vms.address
+        ) from error
+    start = NodeStart(
+        manager_address=f"{vms.address}:{machines.port}",
+        node_secret=SecretStr(secret),
+        setup=vms.environment.setup,
+        python=vms.environment.python,
+        python_version=python_version(),
+        wheel_sha256=hashlib.sha256(wheel).hexdigest(),
+        requirements=(*requirements(), *vms.environment.packages),
+        uid=vms.uid if isinstance(vms, AzureVms) else 0,
+        metadata=not isinstance(vms, AzureVms) or vms.metadata,
+        lonely_s=vms.lonely_s,
+        management_url=providing.management_url,
+    )
+    log.info("if this command is killed, and VMs are left: %s", ending_command(cloud.path, name))
+    named = job.model_copy(update={"name": name.requests})
+    launcher = Launcher(named, command, providing.make_provider(start), machines, vms.keep, taking)
+    machines.noticed = launcher.noticed
+    return launcher
+
+
+def check_provided(cloud: Cloud, source: str) -> None:
+    """Refuse settings of a cluster file that a script's VMs do not heed.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    vms = cloud.vms
+    unheeded = {"limits": vms.limits != Limits(), "tls": vms.tls, "pass_variables": bool(vms.pass_variables)}
+    for field, is_set in unheeded.items():
+        if is_set:
+            raise ConfigError(
+                "is not heeded by spot-run", source=source, field=f"vms.{field}", allowed="a cluster file without it"
+            )
+
+
+def packed_code(folder: Path) -> bytes:
+    """Pack the script's folder, but for what is hidden or compiled, and links.
+
+    Raises:
+        ConfigError: it is too large.
+    """
+    out, num_bytes = io.BytesIO(), 0
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(folder.rglob("*")):
+            inside = path.relative_to(folder)
+            is_passed = any(part.startswith((".", "__pycache__")) for part in inside.parts)
+            if is_passed or path.is_symlink() or not path.is_file():
+                continue
+            num_bytes += path.stat().st_size
+            if num_bytes > MOST_CODE_BYTES:
+                raise ConfigError(
+                    "has too much in it", field="code", value=str(folder), allowed=f"{MOST_CODE_BYTES} bytes at most"
+                )
+            archive.write(path, inside.as_posix())
+    return out.getvalue()

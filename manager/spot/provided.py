@@ -1,0 +1,142 @@
+"""VMs of a provider for scripts: at the launcher's end. ``manager.spot.agent`` is what runs there.
+
+It calls as ``manager.notices.call`` says, under the name NODE/script::
+
+    VM        {"kind": "script", "life": L, "said": [FROM, BYTES], "output": [FROM, BYTES], "code": CODE or null}
+    launcher  {"heard": true, "kept": [SAID, OUTPUT], "save": NUMBER, "start": START or null}
+
+The answer says what is to be, not what is to be done, so that it may be lost. ``kept``: from which byte on the VM is to
+go on. L differs whenever the VM's agent has begun anew, which forgets its script.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from manager.notices.server import CallingNode, VmServer
+from manager.notices.watch import Given
+from manager.providers.interface.provider import Misconfigured
+from manager.spot.script_process import variables
+
+log = logging.getLogger("morph.spot")
+
+SUFFIX = "/script"
+SILENT_S = 60.0
+"""A VM that was heard before and is silent for so long is lost."""
+BOOT_S = 1800.0
+"""As is one that never calls."""
+
+
+@dataclass
+class _Vm:
+    """``heard_s``: when it last called; None: never."""
+
+    since_s: float = field(default_factory=time.monotonic)
+    heard_s: float | None = None
+    address: str = ""
+    life: str = ""
+    kept: list[int] = field(default_factory=lambda: [0, 0])
+    said: bytes = b""
+    code: int | None = None
+    save: int = 0
+    start: dict[str, Any] | None = None
+
+
+class ProvidedMachines(VmServer):
+    """``Machines`` of the launcher.
+
+    Args:
+        secret: Shared with the VMs.
+        host, port: To listen at.
+        wheel, code: Morph's own, and a zip of the script's folder; VMs get both here.
+    """
+
+    def __init__(self, secret: str, host: str, port: int, wheel: bytes, code: bytes) -> None:
+        self._vms: dict[str, _Vm] = {}
+        self._digest = hashlib.sha256(code).hexdigest()
+        self._unfit: str | None = None
+        self.noticed: Callable[[str, float], object] = lambda _vm, _lead_s: None
+        super().__init__(secret, host, port, {"wheel": wheel, "code": code})
+
+    def start(self, vms: Sequence[str], command: Sequence[str], storage: str) -> None:
+        """See ``Machines``: each begins once it has booted, and the first one of the group is known."""
+        with self._lock:
+            first = self._vms.setdefault(vms[0], _Vm())
+            for rank, vm in enumerate(vms):
+                start = {"command": list(command), "storage": storage, "code": self._digest, "first": vms[0]}
+                known = self._vms.setdefault(vm, _Vm())
+                known.start = {**start, "rank": rank, "size": len(vms)}
+                known.since_s = time.monotonic()
+            first.save = 0
+
+    def save(self, vm: str, number: int) -> None:
+        """See ``Machines``."""
+        with self._lock:
+            self._vms[vm].save = number
+
+    def said(self, vm: str) -> bytes:
+        """See ``Machines``."""
+        with self._lock:
+            if self._unfit is not None:
+                raise Misconfigured(self._unfit)
+            known = self._vms[vm]
+            data, known.said = known.said, b""
+            return data
+
+    def ended(self, vm: str) -> int | None:
+        """See ``Machines``."""
+        with self._lock:
+            return self._vms[vm].code
+
+    def is_lost(self, vm: str) -> bool:
+        """See ``Machines``."""
+        with self._lock:
+            known, now_s = self._vms[vm], time.monotonic()
+            return now_s - known.since_s > BOOT_S if known.heard_s is None else now_s - known.heard_s > SILENT_S
+
+    def _take(self, caller: CallingNode, message: dict[str, Any]) -> dict[str, Any]:
+        node, _, is_script = caller.node.partition(SUFFIX[0])
+        if is_script:
+            with self._lock:
+                return self._of_script(self._vms.setdefault(node, _Vm()), caller.address, message)
+        match message.pop("kind"):
+            case "given":
+                given = Given.model_validate(message)
+                if given.certain:
+                    self.noticed(node, given.lead_s or 0.0)
+            case "unfit":
+                self._unfit = f"{node} cannot be used: {message['why']}"
+            case "trouble":
+                log.info("%s: %s", node, message.get("sentence") or "notices are told again")
+        return {}
+
+    def _of_script(self, vm: _Vm, address: str, line: dict[str, Any]) -> dict[str, Any]:
+        vm.heard_s, vm.address = time.monotonic(), address
+        if line["life"] != vm.life:
+            vm.life, vm.kept = str(line["life"]), [0, 0]
+        for place, name in enumerate(("said", "output")):
+            begin, text = line[name]
+            data = base64.b64decode(text)[vm.kept[place] - begin :] if begin <= vm.kept[place] else b""
+            vm.kept[place] += len(data)
+            if name == "said":
+                vm.said += data
+            else:
+                sys.stdout.buffer.write(data)
+                sys.stdout.flush()
+        vm.code = line["code"]
+        start = vm.start
+        if start is not None:
+            first = self._vms.get(start["first"])
+            if first is None or first.heard_s is None:
+                start = None
+            else:
+                own = variables(start["rank"], start["size"], first.address)
+                start = {name: start[name] for name in ("command", "storage", "code")} | {"environment": own}
+        return {"kept": vm.kept, "save": vm.save, "start": start}

@@ -1,0 +1,83 @@
+"""The script on the VM where it runs: a process group, and the files by which it and its launcher hear each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from morph.spot.script import EVENTS, FOLDER, SAVE, STORAGE
+
+END_TIMEOUT_S = 10.0
+PORT = 29400
+"""Where the VMs of a group meet, at the first of them."""
+
+
+def variables(rank: int, size: int, host: str, port: int = PORT) -> dict[str, str]:
+    """Return what torch.distributed reads of a group of VMs; nothing for one VM alone."""
+    if size == 1:
+        return {}
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+class ScriptProcess:
+    """One script, from its start to its end.
+
+    Args:
+        folder: Where the two hear each other.
+        command: The script's.
+        storage: Of backups.
+        cwd: In which it runs; None: that of this process.
+        environment: Besides this process's.
+        options: Further ones of ``Popen``.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        storage: str,
+        cwd: Path | None,
+        environment: Mapping[str, str],
+        **options: Any,
+    ) -> None:
+        self._folder = folder
+        known = {**os.environ, **environment, FOLDER: str(folder), STORAGE: storage}
+        self._process = subprocess.Popen(command, cwd=cwd, env=known, start_new_session=True, **options)
+
+    def save(self, number: int) -> None:
+        """Order it to save."""
+        temporary = self._folder / f"{SAVE}.new"
+        temporary.write_text(str(number))
+        temporary.replace(self._folder / SAVE)
+
+    def code(self) -> int | None:
+        """Return its exit code; None: it runs."""
+        return self._process.poll()
+
+    def said(self, offset: int, most_bytes: int = -1) -> bytes:
+        """Return what it told from this byte on."""
+        return read_from(self._folder / EVENTS, offset, most_bytes)
+
+    def end(self) -> None:
+        """End it at once, with all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(END_TIMEOUT_S)
+
+
+def read_from(path: Path, offset: int, most_bytes: int = -1) -> bytes:
+    """Return a file's bytes from this one on; none if there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(most_bytes)
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,36 @@
+"""What ``morph spot-run`` is told: its YAML file, checked."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from morph.contract.base import Value
+
+
+class Preemptions(Value):
+    """VMs that are taken on purpose, to try a job out: after exponential times, each with a notice."""
+
+    mttp_s: float = Field(gt=0, description="mean time until a VM is taken")
+    notice_s: float = Field(default=0.0, ge=0, description="before that; 0: without a notice")
+    seed: int = 0
+
+
+class SpotJob(Value):
+    """One script on one spot VM at a time, or on one group of them."""
+
+    name: str = Field(default="spot", pattern=r"^[a-z0-9-]{1,24}$", description="what names of VMs begin with")
+    storage: str = Field(min_length=1, description="where backups go: a URL or a path")
+    vms: str = Field(
+        default="local",
+        min_length=1,
+        description="local: VMs are process groups of this machine, with disks of their own. here: this machine is the "
+        "spot VM; run the same command on the next one. Else a cluster file, whose VMs a provider brings",
+    )
+    num_vms: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1, description="local VMs that go together; with a cluster file its vms.keep says it"
+    )
+    code: str = Field(default=".", description="the folder that each VM gets a copy of, beside the file")
+    notices: Literal["", "azure", "aws", "gcp"] = Field(default="", description="whose notices this machine gets")
+    preemptions: Preemptions | None = None

@@ -1,0 +1,73 @@
+"""``morph spot-run``: one training script on one spot VM at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from morph.contract.errors import InputError
+
+
+def spot_run_command(
+    job_file: Annotated[Path, typer.Argument(help="YAML: storage, vms, code, and what else is set.", metavar="JOB")],
+    command: Annotated[list[str], typer.Argument(help="What the VM runs, behind --.", metavar="-- COMMAND...")],
+) -> None:
+    """Run a script of any framework on one spot VM at a time: it is saved before the VM goes, and restored on the next.
+
+    The script says where its steps are, and how it is saved, by four lines (morph.spot). Saves come as often as costs
+    least, and when a notice leaves time for one; backups go to the storage that the job names. VMs are local ones, or
+    those of a cluster file, which a provider brings: on the next one the script goes on by itself. With "vms: here"
+    this machine is the spot VM: the command ends with code 75 when it has saved before the VM goes, and the same
+    command on the next VM goes on.
+
+    \b
+    Example:
+      morph spot-run job.yaml -- python train.py
+    """
+    import logging
+    import tempfile
+
+    from manager.run.cloud import check_storage
+    from manager.spot.launcher import Exponential
+    from manager.spot.opening import check_provided, open_local, open_provided
+    from manager.spot.spec import SpotJob
+    from morph.cli.reading.cluster_file import load_cluster, load_yaml
+    from morph.cli.runs.prepare import load_cloud
+    from morph.elastic.launcher import sigterm_as_ctrl_c
+
+    job, source = load_yaml(job_file, SpotJob), str(job_file)
+    if "://" not in job.storage:
+        job = job.model_copy(update={"storage": str((job_file.parent / job.storage).resolve())})
+    code = (job_file.parent / job.code).resolve()
+    if not code.is_dir():
+        raise InputError("is not a folder", source=source, field="code", value=job.code, allowed="a folder")
+    cloud = None
+    if job.vms not in ("local", "here"):
+        cluster_file = job_file.parent / job.vms
+        if not cluster_file.is_file():
+            allowed = "local, here, or a cluster file"
+            raise InputError("is not a file", source=source, field="vms", value=job.vms, allowed=allowed)
+        cloud = load_cloud(load_cluster(cluster_file), cluster_file)
+        if cloud is None:
+            raise InputError(
+                "has no VMs of a provider", source=str(cluster_file), field="vms.kind", allowed="azure, static"
+            )
+        check_provided(cloud, str(cluster_file))
+        check_storage(cloud.vms, job.storage, source, "storage")
+    if job.num_vms > 1 and job.vms != "local":
+        raise InputError("is for local VMs", source=source, field="num_vms", value=job.num_vms, allowed="vms.keep")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("morph.spot").setLevel(logging.INFO)
+    with tempfile.TemporaryDirectory(prefix="morph-spot-") as root, sigterm_as_ctrl_c():
+        taking = None if job.preemptions is None else Exponential(job.preemptions)
+        if cloud is None:
+            launcher = open_local(job, command, Path(root), None if job.vms == "here" else code, taking)
+        else:
+            launcher = open_provided(job, command, cloud, Path(root), code, taking)
+        try:
+            outcome = launcher.run()
+        except FileNotFoundError as error:
+            raise InputError("cannot be started", field="COMMAND", value=command[0], allowed="a program") from error
+    raise typer.Exit(outcome.code)

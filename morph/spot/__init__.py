@@ -1,0 +1,60 @@
+"""Training loops that Morph does not run, on one spot VM at a time: saved before it is taken, and restored on the next.
+
+Four lines of a script, whatever its framework (the API of Spotify, Table 5.1)::
+
+    if (path := morph.spot.restore()) is not None:
+        load(path)
+    for batch in data:
+        with morph.spot.step():
+            train(batch)
+        if morph.spot.should_save():
+            save("checkpoint.pt")
+            morph.spot.backup("checkpoint.pt")
+
+Started by ``morph spot-run job.yaml -- python train.py``; without it, nothing is saved and nothing restored. Loads no
+torch.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+
+from morph.spot.script import Script
+
+
+@cache
+def _script() -> Script:
+    return Script.of_environment()
+
+
+def step() -> AbstractContextManager[None]:
+    """Mark one training step: its seconds say whether a save is in time."""
+    return _script().step()
+
+
+def should_save() -> bool:
+    """Whether the loop is to save now and call ``backup``, because the VM is about to go or much would be lost.
+
+    In a group of VMs the first one (RANK 0) alone is told.
+    """
+    return _script().should_save()
+
+
+def backup(path: str | Path) -> None:
+    """Send a file or folder to storage in the background. It may be written anew as soon as this returns.
+
+    Raises:
+        InputError: there is no such file or folder.
+    """
+    _script().backup(Path(path))
+
+
+def restore() -> Path | None:
+    """Return where the newest whole backup lies on this VM, by its own name; None: there is none yet.
+
+    Raises:
+        CheckpointError: storage cannot be read.
+    """
+    return _script().restore()

@@ -1,0 +1,77 @@
+"""``morph.spot`` for the Trainer of Lightning (``lightning`` or ``pytorch_lightning``): three lines of a script.
+
+::
+
+    trainer = Trainer(max_epochs=3, callbacks=[morph.spot.lightning.Spot()])
+    trainer.fit(model, loader, ckpt_path=morph.spot.restore())
+
+Lightning's checkpoints hold model, optimizer, scheduler and counters, this callback's the random generators; the place
+in the data only where the loader has ``state_dict`` and ``load_state_dict``, as torchdata's ``StatefulDataLoader``.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
+import morph.spot
+
+
+class Spot(Callback):  # type: ignore[misc] # not followed by mypy, see pyproject.toml
+    """Saves when ``morph spot-run`` says so, or ``every`` so many batches, and has the generators go on as they were.
+
+    Args:
+        every: Batches between saves besides; 0: none.
+        path: Where a checkpoint is written on this VM's disk, before it is backed up.
+    """
+
+    def __init__(self, every: int = 0, path: str | Path = "morph-spot.ckpt") -> None:
+        self._every, self._path = every, Path(path)
+        self._step = ExitStack()
+        self._saved: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the generators."""
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "python": random.getstate(),
+            "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep them until the first batch: what comes before it draws, too."""
+        self._saved = state_dict
+
+    def on_train_batch_start(self, *_: object) -> None:
+        """See ``Callback``."""
+        if self._saved:
+            saved, self._saved = self._saved, {}
+            kind, keys, *rest = saved["numpy"]
+            torch.set_rng_state(saved["torch"])
+            torch.cuda.set_rng_state_all(saved["cuda"])
+            random.setstate(saved["python"])
+            np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        self._step.enter_context(morph.spot.step())
+
+    def on_train_batch_end(
+        self, trainer: Trainer, _module: LightningModule, _outputs: object, _batch: object, batch_idx: int
+    ) -> None:
+        """See ``Callback``."""
+        self._step.close()
+        is_due = self._every > 0 and (batch_idx + 1) % self._every == 0
+        if trainer.strategy.broadcast(morph.spot.should_save() or is_due):  # all ranks save, and the first one is told
+            trainer.save_checkpoint(self._path, weights_only=False)
+            if trainer.is_global_zero:
+                morph.spot.backup(self._path)

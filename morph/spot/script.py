@@ -1,0 +1,126 @@
+"""What a training script says to whoever started it, and hears, through files in one folder.
+
+``save`` holds the number of the newest order to save; ``events`` takes a line of JSON for each thing that happened.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from morph.contract.errors import CheckpointError, InputError
+from morph.spot.storage import read_newest, write_backup
+
+FOLDER, STORAGE = "MORPH_SPOT_FOLDER", "MORPH_SPOT_STORAGE"
+EVENTS, SAVE = "events", "save"
+END_TIMEOUT_S = 600.0
+
+
+class Script:
+    """One script's part. ``folder`` and ``storage``: None where nobody started it that would restore it."""
+
+    def __init__(self, folder: Path | None, storage: str | None) -> None:
+        self._folder, self._storage = folder, storage
+        self._answered = 0
+        self._asked_s: float | None = None
+        self._num_spools = 0
+        self._waiting: tuple[int, Path, str] | None = None
+        self._changed = threading.Condition()
+        self._is_busy = False
+        if folder is not None:
+            threading.Thread(target=self._send_backups, name="morph-spot-backups", daemon=True).start()
+            atexit.register(self._wait_for_backups)
+
+    @classmethod
+    def of_environment(cls) -> Script:
+        """As ``morph spot-run`` says."""
+        folder = os.environ.get(FOLDER)
+        return cls(Path(folder) if folder else None, os.environ.get(STORAGE))
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """See ``morph.spot``."""
+        begin_s = time.monotonic()
+        yield
+        self._tell(kind="step", seconds=time.monotonic() - begin_s)
+
+    def should_save(self) -> bool:
+        """See ``morph.spot``."""
+        if self._folder is None:
+            return False
+        try:
+            ordered = int((self._folder / SAVE).read_text())
+        except (FileNotFoundError, ValueError):
+            return False
+        if ordered <= self._answered:
+            return False
+        self._answered, self._asked_s = ordered, time.monotonic()
+        return True
+
+    def backup(self, path: Path) -> None:
+        """See ``morph.spot``."""
+        if not path.exists():
+            raise InputError("is not there", field="backup", value=str(path), allowed="a file or folder that was saved")
+        if self._folder is None or os.environ.get("RANK", "0") != "0":  # of a group the first one's counts
+            return
+        self._num_spools += 1
+        spool = self._folder / f"spool-{self._num_spools}"
+        spool.mkdir()
+        if path.is_dir():
+            shutil.copytree(path, spool / path.name)
+        else:
+            shutil.copyfile(path, spool / path.name)
+        stall_s = None if self._asked_s is None else time.monotonic() - self._asked_s
+        self._asked_s = None
+        self._tell(kind="saved", number=self._answered, seconds=stall_s)
+        with self._changed:
+            before, self._waiting = self._waiting, (self._answered, spool, path.name)
+            self._changed.notify_all()
+        if before is not None:  # it has not begun, and a newer one is there
+            shutil.rmtree(before[1], ignore_errors=True)
+
+    def restore(self) -> Path | None:
+        """See ``morph.spot``."""
+        if self._folder is None or self._storage is None:
+            return None
+        return read_newest(self._storage, self._folder / "restored")
+
+    def _send_backups(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None)
+                assert self._waiting is not None
+                (number, spool, name), self._waiting = self._waiting, None
+                self._is_busy = True
+            begin_s = time.monotonic()
+            try:
+                assert self._storage is not None
+                write_backup(self._storage, spool / name)
+                self._tell(kind="uploaded", number=number, seconds=time.monotonic() - begin_s)
+            except CheckpointError as error:
+                self._tell(kind="refused", number=number, sentence=str(error))
+            shutil.rmtree(spool, ignore_errors=True)
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+
+    def _wait_for_backups(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is None and not self._is_busy, END_TIMEOUT_S)
+
+    def _tell(self, **event: object) -> None:
+        if self._folder is None:
+            return
+        line = json.dumps(event).encode() + b"\n"
+        descriptor = os.open(self._folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)

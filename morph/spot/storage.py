@@ -1,0 +1,105 @@
+"""Backups in storage: a folder for each, whose manifest is written last and names every file with its SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import posixpath
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from morph.checkpoint.manifest import write_atomically
+from morph.checkpoint.storage import reading, writing
+
+log = logging.getLogger("morph.spot")
+
+MANIFEST = "manifest.json"
+NUM_KEPT = 2
+
+
+def write_backup(url: str, path: Path) -> int:
+    """Store a file or folder as the newest backup, and delete all but the newest ones before; returns its number.
+
+    Raises:
+        CheckpointError: storage does not take it.
+    """
+    with writing(url):
+        filesystem, root = fsspec.core.url_to_fs(url)
+        there = _numbers(filesystem, root)
+        number = max(there, default=0) + 1
+        folder = f"{root.rstrip('/')}/b{number:08d}"
+        files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+        entries: dict[str, dict[str, Any]] = {}
+        for one in files:
+            name = one.relative_to(path.parent).as_posix()
+            filesystem.makedirs(posixpath.dirname(f"{folder}/{name}"), exist_ok=True)
+            filesystem.put_file(str(one), f"{folder}/{name}")
+            entries[name] = {"bytes": one.stat().st_size, "sha256": _digest(one)}
+        manifest = {"schema_version": 1, "name": path.name, "files": entries}
+        write_atomically(f"{url.rstrip('/')}/b{number:08d}/{MANIFEST}", json.dumps(manifest).encode())
+        whole = [one for one in there if filesystem.exists(f"{root.rstrip('/')}/b{one:08d}/{MANIFEST}")]
+        for old in sorted(there):
+            if old not in sorted(whole)[-(NUM_KEPT - 1) :]:
+                filesystem.rm(f"{root.rstrip('/')}/b{old:08d}", recursive=True)
+    return number
+
+
+def read_newest(url: str, into: Path) -> Path | None:
+    """Bring the newest whole backup into a folder, which is emptied; returns its path there, None: there is none.
+
+    A backup with a byte that is not as it was written is passed over, with a sentence.
+
+    Raises:
+        CheckpointError: storage cannot be read.
+    """
+    with reading(url):
+        filesystem, root = fsspec.core.url_to_fs(url)
+        for number in sorted(_numbers(filesystem, root), reverse=True):
+            folder = f"{root.rstrip('/')}/b{number:08d}"
+            try:
+                manifest = json.loads(filesystem.cat_file(f"{folder}/{MANIFEST}"))
+            except FileNotFoundError:
+                continue  # its upload was not complete
+            except ValueError:
+                log.warning("backup %d in %s is damaged: its manifest is not JSON", number, url)
+                continue
+            shutil.rmtree(into, ignore_errors=True)
+            problem = _fetched(filesystem, folder, manifest, into)
+            if problem is None:
+                return into / Path(manifest["name"]).name
+            log.warning("backup %d in %s is damaged: %s", number, url, problem)
+    return None
+
+
+def _fetched(filesystem: fsspec.AbstractFileSystem, folder: str, manifest: dict[str, Any], into: Path) -> str | None:
+    """Bring the files of a backup; returns what is wrong with them."""
+    into.mkdir(parents=True)
+    for name, entry in manifest["files"].items():
+        target = into / name
+        if not target.resolve().is_relative_to(into.resolve()):
+            return f"{name} would lie elsewhere"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            filesystem.get_file(f"{folder}/{name}", str(target))
+        except FileNotFoundError:
+            return f"{name} is missing"
+        if _digest(target) != entry["sha256"]:
+            return f"{name} is not as it was written"
+    return None
+
+
+def _numbers(filesystem: fsspec.AbstractFileSystem, root: str) -> list[int]:
+    try:
+        names = [posixpath.basename(one.rstrip("/")) for one in filesystem.ls(root, detail=False)]
+    except FileNotFoundError:
+        return []
+    return [int(name[1:]) for name in names if name.startswith("b") and name[1:].isdecimal()]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,71 @@
+"""What the scripts for spot VMs have in common: a model with dropout, data, and how they wait to be taken.
+
+``PAUSES``: step numbers, comma-separated, of one VM after the other: it does no step after its own, until it is taken;
+with ``+`` behind the number it waits for the order to save which a notice gives, and does one step more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+NUM_STEPS, SAVE_EVERY = 60, 10
+OUT = Path(os.environ["OUT"])
+BOUND_S = 60.0
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    parts = [nn.Embedding(128, 8), nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 128)]
+    return nn.Sequential(*parts)
+
+
+def characters() -> torch.Tensor:
+    return torch.tensor([min(ord(one), 127) for one in Path(argparse.__file__).read_text()])
+
+
+def begins(step: int) -> None:
+    with OUT.joinpath("begins").open("a") as file:
+        file.write(f"{step}\n")
+
+
+def ends(of: nn.Module) -> None:
+    weights = hashlib.sha256(b"".join(one.numpy().tobytes() for one in of.state_dict().values()))
+    OUT.joinpath("end").write_text(weights.hexdigest())
+
+
+class Pauses:
+    """Where this VM stops, once it is known that it begins."""
+
+    def __init__(self) -> None:
+        given = [one for one in os.environ.get("PAUSES", "").split(",") if one]
+        num_begun = len(OUT.joinpath("begins").read_text().split()) - 1
+        place = num_begun // int(os.environ.get("WORLD_SIZE", "1"))
+        mine = given[place] if place < len(given) else ""
+        self._at = int(mine.rstrip("+")) if mine else None
+        is_first = os.environ.get("RANK", "0") == "0"  # which alone is asked to save
+        self._is_noticed = mine.endswith("+") and is_first
+
+    def before(self, num_steps: int) -> None:
+        """Before the next step, with so many done."""
+        if self._at is None:
+            return
+        if self._is_noticed and num_steps == self._at:
+            wait("an order to save", Path(os.environ["MORPH_SPOT_FOLDER"], "save").exists)
+        elif num_steps == self._at + self._is_noticed:
+            wait("the VM's end", lambda: False)
+
+
+def wait(what: str, is_there: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + BOUND_S
+    while not is_there():
+        if time.monotonic() > until_s:
+            raise SystemExit(f"{what} did not come")
+        time.sleep(0.01)

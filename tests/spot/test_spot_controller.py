@@ -1,0 +1,116 @@
+"""One script on one VM: when it is saved, when VMs are asked for, and when it moves on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from manager.spot.controller import (
+    PRIOR,
+    Ask,
+    Came,
+    Ended,
+    Event,
+    Gone,
+    Noticed,
+    Refused,
+    Release,
+    Save,
+    Saved,
+    SpotState,
+    Start,
+    Stepped,
+    Tick,
+    Uploaded,
+    decide,
+    emergency_s,
+    interval_s,
+)
+
+
+def after(state: SpotState, *events: tuple[float, Event]) -> tuple[SpotState, list[object]]:
+    done: list[object] = []
+    for now_s, event in events:
+        state, actions, _ = decide(state, event, now_s)
+        done += actions
+    return state, done
+
+
+def running(*events: tuple[float, Event]) -> SpotState:
+    state, done = after(SpotState(), (0.0, Tick()), (10.0, Came("a")), (40.0, Stepped(2.0)), *events)
+    assert done[:2] == [Ask(), Start("a")]
+    return state
+
+
+SEEN = ((50.0, Saved(0, 1.5)), (60.0, Uploaded(0, 4.0)))
+
+
+def test_a_vm_is_asked_for_once_and_the_script_begins_on_it() -> None:
+    _, done = after(SpotState(), (0.0, Tick()), (1.0, Tick()), (10.0, Came("a")), (11.0, Tick()))
+    assert done == [Ask(), Start("a")]
+
+
+def test_a_save_is_due_when_it_costs_least_one_at_a_time() -> None:
+    state = running(*SEEN)
+    mttf_s = (3600 / PRIOR.per_vm_h + 90.0) / 1
+    expected_s = math.sqrt(2 * 1.5 * (mttf_s + 38.0))  # 40 s from asking to the first step's end, which took 2 s
+    assert interval_s(state, 100.0) == pytest.approx(expected_s)
+    due_s = 50.0 + math.sqrt(2 * 1.5 * (3600 / PRIOR.per_vm_h + 50 + expected_s + 38.0))
+    assert after(state, (due_s - 2.0, Tick()))[1] == []
+    state, done = after(state, (due_s + 2.0, Tick()), (due_s + 900.0, Tick()))
+    assert done == [Save(1)]
+    state, done = after(state, (due_s + 901, Saved(1, 1.5)), (due_s + 902, Uploaded(1, 4.0)), (due_s + 903, Tick()))
+    assert (done, state.lasting) == ([], 1)
+
+
+def test_more_losses_without_a_save_make_saves_more_frequent_and_saved_ones_do_not() -> None:
+    state = running(*SEEN)
+    lost = replace(state, num_losses=3)
+    assert interval_s(lost, 100.0) < 0.6 * interval_s(state, 100.0)
+    state, _ = after(state, (100.0, Noticed(30.0)), (102.0, Saved(1, 1.5)), (106.0, Uploaded(1, 4.0)), (107.0, Gone()))
+    assert state.num_losses == 0
+
+
+def test_a_notice_that_leaves_time_is_used_and_the_vm_released_after_the_upload() -> None:
+    state, done = after(running(*SEEN), (100.0, Noticed(30.0)))
+    assert done == [Ask(), Save(1)]
+    state, done = after(state, (102.0, Came("b")), (103.0, Saved(1, 1.5)), (107.0, Uploaded(1, 4.0)))
+    assert done == [Release()]
+    state, done = after(state, (107.0, Gone()))
+    assert (done, state.phase) == ([Start("b")], "running")
+
+
+def test_a_notice_that_leaves_no_time_for_a_save_is_trained_through() -> None:
+    state = running(*SEEN)
+    assert emergency_s(state) == 2.0 + 1.5 + 4.0 + 1.0
+    state, done = after(state, (100.0, Noticed(8.0)), (103.0, Stepped(2.0)))
+    assert done == [Ask()]
+    state, done = after(state, (108.0, Gone()))
+    assert (done, state.num_losses, state.phase) == ([], 1, "waiting")
+    assert after(state, (120.0, Came("b")))[1] == [Start("b")]
+
+
+def test_a_vm_that_goes_without_a_notice_is_replaced() -> None:
+    state, done = after(running(), (100.0, Gone()), (101.0, Tick()), (130.0, Came("b")))
+    assert (done, state.num_losses) == ([Ask(), Start("b")], 1)
+
+
+def test_an_emergency_save_that_storage_refuses_counts_as_a_loss() -> None:
+    events = ((100.0, Noticed(30.0)), (103.0, Saved(1, 1.5)), (104.0, Refused(1, "full")), (130.0, Gone()))
+    state, done = after(running(*SEEN), *events)
+    assert (done, state.num_losses) == ([Ask(), Save(1)], 1)
+
+
+def test_a_refused_save_is_ordered_again_after_a_pause() -> None:
+    state, done = after(running(*SEEN), (9000.0, Tick()), (9002.0, Refused(1, "full")), (9003.0, Tick()))
+    assert done == [Save(1)]
+    assert after(state, (9002.0 + interval_s(state, 9100.0) + 500, Tick()))[1] == [Save(2)]
+
+
+@pytest.mark.parametrize("before", [(), ((100.0, Noticed(30.0)),)])
+def test_when_the_script_ends_all_is_over(before: tuple[tuple[float, Event], ...]) -> None:
+    state, _ = after(running(), *before)
+    state, done = after(state, (110.0, Ended(3)), (111.0, Gone()), (112.0, Came("b")), (113.0, Tick()))
+    assert (done, state.phase, state.code) == ([Release()], "ended", 3)

@@ -1,0 +1,259 @@
+"""Scripts on spot VMs that are taken: they end with the weights of an undisturbed run."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from manager.providers.local import LocalProvider
+from manager.spot.launcher import TAKEN_CODE, Launcher, Outcome
+from manager.spot.opening import open_local, packed_code
+from manager.spot.provided import ProvidedMachines
+from manager.spot.spec import SpotJob
+from morph.cli.main import app
+from morph.spot.storage import read_newest, write_backup
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SECRET = "11" * 32
+
+
+class Takings:
+    """Takes one VM after the other: each once its script has done so many steps, or gives a notice then.
+
+    ``takings``: steps on that VM, and the notice's lead; without one, the VM is taken once a backup is whole.
+    """
+
+    def __init__(self, takings: Sequence[tuple[int, float | None]], storage: Path) -> None:
+        self._takings, self._storage = takings, storage
+        self._vm, self._before_s, self._is_over = -1, math.inf, False
+
+    def _due(self, ran_s: float, num_steps: int) -> tuple[float | None] | None:
+        """The lead, if this VM is to be taken and nothing was done about it."""
+        if ran_s < self._before_s:
+            self._vm, self._is_over = self._vm + 1, False
+        self._before_s = ran_s
+        if self._is_over or self._vm >= len(self._takings) or num_steps < self._takings[self._vm][0]:
+            return None
+        return (self._takings[self._vm][1],)
+
+    def notice_s(self, ran_s: float, num_steps: int) -> float | None:
+        lead_s = (self._due(ran_s, num_steps) or (None,))[0]
+        self._is_over |= lead_s is not None
+        return lead_s
+
+    def is_taken(self, ran_s: float, num_steps: int) -> bool:
+        if self._due(ran_s, num_steps) != (None,):
+            return False
+        self._is_over = any(self._storage.glob("*/manifest.json"))
+        return self._is_over
+
+
+def run(
+    folder: Path,
+    script: str,
+    takings: Sequence[tuple[int, float | None]],
+    monkeypatch: pytest.MonkeyPatch,
+    vms: str = "local",
+    num_vms: int = 1,
+    **environment: str,
+) -> Outcome:
+    code = folder / "code"
+    code.mkdir(parents=True, exist_ok=True)
+    for name in ("spot_model.py", script):
+        (code / name).write_text((HERE / name).read_text())
+    for name, value in {"OUT": str(folder), "PYTHONPATH": str(ROOT), **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(code)  # for "here"
+    job = SpotJob(storage=str(folder / "backups"), vms=vms, num_vms=num_vms)
+    taking = Takings(takings, folder / "backups") if takings else None
+    where = None if vms == "here" else code
+    outcome = open_local(job, [sys.executable, script], folder / "vms", where, taking).run()
+    assert list((folder / "vms").iterdir()) == []
+    return outcome
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("script", "package"), [("plain", "torch"), ("hugging_face", "accelerate"), ("lightning", "pytorch_lightning")]
+)
+def test_a_script_whose_vms_are_taken_ends_with_the_weights_of_a_quiet_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, package: str
+) -> None:
+    """With a notice nothing is lost; without one, what came after the newest whole backup is done again."""
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    quiet = run(tmp_path / "quiet", f"{script}_script.py", [], monkeypatch)
+    assert (quiet.code, quiet.num_vms) == (0, 1)
+    takings = [(25, 30.0), (19, None)]
+    taken = run(tmp_path / "taken", f"{script}_script.py", takings, monkeypatch, PAUSES="25+,45")
+    assert (taken.code, taken.num_vms) == (0, 3), taken.reasons
+    begins = [int(one) for one in (tmp_path / "taken" / "begins").read_text().split()]
+    assert begins[:2] == [0, 26]
+    assert begins[2] in (26, 30, 40)
+    assert (tmp_path / "taken" / "end").read_text() == (tmp_path / "quiet" / "end").read_text()
+    assert sum("the script saves" in reason for _, reason in taken.reasons) == 1
+
+
+@pytest.mark.system
+def test_a_group_of_vms_goes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two is warned: both go, and two others go on from the backup of the first."""
+    takings = [(25, 30.0)]
+    taken = run(tmp_path, "plain_script.py", takings, monkeypatch, num_vms=2, PAUSES="25+")
+    assert (taken.code, taken.num_vms) == (0, 2), taken.reasons
+    assert sorted((tmp_path / "begins").read_text().split()) == ["0", "0", "26", "26"]
+
+
+class Agents:
+    """Boots VMs that are processes with an agent of a provider's VM."""
+
+    def __init__(self, folder: Path, machines: ProvidedMachines) -> None:
+        self._folder, self._manager = folder, f"127.0.0.1:{machines.port}"
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        folder.joinpath("secret").write_text(SECRET)
+
+    def request(self, node: str, zone: str = "unknown") -> str:
+        command = [sys.executable, "-m", "manager.spot.agent", f"--manager={self._manager}", f"--node={node}"]
+        command += [f"--secret-file={self._folder / 'secret'}"]
+        disk = self._folder / node
+        disk.mkdir()
+        known = {**os.environ, "TMPDIR": str(disk)}
+        self._processes[node] = subprocess.Popen(command, cwd=ROOT, env=known, start_new_session=True)
+        return node
+
+    def release(self, *nodes: str) -> None:
+        for node in nodes:
+            mine = psutil.Process(self._processes[node].pid)
+            for one in [*mine.children(recursive=True), mine]:
+                one.kill()
+            self._processes[node].wait(30)
+
+
+@pytest.mark.system
+def test_vms_of_a_provider_get_the_code_run_it_and_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "spot_model.py").write_text((HERE / "spot_model.py").read_text())
+    (code / "plain_script.py").write_text((HERE / "plain_script.py").read_text() + "    print('all is done')\n")
+    for name, value in {"OUT": str(tmp_path), "PYTHONPATH": str(ROOT), "PAUSES": "25+"}.items():
+        monkeypatch.setenv(name, value)
+    machines = ProvidedMachines(SECRET, "127.0.0.1", 0, b"", packed_code(code))
+    provider = LocalProvider(Agents(tmp_path, machines), max_vms=2)
+    taking = Takings([(25, 30.0)], tmp_path / "backups")
+    job = SpotJob(storage=str(tmp_path / "backups"))
+    outcome = Launcher(job, ["python", "plain_script.py"], provider, machines, 1, taking).run()
+    assert (outcome.code, outcome.num_vms) == (0, 2), outcome.reasons
+    assert (tmp_path / "begins").read_text().split() == ["0", "26"]
+    assert "all is done" in capfd.readouterr().out
+
+
+@pytest.mark.system
+def test_where_the_machine_is_the_vm_the_same_command_goes_on_on_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(tmp_path, "plain_script.py", [(25, 30.0)], monkeypatch, vms="here", PAUSES="25+")
+    assert (first.code, first.num_vms) == (TAKEN_CODE, 1), first.reasons
+    assert not (tmp_path / "end").exists()
+    assert run(tmp_path, "plain_script.py", [], monkeypatch, vms="here").code == 0
+    assert (tmp_path / "begins").read_text().split() == ["0", "26"]
+
+
+@pytest.mark.system
+def test_the_command_ends_with_the_script_s_code_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("storage: backups\n")
+    (tmp_path / "fails.py").write_text("import sys; sys.exit(3)")
+    command = [sys.executable, "-m", "morph.cli.main", "spot-run", str(tmp_path / "job.yaml"), "--"]
+    done = subprocess.run([*command, sys.executable, "fails.py"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 3
+    assert "the script ended with code 3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("storage: x\nvms: azure\n", "vms: is not a file (got 'azure'"),
+        ("storage: x\nvms: here\nnum_vms: 2\n", "num_vms: is for local VMs"),
+        ("storage: x\ncode: nowhere\n", "code: is not a folder (got 'nowhere')"),
+        ("storage: x\npreemptions: {mttp_s: 0}\n", "preemptions.mttp_s"),
+        ("vms: local\n", "storage"),
+    ],
+)
+def test_a_job_that_cannot_be_run_is_refused_in_a_sentence(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    result = CliRunner().invoke(app, ["spot-run", str(tmp_path / "job.yaml"), "--", "true"])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_without_a_launcher_a_script_trains_as_it_is(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib, morph.spot as spot; pathlib.Path('x').write_text('x')\n"
+        "with spot.step(): pass\n"
+        "print(spot.should_save(), spot.restore(), spot.backup('x'), 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
+    assert done.stdout.split() == ["False", "None", "None", "False"]
+
+
+def test_the_newest_whole_backup_comes_back_and_two_are_kept(tmp_path: Path) -> None:
+    storage, source = str(tmp_path / "storage"), tmp_path / "model"
+    (source / "deep").mkdir(parents=True)
+    assert read_newest(storage, tmp_path / "back") is None
+    for number in range(1, 5):
+        (source / "deep" / "part").write_text(f"state {number}")
+        assert write_backup(storage, source) == number
+    assert sorted(one.name for one in (tmp_path / "storage").iterdir()) == ["b00000003", "b00000004"]
+    found = read_newest(storage, tmp_path / "back")
+    assert found is not None
+    assert (found.name, (found / "deep" / "part").read_text()) == ("model", "state 4")
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "no manifest", "no JSON", "no file"])
+def test_a_damaged_backup_is_passed_over(tmp_path: Path, damage: str) -> None:
+    storage, source = str(tmp_path / "storage"), tmp_path / "model.pt"
+    for number in (1, 2):
+        source.write_text(f"state {number}")
+        write_backup(storage, source)
+    newest = tmp_path / "storage" / "b00000002"
+    match damage:
+        case "flip":
+            (newest / "model.pt").write_text("state 3")
+        case "cut":
+            (newest / "model.pt").write_text("state")
+        case "no manifest":
+            (newest / "manifest.json").unlink()
+        case "no JSON":
+            (newest / "manifest.json").write_text("{")
+        case "no file":
+            (newest / "model.pt").unlink()
+    found = read_newest(storage, tmp_path / "back")
+    assert found is not None
+    assert found.read_text() == "state 1"
+
+
+def test_a_backup_that_would_lie_elsewhere_is_passed_over(tmp_path: Path) -> None:
+    storage, source = str(tmp_path / "storage"), tmp_path / "model.pt"
+    source.write_text("state")
+    write_backup(storage, source)
+    manifest = tmp_path / "storage" / "b00000001" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('{"model.pt"', '{"../model.pt"'))
+    assert read_newest(storage, tmp_path / "back") is None
