@@ -1,0 +1,1 @@
+"""What a real device takes; see ``__main__``."""

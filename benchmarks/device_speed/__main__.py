@@ -1,0 +1,122 @@
+"""What a real device takes: sums against its memory bandwidth, copies, NCCL's forming and abort, and whole steps.
+
+    make bench-gpu
+
+Steps of GPT-2 355M and of a model like Llama 3.2 1B are timed in Morph at 1x1 and 2x1 (two workers that share the
+device, over staged links) and in a plain loop with the same precision and kernels. Rates are of the median of several
+runs. ``--device cpu --tiny`` runs all of it on a processor at sizes that say nothing, to see that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.device_speed.training import PlainLoop, morph_times_s, synchronize
+from benchmarks.step_time.remote import Remote
+from morph.runtime.device.devices import CudaDevice, Device, HostDevice
+from morph.runtime.device.nccl import Nccl
+from morph.runtime.device.staging import Staging
+from morph.runtime.state.fixed_point import add_fixed, from_fixed
+
+RUNS = 7
+HERE = Path(__file__).resolve().parent
+JOBS = {name: f"{HERE}/jobs.py:{name}" for name in ("gpt2_355m", "llama_1b")}
+TINY = {"tiny_gpt": f"{HERE.parents[1]}/configs/jobs/tiny_gpt.py:job"}
+
+
+def median_s(work: Callable[[], object], device: str, runs: int) -> float:
+    """Seconds that the device takes, behind one run to warm up."""
+    found = []
+    for _ in range(runs + 1):
+        synchronize(device)
+        begin_s = time.perf_counter()
+        work()
+        synchronize(device)
+        found.append(time.perf_counter() - begin_s)
+    return statistics.median(found[1:])
+
+
+def kernels(device: str, num: int, runs: int) -> None:
+    """Sums of so many elements, by the bytes that one pass over them would move."""
+    gradient = torch.linspace(-1.0, 1.0, num, device=device)
+    total = torch.zeros(num, dtype=torch.int64, device=device)
+    largest = torch.zeros(1, dtype=torch.float64, device=device)
+    other = torch.empty_like(total)
+    rows, means = torch.stack([total, total]), torch.empty(num, device=device)
+    works: tuple[tuple[str, int, Callable[[], object]], ...] = (
+        ("copy within the device (16 bytes an element)", 16, lambda: other.copy_(total)),
+        ("add a gradient to exact sums (20)", 20, lambda: add_fixed(total, gradient, 20, largest)),
+        ("means of two members' sums (20)", 20, lambda: from_fixed(rows, 20, 8, means)),
+    )
+    for name, num_bytes, work in works:
+        took_s = median_s(work, device, runs)
+        print(f"{name}: {num * num_bytes / took_s / 1e9:.1f} GB/s")
+
+
+def copies(device: str, num_bytes: int, runs: int) -> None:
+    """A device's state through pinned memory: down, and up."""
+    made: Device = CudaDevice(torch.device(device)) if device == "cuda" else HostDevice()
+    stream, on_device = made.stream(), torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    host = made.pinned((num_bytes,), torch.uint8)
+    staging = Staging(made)
+    for name, work in (
+        ("copy to pinned memory", lambda: stream.copy(host, on_device)),
+        ("copy to the device", lambda: staging.to_device([host])),
+    ):
+        print(f"{name}: {num_bytes / median_s(work, device, runs) / 1e9:.1f} GB/s")
+
+
+def communicators(device: str) -> None:
+    """Forming and aborting communicators of one rank."""
+    if device == "cpu" or not dist.is_nccl_available():
+        print("communicators: need a CUDA device, and a torch with NCCL")
+        return
+    library = Nccl(torch.device(device))
+    begin_s = time.perf_counter()
+    formed = [library.form(dist.PrefixStore(str(index), dist.HashStore()), 0, 1, 60.0) for index in range(2)]
+    formed_s = time.perf_counter()
+    library.abort(formed)
+    print(f"communicators of one rank: forming two {formed_s - begin_s:.2f} s, ", end="")
+    print(f"aborting both {time.perf_counter() - formed_s:.2f} s")
+
+
+def steps(device: str, name: str, job_path: str, num_steps: int, depths: tuple[int, ...] = (1, 2)) -> None:
+    """A job's step times: of a plain loop, and of pipelines of these depths."""
+    loop = Remote(PlainLoop)
+    plain_s = statistics.median(loop.call("times_s", job_path, device, num_steps))
+    loop.end()
+    print(f"{name}, plain loop: {plain_s:.3f} s a step")
+    for depth in depths:
+        with tempfile.TemporaryDirectory() as folder:
+            took_s = statistics.median(morph_times_s(job_path, device, depth, num_steps, folder))
+        print(f"{name}, Morph {depth}x1: {took_s:.3f} s a step, {took_s / plain_s:.2f} of the plain loop")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes that say nothing")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"needs a CUDA device; torch {torch.__version__} finds none")
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "a processor"
+    print(f"torch {torch.__version__}, {name}{', tiny sizes' if options.tiny else ''}")
+    runs = 1 if options.tiny else RUNS
+    kernels(options.device, 1 << 10 if options.tiny else 1 << 28, runs)
+    copies(options.device, 1 << 12 if options.tiny else 1_200_000_000, runs)
+    communicators(options.device)
+    for job, job_path in (TINY if options.tiny else JOBS).items():
+        steps(options.device, job, job_path, runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Exact sums have the same bits on a CUDA device as on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from morph.cutting.sections.section import ParameterUnit
+from morph.runtime.state.unit_state import UnitState
+
+NUM_MICRO_BATCHES = 12
+SHAPE = (257, 129)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
+
+
+def test_a_sum_of_gradients_has_equal_bits_on_cpu_and_cuda_in_any_order() -> None:
+    generator = torch.Generator().manual_seed(3)
+    scales = 2.0 ** torch.arange(-8, 4).float()
+    gradients = [torch.randn(SHAPE, generator=generator) * scale for scale in scales]
+    means = []
+    for device, order in (("cpu", 1), ("cuda", 1), ("cuda", -1)):
+        parameter = torch.zeros(SHAPE, device=device)
+        unit = ParameterUnit("s0", (0,), ("w",))
+        state = UnitState(unit, {"w": parameter}, sgd, num_micro_batches=NUM_MICRO_BATCHES, exact=True)
+        sums = state.new_accumulator()
+        for gradient in gradients[::order]:
+            sums.add("w", gradient.to(device))
+        reduced = sums.finish(NUM_MICRO_BATCHES, 0)
+        assert not reduced.overflowed
+        assert reduced.gradients["w"].device.type == device
+        means.append(reduced.gradients["w"].cpu())
+    assert torch.equal(means[0], means[1])
+    assert torch.equal(means[0], means[2])
