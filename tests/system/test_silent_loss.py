@@ -19,6 +19,7 @@ from manager.engine.local_vms.namespaces import HostNetwork
 from manager.engine.loop.driver import Observed
 from manager.engine.run.machines import Processes
 from morph.contract.cluster import LocalVms, Policy
+from morph.contract.faults import SlowSpell
 from morph.contract.messages import Aborted, Prepared, WorkerReady
 from simulator import synthetic_profile
 from tests.system.emulated import Emulated, M, shape
@@ -35,6 +36,8 @@ FAST = synthetic_profile(
 )
 STEPS, FAULT_AT = 12, 3
 VICTIM = "vm1"
+# The step in which it stops cannot end without it, however late the test comes to stop it.
+STUCK = (SlowSpell(worker=VICTIM, factor=10_000, first_step=FAULT_AT),)
 HEARTBEAT_TIMEOUT_S = 2.0
 
 
@@ -127,7 +130,7 @@ def test_a_death_aborts_every_other_worker_and_nobody_waits_for_a_time_out(
     """What counts is who answers what before the next shape is formed: nobody's answer tells of a wait's end."""
     fault = Fault(killed)
     plans = [shape(PROFILE, 3, 2), shape(PROFILE, 2, 2)]
-    emulated = Emulated(PROFILE, plans, STEPS, num_vms=6, observers=[fault])
+    emulated = Emulated(PROFILE, plans, STEPS, num_vms=6, observers=[fault], spells=STUCK)
     weights, _ = emulated.run(tmp_path / "run")
     assert "silent for" not in fault.cause
     assert len(fault.members) == 6
@@ -143,7 +146,8 @@ def test_a_stopped_worker_is_left_behind_dead_and_changes_no_bit(expected: dict[
     waking = Waking(fault)
     policy = Policy(checkpoint_every_steps=2, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
     plans = [shape(PROFILE, 2, 2), shape(PROFILE, 3, 1)]
-    weights, _ = Emulated(PROFILE, plans, STEPS, num_vms=4, policy=policy, observers=[waking]).run(tmp_path / "run")
+    emulated = Emulated(PROFILE, plans, STEPS, num_vms=4, policy=policy, observers=[waking], spells=STUCK)
+    weights, _ = emulated.run(tmp_path / "run")
     assert "silent for" in fault.cause
     assert all(isinstance(answer, Aborted) for answer in fault.answers), fault.answers
     assert waking.outlived is False
