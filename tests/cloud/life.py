@@ -81,7 +81,7 @@ def seeded_takings(seed: int, count: int, steps: int, notice_s: float) -> list[T
 class Life:
     """One run. ``directory``: on storage that every host sees; made before.
 
-    ``steps_after``: it is stopped, as by Ctrl-C, so many steps after the last VM was taken or, if ``whole``, made
+    ``steps_after``: it is stopped, as by Ctrl-C, so many steps after the last VM's end was known or, if ``whole``, made
     good; None: it goes on to its last step. ``on_line``: called with each line that the run tells. ``secrets_path``:
     where the run's secrets are written down. ``uid``: of the user whom the manager is and as whom the job runs on VMs;
     root otherwise. ``vms``: further settings. ``killed``: the VMs that lived at each death.
@@ -179,7 +179,7 @@ class Life:
                     if whole and line["version"] >= self.deaths[0].step:
                         death = self.deaths.pop(0)
                         self._kill(process.pid, death)
-                elif not waiting and self.steps_after is not None and (whole or not self.whole):
+                elif not waiting and self.steps_after is not None and (whole if self.whole else self._all_known()):
                     self._stop_at = line["version"] + self.steps_after if self._stop_at is None else self._stop_at
                     if line["version"] >= self._stop_at:
                         psutil.Process(process.pid).children()[0].send_signal(signal.SIGINT)
@@ -223,6 +223,10 @@ class Life:
         noticed = {taken.vm for taken in self.taken if taken.taking.notice_s is not None}
         all_there = len(living) == self.keep and set(living) <= self.ready and noticed <= self.gone
         return line["phase"] == "training" and all_there
+
+    def _all_known(self) -> bool:
+        """Whether the run has told the end of every VM that was taken."""
+        return {taken.vm for taken in self.taken} <= self.gone
 
     def _lines(self, process: subprocess.Popen[str]) -> Any:
         arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
