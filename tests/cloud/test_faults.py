@@ -9,6 +9,8 @@ import pytest
 from tests.cloud import ending_faults, notice_faults, provider_faults
 from tests.providers.fake_arm import served
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("fault", provider_faults.CASES)
 def test_a_fault_of_the_provider_is_borne_and_leaves_nothing(fault: str, tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.models.case import Case, check, parameters
 from tests.models.rows import BACKWARDS, LOSSES, SHAPES, STATE
+
+pytestmark = pytest.mark.slow
 
 
 @parameters((*BACKWARDS, *STATE, *SHAPES, *LOSSES))

@@ -17,6 +17,8 @@ from manager.providers.interface.provider import CapacityShort, Misconfigured, Q
 from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, Killed, Line, provider
 from tests.providers.fake_arm import FakeArm, Fault
 
+pytestmark = pytest.mark.slow
+
 
 def names(vms: object) -> list[str]:
     return [vm.name for vm in vms]  # type: ignore[attr-defined]

@@ -10,6 +10,8 @@ from manager.providers.interface.provider import Misconfigured, ProviderError, T
 from tests.providers.azure_world import Line, provider
 from tests.providers.fake_arm import FakeArm, Fault
 
+pytestmark = pytest.mark.slow
+
 UNKNOWN = {
     "404 of the group": Fault("GET", "virtualMachines", 404, "ResourceGroupNotFound", times=9),
     "404": Fault("GET", "virtualMachines", 404, "ResourceNotFound", times=9),

@@ -21,6 +21,8 @@ from manager.providers.interface.provider import (
 from tests.providers.azure_world import SPEC, Killed, Line, provider
 from tests.providers.fake_arm import FakeArm, Fault
 
+pytestmark = pytest.mark.slow
+
 ZONES = len(SPEC.zones)
 SIZES = len(SPEC.sizes)
 MAX_PRICE = "Unable to perform 'Create VM' since the provided max price '0.1 USD' is lower than the spot price"

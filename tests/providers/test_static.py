@@ -26,6 +26,8 @@ from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
 from manager.providers.hosts.static_node import secret_of, static_node
 from manager.providers.interface.provider import CapacityShort, Misconfigured, Transient
 
+pytestmark = pytest.mark.slow
+
 SECRET = "s3cr3t-8810"
 FAKE_SSH = """#!/bin/sh
 # arguments: options, --, host, remote line

@@ -12,6 +12,8 @@ from simulator import plan, plan_frame, plan_table, simulate, synthetic_profile
 from simulator.search.objectives import MostProgress, Revocations, Shape, usd_per_h_of
 from simulator.search.windows import Trial
 
+pytestmark = pytest.mark.slow
+
 
 def _profile(**changes: object) -> Profile:
     settings: dict[str, object] = {"batch_size": 48, "micro_batch_size": 2, "parameter_bytes": 8_000_000}
@@ -119,7 +121,6 @@ def test_expected_progress_is_what_a_run_with_random_revocations_makes(
         assert value == pytest.approx(simulated, rel=0.3 if often else 0.04, abs=0.001 * SOME[planned])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("per_hour", "hours"), [(1.0, 1.0), (0.5, 4.0), (0.5, 24.0), (10.0, 72.0)])
 def test_a_plan_for_many_revocations_uses_the_nodes_that_live_and_expects_what_they_make(
     per_hour: float, hours: float

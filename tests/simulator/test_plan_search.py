@@ -29,6 +29,8 @@ from simulator.search.partition import bounds_ns
 from simulator.search.setting import SCHEDULES, Setting
 from tests.seeds import each_seed
 
+pytestmark = pytest.mark.slow
+
 GPT2 = Path(__file__).parents[2] / "configs" / "profiles" / "gpt2-2.5b.json"
 
 
@@ -184,7 +186,6 @@ def test_a_round_that_is_not_full_comes_last() -> None:
     assert fixed_order("gpipe", 0, 2, 5, False) == "FFFFFBBBBB"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [4, 11, 27])
 def test_more_gpus_are_never_slower_on_nodes(seed: int) -> None:
     rng = np.random.default_rng(seed)

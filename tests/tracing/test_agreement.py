@@ -23,6 +23,8 @@ from morph.tracing.agreement import QUICK_FLOPS, Agreement, Limits, compare_with
 from morph.tracing.kept_agreements import agreement_key, keep_agreement, kept_agreement
 from morph.user_cache import cache_folder
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ROOMY = Limits(available_bytes=1 << 30, flops=QUICK_FLOPS, device=CPU)
 WORDS = 9
@@ -157,7 +159,6 @@ def test_a_model_that_does_not_fit_is_compared_with_fewer_of_its_equal_blocks() 
     assert str(nothing.reason).startswith("with fewer blocks, it may take")
 
 
-@pytest.mark.slow
 def test_with_fewer_blocks_too_a_lost_backward_is_refused() -> None:
     job = job_of(lambda: Texts(HookBehindTheGraph, num_blocks=40))
     with pytest.raises(ExportError, match=r"2 samples, seed 0.*blocks\.1\.inner\.weight by"):
