@@ -38,4 +38,4 @@ def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, object
         why = "windows as steep as the links want do not fit"
     else:
         why = "the windows that this shape would need do not fit"
-    return f"{limit}{why}; {gain} would take {then / now - 1:+.0%} per example."
+    return f"{limit}{why}; {gain} would take {1 - then / now:.0%} less per example."
