@@ -72,12 +72,15 @@ class Played:
 
     ``last_backward_ns[s, d]`` is when stage s of replica d has done its last backward. ``orders[d][s]`` is
     the order string over F, R, B, empty unless asked for. ``start_ns[d][s]`` holds the start of each task of
-    that order (int64), empty unless asked for.
+    that order (int64), empty unless asked for. ``redone_ns[s, d]`` is when its redundant tasks are done too, None without
+    any; ``redundant_ns[d][s]`` the ends of its redundant forwards and backwards, each int64, with ``start_ns``.
     """
 
     last_backward_ns: Ints
     orders: tuple[tuple[str, ...], ...] = ()
     start_ns: tuple[tuple[Ints, ...], ...] = ()
+    redone_ns: Ints | None = None
+    redundant_ns: tuple[tuple[Ints, ...], ...] = ()
 
     @property
     def makespan_ns(self) -> int:
