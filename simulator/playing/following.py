@@ -40,8 +40,8 @@ class ShapeTimes:
     own; tasks are at least 1. Activation s goes from stage s to s + 1, gradient s from s + 1 to s; the last entry
     is unused. ``*_wire_ns`` [P, D] is what a lone message occupies its wire for, before its latency. ``node`` [P, D]
     says on which node a worker runs; with ``share_links`` messages between nodes share the nodes' links.
-    ``redundant_forward_ns`` and ``redundant_backward_ns``, as tasks: what each worker runs of the next stage's (the last
-    one of the first's) in its waits; None: no such tasks, backwards only with forwards, and at least two stages.
+    ``redundant_forward_ns`` and ``redundant_backward_ns``, as tasks: what each worker runs of the next stage's (the
+    last one of the first's) in its waits; None: no such tasks; backwards only with forwards, and at least two stages.
     """
 
     forward_ns: Ints
@@ -215,7 +215,11 @@ def _channels(times: ShapeTimes) -> tuple[npt.NDArray[np.void], Ints, Ints, Ints
     longest = max(times.activation_ns.shape[2], times.gradient_ns.shape[2])
     far = int(num_stages > 2)  # of two stages the last one is itself the predecessor of the first
     sent = (times.activation_ns, times.gradient_ns[behind], *[times.gradient_ns[behind] * far] * copies)
-    on_wire = (times.activation_wire_ns, times.gradient_wire_ns[behind], *[times.gradient_wire_ns[behind] * far] * copies)
+    on_wire = (
+        times.activation_wire_ns,
+        times.gradient_wire_ns[behind],
+        *[times.gradient_wire_ns[behind] * far] * copies,
+    )
     latencies = np.concatenate([_by_lane(np.broadcast_to(one, (num_stages, num_replicas, longest))) for one in sent])
     wires = np.concatenate([_by_lane(one) for one in on_wire])
     _, node = np.unique(_by_lane(times.node), return_inverse=True)
@@ -319,10 +323,11 @@ def _tasks(*kinds: Ints) -> Ints:
 
 
 def _extra(times: ShapeTimes, num_lanes: int, most: int) -> tuple[Ints, Ints, Ints]:
-    """Redundant tasks as the loop wants them; ``most``: how many ends are kept of each kind."""
+    """Redundant tasks as the loop wants them; ``most``: of how many of each kind begin and end are kept."""
     given = [kind for name in _REDUNDANT if (kind := getattr(times, name)) is not None]
     lengths = _tasks(*given) if given else np.zeros((1, 0, 1), np.int64)
-    return lengths, np.zeros((3, num_lanes, 2), np.int64), np.zeros((2, num_lanes, most if given else 0), np.int64)
+    spans = np.zeros((2, num_lanes, most if given else 0, 2), np.int64)
+    return lengths, np.zeros((3, num_lanes, 2), np.int64), spans
 
 
 def _letters(orders: Sequence[Sequence[str]], longest: int) -> Letters:

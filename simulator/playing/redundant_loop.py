@@ -3,12 +3,12 @@
 Whatever a worker has of its own to do goes first, at once: a redundant task is interrupted and goes on later. It needs
 no events, for a worker that waits gets nothing new to run redundantly but gradients' copies, whose arrivals are known:
 when the wait is over, what it was used for is worked out. What does not fit in waits delays the worker: a task of its
-own begins once no redundant task of its kind is more than ``LAG`` behind whose input is there (the paper runs the FRC of
-one micro-batch beside the forward of the next).
+own begins once no redundant task of its kind is more than ``LAG`` behind whose input is there (the paper runs the FRC
+of one micro-batch beside the forward of the next).
 
-``extra`` is (lengths int64[1 or 2, L, n] of FRC and, if eager, BRC, by micro-batch, n = 1: the same for all, L = 0: none
-are run; progress int64[3, L, 2]: tasks done and ns spent on the next, and since when a worker waits; ends int64[2, L, n]
-result, n = 0: not wanted). The untyped definitions are numba's dialect.
+``extra`` is (lengths int64[1 or 2, L, n] of FRC and, if eager, BRC, by micro-batch, n = 1: the same for all, L = 0:
+none are run; progress int64[3, L, 2]: tasks done and ns spent on the next, and since when a worker waits; spans
+int64[2, L, n, 2] result: first begin and end of each, n = 0: not wanted). The untyped definitions are numba's dialect.
 """
 
 from __future__ import annotations
@@ -41,16 +41,18 @@ def _input_ns(lanes, arrivals, extra, lane, kind, num_stages):  # type: ignore[n
 @loop
 def _run(extra, lane, kind, begin, until):  # type: ignore[no-untyped-def]
     """Run the next redundant task of this kind, until then at most: when it stops."""
-    lengths, progress, ends = extra
+    lengths, progress, spans = extra
     done = progress[kind, lane, 0]
+    if spans.shape[2] > 0 and progress[kind, lane, 1] == 0:
+        spans[kind, lane, done, 0] = begin
     end = begin + lengths[kind, lane, min(done, lengths.shape[2] - 1)] - progress[kind, lane, 1]
     if end > until:
         progress[kind, lane, 1] += until - begin
         return until
     progress[kind, lane, 0] += 1
     progress[kind, lane, 1] = 0
-    if ends.shape[2] > 0:
-        ends[kind, lane, done] = end
+    if spans.shape[2] > 0:
+        spans[kind, lane, done, 1] = end
     return end
 
 

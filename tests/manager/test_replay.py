@@ -10,7 +10,7 @@ from simulated_job import SIZES, UNITS, make_plan
 from manager.report.account import Part
 from manager.simulation.policies.bounds import play_ideal, play_on_demand
 from manager.simulation.policies.morph import play_mix, play_morph
-from manager.simulation.policies.pipelines import EAGER_FORWARD, play_pipelines
+from manager.simulation.policies.pipelines import play_pipelines
 from manager.simulation.policies.restart import play_restart
 from manager.simulation.replay import BOUND, OTHER_BATCHES, POLICIES, Replay, advice, frame_of, interval, policies_of
 from manager.simulation.spot.job import Durations, SpotJob
@@ -158,7 +158,7 @@ def test_vms_cost_what_the_trace_says_when_they_come() -> None:
 def test_a_pipeline_that_lost_a_vm_drops_its_samples_until_a_newcomer_completes_it() -> None:
     # two pipelines of two, steps of 2 s; ready at 10, set up by 11 and what a stage's state takes
     trace = trace_of(*FOUR, (100.0, "-a"), (200.0, "+e"))
-    outcome = play_pipelines(JOB, trace, until=FIVE_MINUTES, redundant=False)
+    outcome = play_pipelines(JOB, trace, until=FIVE_MINUTES, redundant=None)
     set_up_s = TIMES.groups_s + sum(SIZES.values()) / 2 / TIMES.link_bytes_per_s
     both_s = (100 - 10 - set_up_s) + (300 - 210 - set_up_s)
     one_s = 210 - 100
@@ -170,22 +170,22 @@ def test_a_pipeline_that_lost_a_vm_drops_its_samples_until_a_newcomer_completes_
 
 def test_a_neighbour_computes_for_a_lost_vm_slower_and_two_neighbours_lost_end_the_pipeline() -> None:
     alone = trace_of(*FOUR, (100.0, "-a"))
-    outcome = play_pipelines(JOB, alone, until=FIVE_MINUTES, redundant=True)
-    dropped = play_pipelines(JOB, alone, until=FIVE_MINUTES, redundant=False)
+    outcome = play_pipelines(JOB, alone, until=FIVE_MINUTES, redundant="eflb")
+    dropped = play_pipelines(JOB, alone, until=FIVE_MINUTES, redundant=None)
     assert (outcome.num_fatal, outcome.num_changes) == (0, 1)
-    undisturbed = play_pipelines(JOB, trace_of(*FOUR, (300.0, "-a")), until=FIVE_MINUTES, redundant=True)
-    plain = play_pipelines(JOB, trace_of(*FOUR, (300.0, "-a")), until=FIVE_MINUTES, redundant=False)
-    assert undisturbed.steps == pytest.approx(plain.steps / (1 + EAGER_FORWARD), abs=1)
+    undisturbed = play_pipelines(JOB, trace_of(*FOUR, (300.0, "-a")), until=FIVE_MINUTES, redundant="eflb")
+    plain = play_pipelines(JOB, trace_of(*FOUR, (300.0, "-a")), until=FIVE_MINUTES, redundant=None)
+    assert undisturbed.steps == pytest.approx(plain.steps / (1 + JOB.redundant["eflb"].overhead), abs=1)
     num, depth = JOB.plans[4].num_micro_batches, 2
     slower = (2 * num + depth - 1) / (num + depth - 1)
-    per_s = 1 / (2 * (1 + EAGER_FORWARD))
+    per_s = 1 / (2 * (1 + JOB.redundant["eflb"].overhead))
     assert outcome.steps == pytest.approx(undisturbed.steps - 200 * per_s * (1 - 1 / slower), abs=2)
     assert dropped.steps < plain.steps
-    ended = play_pipelines(JOB, trace_of(*FOUR, (100.0, "-a"), (100.0, "-b")), until=FIVE_MINUTES, redundant=True)
+    ended = play_pipelines(JOB, trace_of(*FOUR, (100.0, "-a"), (100.0, "-b")), until=FIVE_MINUTES, redundant="eflb")
     assert (ended.num_fatal, ended.num_changes) == (0, 2)
     assert ended.moments[-1].num_vms == 2
     lost = play_pipelines(
-        JOB, trace_of(*FOUR, *((100.0, f"-{vm}") for vm in "abc"), (150.0, "+e")), until=FIVE_MINUTES, redundant=False
+        JOB, trace_of(*FOUR, *((100.0, f"-{vm}") for vm in "abc"), (150.0, "+e")), until=FIVE_MINUTES, redundant=None
     )
     assert lost.num_fatal == 1
     assert lost.lost_steps > 0
