@@ -77,7 +77,9 @@ def _exposed_ns(done_ns: Ints, redone_ns: Ints | None, whole_ns: int) -> int:
 def total_redundant_ns(times: ShapeTimes, counts: Sequence[int]) -> Iterator[int]:
     """Of each replica, what all its redundant tasks take."""
     for kind in (times.redundant_forward_ns, times.redundant_backward_ns):
-        for replica, count in enumerate(counts if kind is not None else ()):
+        if kind is None:
+            continue
+        for replica, count in enumerate(counts):
             lengths = kind[:, replica if kind.shape[1] > 1 else 0, :count]
             yield int(lengths.sum()) * (count if lengths.shape[1] == 1 else 1)
 

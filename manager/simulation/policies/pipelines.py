@@ -5,8 +5,8 @@ others go on with fewer samples, until newcomers complete it. ``bamboo`` is redu
 computes forward for its successor too, so a lost VM's predecessor takes over its stage after a pause, and goes on with
 both stages until the pipelines are set up again (appendix A). What that takes is simulated (``SpotJob.redundant``),
 with forwards in every step as there (``eflb``), or computing for a successor only once it is lost (``lflb``). Losses
-that leave a stage without a holder in its pipeline end that one; where a stage has no holder in any, the job goes back
-to a checkpoint.
+that leave a stage without a holder in its pipeline end that one, and the step under way is begun anew; where a stage
+has no holder in any, the job goes back to a checkpoint.
 
 Depth and number of pipelines are upper bounds: those of the best plan for the most VMs of the trace. Progress is
 counted in whole batches: fewer pipelines train fewer samples in the same time. Both get more than the paper grants:
@@ -43,6 +43,7 @@ class _Run:
     done: float = 0.0
     ready_s: float = 0.0
     since_save_s: float = 0.0
+    since_step_s: float = 0.0
     lost: float = 0.0
     num_fatal: int = 0
     num_changes: int = 0
@@ -75,6 +76,8 @@ class _Run:
         held = all(any(pipeline[stage] is not None for pipeline in self.pipelines) for stage in range(self.depth))
         if before and not self.working and not (held or (self.redundant and self._held_by_neighbours())):
             self._go_back()
+        elif self.redundant and len(self.working) < before:
+            self._give_up_step(before)
         elif hit and self.redundant:
             self._pause(self.job.durations.noticed_s + self.redundant.pause * self.plan.expected.mini_batch_s)
         if self._is_due(before):
@@ -111,6 +114,14 @@ class _Run:
         times = self.job.durations
         self._pause(times.groups_s + self.job.state_bytes / self.depth / times.link_bytes_per_s)
 
+    def _give_up_step(self, working: int) -> None:
+        """Neighbours were lost at once: all set up pipelines again at once, and the step under way is begun anew."""
+        share = working / self.plan.num_replicas
+        lost_s = min(self.since_step_s, self.done / share * self._step_s())
+        self.books.undo(lost_s, self.depth * working)
+        gained = lost_s / self._step_s() * share
+        self.done, self.lost, self.since_step_s = self.done - gained, self.lost + gained, 0.0
+
     def _go_back(self) -> None:
         """The state is lost: begin again from the newest checkpoint that was durable."""
         lost_s = self.since_save_s + (self._every_s() if self.since_save_s < self._durable_s() else 0.0)
@@ -120,7 +131,7 @@ class _Run:
         lost = min(self.done, lost_s / self._step_s())
         self.done, self.lost = self.done - lost, self.lost + lost
         self.num_fatal += 1
-        self.since_save_s = 0.0
+        self.since_save_s = self.since_step_s = 0.0
         times = self.job.durations
         self._pause(times.restart_s + self.job.state_bytes / members / times.storage_bytes_per_s)
 
@@ -146,6 +157,7 @@ class _Run:
         books.spend(books.now_s + compute_s, Part.COMPUTE, members)
         self.done += gained
         self.since_save_s = math.fmod(self.since_save_s + compute_s, every_s)
+        self.since_step_s = math.fmod(self.since_step_s + compute_s, step_s)
         return None
 
     def _step_s(self, *, with_holes: bool = False) -> float:
