@@ -6,8 +6,8 @@ Points are drawn at random, the second half next to the best one found: VMs, los
 a step takes, state, network, memory, recompute. Each plays ``morph`` (redundancy ``auto``) and the better of ``bamboo``
 (eager forwards) and ``bamboo-lflb`` (everything once a VM is lost) on the same drawn traces, by samples trained.
 Overheads and pauses are simulated for the shape in question. Redundant computation is given more than the paper grants:
-memory, updates of the redundant layers for nothing, pipelines set up as fast as Morph changes its shape. ``--extreme``
-draws losses beyond those of recorded traces (0.02 to 0.5 a VM and hour).
+memory, updates of the redundant layers for nothing, pipelines set up as fast as state can move. ``--extreme``
+draws more losses than recorded traces have (0.02 to 0.5 a VM and hour), and networks below 10 Gb/s.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ CHOICES: dict[str, tuple[float, ...]] = {
     "replacement_s": (10.0, 60.0, 300.0, 1800.0),
     "step_s": (1.0, 10.0, 60.0, 300.0, 1000.0),
     "state_gb": (0.1, 1.0, 10.0, 100.0),
-    "link_gb_per_s": (0.1, 1.25, 12.5),
+    "link_gb_per_s": (1.25, 3.0, 12.5),
     "memory_stages": (2.0, 4.0, 100.0),
     "recompute": (0.0, 1.0),
 }
-EXTREME = {"losses_per_vm_h": (0.5, 2.0, 5.0, 20.0)}
+EXTREME = {"losses_per_vm_h": (0.1, 0.5, 2.0, 10.0), "link_gb_per_s": (0.1, 0.3, 1.25)}
 
 
 @dataclass(frozen=True)

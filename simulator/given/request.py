@@ -48,7 +48,7 @@ class PlanRequest:
         num_draws: How many mini-batches are drawn for each.
         redundant_computation: Bamboo's: each worker holds the layers of the next stage too, and computes for it "lflb":
             when it is lost; "eflb": forwards always, backwards when it is lost; "efeb": both always (see
-            :mod:`simulator.answers.redundant`). Cuts are not made for its memory; plans that need more are refused.
+            :mod:`simulator.answers.redundant`). For :func:`simulate` alone.
         objective: "examples_per_s", "usd_per_example" or "progress" (see :mod:`simulator.search.objectives`).
         usd_per_gpu_hour: Price, one for all nodes or by GPUs per node; for "usd_per_example".
         revocations_per_hour: How often a node is revoked; for "progress".

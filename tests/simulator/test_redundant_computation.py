@@ -8,7 +8,7 @@ import pytest
 
 from morph.contract.errors import PlanError
 from morph.contract.profile import Profile
-from simulator import Simulation, simulate, synthetic_profile
+from simulator import Simulation, plan, simulate, synthetic_profile
 from simulator.answers.redundant import mean_pause_ns
 from simulator.given.conditions import RedundantName
 
@@ -123,7 +123,9 @@ def test_drawn_times_are_drawn_of_redundant_tasks_too_and_one_stage_has_nobody_t
         _ = alone["eflb"].mean_pause_s
 
 
-def test_what_is_unknown_or_shares_cores_is_refused() -> None:
+def test_what_is_unknown_or_shares_cores_or_is_to_be_searched_is_refused() -> None:
+    with pytest.raises(PlanError, match="one shape at a time"):
+        plan(profile(), num_gpus=4, redundant_computation="eflb")
     with pytest.raises(PlanError, match="redundant_computation"):
         simulate(profile(), num_stages=2, redundant_computation="efl")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="device each"):

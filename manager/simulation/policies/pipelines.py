@@ -111,8 +111,8 @@ class _Run:
         self.pipelines = [list(there[first : first + self.depth]) for first in range(0, whole, self.depth)]
         self.standby = there[whole:]
         self.num_changes += 1
-        times = self.job.durations
-        self._pause(times.groups_s + self.job.state_bytes / self.depth / times.link_bytes_per_s)
+        times, stages_held = self.job.durations, 2 if self.redundant else 1
+        self._pause(times.groups_s + stages_held * self.job.state_bytes / self.depth / times.link_bytes_per_s)
 
     def _give_up_step(self, working: int) -> None:
         """Neighbours were lost at once: all set up pipelines again at once, and the step under way is begun anew."""
