@@ -6,7 +6,7 @@ Points are drawn at random, the second half next to the best one found: VMs, los
 a step takes, state, network, memory, recompute. Each plays ``morph`` (redundancy ``auto``) and the better of ``bamboo``
 (eager forwards) and ``bamboo-lflb`` (everything once a VM is lost) on the same drawn traces, by samples trained.
 Overheads and pauses are simulated for the shape in question. Redundant computation is given more than the paper grants:
-memory, updates of the redundant layers for nothing, pipelines set up as fast as state can move. ``--extreme``
+memory, and pipelines set up as fast as state can move. ``--extreme``
 draws more losses than recorded traces have (0.02 to 0.5 a VM and hour), and networks below 10 Gb/s.
 """
 

@@ -182,10 +182,12 @@ def test_a_neighbour_computes_for_a_lost_vm_slower_and_two_neighbours_lost_end_t
     assert (outcome.num_fatal, outcome.num_changes) == (0, 1)
     undisturbed = play_pipelines(JOB, trace_of(*FOUR, (300.0, "-a")), until=FIVE_MINUTES, redundant="eflb")
     plain = play_pipelines(JOB, trace_of(*FOUR, (300.0, "-a")), until=FIVE_MINUTES, redundant=None)
-    assert undisturbed.steps == pytest.approx(plain.steps / (1 + JOB.redundant["eflb"].overhead), abs=1)
+    gradients_s = sum(SIZES.values()) / JOB.state_copies / 2 / TIMES.link_bytes_per_s  # of the first of two stages
+    step_s = 2 * (1 + JOB.redundant["eflb"].overhead) + gradients_s
+    assert undisturbed.steps == pytest.approx(plain.steps * 2 / step_s, abs=1)
     num, depth = JOB.plans[4].num_micro_batches, 2
     slower = (2 * num + depth - 1) / (num + depth - 1)
-    per_s = 1 / (2 * (1 + JOB.redundant["eflb"].overhead))
+    per_s = 1 / step_s
     assert outcome.steps == pytest.approx(undisturbed.steps - 200 * per_s * (1 - 1 / slower), abs=2)
     assert dropped.steps < plain.steps
     ended = play_pipelines(JOB, trace_of(*FOUR, (100.0, "-a"), (100.0, "-b")), until=FIVE_MINUTES, redundant="eflb")
@@ -200,7 +202,9 @@ def test_a_neighbour_computes_for_a_lost_vm_slower_and_two_neighbours_lost_end_t
 
 def test_computing_only_after_a_loss_costs_no_step_anything_and_a_longer_pause() -> None:
     costs = {"eflb": RedundantCost(overhead=0.5, pause=0.1), "lflb": RedundantCost(overhead=0.0, pause=10.0)}
-    job, alone = JOB.model_copy(update={"redundant": costs}), trace_of(*FOUR, (300.0, "-a"))
+    times = TIMES.model_copy(update={"link_bytes_per_s": 1e9})
+    job = JOB.model_copy(update={"redundant": costs, "durations": times})
+    alone = trace_of(*FOUR, (300.0, "-a"))
     eager, lazy, plain = (
         play_pipelines(job, alone, until=FIVE_MINUTES, redundant=mode) for mode in ("eflb", "lflb", None)
     )

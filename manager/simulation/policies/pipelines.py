@@ -10,7 +10,7 @@ has no holder in any, the job goes back to a checkpoint.
 
 Depth and number of pipelines are upper bounds: those of the best plan for the most VMs of the trace. Progress is
 counted in whole batches: fewer pipelines train fewer samples in the same time. Both get more than the paper grants:
-no 1.5 times deeper pipelines, saves as often as costs least, pipelines set up as fast as Morph changes its shape.
+no 1.5 times deeper pipelines, saves as often as costs least, pipelines set up as fast as state can move.
 """
 
 from __future__ import annotations
@@ -163,7 +163,9 @@ class _Run:
     def _step_s(self, *, with_holes: bool = False) -> float:
         step_s = self.plan.expected.mini_batch_s + self.job.durations.order_s
         if self.redundant:
-            step_s *= 1 + self.redundant.overhead
+            # the first stage's gradients are the last ones: nothing hides how they travel to whoever has its copy
+            gradient_bytes = self.job.state_bytes / self.job.state_copies / self.depth
+            step_s = step_s * (1 + self.redundant.overhead) + gradient_bytes / self.job.durations.link_bytes_per_s
         if with_holes:  # one VM runs two stages: twice the slowest one's time for each micro-batch
             num = self.plan.num_micro_batches
             step_s *= (2 * num + self.depth - 1) / (num + self.depth - 1)
