@@ -109,7 +109,7 @@ def simulate_command(
 
         draw_timeline(simulation, png)
     if as_json:
-        answer = {
+        answer: dict[str, object] = {
             "plan": simulation.plan.model_dump(mode="json"),
             "explanation": simulation.explanation,
             "breakdown_s": simulation.breakdown_s,
