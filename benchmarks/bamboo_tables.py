@@ -17,9 +17,8 @@ import statistics
 from dataclasses import dataclass
 
 from manager.report.account import Part
-from manager.simulation.policies.pipelines import EAGER_FORWARD
 from manager.simulation.replay import play_of
-from manager.simulation.spot.job import SpotJob, job_from_profile
+from manager.simulation.spot.job import PUBLISHED, SpotJob, job_from_profile
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
 from morph.contract.plan import Plan
@@ -109,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20)
     seeds = parser.parse_args().seeds
-    step_s = BATCH / ROWS[0].throughput / (1 + EAGER_FORWARD)
+    step_s = BATCH / ROWS[0].throughput / (1 + PUBLISHED["eflb"].overhead)
     for _ in range(4):  # until the first row's throughput is met
         step_s *= throughput(play(job(step_s), ROWS[0], "bamboo", seeds)) / ROWS[0].throughput
     bert = job(step_s)

@@ -50,19 +50,23 @@ POLICIES: Mapping[str, tuple[Play, str]] = {
     ),
     "restart-100": (partial(play_restart, every_steps=100), "the same, saved every 100 steps"),
     "drop": (
-        partial(play_pipelines, redundant=False),
+        partial(play_pipelines, redundant=None),
         "a pipeline that lost a VM stands still, the others train on with fewer samples",
     ),
     "bamboo": (
-        partial(play_pipelines, redundant=True),
+        partial(play_pipelines, redundant="eflb"),
         "each VM computes forward for its successor, and takes over its stage (redundant computation)",
+    ),
+    "bamboo-lflb": (
+        partial(play_pipelines, redundant="lflb"),
+        "the same, but nothing is computed for a successor until it is lost",
     ),
     "mix-50": (partial(play_mix, on_demand_share=0.5), "Morph, on as many VMs, half of which are never taken"),
     "on-demand": (play_on_demand, "as many VMs as there are on average, never taken, at their price"),
     "ideal": (play_ideal, "changes of shape are free and instant, and nothing is ever lost: the bound"),
 }
 BOUND = "ideal"
-OTHER_BATCHES = ("drop", "bamboo")
+OTHER_BATCHES = ("drop", "bamboo", "bamboo-lflb")
 """They train with smaller batches while pipelines are missing: not what was asked for, however fast."""
 MOST = {"restart": 10**9, "mix": 99}
 

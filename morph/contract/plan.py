@@ -45,7 +45,7 @@ class StagePlan(Value):
 class Expectation(Value):
     """What the simulator expects of the plan, and where one mini-batch's worker-seconds go.
 
-    ``parts_s`` maps a part (forward, recompute, backward, bubble, all_reduce, optimizer, commit) to
+    ``parts_s`` maps a part (forward, recompute, backward, redundant, bubble, all_reduce, optimizer, commit) to
     seconds per worker of one mini-batch, averaged over workers; they add up to ``mini_batch_s``.
     """
 

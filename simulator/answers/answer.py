@@ -12,7 +12,9 @@ from simulator.answers.bounds import lower_bound_ns, pipes_of, total_ns
 from simulator.answers.costs import StageCosts
 from simulator.answers.finish import optimizer_ns, optimizer_steps_ns
 from simulator.answers.outcome import Outcome, Rehearsal
+from simulator.answers.redundant import mean_pause_ns, note, redundant_host_bytes, total_redundant_ns
 from simulator.answers.time_breakdown import breakdown_s, explain
+from simulator.answers.worker_times import worker_times
 from simulator.given.conditions import Conditions
 from simulator.given.jitter import MeanLuck, Spread
 
@@ -84,8 +86,23 @@ class Simulation:
 
         counts, conditions = self.plan.micro_batches_per_replica, self.rehearsal.conditions
         played = self.rehearsal.played(self.costs, counts, keep_times=True)
-        after = self.rehearsal.finished(self.costs, counts, played.last_backward_ns)
+        after = self.rehearsal.finished(self.costs, counts, played)
         return timeline_frame(self.costs, counts, conditions, played, after)
+
+    @cached_property
+    def mean_pause_s(self) -> float:
+        """How long pipelines wait for a lost worker's predecessor to have what that had computed.
+
+        The mean over workers, and over when in the mini-batch one is lost; without jitter, and without noticing it
+        (:mod:`simulator.answers.redundant`).
+
+        Raises:
+            PlanError: without redundant computation.
+        """
+        counts = self.plan.micro_batches_per_replica
+        played = self.rehearsal.played(self.costs, counts, keep_times=True)
+        whole_ns = self.rehearsal.finished(self.costs, counts, played).mini_batch_ns
+        return mean_pause_ns(self.costs, counts, self.rehearsal.conditions, played, whole_ns) / 1e9
 
 
 def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
@@ -119,14 +136,15 @@ def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
             memory_moment=moment,
             followed_memory_bytes=costs.followed_bytes if costs.single and costs.times.num_stages > 1 else 0,
             memory_parts_bytes=memory_parts,
-            host_memory_bytes=int(costs.host_bytes.max()),
+            host_memory_bytes=int((costs.host_bytes + redundant_host_bytes(costs, max(counts))).max()),
             parts_s=_parts_s(outcome, conditions),
         ),
         node_sizes=placement.node_sizes if placement else (),
         placement=placement.nodes if placement else (),
     )
     breakdown = breakdown_s(outcome, conditions)
-    return Simulation(plan, explain(breakdown, plan), breakdown, costs, rehearsal, outcome.spread)
+    explanation = explain(breakdown, plan)
+    return Simulation(plan, explanation, breakdown, costs, rehearsal, outcome.spread).with_note(note(costs, conditions))
 
 
 def _parts_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
@@ -145,5 +163,8 @@ def _parts_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
         "optimizer": float(optimizer_steps_ns(costs, len(counts), conditions).mean()),
         "commit": float(costs.sections.commit_ns),
     }
+    if conditions.eager:
+        lanes = worker_times(costs, counts, conditions, _mean_luck(costs, conditions))
+        parts_ns["redundant"] = sum(total_redundant_ns(lanes, counts)) / workers
     parts_ns["bubble"] = max(0.0, outcome.mini_batch_ns - sum(parts_ns.values()))
     return {part: value / 1e9 for part, value in parts_ns.items()}

@@ -17,6 +17,7 @@ from morph.contract.plan import Schedule
 from morph.contract.profile import LinkProfile, Profile
 from simulator.answers.memory import StageMemory, spans
 from simulator.answers.reductions import Reductions, reduced_units, reductions
+from simulator.answers.redundant_memory import redundant_parts
 from simulator.given.jitter import MeanLuck
 from simulator.given.layout import Layout, lone_workers
 from simulator.given.memory_rules import MemoryRules
@@ -191,7 +192,12 @@ class StageCosts:
     def memory_bytes(self) -> Ints:
         """Of each stage's device, with what the allocator keeps and the context: int64[P]."""
         found = self.memory.device_bytes(*self.spans, self.times.window, self.times.recompute)
-        return self.memory.whole_bytes(found)
+        return self.memory.whole_bytes(found + sum(self.redundant_parts.values()))
+
+    @cached_property
+    def redundant_parts(self) -> dict[str, Ints]:
+        """Of ``memory_bytes``, what redundant computation holds of the next stage: int64[P] each."""
+        return redundant_parts(self.memory, *self.spans, self.times.window, self.times.recompute)
 
     @property
     def followed_bytes(self) -> int:
@@ -217,7 +223,7 @@ class StageCosts:
             moment: _sorted_parts(parts) for moment, parts in self.memory.moments(begin, end, window, again).items()
         }
         fullest = max(moments, key=lambda moment: sum(moments[moment].values()))
-        parts = moments[fullest]
+        parts = moments[fullest] | _sorted_parts({name: of[stage] for name, of in self.redundant_parts.items()})
         more = int(self.memory_bytes[stage]) - sum(parts.values())
         return fullest, parts | ({"allocator and context": more} if more else {})
 

@@ -37,7 +37,13 @@ class Finish:
         return total
 
 
-def finish(costs: StageCosts, last_backward_ns: Ints, to_come_ns: Ints, conditions: Conditions | None = None) -> Finish:
+def finish(
+    costs: StageCosts,
+    last_backward_ns: Ints,
+    to_come_ns: Ints,
+    conditions: Conditions | None = None,
+    redone_ns: int = 0,
+) -> Finish:
     """Reduce, commit and apply once the pipelines are through.
 
     As the executor does, a stage reduces what a section completes as soon as the last backward has passed that on every
@@ -51,6 +57,7 @@ def finish(costs: StageCosts, last_backward_ns: Ints, to_come_ns: Ints, conditio
         last_backward_ns: int64 of shape [P, D].
         to_come_ns: What of it follows each section's backward: int64 of shape [K, D], or [K, 1] for all replicas alike.
         conditions: Slots, slow workers and when to reduce.
+        redone_ns: When the last redundant task has ended.
     """
     conditions = conditions or Conditions()
     num_replicas, reduced = last_backward_ns.shape[1], costs.reduced
@@ -64,7 +71,7 @@ def finish(costs: StageCosts, last_backward_ns: Ints, to_come_ns: Ints, conditio
         begin = int(free[list(stages)].max())
         free[list(stages)] = begin + duration
         tied.append((stages, begin, duration))
-    prepared = int(free.max())
+    prepared = max(redone_ns, int(free.max()))
     optimizer = optimizer_ns(costs, num_replicas, conditions)
     return Finish(
         ready_ns=ready,

@@ -135,6 +135,19 @@ class StageMemory:
         }
         return {"computing": computing, **self._other_moments(begin, end)}
 
+    def device_state(self, begin: Ints, end: Ints) -> Ints:
+        """Parameters, and the optimizer state that is on the device."""
+        held: Ints = self._held("parameters", begin, end) + self._device_optimizer(begin, end)
+        return held
+
+    def sums(self, begin: Ints, end: Ints) -> Ints:
+        """Sums of gradients."""
+        return self._held("sums", begin, end)
+
+    def crossing(self, begin: Ints) -> Ints:
+        """What of a micro-batch comes in before these sections: of the first, nothing."""
+        return self._crossing[begin]
+
     # ---- limits ----
 
     def fits_host(self, begin: Ints, end: Ints) -> bool:
@@ -205,7 +218,7 @@ class StageMemory:
         if self.rules.keeps_sums and not self.single:
             found["giving up"] = kept | {"sums, and whole ones": 2 * sums, "mean gradients": on_device}
         if self.rules.changes:
-            state = self._held("parameters", begin, end) + self._device_optimizer(begin, end)
+            state = self.device_state(begin, end)
             whole = self._whole("parameters") + (0 if self._optimizer_in_host else self._whole("optimizer"))
             changing = {part: size for part, size in kept.items() if part not in ("parameters", "optimizer state")}
             found["changing"] = changing | {"old and new units": np.minimum(whole, 2 * state)}
@@ -222,7 +235,7 @@ class StageMemory:
             "optimizer state": self._device_optimizer(begin, end),
         }
         if self.rules.follows and self.single:
-            followed = self._held("parameters", begin, end) + self._device_optimizer(begin, end)
+            followed = self.device_state(begin, end)
             parts["state that is followed"] = self._of_others(
                 followed + self._held("gradients", begin, end), begin, end
             )

@@ -17,7 +17,7 @@ from simulator.given.conditions import Conditions
 from simulator.given.jitter import Luck, Spread, has_jitter, spread_of
 from simulator.playing.engine import run_pipeline
 from simulator.playing.following import follow
-from simulator.playing.times import Ints, Played
+from simulator.playing.times import Played
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Rehearsal:
             )
             sizes = _sizes(counts) if alike else counts
             replicas = [sizes.index(count) for count in counts] if alike else list(range(len(counts)))
-            after = self.finished(costs, counts, self.played(costs, sizes).last_backward_ns[:, replicas])
+            after = self.finished(costs, counts, self.played(costs, sizes).of_replicas(replicas))
         spread = None if seed is None else self._spread(costs, counts, seed)
         return Outcome(costs, counts, planned, after, spread)
 
@@ -91,11 +91,11 @@ class Rehearsal:
             keep_times=keep_times,
         )
 
-    def finished(
-        self, costs: StageCosts, counts: tuple[int, ...], last_backward_ns: Ints, luck: Luck | None = None
-    ) -> Finish:
-        """What follows what was played under the conditions."""
-        return finish(costs, last_backward_ns, to_come_ns(costs, counts, self.conditions, luck), self.conditions)
+    def finished(self, costs: StageCosts, counts: tuple[int, ...], played: Played, luck: Luck | None = None) -> Finish:
+        """What follows what was played under the conditions; redundant tasks are over when workers are prepared."""
+        redone_ns = 0 if played.redone_ns is None else int(played.redone_ns.max())
+        to_come = to_come_ns(costs, counts, self.conditions, luck)
+        return finish(costs, played.last_backward_ns, to_come, self.conditions, redone_ns)
 
     def orders(self, costs: StageCosts, counts: tuple[int, ...]) -> list[tuple[str, ...]]:
         """The planned order of each stage of each replica."""
@@ -124,7 +124,7 @@ class Rehearsal:
                 strict=costs.schedule != "varuna",
                 compute_slots=self.conditions.compute_slots,
             )
-            draws_s.append(self.finished(costs, counts, played.last_backward_ns, luck).mini_batch_ns / 1e9)
+            draws_s.append(self.finished(costs, counts, played, luck).mini_batch_ns / 1e9)
         return spread_of(draws_s)
 
 

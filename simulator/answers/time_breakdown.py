@@ -25,6 +25,7 @@ _SENTENCES = {
     "commit_and_optimizer": "the commit barrier and the optimizer step, which no shape avoids",
     "shared_cores": "the cores that the workers share; more workers cannot make it faster",
     "shared_links": "messages that share the nodes' links; neighbouring stages on one node would help",
+    "redundant": "computing for the next stage too (redundant computation), as far as waits do not hide it",
     "slow_workers": "slow workers, for whom everybody waits; running without them would help",
     "jitter": "task and message times that vary; steeper windows (more memory) would help",
 }
@@ -35,7 +36,8 @@ def breakdown_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
 
     work: all work / workers; imbalance: up to n * max t_s; fill_and_drain: up to the bound without latency,
     windows, wires and all-reduce; latency: up to the bound with latency and windows; bandwidth: with wires too;
-    schedule: up to the pipelines as planned; then what slow workers, shared cores or shared links add; all_reduce:
+    schedule: up to the pipelines as planned; then what slow workers, redundant tasks, shared cores or shared links add;
+    all_reduce:
     what of it is exposed; commit_and_optimizer; jitter.
     """
     costs, counts = outcome.costs, outcome.counts
@@ -71,6 +73,8 @@ def breakdown_s(outcome: Outcome, conditions: Conditions) -> dict[str, float]:
 def _hindrance(conditions: Conditions) -> str:
     if conditions.slow:
         return "slow_workers"
+    if conditions.eager:
+        return "redundant"
     return "shared_links" if conditions.compute_slots is None else "shared_cores"
 
 

@@ -11,9 +11,10 @@ from simulator.answers.costs import StageCosts
 from simulator.answers.finish import Finish
 from simulator.answers.worker_times import worker_times
 from simulator.given.conditions import Conditions
-from simulator.playing.times import Played
+from simulator.playing.times import Ints, Played
 
 TASK_NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
+REDUNDANT_NAMES = ("redundant_forward", "redundant_backward")
 COLUMNS = ("replica", "stage", "task", "micro_batch", "start_s", "end_s")
 _Row = tuple[int, int, str, int, float, float]
 
@@ -21,21 +22,33 @@ _Row = tuple[int, int, str, int, float, float]
 def timeline_frame(
     costs: StageCosts, counts: Sequence[int], conditions: Conditions, played: Played, after: Finish
 ) -> pd.DataFrame:
-    """One row per task, ordered by replica, stage and start; ``micro_batch`` is the replica's own number or -1."""
+    """One row per task, ordered by replica, stage and start; ``micro_batch`` is the replica's own number or -1.
+
+    The worker's own tasks may come between the first begin and the end of a redundant one.
+    """
     times = worker_times(costs, counts, conditions)
     durations = {"F": times.forward_ns, "R": times.recompute_ns, "B": times.backward_ns}
     num_stages, num_replicas = played.last_backward_ns.shape
     rows: list[_Row] = []
     for replica in range(num_replicas):
         for stage in range(num_stages):
-            numbers = dict.fromkeys("FRB", 0)
+            numbers, first = dict.fromkeys("FRB", 0), len(rows)
             starts = played.start_ns[replica][stage]
             for letter, start in zip(played.orders[replica][stage], starts, strict=True):
                 end = int(start) + int(durations[letter][stage, replica, 0])
                 rows.append((replica, stage, TASK_NAMES[letter], numbers[letter], int(start) / 1e9, end / 1e9))
                 numbers[letter] += 1
+            if played.redundant_ns:
+                rows += _redundant_rows(played.redundant_ns[replica][stage], replica, stage)
+                rows[first:] = sorted(rows[first:], key=lambda row: row[4])
             rows += _closing_rows(costs, after, num_replicas, replica, stage)
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"start_s": np.float64, "end_s": np.float64})
+
+
+def _redundant_rows(spans: Ints, replica: int, stage: int) -> Iterator[_Row]:
+    for task, of_kind in zip(REDUNDANT_NAMES, spans.tolist(), strict=False):
+        for number, (begin, end) in enumerate(of_kind):
+            yield replica, stage, task, number, begin / 1e9, end / 1e9
 
 
 def _own_reduces(costs: StageCosts, after: Finish, num_replicas: int, stage: int) -> Iterator[tuple[int, int]]:

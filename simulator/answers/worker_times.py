@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from simulator.answers.costs import StageCosts
+from simulator.answers.redundant_memory import next_activations
 from simulator.given.conditions import Conditions
 from simulator.given.jitter import Luck, MeanLuck
 from simulator.playing.following import ShapeTimes
@@ -44,7 +45,32 @@ def worker_times(
         node=costs.layout.node(num_replicas),
         recompute=costs.times.recompute,
         share_links=conditions.share_links,
+        **_redundant_times(costs, tasks, slower, conditions),
     )
+
+
+def _redundant_times(
+    costs: StageCosts, tasks: Mapping[str, Ints | Floats], slower: Floats, conditions: Conditions
+) -> dict[str, Ints]:
+    """Of each worker, as fast as it is, what the next stage computes; see :mod:`simulator.answers.redundant`."""
+    if not conditions.eager or costs.times.num_stages == 1:
+        return {}
+    next_stage = {kind: np.roll(times, -1, axis=0) * slower for kind, times in tasks.items()}
+    if conditions.redundant_computation == "eflb":
+        swap = swap_ns(costs)[:, None, None]
+        return {
+            "redundant_forward_ns": np.maximum(1, np.rint(np.maximum(next_stage["forward"], swap))).astype(np.int64)
+        }
+    again = np.roll(costs.times.recompute, -1)[:, None, None]
+    backward = next_stage["backward"] + again * next_stage["recompute"]
+    both = {"redundant_forward_ns": next_stage["forward"], "redundant_backward_ns": backward}
+    return {name: np.maximum(1, np.rint(times)).astype(np.int64) for name, times in both.items()}
+
+
+def swap_ns(costs: StageCosts) -> Floats:
+    """What the next stage's activations of a micro-batch take to host memory, or back: [P]. 0 where it recomputes."""
+    speed = costs.sections.profile.host_copy_bytes_per_s
+    return next_activations(costs.memory, *costs.spans, costs.times.recompute) / speed * 1e9 if speed else np.zeros(1)
 
 
 def to_come_ns(
@@ -132,7 +158,7 @@ def recomputes_in_time(times: StageTimes) -> bool:
 def is_plain(costs: StageCosts, counts: Sequence[int], conditions: Conditions) -> bool:
     """Whether the pipelines of this shape run exactly as :func:`run_pipeline` plays them."""
     slots = conditions.compute_slots
-    if conditions.slow or (slots is not None and slots < costs.times.num_stages * len(counts)):
+    if conditions.slow or conditions.eager or (slots is not None and slots < costs.times.num_stages * len(counts)):
         return False
     if not costs.layout.alike or not recomputes_in_time(costs.times):
         return False

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
 
 AllReduceStart = Literal["overlapped", "late"]
+RedundantName = Literal["off", "lflb", "eflb", "efeb"]
 Slow = Mapping[int | tuple[int, int], float]
 NUM_DRAWS = 20
 
@@ -29,8 +30,13 @@ class Conditions:
     all_reduce: AllReduceStart = "overlapped"
     jitter_seed: int | None = None
     num_draws: int = NUM_DRAWS
+    redundant_computation: RedundantName = "off"
 
     def __post_init__(self) -> None:
+        kinds = get_args(RedundantName)
+        if self.redundant_computation not in kinds:
+            name, allowed = self.redundant_computation, ", ".join(kinds)
+            raise PlanError("is unknown", field="redundant_computation", value=name, allowed=allowed)
         if self.compute_slots is not None:
             ranges.SLOTS.check("compute_slots", self.compute_slots)
         if self.compute_slots is not None and self.node_sizes is not None:
@@ -39,6 +45,13 @@ class Conditions:
                 field="compute_slots",
                 value=self.compute_slots,
                 allowed="without nodes of several GPUs",
+            )
+        if self.compute_slots is not None and self.eager:
+            raise PlanError(
+                "is for workers with a device each",
+                field="redundant_computation",
+                value=self.redundant_computation,
+                allowed="off or lflb with shared cores",
             )
         ranges.DRAWS.check("num_draws", self.num_draws)
         if self.jitter_seed is not None:
@@ -49,13 +62,21 @@ class Conditions:
                 raise PlanError("is not a factor", field="slow", value={where: factor}, allowed=str(ranges.FACTOR))
 
     @property
+    def eager(self) -> bool:
+        """Whether workers run redundant tasks in every mini-batch."""
+        return self.redundant_computation in ("eflb", "efeb")
+
+    @property
     def uneven(self) -> bool:
         """Whether windows have to be judged by the full play.
 
-        This is the case if cores or the links of several GPUs are shared, a worker is slow, or times vary.
+        This is the case if cores or the links of several GPUs are shared, a worker is slow, times vary, or redundant
+        tasks are run.
         """
         crowded = self.share_links and max(self.node_sizes or (1,)) > 1
-        return crowded or self.compute_slots is not None or bool(self.slow) or self.jitter_seed is not None
+        return (
+            crowded or self.eager or self.compute_slots is not None or bool(self.slow) or self.jitter_seed is not None
+        )
 
 
 def slow_workers(slow: Slow | None) -> tuple[tuple[int, int | None, float], ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from simulator.given.conditions import RedundantName
+
 
 @dataclass(frozen=True)
 class MemoryRules:
@@ -15,6 +17,7 @@ class MemoryRules:
         follows: With one replica each stage's state is kept in step by another worker too.
         changes: The shape changes while the run goes on.
         saves: Checkpoints are copied to host memory and kept there.
+        redundant_computation: For the next stage, as in the request.
     """
 
     keeps_sums: bool = True
@@ -22,3 +25,4 @@ class MemoryRules:
     follows: bool = False
     changes: bool = True
     saves: bool = True
+    redundant_computation: RedundantName = "off"

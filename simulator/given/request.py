@@ -10,7 +10,7 @@ from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
-from simulator.given.conditions import NUM_DRAWS, AllReduceStart, Conditions, Slow, slow_workers
+from simulator.given.conditions import NUM_DRAWS, AllReduceStart, Conditions, RedundantName, Slow, slow_workers
 from simulator.given.memory_rules import MemoryRules
 from simulator.given.placement import node_sizes
 
@@ -46,6 +46,9 @@ class PlanRequest:
         jitter_seed: Draw task and message times from the profile's quantiles, and judge the shapes that the medians
             leave in the running by their mean; None: medians.
         num_draws: How many mini-batches are drawn for each.
+        redundant_computation: Bamboo's: each worker holds the layers of the next stage too, and computes for it "lflb":
+            when it is lost; "eflb": forwards always, backwards when it is lost; "efeb": both always (see
+            :mod:`simulator.answers.redundant`). For :func:`simulate` alone.
         objective: "examples_per_s", "usd_per_example" or "progress" (see :mod:`simulator.search.objectives`).
         usd_per_gpu_hour: Price, one for all nodes or by GPUs per node; for "usd_per_example".
         revocations_per_hour: How often a node is revoked; for "progress".
@@ -73,6 +76,7 @@ class PlanRequest:
     all_reduce: AllReduceStart = "overlapped"
     jitter_seed: int | None = None
     num_draws: int = NUM_DRAWS
+    redundant_computation: RedundantName = "off"
     objective: ObjectiveName = "examples_per_s"
     usd_per_gpu_hour: Price | None = None
     revocations_per_hour: float | None = None
@@ -96,6 +100,7 @@ class PlanRequest:
             copies_sums=sums,
             follows=self.redundancy in ("state", "salvage"),
             changes=self.changes,
+            redundant_computation=self.redundant_computation,
         )
 
     def on_its_host(self, profile: Profile) -> Profile:
@@ -120,6 +125,7 @@ class PlanRequest:
             all_reduce=self.all_reduce,
             jitter_seed=self.jitter_seed,
             num_draws=self.num_draws,
+            redundant_computation=self.redundant_computation,
         )
 
     def nodes(self, num_gpus: int | None) -> tuple[int, ...] | None:

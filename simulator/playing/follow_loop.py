@@ -2,8 +2,9 @@
 
 A *lane* is one stage of one replica, numbered (P - 1 - s) * D + d: the order in which stages decide at one instant.
 A *channel* carries the messages of one direction from one lane: number = lane for activations (to the next stage)
-and L + lane for gradients (to the stage before). Every lane and channel has one key (instant, task ends before ends
-of transmissions before decisions, number); the least is found in a tournament tree. Work left to transmit is kept in
+and L + lane for gradients (to the stage before); where backwards are run redundantly, 2L + lane for copies of gradients
+(to the predecessor of the stage before). Every lane and channel has one key (instant, task ends before ends of
+transmissions before decisions, number); the least is found in a tournament tree. Work left to transmit is kept in
 1/2520 ns, so that shares of up to ten messages are exact. The untyped definitions are numba's dialect.
 """
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from simulator.playing.compiling import inlined, loop
 from simulator.playing.follow_period import keep, num_repeats, skip
+from simulator.playing.redundant_loop import COPY, SINCE, catch_up, use_wait
 
 _NEVER = 2**62
 _IDLE, _QUEUED = 0, 1
@@ -41,6 +43,7 @@ STAGE_PROGRESS = np.dtype(
             "seen_b",
             "act_known",
             "grad_known",
+            "copies_known",
         )
     ]
 )
@@ -85,6 +88,10 @@ def _arrive(lanes, channels, arrivals, latencies, tree, c, leaves, bits):  # typ
     mine.last = arrival
     mine.sent += 1
     other = lanes[mine.receiver]
+    if c >= 2 * len(lanes):
+        arrivals[COPY, mine.receiver, other.copies_known & mask] = arrival
+        other.copies_known += 1
+        return
     if kind == _ACT:
         arrivals[_ACT, mine.receiver, other.act_known & mask] = arrival
         other.act_known += 1
@@ -201,8 +208,10 @@ def _next_letter(lanes, arrivals, orders, lane, num_stages, strict, now):  # typ
 
 
 @loop
-def _begin(lanes, tasks, letters, starts, tree, lane, letter, now, bits):  # type: ignore[no-untyped-def]
+def _begin(lanes, arrivals, tasks, extra, letters, starts, tree, lane, letter, now, num_stages, bits):  # type: ignore[no-untyped-def]
     me, last = lanes[lane], tasks.shape[2] - 1
+    if extra[0].shape[1] > 0:
+        now = catch_up(lanes, arrivals, extra, lane, letter, now, num_stages)
     if letters.shape[2] > 0:
         letters[me.stage, me.replica, me.begun] = letter
         starts[me.stage, me.replica, me.begun] = now
@@ -225,6 +234,7 @@ def follow_loop(  # type: ignore[no-untyped-def]
     lanes,
     channels,
     tasks,
+    extra,
     latencies,
     wires,
     orders,
@@ -236,6 +246,7 @@ def follow_loop(  # type: ignore[no-untyped-def]
     queue,
     old,
     ended,
+    redone,
     letters,
     starts,
     num_stages,
@@ -247,19 +258,21 @@ def follow_loop(  # type: ignore[no-untyped-def]
 
     Args:
         lanes: ``STAGE_PROGRESS``[L], with stage, replica, count, window and again set.
-        channels: ``CHANNEL``[2L], with receiver, out and into set.
+        channels: ``CHANNEL``[2L or 3L], with receiver, out and into set.
         tasks: int64[3, L, n] of F, R and B by micro-batch; n = 1: the same for all.
-        latencies: int64[2L, n] of messages behind the wire.
-        wires: int64[2L] time on the wire of a lone message; at least 1 where it is shared.
+        extra: Redundant tasks, see :mod:`simulator.playing.redundant_loop`.
+        latencies: int64[2L or 3L, n] of messages behind the wire.
+        wires: int64[2L or 3L] time on the wire of a lone message; at least 1 where it is shared.
         orders: uint8[P, D, longest] letters.
-        arrivals: int64[2, L, 2^k], more than any lane can have in flight.
+        arrivals: int64[2 or 3, L, 2^k], more than any lane can have in flight.
         busy: int64[2, number of nodes]: messages leaving and entering.
         leaving: int64[number of nodes, 1 + most]: how many channels leave, and which.
         entering: As ``leaving``.
-        tree: int64[2^k], 2^k >= 6L: tournament tree, all never.
+        tree: int64[2^k], 2^k >= 6L or 8L: tournament tree, all never.
         queue: int64[L, 2].
         old: Like (lanes, channels, arrivals, tree): to find out what repeats, where no letters are kept.
         ended: int64[P, D] result.
+        redone: int64[P, D] result: when the last redundant task has ended too.
         letters: uint8[P, D, 3n] result, or n = 0.
         starts: int64[P, D, 3n] result, or n = 0.
         num_stages: P.
@@ -274,11 +287,12 @@ def follow_loop(  # type: ignore[no-untyped-def]
         if lanes[lane].stage == 0:
             _set(tree, lane, _key(np.int64(0), _DECIDES, lane, bits))
     state = (lanes, channels, arrivals, tree)
-    skips = letters.shape[2] == 0 and tasks.shape[2] == 1 and latencies.shape[1] == 1
+    eager, copies = extra[0].shape[1] > 0, len(channels) > 2 * num_lanes
+    skips = letters.shape[2] == 0 and tasks.shape[2] == 1 and latencies.shape[1] == 1 and not eager
     old_now, next_kept = np.int64(-1), 1
     number_mask = (np.int64(1) << bits) - 1
     latest = np.int64(1) << (60 - bits)
-    while left > 0:
+    while left > 0 or (copies and tree[1] != _NEVER):
         key = tree[1]
         if key == _NEVER:
             return 0
@@ -322,6 +336,9 @@ def follow_loop(  # type: ignore[no-untyped-def]
                 ended[me.stage, me.replica] = now
                 if me.stage > 0:
                     channel = num_lanes + number
+            if eager:
+                extra[1][SINCE, number, 0] = now
+            copied = copies and channel >= num_lanes
             me.task = _IDLE
             running -= 1
             _set(tree, number, _key(now, _DECIDES, number, bits))
@@ -329,22 +346,31 @@ def follow_loop(  # type: ignore[no-untyped-def]
                 _hand_over(
                     lanes, channels, arrivals, latencies, wires, busy, leaving, entering, tree, channel, now, bits
                 )
+            if copied:
+                channel += num_lanes
+                _hand_over(
+                    lanes, channels, arrivals, latencies, wires, busy, leaving, entering, tree, channel, now, bits
+                )
             continue
         if waiting > 0 and running < slots:
             granted, letter = queue[head, 0], queue[head, 1]
             head, waiting, running = (head + 1) % num_lanes, waiting - 1, running + 1
-            _begin(lanes, tasks, letters, starts, tree, granted, letter, now, bits)
+            _begin(lanes, arrivals, tasks, extra, letters, starts, tree, granted, letter, now, num_stages, bits)
             continue
         letter, wake = _next_letter(lanes, arrivals, orders, number, num_stages, strict, now)
         if letter == 0:
             _set(tree, number, _NEVER if wake == _NEVER else _key(wake, _DECIDES, number, bits))
         elif running < slots:
             running += 1
-            _begin(lanes, tasks, letters, starts, tree, number, letter, now, bits)
+            _begin(lanes, arrivals, tasks, extra, letters, starts, tree, number, letter, now, num_stages, bits)
         else:
             place = (head + waiting) % num_lanes
             queue[place, 0], queue[place, 1] = number, letter
             waiting += 1
             me.task = _QUEUED
             _set(tree, number, np.int64(_NEVER))
+    if eager:
+        for lane in range(num_lanes):
+            me = lanes[lane]
+            redone[me.stage, me.replica] = use_wait(lanes, arrivals, extra, lane, np.int64(_NEVER), num_stages)
     return 1

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ Letters = npt.NDArray[np.uint8]
 _NEVER = 2**62
 _TIMES = ("forward_ns", "recompute_ns", "backward_ns", "activation_ns", "gradient_ns")
 _WIRES = ("activation_wire_ns", "gradient_wire_ns")
+_REDUNDANT = ("redundant_forward_ns", "redundant_backward_ns")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class ShapeTimes:
     own; tasks are at least 1. Activation s goes from stage s to s + 1, gradient s from s + 1 to s; the last entry
     is unused. ``*_wire_ns`` [P, D] is what a lone message occupies its wire for, before its latency. ``node`` [P, D]
     says on which node a worker runs; with ``share_links`` messages between nodes share the nodes' links.
+    ``redundant_forward_ns`` and ``redundant_backward_ns``, as tasks: what each worker runs of the next stage's (the
+    last one of the first's) in its waits; None: no such tasks; backwards only with forwards, and at least two stages.
     """
 
     forward_ns: Ints
@@ -50,6 +54,8 @@ class ShapeTimes:
     node: Ints
     recompute: npt.NDArray[np.bool_]
     share_links: bool = False
+    redundant_forward_ns: Ints | None = None
+    redundant_backward_ns: Ints | None = None
 
     @property
     def num_stages(self) -> int:
@@ -62,13 +68,17 @@ class ShapeTimes:
         return int(self.node.shape[1])
 
     @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return (*_TIMES, *_WIRES, *(name for name in _REDUNDANT if getattr(self, name) is not None))
+
+    @cached_property
     def _arrays(self) -> tuple[Ints, ...]:
-        return tuple(getattr(self, name) for name in (*_TIMES, *_WIRES))
+        return tuple(getattr(self, name) for name in self._names)
 
     def of_replicas(self, replicas: Sequence[int]) -> ShapeTimes:
         """The same for some replicas alone."""
         chosen = list(replicas)
-        return replace(self, **{name: getattr(self, name)[:, chosen] for name in (*_TIMES, *_WIRES, "node")})
+        return replace(self, **{name: getattr(self, name)[:, chosen] for name in (*self._names, "node")})
 
     def companies(self) -> list[tuple[int, ...]]:
         """Replicas that share a node, directly or through others; each alone where nothing is shared."""
@@ -159,15 +169,17 @@ def follow(
 
 
 def _merged(shares: Iterable[tuple[tuple[int, ...], Played]], num_stages: int, num_replicas: int) -> Played:
-    ended = np.zeros((num_stages, num_replicas), np.int64)
-    orders: dict[int, tuple[str, ...]] = {}
-    starts: dict[int, tuple[Ints, ...]] = {}
+    ended, redone = np.zeros((2, num_stages, num_replicas), np.int64)
+    by_replica: dict[str, dict[int, Any]] = {"orders": {}, "start_ns": {}, "redundant_ns": {}}
+    eager = False
     for company, played in shares:
         ended[:, list(company)] = played.last_backward_ns
-        orders.update(zip(company, played.orders, strict=False))
-        starts.update(zip(company, played.start_ns, strict=False))
-    everybody = range(num_replicas) if orders else range(0)
-    return Played(ended, tuple(orders[d] for d in everybody), tuple(starts[d] for d in everybody))
+        if played.redone_ns is not None:
+            redone[:, list(company)], eager = played.redone_ns, True
+        for name, found in by_replica.items():
+            found.update(zip(company, getattr(played, name), strict=False))
+    kept = {name: tuple(found[d] for d in sorted(found)) for name, found in by_replica.items()}
+    return Played(ended, redone_ns=redone if eager else None, **kept)
 
 
 def _by_lane(values: Ints) -> Ints:
@@ -189,20 +201,30 @@ def _channels(times: ShapeTimes) -> tuple[npt.NDArray[np.void], Ints, Ints, Ints
     """Channels, latencies, wires, and by node the channels that leave and that enter it."""
     num_stages, num_replicas = times.num_stages, times.num_replicas
     num_lanes = num_stages * num_replicas
-    channels = np.zeros(2 * num_lanes, CHANNEL)
+    copies = times.redundant_backward_ns is not None
     lane = np.arange(num_lanes)
     has_next, has_previous = lane >= num_replicas, lane < num_lanes - num_replicas
-    used = np.concatenate([has_next, has_previous])
-    channels["receiver"] = np.concatenate([lane - num_replicas, lane + num_replicas]) * used
+    used = np.concatenate([has_next, has_previous, *[has_previous] * copies])
+    # a copy of what goes to the stage before goes to its predecessor, which the first stage has in the last
+    to_predecessor = (lane + 2 * num_replicas) % num_lanes
+    receivers = [lane - num_replicas, lane + num_replicas, *[to_predecessor] * copies]
+    channels = np.zeros(len(used), CHANNEL)
+    channels["receiver"] = np.concatenate(receivers) * used
     # gradient s leaves stage s + 1
     behind = (np.arange(num_stages) - 1) % num_stages
     longest = max(times.activation_ns.shape[2], times.gradient_ns.shape[2])
-    both = (times.activation_ns, times.gradient_ns[behind])
-    latencies = np.concatenate([_by_lane(np.broadcast_to(one, (num_stages, num_replicas, longest))) for one in both])
-    wires = np.concatenate([_by_lane(times.activation_wire_ns), _by_lane(times.gradient_wire_ns[behind])])
+    far = int(num_stages > 2)  # of two stages the last one is itself the predecessor of the first
+    sent = (times.activation_ns, times.gradient_ns[behind], *[times.gradient_ns[behind] * far] * copies)
+    on_wire = (
+        times.activation_wire_ns,
+        times.gradient_wire_ns[behind],
+        *[times.gradient_wire_ns[behind] * far] * copies,
+    )
+    latencies = np.concatenate([_by_lane(np.broadcast_to(one, (num_stages, num_replicas, longest))) for one in sent])
+    wires = np.concatenate([_by_lane(one) for one in on_wire])
     _, node = np.unique(_by_lane(times.node), return_inverse=True)
     node = node.ravel()
-    out, into = np.concatenate([node, node]), node[channels["receiver"]]
+    out, into = np.tile(node, 2 + copies), node[channels["receiver"]]
     shared = used & (out != into) & times.share_links
     channels["out"], channels["into"] = np.where(shared, out, -1), np.where(shared, into, -1)
     num_nodes = int(node.max()) + 1
@@ -234,21 +256,24 @@ def _follow_together(
     num_stages, num_replicas, most = times.num_stages, times.num_replicas, max(counts)
     lanes = _lanes(times, counts, windows)
     channels, latencies, wires, leaving, entering = _channels(times)
-    tasks = _tasks(times)
-    reach = most if strict else min(most, int(np.max(windows)))
-    numbers = 1 << (3 * len(lanes) - 1).bit_length()
-    longest = max(int(tasks.max()), int(latencies.max()), int(wires.max()))
+    tasks = _tasks(times.forward_ns, times.recompute_ns, times.backward_ns)
+    extra = _extra(times, len(lanes), most if keep_times else 0)
+    copies = int(times.redundant_backward_ns is not None)
+    reach = most if strict or copies else min(most, int(np.max(windows)))
+    numbers = 1 << (len(lanes) + len(channels) - 1).bit_length()
+    longest = max(int(tasks.max()), int(extra[0].max(initial=0)), int(latencies.max()), int(wires.max()))
     if longest > 1 << (60 - numbers.bit_length()) or int(wires.max()) * SHARE_UNIT * len(channels) >= _NEVER:
         raise _too_long(longest)
     shape = (num_stages, num_replicas, 3 * most if keep_times else 0)
-    ended = np.zeros((num_stages, num_replicas), np.int64)
+    ended, redone = np.zeros((2, num_stages, num_replicas), np.int64)
     letters, starts = np.zeros(shape, np.uint8), np.zeros(shape, np.int64)
-    arrivals = np.empty((2, len(lanes), 1 << reach.bit_length()), np.int64)
+    arrivals = np.empty((2 + copies, len(lanes), 1 << reach.bit_length()), np.int64)
     tree = np.full(2 * numbers, _NEVER, np.int64)
     finished = follow_loop(
         lanes,
         channels,
         tasks,
+        extra,
         latencies,
         wires,
         _letters(orders, 3 * most),
@@ -260,6 +285,7 @@ def _follow_together(
         np.zeros((len(lanes), 2), np.int64),
         tuple(np.empty_like(array) for array in (lanes, channels, arrivals, tree)),
         ended,
+        redone,
         letters,
         starts,
         num_stages,
@@ -271,8 +297,9 @@ def _follow_together(
         raise _too_long(longest)
     if not finished:
         raise PlanError("the task orders wait for each other forever", field="orders")
+    redone_ns = redone if len(extra[0][0]) else None
     if not keep_times:
-        return Played(ended)
+        return Played(ended, redone_ns=redone_ns)
     begun = lanes["begun"].reshape(num_stages, num_replicas)[::-1]
     return Played(
         ended,
@@ -281,15 +308,26 @@ def _follow_together(
             for d in range(num_replicas)
         ),
         tuple(tuple(starts[s, d, : begun[s, d]] for s in range(num_stages)) for d in range(num_replicas)),
+        redone_ns,
+        tuple(
+            tuple(extra[2][: len(extra[0]), (num_stages - 1 - s) * num_replicas + d, :count] for s in range(num_stages))
+            for d, count in enumerate(counts if redone_ns is not None else ())
+        ),
     )
 
 
-def _tasks(times: ShapeTimes) -> Ints:
-    """[3, L, n] of F, R and B."""
-    kinds = (times.forward_ns, times.recompute_ns, times.backward_ns)
+def _tasks(*kinds: Ints) -> Ints:
+    """[number of kinds, L, n]."""
     longest = max(kind.shape[2] for kind in kinds)
-    shape = (times.num_stages, times.num_replicas, longest)
-    return np.stack([_by_lane(np.broadcast_to(kind, shape)) for kind in kinds])
+    return np.stack([_by_lane(np.broadcast_to(kind, (*kind.shape[:2], longest))) for kind in kinds])
+
+
+def _extra(times: ShapeTimes, num_lanes: int, most: int) -> tuple[Ints, Ints, Ints]:
+    """Redundant tasks as the loop wants them; ``most``: of how many of each kind begin and end are kept."""
+    given = [kind for name in _REDUNDANT if (kind := getattr(times, name)) is not None]
+    lengths = _tasks(*given) if given else np.zeros((1, 0, 1), np.int64)
+    spans = np.zeros((2, num_lanes, most if given else 0, 2), np.int64)
+    return lengths, np.zeros((3, num_lanes, 2), np.int64), spans
 
 
 def _letters(orders: Sequence[Sequence[str]], longest: int) -> Letters:

@@ -72,12 +72,21 @@ class Played:
 
     ``last_backward_ns[s, d]`` is when stage s of replica d has done its last backward. ``orders[d][s]`` is
     the order string over F, R, B, empty unless asked for. ``start_ns[d][s]`` holds the start of each task of
-    that order (int64), empty unless asked for.
+    that order (int64), empty unless asked for. ``redone_ns[s, d]`` is when its redundant tasks are done too,
+    None without any; ``redundant_ns[d][s]``, with ``start_ns``: int64[kinds, n, 2], when each of its redundant
+    forwards, and backwards if it has those, first began, and its end.
     """
 
     last_backward_ns: Ints
     orders: tuple[tuple[str, ...], ...] = ()
     start_ns: tuple[tuple[Ints, ...], ...] = ()
+    redone_ns: Ints | None = None
+    redundant_ns: tuple[tuple[Ints, ...], ...] = ()
+
+    def of_replicas(self, replicas: list[int]) -> Played:
+        """When these replicas, perhaps some more than once, have done their last tasks."""
+        redone = None if self.redone_ns is None else self.redone_ns[:, replicas]
+        return Played(self.last_backward_ns[:, replicas], redone_ns=redone)
 
     @property
     def makespan_ns(self) -> int:

@@ -44,10 +44,17 @@ class Sweep:
         conditions: Where and how the shapes run.
 
     Raises:
-        PlanError: no memory, or an m that cannot be.
+        PlanError: no memory, an m that cannot be, or redundant computation.
     """
 
     def __init__(self, profile: Profile, request: PlanRequest, conditions: Conditions) -> None:
+        if request.redundant_computation != "off":
+            raise PlanError(
+                "is simulated for one shape at a time",
+                field="redundant_computation",
+                value=request.redundant_computation,
+                allowed="off here; simulate() takes the others",
+            )
         profile, memory_bytes = request.on_its_host(profile), request.memory_bytes
         if memory_bytes is None:
             memory_bytes = profile.environment.device_memory_bytes

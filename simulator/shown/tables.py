@@ -13,6 +13,7 @@ from morph.tables import table
 from morph.words import bytes_text, count_text, time_text
 from simulator import PlanChoice, Simulation
 from simulator.answers.memory import MOMENTS
+from simulator.answers.redundant import redundant_host_bytes
 from simulator.given.jitter import Spread
 
 _MOST_PARTS = 6
@@ -113,6 +114,16 @@ def memory_lines(simulation: Simulation) -> list[str]:
     return lines
 
 
+def redundant_line(simulation: Simulation) -> str:
+    """What redundant computation makes of a loss, and what it keeps for that in host memory."""
+    costs, counts = simulation.costs, simulation.plan.micro_batches_per_replica
+    kept = bytes_text(int(redundant_host_bytes(costs, max(counts)).max()))
+    return (
+        f"a lost worker pauses training for {time_text(simulation.mean_pause_s)} on average; for that, up to {kept} of "
+        "messages and activations are kept in host memory until the mini-batch is over"
+    )
+
+
 def _parts_text(parts: dict[str, int]) -> str:
     return ", ".join(f"{part} {bytes_text(size)}" for part, size in parts.items())
 
@@ -153,6 +164,7 @@ _STEPS = {
     "shared_cores": "cores shared by the workers",
     "shared_links": "node links shared by messages",
     "slow_workers": "slow workers",
+    "redundant": "computing for the next stage too",
     "all_reduce": "gradient all-reduce, as far as exposed",
     "commit_and_optimizer": "commit barrier and optimizer step",
     "jitter": "times that vary",

@@ -16,6 +16,8 @@ COLOURS = {
     "forward": "#8ecae6",
     "recompute": "#ffd166",
     "backward": "#7fb069",
+    "redundant_forward": "#d9ed92",
+    "redundant_backward": "#b5c99a",
     "all_reduce": "#c77dff",
     "commit": "#6c757d",
     "optimizer": "#ef8354",

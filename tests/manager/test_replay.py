@@ -10,16 +10,23 @@ from simulated_job import SIZES, UNITS, make_plan
 from manager.report.account import Part
 from manager.simulation.policies.bounds import play_ideal, play_on_demand
 from manager.simulation.policies.morph import play_mix, play_morph
-from manager.simulation.policies.pipelines import EAGER_FORWARD, play_pipelines
+from manager.simulation.policies.pipelines import play_pipelines
 from manager.simulation.policies.restart import play_restart
 from manager.simulation.replay import BOUND, OTHER_BATCHES, POLICIES, Replay, advice, frame_of, interval, policies_of
-from manager.simulation.spot.job import Durations, SpotJob
+from manager.simulation.spot.job import (
+    PUBLISHED,
+    Durations,
+    RedundantCost,
+    SpotJob,
+    job_from_profile,
+    with_redundant_costs,
+)
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
 from morph.contract.errors import ConfigError, InputError
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace, TraceEvent, TracePrice
-from simulator import spot_model
+from simulator import PlanRequest, spot_model, synthetic_profile
 
 TIMES = Durations(
     noticed_s=0.5,
@@ -158,7 +165,7 @@ def test_vms_cost_what_the_trace_says_when_they_come() -> None:
 def test_a_pipeline_that_lost_a_vm_drops_its_samples_until_a_newcomer_completes_it() -> None:
     # two pipelines of two, steps of 2 s; ready at 10, set up by 11 and what a stage's state takes
     trace = trace_of(*FOUR, (100.0, "-a"), (200.0, "+e"))
-    outcome = play_pipelines(JOB, trace, until=FIVE_MINUTES, redundant=False)
+    outcome = play_pipelines(JOB, trace, until=FIVE_MINUTES, redundant=None)
     set_up_s = TIMES.groups_s + sum(SIZES.values()) / 2 / TIMES.link_bytes_per_s
     both_s = (100 - 10 - set_up_s) + (300 - 210 - set_up_s)
     one_s = 210 - 100
@@ -170,25 +177,66 @@ def test_a_pipeline_that_lost_a_vm_drops_its_samples_until_a_newcomer_completes_
 
 def test_a_neighbour_computes_for_a_lost_vm_slower_and_two_neighbours_lost_end_the_pipeline() -> None:
     alone = trace_of(*FOUR, (100.0, "-a"))
-    outcome = play_pipelines(JOB, alone, until=FIVE_MINUTES, redundant=True)
-    dropped = play_pipelines(JOB, alone, until=FIVE_MINUTES, redundant=False)
+    outcome = play_pipelines(JOB, alone, until=FIVE_MINUTES, redundant="eflb")
+    dropped = play_pipelines(JOB, alone, until=FIVE_MINUTES, redundant=None)
     assert (outcome.num_fatal, outcome.num_changes) == (0, 1)
-    undisturbed = play_pipelines(JOB, trace_of(*FOUR, (300.0, "-a")), until=FIVE_MINUTES, redundant=True)
-    plain = play_pipelines(JOB, trace_of(*FOUR, (300.0, "-a")), until=FIVE_MINUTES, redundant=False)
-    assert undisturbed.steps == pytest.approx(plain.steps / (1 + EAGER_FORWARD), abs=1)
+    undisturbed = play_pipelines(JOB, trace_of(*FOUR, (300.0, "-a")), until=FIVE_MINUTES, redundant="eflb")
+    plain = play_pipelines(JOB, trace_of(*FOUR, (300.0, "-a")), until=FIVE_MINUTES, redundant=None)
+    gradients_s = sum(SIZES.values()) / JOB.state_copies / 2 / TIMES.link_bytes_per_s  # of the first of two stages
+    step_s = 2 * (1 + JOB.redundant["eflb"].overhead) + gradients_s
+    assert undisturbed.steps == pytest.approx(plain.steps * 2 / step_s, abs=1)
     num, depth = JOB.plans[4].num_micro_batches, 2
     slower = (2 * num + depth - 1) / (num + depth - 1)
-    per_s = 1 / (2 * (1 + EAGER_FORWARD))
+    per_s = 1 / step_s
     assert outcome.steps == pytest.approx(undisturbed.steps - 200 * per_s * (1 - 1 / slower), abs=2)
     assert dropped.steps < plain.steps
-    ended = play_pipelines(JOB, trace_of(*FOUR, (100.0, "-a"), (100.0, "-b")), until=FIVE_MINUTES, redundant=True)
+    ended = play_pipelines(JOB, trace_of(*FOUR, (100.0, "-a"), (100.0, "-b")), until=FIVE_MINUTES, redundant="eflb")
     assert (ended.num_fatal, ended.num_changes) == (0, 2)
     assert ended.moments[-1].num_vms == 2
     lost = play_pipelines(
-        JOB, trace_of(*FOUR, *((100.0, f"-{vm}") for vm in "abc"), (150.0, "+e")), until=FIVE_MINUTES, redundant=False
+        JOB, trace_of(*FOUR, *((100.0, f"-{vm}") for vm in "abc"), (150.0, "+e")), until=FIVE_MINUTES, redundant=None
     )
     assert lost.num_fatal == 1
     assert lost.lost_steps > 0
+
+
+def test_computing_only_after_a_loss_costs_no_step_anything_and_a_longer_pause() -> None:
+    costs = {"eflb": RedundantCost(overhead=0.5, pause=0.1), "lflb": RedundantCost(overhead=0.0, pause=10.0)}
+    times = TIMES.model_copy(update={"link_bytes_per_s": 1e9})
+    job = JOB.model_copy(update={"redundant": costs, "durations": times})
+    alone = trace_of(*FOUR, (300.0, "-a"))
+    eager, lazy, plain = (
+        play_pipelines(job, alone, until=FIVE_MINUTES, redundant=mode) for mode in ("eflb", "lflb", None)
+    )
+    assert lazy.steps == plain.steps == pytest.approx(1.5 * eager.steps, abs=2)
+    assert [eager.policy, lazy.policy] == ["bamboo", "bamboo-lflb"]
+    hit = trace_of(*FOUR, (100.0, "-a"))
+    pauses_s = [
+        play_pipelines(job, hit, until=FIVE_MINUTES, redundant=mode).parts_s[Part.MORPH] for mode in ("eflb", "lflb")
+    ]
+    step_s = job.plans[4].expected.mini_batch_s
+    assert pauses_s[1] - pauses_s[0] == pytest.approx(3 * 9.9 * step_s)  # of three VMs
+
+
+def test_neighbours_that_are_lost_at_once_have_the_step_begun_anew() -> None:
+    step_s = 50.0
+    plans = {2: plan_of(2, 1, 2 * step_s), 4: plan_of(2, 2, step_s)}
+    job = JOB.model_copy(update={"plans": plans, "redundant": {"lflb": RedundantCost(overhead=0.0, pause=0.0)}})
+    ended = play_pipelines(job, trace_of(*FOUR, (140.0, "-a"), (140.0, "-b")), until=FIVE_MINUTES, redundant="lflb")
+    assert ended.lost_steps == 1
+    assert ended.num_fatal == 0
+    assert 0 < ended.parts_s[Part.LOST] < 4 * step_s
+
+
+def test_what_redundant_computation_takes_is_simulated_for_the_shape_of_the_job() -> None:
+    profile = synthetic_profile(num_sections=6, batch_size=32, micro_batch_size=2, parameter_bytes=10**9)
+    job = job_from_profile(profile, 6, PlanRequest(memory_bytes=20 * 10**9, recompute=False, changes=False))
+    assert job.redundant == PUBLISHED
+    assert job.best_plan(6).pipeline_depth > 1  # type: ignore[union-attr]
+    costs = with_redundant_costs(job, profile, 6).redundant
+    assert costs["lflb"].overhead == 0.0
+    assert 0 < costs["eflb"].overhead < 1 / 3
+    assert 0 < costs["eflb"].pause < costs["lflb"].pause < 1
 
 
 def test_half_of_the_vms_may_be_on_demand() -> None:

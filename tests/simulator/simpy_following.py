@@ -81,6 +81,9 @@ class _Worker:
         self.activations = count if stage == 0 else 0
         self.gradients = self.forwards = 0
         self.tasks: list[Task] = []
+        self.copies = 0
+        self.redundant: dict[str, list[int]] = {"f": [], "b": []}
+        self.spent = dict.fromkeys("fb", 0)
         self.news = model.env.event()
 
     def tell(self) -> None:
@@ -95,6 +98,49 @@ class _Worker:
         self.gradients += 1
         self.tell()
 
+    def take_copy(self) -> None:
+        self.copies += 1
+        self.tell()
+
+    def redundant_ns(self, letter: str, number: int) -> int | None:
+        """What a redundant task takes; None where it is not to be run, or its input is not there."""
+        times = self.model.times
+        of_kind = times.redundant_forward_ns if letter == "f" else times.redundant_backward_ns
+        there = self.forwards if letter == "f" else len(self.redundant["f"])
+        if letter == "b" and self.stage != times.num_stages - 2:
+            there = min(there, self.copies)
+        if of_kind is None or number >= there:
+            return None
+        durations = of_kind[self.stage, self.replica]
+        return int(durations[min(number, len(durations) - 1)])
+
+    def wait(self) -> Generator[Event, Any, None]:
+        """Run what is redundant until there are news, forwards first."""
+        env = self.model.env
+        while not self.news.triggered:
+            lengths = {letter: self.redundant_ns(letter, len(self.redundant[letter])) for letter in "fb"}
+            letter = next((letter for letter, length in lengths.items() if length is not None), None)
+            if letter is None:
+                yield self.news
+                return
+            began, length = int(env.now), lengths[letter]
+            assert length is not None
+            yield self.news | env.timeout(length - self.spent[letter])
+            self.spent[letter] += int(env.now) - began
+            if self.spent[letter] == length:
+                self.redundant[letter].append(int(env.now))
+                self.spent[letter] = 0
+
+    def catch_up(self, letter: str, done: int) -> Generator[Event, Any, None]:
+        """Run what is overdue before a task, as of now."""
+        kind = {"F": "f", "B": "b"}.get(letter)
+        late = [] if kind is None else range(len(self.redundant[kind]), done - 1)
+        lengths = [length for number in late if (length := self.redundant_ns(str(kind), number)) is not None]
+        for length in lengths:
+            yield self.model.env.timeout(length - self.spent[str(kind)])
+            self.spent[str(kind)] = 0
+            self.redundant[str(kind)].append(int(self.model.env.now))
+
     def run(self) -> Generator[Event, Any, None]:
         model, env, times = self.model, self.model.env, self.model.times
         is_last = self.stage == times.num_stages - 1
@@ -106,9 +152,10 @@ class _Worker:
             task = self.follower.next_task(self.activations, self.forwards if is_last else self.gradients)
             if task is None:
                 self.news = env.event()
-                yield self.news
+                yield from self.wait()
                 continue
             letter = str(task)
+            yield from self.catch_up(letter, done[letter])
             durations = lengths[letter][self.stage, self.replica]
             with model.slots.request() as slot:
                 yield slot
@@ -118,6 +165,9 @@ class _Worker:
             self.follower.done(task)
             self.forwards = done["F"]
             self.send(letter, is_last)
+        while True:
+            self.news = env.event()
+            yield from self.wait()
 
     def send(self, letter: str, is_last: bool) -> None:
         if letter == "F" and not is_last:
@@ -126,6 +176,9 @@ class _Worker:
         elif letter == "B" and self.stage > 0:
             receiver = self.model.workers[self.stage - 1, self.replica]
             self.model.channels["B", self.stage, self.replica].waiting.put(receiver.take_gradient)
+            if self.model.times.redundant_backward_ns is not None:
+                predecessor = self.model.workers[(self.stage - 2) % self.model.times.num_stages, self.replica]
+                self.model.channels["copy", self.stage, self.replica].waiting.put(predecessor.take_copy)
 
 
 class _Model:
@@ -150,6 +203,9 @@ class _Model:
             if s > 0:
                 wire, latency = int(times.gradient_wire_ns[s - 1, d]), times.gradient_ns[s - 1, d].tolist()
                 self.channels["B", s, d] = _Channel(self, wire, latency, node, int(times.node[s - 1, d]))
+                far = times.num_stages > 2
+                into = int(times.node[(s - 2) % times.num_stages, d])
+                self.channels["copy", s, d] = _Channel(self, wire * far, [ns * far for ns in latency], node, into)
 
     def share_of(self, channel: _Channel) -> int:
         out = sum(flow.out == channel.out for flow in self.flows)
@@ -167,14 +223,16 @@ def follow_with_simpy(
     counts: Sequence[int],
     make_follower: Callable[[int, int], Follower],
     compute_slots: int | None = None,
-) -> list[list[list[Task]]]:
+) -> tuple[list[list[list[Task]]], dict[tuple[int, int], dict[str, list[int]]]]:
     """Play one mini-batch with a follower for each (stage, replica).
 
     Returns:
-        tasks[replica][stage] = [(letter, start_ns), ...].
+        tasks[replica][stage] = [(letter, start_ns), ...], and by (stage, replica) when the redundant forwards "f" and
+        backwards "b" ended, in ns.
     """
     model = _Model(times, counts, make_follower, compute_slots)
     for worker in model.workers.values():
         model.env.process(worker.run())
     model.env.run()
-    return [[model.workers[s, d].tasks for s in range(times.num_stages)] for d in range(times.num_replicas)]
+    tasks = [[model.workers[s, d].tasks for s in range(times.num_stages)] for d in range(times.num_replicas)]
+    return tasks, {where: worker.redundant for where, worker in model.workers.items()}

@@ -89,7 +89,7 @@ def test_every_task_starts_when_the_simpy_model_with_the_executors_follower_star
     lanes, orders = random_lanes(rng, times, counts), orders_of(times, counts, schedule)
     slots = int(rng.integers(1, 5)) if rng.random() < 0.3 else None
     played = follow(lanes, orders, times.window, strict=schedule != "varuna", compute_slots=slots, keep_times=True)
-    oracle = follow_with_simpy(lanes, counts, makers(orders, times, schedule), slots)
+    oracle, _ = follow_with_simpy(lanes, counts, makers(orders, times, schedule), slots)
     for replica, stages in enumerate(oracle):
         for stage, tasks in enumerate(stages):
             assert played.orders[replica][stage] == "".join(letter for letter, _ in tasks)

@@ -127,6 +127,18 @@ def test_jitter_is_drawn_from_the_spread_that_was_measured(tmp_path: Path) -> No
     assert "20 mini-batches drawn" in _run("plan", path, "--gpus", 2, "--jitter-seed", 3)
 
 
+def test_simulate_says_what_redundant_computation_pauses_for(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(synthetic_profile().model_dump_json())
+    asked = ("simulate", path, "-P", 3, "--redundant")
+    answer, lazy = (json.loads(_run(*asked, mode, "--json")) for mode in ("efeb", "lflb"))
+    assert 0 < answer["mean_pause_s"] < lazy["mean_pause_s"]
+    assert answer["plan"]["expected"]["parts_s"]["redundant"] > 0
+    assert "a lost worker pauses training for" in _run(*asked, "eflb")
+    assert "computing for the next stage too" in _run(*asked, "eflb")
+    assert "pauses" not in _run("simulate", path, "-P", 3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

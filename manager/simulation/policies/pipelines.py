@@ -3,12 +3,14 @@
 Both are of Bamboo (NSDI 2023). ``drop`` is its second strawman (section 3): a pipeline that lost a VM stands still, the
 others go on with fewer samples, until newcomers complete it. ``bamboo`` is redundant computation (section 5): each VM
 computes forward for its successor too, so a lost VM's predecessor takes over its stage after a pause, and goes on with
-both stages until the pipelines are set up again (appendix A). Losses that leave a stage without a holder in its
-pipeline end that one; where a stage has no holder in any, the job goes back to a checkpoint.
+both stages until the pipelines are set up again (appendix A). What that takes is simulated (``SpotJob.redundant``),
+with forwards in every step as there (``eflb``), or computing for a successor only once it is lost (``lflb``). Losses
+that leave a stage without a holder in its pipeline end that one, and the step under way is begun anew; where a stage
+has no holder in any, the job goes back to a checkpoint.
 
 Depth and number of pipelines are upper bounds: those of the best plan for the most VMs of the trace. Progress is
 counted in whole batches: fewer pipelines train fewer samples in the same time. Both get more than the paper grants:
-no 1.5 times deeper pipelines, saves as often as costs least, pipelines set up as fast as Morph changes its shape.
+no 1.5 times deeper pipelines, saves as often as costs least, pipelines set up as fast as state can move.
 """
 
 from __future__ import annotations
@@ -18,16 +20,12 @@ from dataclasses import dataclass, field
 
 from manager.report.account import Part
 from manager.simulation.policies.membership import Books, Change, end_of, intervals, nothing_paid
-from manager.simulation.spot.job import SpotJob
+from manager.simulation.spot.job import RedundantCost, SpotJob
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
 
-EAGER_FORWARD = 0.1977
-"""Of a step, what computing forward for the successor adds: BERT in table 4 (ResNet-152: 0.0951)."""
-LAZY_BACKWARD = 1 / 3
-"""Of a step, the pause in which a lost stage's backwards are computed: on average half of them, at 2/3 of a step."""
 Pipeline = list[str | None]
 
 
@@ -38,13 +36,14 @@ class _Run:
     job: SpotJob
     books: Books
     plan: Plan
-    redundant: bool
+    redundant: RedundantCost | None
     most: float
     pipelines: list[Pipeline] = field(default_factory=list)
     standby: list[str] = field(default_factory=list)
     done: float = 0.0
     ready_s: float = 0.0
     since_save_s: float = 0.0
+    since_step_s: float = 0.0
     lost: float = 0.0
     num_fatal: int = 0
     num_changes: int = 0
@@ -77,8 +76,10 @@ class _Run:
         held = all(any(pipeline[stage] is not None for pipeline in self.pipelines) for stage in range(self.depth))
         if before and not self.working and not (held or (self.redundant and self._held_by_neighbours())):
             self._go_back()
+        elif self.redundant and len(self.working) < before:
+            self._give_up_step(before)
         elif hit and self.redundant:
-            self._pause(self.job.durations.noticed_s + LAZY_BACKWARD * self.plan.expected.mini_batch_s)
+            self._pause(self.job.durations.noticed_s + self.redundant.pause * self.plan.expected.mini_batch_s)
         if self._is_due(before):
             self._set_up()
 
@@ -110,8 +111,16 @@ class _Run:
         self.pipelines = [list(there[first : first + self.depth]) for first in range(0, whole, self.depth)]
         self.standby = there[whole:]
         self.num_changes += 1
-        times = self.job.durations
-        self._pause(times.groups_s + self.job.state_bytes / self.depth / times.link_bytes_per_s)
+        times, stages_held = self.job.durations, 2 if self.redundant else 1
+        self._pause(times.groups_s + stages_held * self.job.state_bytes / self.depth / times.link_bytes_per_s)
+
+    def _give_up_step(self, working: int) -> None:
+        """Neighbours were lost at once: all set up pipelines again at once, and the step under way is begun anew."""
+        share = working / self.plan.num_replicas
+        lost_s = min(self.since_step_s, self.done / share * self._step_s())
+        self.books.undo(lost_s, self.depth * working)
+        gained = lost_s / self._step_s() * share
+        self.done, self.lost, self.since_step_s = self.done - gained, self.lost + gained, 0.0
 
     def _go_back(self) -> None:
         """The state is lost: begin again from the newest checkpoint that was durable."""
@@ -122,7 +131,7 @@ class _Run:
         lost = min(self.done, lost_s / self._step_s())
         self.done, self.lost = self.done - lost, self.lost + lost
         self.num_fatal += 1
-        self.since_save_s = 0.0
+        self.since_save_s = self.since_step_s = 0.0
         times = self.job.durations
         self._pause(times.restart_s + self.job.state_bytes / members / times.storage_bytes_per_s)
 
@@ -148,12 +157,15 @@ class _Run:
         books.spend(books.now_s + compute_s, Part.COMPUTE, members)
         self.done += gained
         self.since_save_s = math.fmod(self.since_save_s + compute_s, every_s)
+        self.since_step_s = math.fmod(self.since_step_s + compute_s, step_s)
         return None
 
     def _step_s(self, *, with_holes: bool = False) -> float:
         step_s = self.plan.expected.mini_batch_s + self.job.durations.order_s
         if self.redundant:
-            step_s *= 1 + EAGER_FORWARD
+            # the first stage's gradients are the last ones: nothing hides how they travel to whoever has its copy
+            gradient_bytes = self.job.state_bytes / self.job.state_copies / self.depth
+            step_s = step_s * (1 + self.redundant.overhead) + gradient_bytes / self.job.durations.link_bytes_per_s
         if with_holes:  # one VM runs two stages: twice the slowest one's time for each micro-batch
             num = self.plan.num_micro_batches
             step_s *= (2 * num + self.depth - 1) / (num + self.depth - 1)
@@ -185,14 +197,14 @@ def play_pipelines(
     seed: int = 0,
     prices: SpotPrices | None = None,
     name: str = "",
-    redundant: bool,
+    redundant: str | None,
 ) -> Outcome:
-    """Play pipelines that drop samples, or, ``redundant``, whose VMs compute for their successors."""
+    """Play pipelines that drop samples, or whose VMs compute for their successors: "eflb" or "lflb"."""
     most = math.inf if until.num_steps is None else float(until.num_steps)
     books = Books(job, nothing_paid(trace, prices))
     plan = job.best_plan(max(trace.max_nodes, min(job.plans)))
     assert plan is not None, "some number of workers fits a plan"
-    run = _Run(job, books, plan, redundant, most)
+    run = _Run(job, books, plan, None if redundant is None else job.redundant[redundant], most)
     for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices):
         books.spend(change.time_s, Part.WAITING, 0)
         books.take(change)
@@ -202,7 +214,7 @@ def play_pipelines(
         if run.done >= most - 1e-9 or books.is_spent(until):
             break
     return books.outcome(
-        "bamboo" if redundant else "drop",
+        {None: "drop", "eflb": "bamboo"}.get(redundant, f"bamboo-{redundant}"),
         name,
         seed,
         math.floor(run.done + 1e-9),

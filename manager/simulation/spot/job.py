@@ -10,7 +10,8 @@ from morph.contract.cluster import Policy
 from morph.contract.messages import UnitId
 from morph.contract.plan import Expectation, Plan, StagePlan
 from morph.contract.profile import Profile
-from simulator import PlanRequest, plan_table
+from simulator import PlanRequest, Simulation, plan_table, simulate
+from simulator.given.conditions import RedundantName
 
 FINGERPRINT = "simulated"
 
@@ -38,10 +39,22 @@ class Durations(Value):
     spread: float = Field(default=0.0, ge=0, lt=1, description="standard deviation of a step's time, as a share of it")
 
 
+class RedundantCost(Value):
+    """What redundant computation takes, as shares of a step without it (Bamboo; simulator/answers/redundant.py)."""
+
+    overhead: float = Field(ge=0, description="of every step")
+    pause: float = Field(ge=0, description="when a VM is lost, on average")
+
+
+PUBLISHED = {"lflb": RedundantCost(overhead=0.0701, pause=1 / 2), "eflb": RedundantCost(overhead=0.1977, pause=1 / 3)}
+"""BERT in Bamboo's table 4; on average half of the backwards are lost, with their forwards (lazy) or without."""
+
+
 class SpotJob(Value):
     """``plans[n]`` is the best plan of n workers, each on a VM of its own; a number that fits no plan is absent.
 
     ``unit_bytes``: parameters and optimizer state; ``section_compute_s``: forward and backward of one micro-batch.
+    ``redundant``: of a policy that computes redundantly, by "eflb" or "lflb".
     """
 
     name: str
@@ -54,6 +67,7 @@ class SpotJob(Value):
     durations: Durations = Durations()
     policy: Policy = Policy()
     expected_losses: ExpectedLosses = ExpectedLosses()
+    redundant: dict[str, RedundantCost] = PUBLISHED
 
     @property
     def state_bytes(self) -> int:
@@ -100,6 +114,38 @@ def job_from_profile(
         durations=durations,
         policy=policy,
     )
+
+
+def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> SpotJob:
+    """The same, with what redundant computation takes in the best shape of so many workers; see ``simulate``.
+
+    Of one stage, which has no neighbour to compute for it, nothing is changed.
+    """
+    plan = job.best_plan(num_workers)
+    if plan is None or plan.pipeline_depth == 1:
+        return job
+
+    def step(redundant: RedundantName) -> Simulation:
+        return simulate(
+            profile,
+            boundaries=[stage.first_section for stage in plan.stages],
+            num_replicas=plan.num_replicas,
+            micro_batch_size=plan.micro_batch_size,
+            schedule=plan.schedule,
+            recompute=any(stage.recompute for stage in plan.stages),
+            redundant_computation=redundant,
+        )
+
+    plain_s = step("off").expected.mini_batch_s
+    modes: tuple[RedundantName, ...] = ("lflb", "eflb")
+    steps = {mode: step(mode) for mode in modes}
+    costs = {
+        mode: RedundantCost(
+            overhead=max(0.0, found.expected.mini_batch_s / plain_s - 1), pause=found.mean_pause_s / plain_s
+        )
+        for mode, found in steps.items()
+    }
+    return job.model_copy(update={"redundant": costs})
 
 
 def job_of_one_vm(name: str, step_s: float, durations: Durations, *, state_bytes: int = 1) -> SpotJob:

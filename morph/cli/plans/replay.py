@@ -81,7 +81,7 @@ def replay_command(
       morph replay profile.json --vms 24 --hours 48 --seeds 20 --jobs 4 --until 20000 --price 0.9 --png replay.png
     """
     from manager.simulation.replay import Replay, advice, frame_of, policies_of
-    from manager.simulation.spot.job import Durations, job_from_profile
+    from manager.simulation.spot.job import Durations, job_from_profile, with_redundant_costs
     from manager.simulation.spot.until import SpotPrices, Until
     from morph.contract.profile import load_profile
     from simulator import PlanRequest
@@ -110,7 +110,7 @@ def replay_command(
     durations = Durations(setup_s=setup_s, restart_s=restart_s)
     most = max(trace.max_nodes for _, _, trace in cases)
     request = PlanRequest(memory_bytes=memory_bytes_of(memory_gib))
-    job = job_from_profile(measured, most, request, durations=durations)
+    job = with_redundant_costs(job_from_profile(measured, most, request, durations=durations), measured, most)
     longest = hours if not traces else min(trace.duration_s for _, _, trace in cases) / 3600
     if bound is not None and bound.kind == "hours" and bound.amount > longest:
         raise ConfigError("is after a trace's end", field="--until", value=until, allowed=f"at most {longest:.4g}h")

@@ -38,6 +38,15 @@ class ReduceName(StrEnum):
     LATE = "late"
 
 
+class RedundantName(StrEnum):
+    """What workers compute for the next stage."""
+
+    OFF = "off"
+    LFLB = "lflb"
+    EFLB = "eflb"
+    EFEB = "efeb"
+
+
 def simulate_command(
     context: typer.Context,
     profile: ProfileArgument,
@@ -58,6 +67,12 @@ def simulate_command(
     all_reduce: Annotated[
         ReduceName, typer.Option("--all-reduce", help="Each unit as soon as it has its gradient, or all at the end.")
     ] = ReduceName.OVERLAPPED,
+    redundant_computation: Annotated[
+        RedundantName,
+        typer.Option(
+            "--redundant", help="Bamboo's redundant computation: after a loss, eager forwards, or all of it eager."
+        ),
+    ] = RedundantName.OFF,
     jitter_seed: Annotated[
         int | None, typer.Option("--jitter-seed", help="Also draw times at random from the spread that was measured.")
     ] = None,
@@ -94,12 +109,14 @@ def simulate_command(
 
         draw_timeline(simulation, png)
     if as_json:
-        answer = {
+        answer: dict[str, object] = {
             "plan": simulation.plan.model_dump(mode="json"),
             "explanation": simulation.explanation,
             "breakdown_s": simulation.breakdown_s,
             "jitter": None if simulation.jitter is None else asdict(simulation.jitter),
         }
+        if redundant_computation is not RedundantName.OFF:
+            answer["mean_pause_s"] = simulation.mean_pause_s
         print(json.dumps(answer))
         return
     from morph.tables import wide_console
@@ -112,5 +129,7 @@ def simulate_command(
     for line in tables.memory_lines(simulation):
         console.print(line)
     console.print(tables.ladder_table(simulation))
+    if redundant_computation is not RedundantName.OFF:
+        console.print(tables.redundant_line(simulation))
     if png is not None:
         console.print(f"Drew {png}.")

@@ -1,0 +1,95 @@
+"""Redundant forwards and backwards: event for event as the SimPy model, and without them nothing changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from simulator.playing.engine import StageTimes
+from simulator.playing.following import ShapeTimes, follow, lane_times
+from tests.seeds import each_seed
+from tests.simulator.simpy_following import follow_with_simpy
+from tests.simulator.test_following import SCHEDULES, makers, orders_of, random_lanes, random_stages
+
+
+def with_redundant_tasks(lanes: ShapeTimes, rng: np.random.Generator, *, backwards: bool) -> ShapeTimes:
+    """Each worker runs what the next stage's worker does, or something else of that order."""
+
+    def of_next(values: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.roll(values, -1, axis=0) * int(rng.choice([1, 1, 3]))
+        return found
+
+    return replace(
+        lanes,
+        redundant_forward_ns=of_next(lanes.forward_ns),
+        redundant_backward_ns=of_next(lanes.backward_ns) if backwards else None,
+    )
+
+
+@each_seed(400)
+def test_every_task_and_every_redundant_one_is_when_the_simpy_model_has_it(seed: int) -> None:
+    rng = np.random.default_rng(20_000 + seed)
+    schedule = SCHEDULES[seed % len(SCHEDULES)]
+    counts = tuple(int(count) for count in rng.integers(1, 10, int(rng.integers(1, 4))))
+    times = random_stages(rng, int(rng.integers(2, 6)), schedule, max(counts))
+    lanes = with_redundant_tasks(random_lanes(rng, times, counts), rng, backwards=seed % 3 > 0)
+    orders = orders_of(times, counts, schedule)
+    strict = schedule != "varuna"
+    played = follow(lanes, orders, times.window, strict=strict, keep_times=True)
+    oracle, redundant = follow_with_simpy(lanes, counts, makers(orders, times, schedule))
+    assert played.redone_ns is not None
+    for replica, stages in enumerate(oracle):
+        for stage, tasks in enumerate(stages):
+            assert played.orders[replica][stage] == "".join(letter for letter, _ in tasks)
+            assert played.start_ns[replica][stage].tolist() == [start for _, start in tasks]
+            ends = redundant[stage, replica]
+            kept = played.redundant_ns[replica][stage][:, :, 1]
+            assert kept.tolist() == [ends["f"], ends["b"]][: len(kept)]
+            assert len(ends["f"]) == counts[replica]
+            last = max(played.last_backward_ns[stage, replica], *ends["f"], *ends["b"])
+            assert played.redone_ns[stage, replica] == last
+    quick = follow(lanes, orders, times.window, strict=strict)
+    assert quick.last_backward_ns.tolist() == played.last_backward_ns.tolist()
+    assert quick.redone_ns is not None
+    assert quick.redone_ns.tolist() == played.redone_ns.tolist()
+
+
+def two_stages(window: int = 1) -> StageTimes:
+    return StageTimes(
+        forward_ns=np.array([10, 30]),
+        recompute_ns=np.array([10, 30]),
+        backward_ns=np.array([20, 60]),
+        activation_ns=np.array([0, 0]),
+        gradient_ns=np.array([0, 0]),
+        window=np.array([window, 1]),
+        recompute=np.array([False, False]),
+    )
+
+
+def test_a_forward_that_fits_into_a_wait_costs_nothing_and_one_that_does_not_delays_the_rest_of_it() -> None:
+    times = two_stages()
+    lanes = lane_times(times, 1)
+    orders = orders_of(times, (4,), "varuna")
+    plain = follow(lanes, orders, times.window)
+    fits = replace(lanes, redundant_forward_ns=np.array([[[90]], [[10]]]))
+    # stage 0 waits for 90 ns behind each forward, stage 1 for 30 ns behind each backward
+    assert follow(fits, orders, times.window).last_backward_ns.tolist() == plain.last_backward_ns.tolist()
+    beyond = replace(lanes, redundant_forward_ns=np.array([[[200]], [[10]]]))
+    late = follow(beyond, orders, times.window, keep_times=True)
+    # the forward of k waits for the redundant one of k - 2: 20 ns are left of the first, 110 of the second
+    assert late.start_ns[0][0][::2].tolist() == [0, 120, 240 + 20, 380 + 110]
+    assert late.redundant_ns[0][0][0, :2].tolist() == [[10, 260], [270, 490]]
+
+
+def test_a_redundant_backward_waits_for_the_gradient_that_its_stage_was_given() -> None:
+    times = two_stages()
+    lanes = replace(
+        lane_times(times, 1),
+        redundant_forward_ns=np.array([[[30]], [[10]]]),
+        redundant_backward_ns=np.array([[[60]], [[20]]]),
+    )
+    played = follow(lanes, orders_of(times, (1,), "varuna"), times.window, keep_times=True)
+    first, last = played.redundant_ns[0]
+    assert first.tolist() == [[[10, 40]], [[40, 100]]]  # of stage 1, beside it
+    assert last.tolist() == [[[100, 110]], [[110, 130]]]  # of stage 0, behind stage 1's own tasks
