@@ -60,6 +60,7 @@ class Pauses:
         if self._is_noticed and num_steps == self._at:
             wait("an order to save", Path(os.environ["MORPH_SPOT_FOLDER"], "save").exists)
         elif num_steps == self._at + self._is_noticed:
+            OUT.joinpath(f"stopped-{num_steps}").touch()
             wait("the VM's end", lambda: False)
 
 
