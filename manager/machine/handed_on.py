@@ -7,8 +7,11 @@ what is on it by its prefix a name that speaks of a secret stays too. Whatever e
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from morph.contract.errors import ConfigError
 
 NAMES = frozenset({
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "PWD", "HOSTNAME"),
@@ -44,6 +47,18 @@ def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if _is_known(name.upper()) and not _WITH_LOGIN.search(value)  # a proxy's address may hold a password
     }
+
+
+def variables(names: Sequence[str]) -> dict[str, str]:
+    """Those of this environment that workers are to get.
+
+    Raises:
+        ConfigError: one is not set.
+    """
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError("is not set in this environment", field="vms.pass_variables", value=missing[0])
+    return {name: os.environ[name] for name in names}
 
 
 def _is_known(name: str) -> bool:

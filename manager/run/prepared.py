@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,7 +17,6 @@ from manager.run_dir import RunFacts, is_run, read_facts
 from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import ClusterConfig
-from morph.contract.errors import ConfigError
 from morph.contract.profile import Profile
 from morph.contract.trace import Trace
 from morph.job_files import JobFiles
@@ -148,18 +145,6 @@ class PreparedRun:
             return None
         kept = read_facts(self.run_dir)
         return kept.micro_batch_size if kept.fingerprint == self.profile.job.fingerprint else None
-
-
-def variables(names: Sequence[str]) -> dict[str, str]:
-    """Those of this environment that workers are to get.
-
-    Raises:
-        ConfigError: one is not set.
-    """
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise ConfigError("is not set in this environment", field="vms.pass_variables", value=missing[0])
-    return {name: os.environ[name] for name in names}
 
 
 def _digest(value: Value) -> str:

@@ -14,6 +14,7 @@ import hashlib
 import io
 import os
 import pwd
+import signal
 import sys
 import tempfile
 import time
@@ -57,7 +58,14 @@ class VmAgent:
         self._save = 0
 
     def run(self) -> None:
-        """Go on until this process is ended."""
+        """Go on until this process is ended, and the script with it."""
+        try:
+            self._talk()
+        finally:
+            if self._script is not None:
+                self._script.end()
+
+    def _talk(self) -> None:
         host, _, port = self._manager.rpartition(":")
         while True:
             try:
@@ -88,9 +96,10 @@ class VmAgent:
         if self._script is not None and answer["save"] > self._save:
             self._save = int(answer["save"])
             self._script.save(self._save)
-        is_new = self._script is None and self._code is None
-        start: dict[str, Any] | None = answer["start"] if is_new else None
-        return start
+        start: dict[str, Any] | None = answer["start"]
+        if start is None and self._script is not None and self._script.code() is None:
+            self._script.end()
+        return start if self._script is None and self._code is None else None
 
     def _begin(self, start: dict[str, Any]) -> None:
         code, said = self._folder / "code", self._folder / "said"
@@ -102,18 +111,21 @@ class VmAgent:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             archive.extractall(code)
         options: dict[str, Any] = {}
+        own: dict[str, str] = {}
         if self._uid:
-            group = pwd.getpwuid(self._uid).pw_gid
+            user = pwd.getpwuid(self._uid)
             for path in (self._folder, *self._folder.rglob("*")):
-                os.chown(path, self._uid, group)
-            options = {"user": self._uid, "group": group, "extra_groups": []}
+                os.chown(path, user.pw_uid, user.pw_gid)
+            options = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+            own = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
         command, python = list(start["command"]), sys.executable
         command[:1] = [python] if command[0] in ("python", "python3") else command[:1]
-        environment = {"PATH": f"{Path(python).parent}:{os.environ.get('PATH', '')}", **start["environment"]}
+        own["PATH"] = f"{Path(python).parent}:{os.environ.get('PATH', '')}"
         with (self._folder / "output").open("ab") as output:
             options |= {"stdout": output, "stderr": output}
+            own |= start["environment"]
             try:
-                self._script = ScriptProcess(said, command, start["storage"], code, environment, **options)
+                self._script = ScriptProcess(said, command, start["storage"], code, own, **options)
             except OSError as error:
                 output.write(f"{command[0]} cannot be started: {error}\n".encode())
                 self._code = CANNOT_START
@@ -128,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--uid", default=0, type=int)
     given = parser.parse_args(arguments)
     secret = given.secret_file.read_text(encoding="utf-8").strip()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the script is a group of its own
     with tempfile.TemporaryDirectory(prefix="morph-spot-") as folder:
         VmAgent(given.manager, given.node, secret, Path(folder), given.uid).run()
 

@@ -25,6 +25,8 @@ from manager.controller.state.expected import ExpectedLosses
 PRIOR = ExpectedLosses()
 FIRST_SAVE_S, MARGIN_S = 1.0, 1.0
 """What a save is taken to stall until one was seen; and what a notice must leave beyond its save."""
+STAYS_S = 60.0
+"""A VM that is there so long after the end that its notice gave stays: notices are withdrawn, or mere advice."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ def _ticked(state: SpotState, now_s: float) -> Answer:
     if state.phase == "waiting" and not state.is_asking:
         return replace(state, is_asking=True, asked_s=now_s), (Ask(),), "there is no VM"
     is_free = state.ordered == state.lasting  # one save at a time
+    if state.phase == "leaving" and is_free and state.emergency is None and state.step_s is not None:
+        return _on_notice(state, now_s)
     if state.phase != "running" or not is_free or state.step_s is None:
         return state, (), ""
     pause_s = interval_s(state, now_s)
@@ -227,12 +231,21 @@ def _noticed(state: SpotState, lead_s: float, now_s: float) -> Answer:
     asks: tuple[Action, ...] = () if state.is_asking or state.spare else (Ask(),)
     state = replace(state, phase="leaving", is_asking=state.spare is None, until_s=now_s + lead_s)
     state = replace(state, asked_s=now_s if asks else state.asked_s)
-    needed_s = emergency_s(state)
-    if lead_s < needed_s or state.step_s is None:
-        return state, asks, f"the VM goes in {lead_s:.3g} s, and a save may take {needed_s:.3g} s: it trains on"
+    if state.step_s is None:
+        return state, asks, f"the VM goes in {lead_s:.3g} s, before a step that is not done yet"
+    state, orders, reason = _on_notice(state, now_s)
+    why = f"the VM goes in {lead_s:.3g} s, and a save may take {emergency_s(state):.3g} s: it trains on"
+    return state, asks + orders, reason or why
+
+
+def _on_notice(state: SpotState, now_s: float) -> Answer:
+    """Save if there is time; or if the VM should be gone for long, for then nothing says when it will."""
+    left_s = state.until_s - now_s
+    if -STAYS_S <= left_s < emergency_s(state):
+        return state, (), ""
     state, orders, _ = _ordered(state, "")
-    reason = f"the VM goes in {lead_s:.3g} s: the script saves"
-    return replace(state, emergency=state.ordered), asks + orders, reason
+    goes = f"the VM goes in {left_s:.3g} s" if left_s > 0 else "the VM was not taken"
+    return replace(state, emergency=state.ordered), orders, f"{goes}: the script saves"
 
 
 def _uploaded(state: SpotState, number: int) -> Answer:

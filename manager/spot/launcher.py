@@ -9,12 +9,22 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
+from manager.engine.vms.spending import Spending
 from manager.notices.agent import sources_of
 from manager.notices.watch import Given, NoticeWatch, Told
-from manager.providers.interface.provider import Provider, ProviderError, Throttled, Transient, end_all
+from manager.providers.interface.provider import (
+    Misconfigured,
+    Provider,
+    ProviderError,
+    Throttled,
+    Transient,
+    Vm,
+    end_all,
+)
 from manager.providers.interface.provider import Refused as VmsRefused
 from manager.spot.controller import (
     Action,
@@ -36,6 +46,7 @@ from manager.spot.controller import (
     decide,
 )
 from manager.spot.spec import Preemptions, SpotJob
+from morph.contract.cluster import Limits
 
 log = logging.getLogger("morph.spot")
 
@@ -72,6 +83,9 @@ class Machines(Protocol):
 
     def is_lost(self, vm: str) -> bool:
         """Whether nothing is heard of the VM any more."""
+
+    def end(self, vms: Sequence[str]) -> None:
+        """End the script, where that is heard, on VMs that the provider is about to end; does not wait for it."""
 
     def close(self) -> None:
         """Hear nothing more of any."""
@@ -112,6 +126,19 @@ class Exponential:
         return ran_s >= self._life(ran_s)
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where VMs come from, on which ``Machines`` run the script.
+
+    ``num_devices``: of the VMs of a group, together: one VM, where each has as many. ``least_vms``: that have them.
+    """
+
+    provider: Provider
+    num_devices: int
+    least_vms: int = 1
+    spending: Spending = field(default_factory=lambda: Spending(Limits()))
+
+
 @dataclass
 class Outcome:
     """``num_vms``: or groups of them, that ran the script.
@@ -130,23 +157,16 @@ class Launcher:
     Args:
         job: What to do.
         command: The script's.
-        provider: Of VMs, on which ``machines`` runs the script.
+        source: Of VMs.
         machines: Closed by ``run``.
-        num_devices: Of the VMs of a group, together: one VM, where each has as many.
         taking: Takes VMs on purpose.
     """
 
     def __init__(
-        self,
-        job: SpotJob,
-        command: Sequence[str],
-        provider: Provider,
-        machines: Machines,
-        num_devices: int,
-        taking: Taking | None,
+        self, job: SpotJob, command: Sequence[str], source: Source, machines: Machines, taking: Taking | None
     ) -> None:
-        self._job, self._command, self._provider, self._machines = job, command, provider, machines
-        self._num_devices, self._taking = num_devices, taking
+        self._job, self._command, self._machines, self._taking = job, command, machines, taking
+        self._source, self._provider = source, source.provider
         self._state = SpotState()
         self._events: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self._begin_s = time.monotonic()
@@ -188,6 +208,8 @@ class Launcher:
                 thread.join(ASK_TIMEOUT_S)
             end_all(self._provider, told=log.info)
             self._machines.close()
+            if (price := self._provider.price()) is not None:
+                log.info("VMs cost about %.2f dollars", self._source.spending.spent_usd(price))
         code = self._state.code
         return Outcome(1 if code is None or code < 0 else code, self._num_groups, self._reasons)
 
@@ -221,14 +243,18 @@ class Launcher:
                 self._take()
 
     def _take(self) -> None:
-        """Give the group back, or what is left of it."""
+        """Give the group back, or what is left of it: the next one does not wait until the provider has ended it."""
         vms, self._vms = self._vms, ()
         if vms:
-            try:
-                self._provider.delete(vms)
-            except ProviderError as error:
-                log.info("%s", error)  # it is tried again in the end
+            self._machines.end(vms)
+            self._beside(partial(self._delete, vms))
             self._events.put(Gone())
+
+    def _delete(self, vms: Sequence[str]) -> None:
+        try:
+            self._provider.delete(vms)
+        except ProviderError as error:
+            log.info("%s", error)  # it is tried again in the end
 
     def _beside(self, run: Callable[[], None]) -> None:
         def guarded() -> None:
@@ -242,29 +268,50 @@ class Launcher:
         self._threads[-1].start()
 
     def _ask(self) -> None:
-        """Ask for a group until there is a whole one."""
+        """Ask for a group until there is a whole one; under the same name until there is an answer."""
+        self._num_asked += 1
+        told, num_devices = "", self._source.num_devices
         while not self._over.is_set():
-            self._num_asked += 1
             name, pause_s = f"{self._job.name}-{self._num_asked}", ASK_AGAIN_S
             try:
-                vms = self._provider.request(name, self._num_devices)
-                if sum(vm.num_devices for vm in vms) >= self._num_devices:
+                vms = self._provider.request(name, num_devices, self._allowed())
+                if sum(vm.num_devices for vm in vms) >= num_devices:
                     self._groups[name] = tuple(vm.name for vm in vms)
                     self._events.put(Came(name))
                     return
                 self._provider.delete([vm.name for vm in vms])
+                self._num_asked += 1
                 log.info("there are VMs for %d of a group alone", len(vms))
             except (VmsRefused, Throttled, Transient) as error:
-                log.info("no VM yet: %s", error)
+                if told != (told := str(error)):
+                    log.info("no VM yet: %s", error)
                 pause_s = error.retry_after_s or ASK_AGAIN_S
             self._over.wait(pause_s)
+
+    def _allowed(self) -> int:
+        """Return how many VMs may be asked for now.
+
+        Raises:
+            Refused: too few for a group.
+            Misconfigured: and no VM is there whose end would change that.
+        """
+        living, source = self._listed(), self._source
+        allowed, why = source.spending.allowed(source.num_devices, living, self._provider.price())
+        if allowed < source.least_vms:
+            raise VmsRefused(why) if living else Misconfigured(f"no VM may be asked for: {why}")
+        return allowed
+
+    def _listed(self) -> tuple[Vm, ...]:
+        vms = self._provider.list()
+        self._source.spending.living(vms, self._provider.price())
+        return vms
 
     def _look_for_vms(self) -> None:
         """Ask the provider now and then whether VMs are still there."""
         while not self._over.wait(LOOK_FOR_VMS_S):
             vms = self._vms
             try:
-                there = {vm.name for vm in self._provider.list()}
+                there = {vm.name for vm in self._listed()}
             except ProviderError as error:
                 log.info("which VMs there are is not known: %s", error)
                 continue

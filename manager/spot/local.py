@@ -69,5 +69,8 @@ class LocalMachines:
         del vm
         return False
 
+    def end(self, vms: Sequence[str]) -> None:
+        """See ``Machines``: the provider does it at once."""
+
     def close(self) -> None:
         """See ``Machines``: the provider has ended them."""

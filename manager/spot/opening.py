@@ -11,17 +11,19 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from manager.engine.vms.own_wheel import make_wheel, python_version, requirements
+from manager.engine.vms.spending import Spending
+from manager.machine.handed_on import variables
 from manager.machine.ports import Ports
 from manager.providers.boot.cloud_init import NodeStart
 from manager.providers.interface.run_name import name_of
 from manager.providers.local import LocalProvider
 from manager.providers.opening import ending_command
 from manager.run.cloud import Cloud
-from manager.spot.launcher import Launcher, Taking, log
+from manager.spot.launcher import Launcher, Source, Taking, log
 from manager.spot.local import LocalMachines
 from manager.spot.provided import ProvidedMachines
 from manager.spot.spec import SpotJob
-from morph.contract.cluster import AzureVms, Limits
+from morph.contract.cluster import AzureVms
 from morph.contract.errors import ConfigError
 from morph.link.proof import new_secret
 
@@ -33,7 +35,7 @@ def open_local(job: SpotJob, command: Sequence[str], root: Path, code: Path | No
     machines = LocalMachines(root, code)
     num_vms = job.num_vms if code is not None else 1
     provider = LocalProvider(machines, max_vms=2 * num_vms if code is not None else 1)
-    return Launcher(job, command, provider, machines, num_vms, taking)
+    return Launcher(job, command, Source(provider, num_vms), machines, taking)
 
 
 def open_provided(
@@ -43,14 +45,15 @@ def open_provided(
 
     Raises:
         ClusterError: Morph is not installed here as VMs can get it.
-        ConfigError: the code is too large, or the address cannot be listened at.
+        ConfigError: the code is too large, the address cannot be listened at, or a variable that is to be handed on is
+            not set.
     """
     vms, name, wheel = cloud.vms, name_of(root, job.name), make_wheel()
     providing, secret = cloud.providing(name, root), new_secret()
     port = vms.notice_port or Ports(vms.first_port or 0).notices
     packed = packed_code(code)
     try:
-        machines = ProvidedMachines(secret, vms.address, port, wheel, packed)
+        machines = ProvidedMachines(secret, vms.address, port, wheel, packed, variables(vms.pass_variables))
     except OSError as error:
         raise ConfigError(
             f"cannot be listened on: {error.strerror}", source=str(cloud.path), field="vms.address", value=vms.address
@@ -70,24 +73,22 @@ def open_provided(
     )
     log.info("if this command is killed, and VMs are left: %s", ending_command(cloud.path, name))
     named = job.model_copy(update={"name": name.requests})
-    launcher = Launcher(named, command, providing.make_provider(start), machines, vms.keep, taking)
+    least_vms = -(-vms.keep // cloud.most_devices)
+    source = Source(providing.make_provider(start), vms.keep, least_vms, Spending(vms.limits))
+    launcher = Launcher(named, command, source, machines, taking)
     machines.noticed = launcher.noticed
     return launcher
 
 
 def check_provided(cloud: Cloud, source: str) -> None:
-    """Refuse settings of a cluster file that a script's VMs do not heed.
+    """Refuse what a script's VMs do not heed.
 
     Raises:
         ConfigError: naming the field.
     """
-    vms = cloud.vms
-    unheeded = {"limits": vms.limits != Limits(), "tls": vms.tls, "pass_variables": bool(vms.pass_variables)}
-    for field, is_set in unheeded.items():
-        if is_set:
-            raise ConfigError(
-                "is not heeded by spot-run", source=source, field=f"vms.{field}", allowed="a cluster file without it"
-            )
+    if cloud.vms.tls:
+        allowed = "false: the script's code and variables are not encrypted on their way to the VMs"
+        raise ConfigError("is not heeded by spot-run", source=source, field="vms.tls", value=True, allowed=allowed)
 
 
 def packed_code(folder: Path) -> bytes:

@@ -6,7 +6,8 @@ It calls as ``manager.notices.call`` says, under the name NODE/script::
     launcher  {"heard": true, "kept": [SAID, OUTPUT], "save": NUMBER, "start": START or null}
 
 The answer says what is to be, not what is to be done, so that it may be lost. ``kept``: from which byte on the VM is to
-go on. L differs whenever the VM's agent has begun anew, which forgets its script.
+go on. START is null until the script is to run, and again once it is to end. L differs whenever the VM's agent has
+begun anew, which forgets its script.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,11 +57,14 @@ class ProvidedMachines(VmServer):
         secret: Shared with the VMs.
         host, port: To listen at.
         wheel, code: Morph's own, and a zip of the script's folder; VMs get both here.
+        handed_on: Variables that the script gets.
     """
 
-    def __init__(self, secret: str, host: str, port: int, wheel: bytes, code: bytes) -> None:
+    def __init__(
+        self, secret: str, host: str, port: int, wheel: bytes, code: bytes, handed_on: Mapping[str, str]
+    ) -> None:
         self._vms: dict[str, _Vm] = {}
-        self._digest = hashlib.sha256(code).hexdigest()
+        self._digest, self._handed_on = hashlib.sha256(code).hexdigest(), dict(handed_on)
         self._unfit: str | None = None
         self.noticed: Callable[[str, float], object] = lambda _vm, _lead_s: None
         super().__init__(secret, host, port, {"wheel": wheel, "code": code})
@@ -101,6 +105,12 @@ class ProvidedMachines(VmServer):
             known, now_s = self._vms[vm], time.monotonic()
             return now_s - known.since_s > BOOT_S if known.heard_s is None else now_s - known.heard_s > SILENT_S
 
+    def end(self, vms: Sequence[str]) -> None:
+        """See ``Machines``."""
+        with self._lock:
+            for vm in vms:
+                self._vms[vm].start = None
+
     def _take(self, caller: CallingNode, message: dict[str, Any]) -> dict[str, Any]:
         node, _, is_script = caller.node.partition(SUFFIX[0])
         if is_script:
@@ -137,6 +147,6 @@ class ProvidedMachines(VmServer):
             if first is None or first.heard_s is None:
                 start = None
             else:
-                own = variables(start["rank"], start["size"], first.address)
+                own = self._handed_on | variables(start["rank"], start["size"], first.address)
                 start = {name: start[name] for name in ("command", "storage", "code")} | {"environment": own}
         return {"kept": vm.kept, "save": vm.save, "start": start}

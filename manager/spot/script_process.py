@@ -18,10 +18,11 @@ PORT = 29400
 
 
 def variables(rank: int, size: int, host: str, port: int = PORT) -> dict[str, str]:
-    """Return what torch.distributed reads of a group of VMs; nothing for one VM alone."""
+    """Return what torch.distributed, accelerate and Lightning read of a group of VMs; nothing for one VM alone."""
     if size == 1:
         return {}
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    where = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return where | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": str(rank), "GROUP_RANK": str(rank)}
 
 
 class ScriptProcess:
@@ -56,6 +57,7 @@ class ScriptProcess:
         """Order it to save."""
         temporary = self._folder / f"{SAVE}.new"
         temporary.write_text(str(number))
+        temporary.chmod(0o644)  # the script may be another user
         temporary.replace(self._folder / SAVE)
 
     def code(self) -> int | None:

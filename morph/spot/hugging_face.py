@@ -10,20 +10,43 @@ The Trainer's checkpoints hold all that it needs to go on: model, optimizer, sch
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import morph.spot
+from morph.contract.errors import InputError
+from morph.spot.script import ranks_here
 
 
 class Spot(TrainerCallback):  # type: ignore[misc] # not followed by mypy, see pyproject.toml
-    """Has the Trainer save when ``morph spot-run`` says so, and backs up whatever checkpoint it writes."""
+    """Has the Trainer save when ``morph spot-run`` says so, and backs up whatever checkpoint it writes.
+
+    With several ranks all save, and the first one's folder is backed up, with the generators of the others. What is
+    sharded over ranks on several VMs is nowhere whole.
+
+    Raises:
+        InputError: as training begins: the model is sharded over several VMs.
+    """
 
     def __init__(self) -> None:
         self._step = ExitStack()
+
+    def on_train_begin(self, args: TrainingArguments, *_: object, **__: object) -> None:
+        """See ``TrainerCallback``."""
+        is_sharded = bool(args.fsdp or args.deepspeed) or "true" in (
+            os.environ.get("ACCELERATE_USE_FSDP"),
+            os.environ.get("ACCELERATE_USE_DEEPSPEED"),
+        )
+        if is_sharded and args.world_size > ranks_here():
+            raise InputError(
+                "no VM has a whole checkpoint of a model that is sharded over several",
+                field="morph.spot.hugging_face.Spot",
+                allowed="plain data parallelism (DDP), or one VM",
+            )
 
     def on_step_begin(self, *_: object, **__: object) -> None:
         """See ``TrainerCallback``."""
@@ -42,5 +65,11 @@ class Spot(TrainerCallback):  # type: ignore[misc] # not followed by mypy, see p
 
     def on_save(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: object) -> None:
         """See ``TrainerCallback``."""
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if args.world_size > 1:  # on other VMs the others' generators lie on other disks; and all have saved by now
+            mine = folder / f"rng_state_{args.process_index}.pth"
+            for name, data in gather_object([(mine.name, mine.read_bytes())]):
+                if state.is_world_process_zero and not (folder / name).exists():
+                    (folder / name).write_bytes(data)
         if state.is_world_process_zero:
-            morph.spot.backup(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            morph.spot.backup(folder)

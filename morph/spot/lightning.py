@@ -25,6 +25,10 @@ except ImportError:
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 import morph.spot
+from morph.contract.errors import InputError
+from morph.spot.script import ranks_here
+
+SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
 class Spot(Callback):  # type: ignore[misc] # not followed by mypy, see pyproject.toml
@@ -40,8 +44,28 @@ class Spot(Callback):  # type: ignore[misc] # not followed by mypy, see pyprojec
         self._step = ExitStack()
         self._saved: dict[str, Any] = {}
 
+    def setup(self, trainer: Trainer, *_: object, **__: object) -> None:
+        """See ``Callback``.
+
+        Raises:
+            InputError: the model is sharded over several VMs.
+        """
+        if type(trainer.strategy).__name__ in SHARDED and trainer.world_size > ranks_here():
+            raise InputError(
+                "no VM has a whole checkpoint of a model that is sharded over several",
+                field="morph.spot.lightning.Spot",
+                allowed="plain data parallelism (DDP), or one VM",
+            )
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the generators."""
+        """Return the states of the generators, of all ranks: all call it when one saves."""
+        ranks: list[Any] = [self._generators()]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            ranks *= torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(ranks, ranks[0])
+        return {"ranks": ranks}
+
+    def _generators(self) -> dict[str, Any]:
         kind, keys, *rest = np.random.get_state(legacy=True)
         return {
             "torch": torch.get_rng_state(),
@@ -54,10 +78,10 @@ class Spot(Callback):  # type: ignore[misc] # not followed by mypy, see pyprojec
         """Keep them until the first batch: what comes before it draws, too."""
         self._saved = state_dict
 
-    def on_train_batch_start(self, *_: object) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         """See ``Callback``."""
         if self._saved:
-            saved, self._saved = self._saved, {}
+            saved, self._saved = self._saved["ranks"][trainer.global_rank], {}
             kind, keys, *rest = saved["numpy"]
             torch.set_rng_state(saved["torch"])
             torch.cuda.set_rng_state_all(saved["cuda"])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import shutil
@@ -21,6 +22,16 @@ from morph.spot.storage import read_newest, write_backup
 FOLDER, STORAGE = "MORPH_SPOT_FOLDER", "MORPH_SPOT_STORAGE"
 EVENTS, SAVE = "events", "save"
 END_TIMEOUT_S = 600.0
+
+
+def ranks_here() -> int:
+    """Return how many ranks there are on this VM."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _is_first() -> bool:
+    """Whether this rank is the one that is told to save, and whose backups count."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class Script:
@@ -53,7 +64,7 @@ class Script:
 
     def should_save(self) -> bool:
         """See ``morph.spot``."""
-        if self._folder is None:
+        if self._folder is None or not _is_first():
             return False
         try:
             ordered = int((self._folder / SAVE).read_text())
@@ -68,7 +79,7 @@ class Script:
         """See ``morph.spot``."""
         if not path.exists():
             raise InputError("is not there", field="backup", value=str(path), allowed="a file or folder that was saved")
-        if self._folder is None or os.environ.get("RANK", "0") != "0":  # of a group the first one's counts
+        if self._folder is None or not _is_first():
             return
         self._num_spools += 1
         spool = self._folder / f"spool-{self._num_spools}"
@@ -90,7 +101,15 @@ class Script:
         """See ``morph.spot``."""
         if self._folder is None or self._storage is None:
             return None
-        return read_newest(self._storage, self._folder / "restored")
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        into, found = self._folder / f"restored-{restart}", self._folder / f"found-{restart}"
+        with (self._folder / "restoring").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if ranks_here() > 1 and found.exists():  # another rank on this VM brought it
+                return Path(text) if (text := found.read_text()) else None
+            newest = read_newest(self._storage, into)
+            found.write_text("" if newest is None else str(newest))
+        return newest
 
     def _send_backups(self) -> None:
         while True:

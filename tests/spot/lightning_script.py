@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,7 +68,7 @@ class Pause(Callback):
 def main() -> None:
     net = Net()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"enable_model_summary": False}
+    quiet |= {"enable_model_summary": False, "num_nodes": int(os.environ.get("WORLD_SIZE", "1"))}
     callbacks = [Pause(), Spot(every=SAVE_EVERY)]
     trainer = Trainer(accelerator="cpu", devices=1, max_steps=NUM_STEPS, callbacks=callbacks, **quiet)
     trainer.fit(net, Loader(), ckpt_path=morph.spot.restore())

@@ -50,16 +50,18 @@ class Pauses:
         place = num_begun // int(os.environ.get("WORLD_SIZE", "1"))
         mine = given[place] if place < len(given) else ""
         self._at = int(mine.rstrip("+")) if mine else None
-        is_first = os.environ.get("RANK", "0") == "0"  # which alone is asked to save
-        self._is_noticed = mine.endswith("+") and is_first
+        self._is_noticed = mine.endswith("+")
+        self._is_first = os.environ.get("RANK", "0") == "0"  # which alone is asked to save
 
     def before(self, num_steps: int) -> None:
         """Before the next step, with so many done."""
         if self._at is None:
             return
         if self._is_noticed and num_steps == self._at:
-            wait("an order to save", Path(os.environ["MORPH_SPOT_FOLDER"], "save").exists)
+            if self._is_first:
+                wait("an order to save", Path(os.environ["MORPH_SPOT_FOLDER"], "save").exists)
         elif num_steps == self._at + self._is_noticed:
+            OUT.joinpath(f"stopped-{num_steps}").touch()
             wait("the VM's end", lambda: False)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from manager.spot.controller import (
     PRIOR,
+    STAYS_S,
     Ask,
     Came,
     Ended,
@@ -107,6 +108,25 @@ def test_a_refused_save_is_ordered_again_after_a_pause() -> None:
     state, done = after(running(*SEEN), (9000.0, Tick()), (9002.0, Refused(1, "full")), (9003.0, Tick()))
     assert done == [Save(1)]
     assert after(state, (9002.0 + interval_s(state, 9100.0) + 500, Tick()))[1] == [Save(2)]
+
+
+def test_a_notice_before_the_first_step_is_used_once_a_step_says_that_there_is_time() -> None:
+    state, done = after(SpotState(), (0.0, Tick()), (10.0, Came("a")), (20.0, Noticed(30.0)), (25.0, Tick()))
+    assert done == [Ask(), Start("a"), Ask()]
+    assert after(state, (30.0, Stepped(9.0)))[1] == [Save(1)]
+    assert after(state, (46.0, Stepped(9.0)))[1] == []
+
+
+def test_a_vm_that_is_not_taken_after_its_notice_is_saved_and_left() -> None:
+    """No time was left for a save, and nobody came: another VM waits, and costs."""
+    state, done = after(running(*SEEN), (100.0, Noticed(8.0)), (110.0, Came("b")), (108.0 + STAYS_S, Tick()))
+    assert done == [Ask()]
+    state, done = after(state, (109.0 + STAYS_S, Tick()), (110.0 + STAYS_S, Tick()))
+    assert done == [Save(1)]
+    state, done = after(state, (112.0 + STAYS_S, Saved(1, 1.5)), (116.0 + STAYS_S, Uploaded(1, 4.0)))
+    assert done == [Release()]
+    state, done = after(state, (116.0 + STAYS_S, Gone()))
+    assert (done, state.num_losses) == ([Start("b")], 0)
 
 
 @pytest.mark.parametrize("before", [(), ((100.0, Noticed(30.0)),)])

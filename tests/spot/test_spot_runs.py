@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
+from manager.engine.vms.spending import Spending
+from manager.providers.interface.provider import Misconfigured
 from manager.providers.local import LocalProvider
-from manager.spot.launcher import TAKEN_CODE, Launcher, Outcome
-from manager.spot.opening import open_local, packed_code
-from manager.spot.provided import ProvidedMachines
+from manager.spot.launcher import TAKEN_CODE, Launcher, Outcome, Source
+from manager.spot.opening import open_local, open_provided
 from manager.spot.spec import SpotJob
 from morph.cli.main import app
+from morph.cli.reading.cluster_file import load_cluster
+from morph.cli.runs.prepare import load_cloud
+from morph.contract.cluster import Limits
+from morph.contract.errors import InputError
+from morph.spot.script import Script
 from morph.spot.storage import read_newest, write_backup
+from tests.grids import IS_LONG
+from tests.system.hosts import Hosts
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SECRET = "11" * 32
 
 
 class Takings:
@@ -113,49 +122,156 @@ def test_a_group_of_vms_goes_together(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted((tmp_path / "begins").read_text().split()) == ["0", "0", "26", "26"]
 
 
-class Agents:
-    """Boots VMs that are processes with an agent of a provider's VM."""
+@pytest.mark.system
+@pytest.mark.skipif(not IS_LONG, reason="two ranks of a Trainer, in two VMs, twice: only in make test-long")
+@pytest.mark.parametrize(("script", "package"), [("hugging_face", "accelerate"), ("lightning", "pytorch_lightning")])
+def test_a_trainer_of_two_ranks_on_two_vms_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, package: str
+) -> None:
+    """Each rank draws its own dropout: the first one's backup has the generators of both."""
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    assert run(tmp_path / "quiet", f"{script}_script.py", [], monkeypatch, num_vms=2).code == 0
+    takings = [(25, 60.0)]
+    taken = run(tmp_path / "taken", f"{script}_script.py", takings, monkeypatch, num_vms=2, PAUSES="25+")
+    assert (taken.code, taken.num_vms) == (0, 2), taken.reasons
+    assert sorted((tmp_path / "taken" / "begins").read_text().split()) == ["0", "0", "26", "26"]
+    assert (tmp_path / "taken" / "end").read_text() == (tmp_path / "quiet" / "end").read_text()
 
-    def __init__(self, folder: Path, machines: ProvidedMachines) -> None:
-        self._folder, self._manager = folder, f"127.0.0.1:{machines.port}"
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        folder.joinpath("secret").write_text(SECRET)
 
-    def request(self, node: str, zone: str = "unknown") -> str:
-        command = [sys.executable, "-m", "manager.spot.agent", f"--manager={self._manager}", f"--node={node}"]
-        command += [f"--secret-file={self._folder / 'secret'}"]
-        disk = self._folder / node
-        disk.mkdir()
-        known = {**os.environ, "TMPDIR": str(disk)}
-        self._processes[node] = subprocess.Popen(command, cwd=ROOT, env=known, start_new_session=True)
-        return node
+@pytest.mark.skipif(not IS_LONG, reason="imports both Trainers: only in make test-long")
+@pytest.mark.parametrize(("module", "package"), [("hugging_face", "accelerate"), ("lightning", "pytorch_lightning")])
+def test_what_is_sharded_over_vms_is_refused_and_over_the_ranks_of_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, module: str, package: str
+) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    spot = import_module(f"morph.spot.{module}").Spot()
+    sharded = SimpleNamespace(fsdp="full_shard", deepspeed=None, world_size=4, strategy=type("FSDPStrategy", (), {})())
+    begin = spot.on_train_begin if module == "hugging_face" else spot.setup
+    with pytest.raises(InputError, match="no VM has a whole checkpoint"):
+        begin(sharded)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    begin(sharded)
 
-    def release(self, *nodes: str) -> None:
-        for node in nodes:
-            mine = psutil.Process(self._processes[node].pid)
-            for one in [*mine.children(recursive=True), mine]:
-                one.kill()
-            self._processes[node].wait(30)
+
+class Noting(Takings):
+    """Also has every process of every host remembered, once the script runs there."""
+
+    def __init__(self, takings: Sequence[tuple[int, float | None]], storage: Path, hosts: Hosts) -> None:
+        super().__init__(takings, storage)
+        self._hosts = hosts
+
+    def notice_s(self, ran_s: float, num_steps: int) -> float | None:
+        lead_s = super().notice_s(ran_s, num_steps)
+        if lead_s is not None:
+            self._hosts.note()
+        return lead_s
 
 
 @pytest.mark.system
-def test_vms_of_a_provider_get_the_code_run_it_and_are_replaced(
+def test_hosts_over_ssh_get_the_code_run_it_and_are_given_back_with_nothing_on_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = tmp_path / "code"
     code.mkdir()
     (code / "spot_model.py").write_text((HERE / "spot_model.py").read_text())
     (code / "plain_script.py").write_text((HERE / "plain_script.py").read_text() + "    print('all is done')\n")
-    for name, value in {"OUT": str(tmp_path), "PYTHONPATH": str(ROOT), "PAUSES": "25+"}.items():
+    hosts = Hosts(tmp_path / "hosts", number=2)
+    for name, value in {"OUT": str(tmp_path), "PAUSES": "25+", **hosts.environment}.items():
         monkeypatch.setenv(name, value)
-    machines = ProvidedMachines(SECRET, "127.0.0.1", 0, b"", packed_code(code))
-    provider = LocalProvider(Agents(tmp_path, machines), max_vms=2)
-    taking = Takings([(25, 30.0)], tmp_path / "backups")
-    job = SpotJob(storage=str(tmp_path / "backups"))
-    outcome = Launcher(job, ["python", "plain_script.py"], provider, machines, 1, taking).run()
-    assert (outcome.code, outcome.num_vms) == (0, 2), outcome.reasons
+    given = {"kind": "static", "cloud": str(hosts.file), "keep": 1, "memory_bytes": 10**9, "device": "cpu"}
+    given |= {"address": "127.0.0.2", "shared_storage": True, "pass_variables": ["OUT", "PAUSES"]}
+    given |= {"environment": {"python": sys.executable}, "limits": {"max_vms": 2}}
+    (tmp_path / "cluster.yaml").write_text(json.dumps({"vms": given}))
+    cloud = load_cloud(load_cluster(tmp_path / "cluster.yaml"), tmp_path / "cluster.yaml")
+    assert cloud is not None
+    job, taking = SpotJob(storage=str(tmp_path / "backups")), Noting([(25, 30.0)], tmp_path / "backups", hosts)
+    (tmp_path / "root").mkdir()
+    try:
+        command = ["python", "plain_script.py"]
+        outcome = open_provided(job, command, cloud, tmp_path / "root", code, taking).run()
+        assert (outcome.code, outcome.num_vms) == (0, 2), outcome.reasons
+        assert hosts.wait_until_empty() == []
+        assert list(hosts.directory.glob("h*/.morph/nodes/*")) == []
+        assert json.loads((hosts.directory / "leases.json").read_text()) == {}
+    finally:
+        hosts.close()
     assert (tmp_path / "begins").read_text().split() == ["0", "26"]
     assert "all is done" in capfd.readouterr().out
+
+
+class Played:
+    """``Machines`` without any: the script does a step at once, and ends on the second VM."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def start(self, vms: Sequence[str], command: Sequence[str], storage: str) -> None:
+        self.started += vms
+        self._left = [b'{"kind": "step", "seconds": 0.001}\n']
+
+    def said(self, vm: str) -> bytes:
+        return self._left.pop() if self._left else b""
+
+    def ended(self, vm: str) -> int | None:
+        return 0 if len(self.started) == 2 else None
+
+    def save(self, vm: str, number: int) -> None: ...
+
+    def is_lost(self, vm: str) -> bool:
+        return False
+
+    def end(self, vms: Sequence[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Counted:
+    """A fleet that counts."""
+
+    def __init__(self) -> None:
+        self.living, self.most = 0, 0
+
+    def request(self, node: str, zone: str = "unknown") -> str:
+        self.living += 1
+        self.most = max(self.most, self.living)
+        return node
+
+    def release(self, *nodes: str) -> None:
+        self.living -= len(nodes)
+
+
+@pytest.mark.parametrize(("max_vms", "most"), [(1, 1), (2, 2)])
+def test_the_next_vm_is_asked_for_with_the_notice_where_limits_allow_two(
+    monkeypatch: pytest.MonkeyPatch, max_vms: int, most: int
+) -> None:
+    monkeypatch.setattr("manager.spot.launcher.ASK_AGAIN_S", 0.02)
+    fleet, machines = Counted(), Played()
+
+    class Taken:
+        def notice_s(self, ran_s: float, num_steps: int) -> float | None:
+            return 0.5 if num_steps else None
+
+        def is_taken(self, ran_s: float, num_steps: int) -> bool:
+            return ran_s > 0.3
+
+    source = Source(LocalProvider(fleet, 2), 1, 1, Spending(Limits(max_vms=max_vms)))
+    outcome = Launcher(SpotJob(storage="x"), ["true"], source, machines, Taken()).run()
+    assert (outcome.code, outcome.num_vms, fleet.most, fleet.living) == (0, 2, most, 0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"max_vms": 1}, r"vms\.limits\.max_vms is 1"),
+        ({"budget_usd": 1.0}, "the price of a VM is not known"),
+    ],
+)
+def test_where_limits_allow_no_group_at_all_the_command_ends(limits: dict[str, float], said: str) -> None:
+    source = Source(LocalProvider(Counted(), 2), 2, 2, Spending(Limits.model_validate(limits)))
+    with pytest.raises(Misconfigured, match=f"no VM may be asked for: .*{said}"):
+        Launcher(SpotJob(storage="x"), ["true"], source, Played(), None).run()
 
 
 @pytest.mark.system
@@ -212,6 +328,29 @@ def test_without_a_launcher_a_script_trains_as_it_is(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     )
     assert done.stdout.split() == ["False", "None", "None", "False"]
+
+
+def test_the_ranks_of_one_vm_share_what_one_of_them_restores_and_the_first_alone_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, source = str(tmp_path / "storage"), tmp_path / "model.pt"
+    (tmp_path / "vm").mkdir()
+    (tmp_path / "vm" / "save").write_text("1")
+    source.write_text("state")
+    write_backup(storage, source)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("morph.spot.script.Script._send_backups", lambda _: None)
+    found = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        script = Script(tmp_path / "vm", storage)
+        found.append((script.restore(), script.should_save()))
+        source.write_text("newer")
+        write_backup(storage, source)
+    (path, _), _ = found
+    assert found == [(path, True), (path, False)]
+    assert path is not None
+    assert path.read_text() == "state"
 
 
 def test_the_newest_whole_backup_comes_back_and_two_are_kept(tmp_path: Path) -> None:
