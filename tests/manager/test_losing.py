@@ -55,6 +55,16 @@ def test_state_comes_from_living_replicas_and_no_step_is_redone() -> None:
     assert all(source.unit in holds[source.peer or source.worker] for source in order.sources)
 
 
+def test_who_prepares_a_step_while_it_is_given_up_has_nothing_run_again() -> None:
+    """Its answer and the abort pass each other on the way."""
+    script = script_in(Phase.TRAINING)
+    victim = script.members[0]
+    script.tell(WorkerLost(worker=victim, cause="killed"))
+    order = next(action.order for action in script.prepared() if isinstance(action, SendReshape))
+    assert order.salvage is not None
+    assert order.salvage.remaining == ()
+
+
 def lose_a_stage(script: Script) -> ReshapeOrder:
     """Both replicas of stage 0 die."""
     for worker in script.members[:2]:

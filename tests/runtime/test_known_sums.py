@@ -20,11 +20,11 @@ PLAN = SimpleNamespace(
 )
 
 
-def _current() -> Any:
+def _current(every: int = 1) -> Any:
     return SimpleNamespace(
         slot=SimpleNamespace(stage=0),
         plan=PLAN,
-        order=SimpleNamespace(copy_sums_every=1, keep_sums=True),
+        order=SimpleNamespace(copy_sums_every=every, keep_sums=True),
         units={},
         topology=SimpleNamespace(unit_rings={}),
         ring_of=lambda _unit: None,
@@ -49,6 +49,21 @@ def test_the_sums_of_a_decided_step_are_freed_at_once() -> None:
         assert freed() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("every", "copied_after"), [(1, [1, 2, 3]), (2, [2]), (3, [1])])
+def test_a_worker_never_has_more_to_run_again_than_it_sums_between_two_copies(
+    every: int, copied_after: list[int]
+) -> None:
+    counted = 0
+    copied: list[int] = []
+    following: Any = SimpleNamespace(offer_sums=lambda _step, _copies: copied.append(counted), copies=lambda _step: [])
+    running = KnownSums().begin(_current(every), STEP, SETUP, following, FaultPlan(()))  # type: ignore[arg-type]
+    for micro_batch in range(4):
+        counted = micro_batch + 1
+        running.count(micro_batch)
+        assert counted - max(copied, default=0) <= every
+    assert copied == copied_after
 
 
 def test_nothing_is_made_of_the_sums_of_a_decided_step_when_the_shape_changes() -> None:

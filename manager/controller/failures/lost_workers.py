@@ -51,7 +51,6 @@ def lose(draft: Draft, lost: Mapping[WorkerId, str]) -> None:
 
 def dissolve(draft: Draft) -> None:
     """Abort every outstanding order of the generation; re-form at once when there is none."""
-    note_prepared(draft)
     state = draft.state
     busy = state.busy_workers
     order = state.order
@@ -79,7 +78,9 @@ def settle(draft: Draft) -> None:
     state = draft.state
     if state.awaited:
         draft.say(ReasonCode.ABORTING, f"{len(state.awaited)} workers have still to give up their orders")
-    elif in_doubt(state):
+        return
+    note_prepared(draft)
+    if in_doubt(state):
         find_whole(draft)
     elif state.num_fruitless >= state.config.policy.max_fruitless_generations:
         rest(draft)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from manager.controller.state.draft import Draft
-from manager.controller.state.state import Phase
 from morph.contract.messages import Slot, UnitId, WorkerId
 from morph.contract.plan import Plan
 from morph.contract.salvage import (
@@ -74,9 +73,12 @@ def choose_salvage(
 
 
 def note_prepared(draft: Draft) -> None:
-    """The step under way is given up: note what those members have that have prepared it, for nobody asks them."""
+    """A step is given up by all: note what those have that have prepared it, for nobody asks them.
+
+    Also of who had done so when it was told to give up.
+    """
     state = draft.state
-    if state.phase is not Phase.TRAINING or state.attempt or not state.config.policy.keeps_sums:
+    if not state.reports or state.attempt or not state.config.policy.keeps_sums:
         return
     assert state.reshape is not None, "no generation was formed"
     plan, kept = state.reshape.plan, dict(state.kept)

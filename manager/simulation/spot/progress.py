@@ -33,9 +33,13 @@ def num_backwards(plan: Plan, stage: int, share: int, elapsed_s: float, step_s: 
     return min(share, 1 + math.floor((elapsed_s - first_s) / period_s)) if period_s else share
 
 
-def copied(done: int, every: int) -> int:
-    """Return of how many micro-batches the last copy of a worker's partial sums was that arrived."""
-    return max(0, done) // every * every
+def copied(done: int, every: int, share: int) -> int:
+    """Return of how many micro-batches the last copy of a worker's partial sums was that arrived.
+
+    Copies are made whenever a multiple of ``every`` of the ``share`` is left to do.
+    """
+    left = max(1, math.ceil((share - done) / every)) * every
+    return max(0, share - left)
 
 
 def rounded(time_s: float) -> float:

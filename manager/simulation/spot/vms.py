@@ -319,7 +319,7 @@ class _Sums:
             done = num_backwards(formed.plan, slot.stage, len(sums.share), elapsed_s, formed.step_s)
             keeper = keepers.get(slot.worker)
             if keeper is not None and slot.worker not in alive:  # what it had last sent is needed
-                sums.run(copied(done - in_transit, formed.order.copy_sums_every))
+                sums.run(copied(done - in_transit, formed.order.copy_sums_every, len(sums.share)))
                 sums.keep(order.step)
                 copies.setdefault(keeper, []).extend(sums.parts)
                 continue

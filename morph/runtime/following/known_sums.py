@@ -33,9 +33,10 @@ class KnownSums:
         keep = current.order.keep_sums and order.attempt == 0  # scales of a later attempt are no other worker's
 
         def counted(num: int) -> None:
-            # what is left after the last ones goes into the reduction soon
+            # counted from the end: the last copy has the time of as many to travel before the reduction
+            left = len(micro_batches) - num
             running = self._running  # no name of this frame: sums that hold themselves outlive their step
-            if running is not None and keep and every and num % every == 0 and num + every <= len(micro_batches):
+            if running is not None and keep and every and left and left % every == 0:
                 following.offer_sums(order.step, running.copies)
 
         running = StepSums(
