@@ -2,12 +2,13 @@
 
     python benchmarks/redundant_search.py [--points 400] [--seconds 200] [--seed 0] [--extreme]
 
-Points are drawn at random, the second half next to the best one found: VMs, losses, how many at once, replacement, what
-a step takes, micro-batches, state, network, memory, recompute. Each plays ``morph`` (redundancy ``auto``) and the better of ``bamboo``
-(eager forwards) and ``bamboo-lflb`` (everything once a VM is lost) on the same drawn traces, by samples trained.
-Overheads and pauses are simulated for the shape in question. Redundant computation is given more than the paper grants:
-memory, and pipelines set up as fast as state can move. ``--extreme`` draws more losses than recorded traces have (0.02 to
-0.5 a VM and hour), networks below 10 Gb/s, and micro-batches that take a stage longer than 3 s (published: 0.1 to 0.4).
+Points are drawn at random, the second half next to the best one found: VMs, losses, how many at once, replacement,
+what a step takes, micro-batches, state, network, memory, recompute. Each plays ``morph`` (redundancy ``auto``) and the
+better of ``bamboo`` (eager forwards) and ``bamboo-lflb`` (everything once a VM is lost) on the same drawn traces, by
+samples trained. Overheads and pauses are simulated for the shape in question. Redundant computation is given more than
+the paper grants: memory, and pipelines set up as fast as state can move. ``--extreme`` draws more losses than recorded
+traces have (0.02 to 0.5 a VM and hour), networks below 10 Gb/s, and micro-batches that take a stage longer than 3 s
+(published: 0.1 to 0.4).
 """
 
 from __future__ import annotations
