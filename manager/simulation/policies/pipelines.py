@@ -5,7 +5,7 @@ others go on with fewer samples, until newcomers complete it. ``bamboo`` is redu
 computes forward for its successor too, so a lost VM's predecessor takes over its stage after a pause, and goes on with
 both stages until the pipelines are set up again, at the end of a step (appendix A). What that takes is simulated
 (``SpotJob.redundant``), with forwards in every step as there (``eflb``), or computing for a successor only once it is
-lost (``lflb``). Losses that leave a stage without a holder in its pipeline end that one, and the step under way is begun
+lost (``lflb``). Losses that leave a stage without a holder in its pipeline end that one, and the step under way begins
 anew; where a stage has no holder in any, the job goes back to a checkpoint.
 
 Depth and number of pipelines are upper bounds: those of the best plan for the most VMs of the trace. Progress is
