@@ -88,13 +88,13 @@ def _arrive(lanes, channels, arrivals, latencies, tree, c, leaves, bits):  # typ
     mine.last = arrival
     mine.sent += 1
     other = lanes[mine.receiver]
-    if c >= 2 * len(lanes):
-        arrivals[COPY, mine.receiver, other.copies_known & mask] = arrival
-        other.copies_known += 1
-        return
     if kind == _ACT:
         arrivals[_ACT, mine.receiver, other.act_known & mask] = arrival
         other.act_known += 1
+    elif c >= 2 * len(lanes):
+        arrivals[COPY, mine.receiver, other.copies_known & mask] = arrival
+        other.copies_known += 1
+        return
     else:
         arrivals[_GRAD, mine.receiver, other.grad_known & mask] = arrival
         other.grad_known += 1
@@ -210,7 +210,7 @@ def _next_letter(lanes, arrivals, orders, lane, num_stages, strict, now):  # typ
 @loop
 def _begin(lanes, arrivals, tasks, extra, letters, starts, tree, lane, letter, now, num_stages, bits):  # type: ignore[no-untyped-def]
     me, last = lanes[lane], tasks.shape[2] - 1
-    if extra[0].shape[1] > 0:
+    if extra is not None:
         now = catch_up(lanes, arrivals, extra, lane, letter, now, num_stages)
     if letters.shape[2] > 0:
         letters[me.stage, me.replica, me.begun] = letter
@@ -227,6 +227,15 @@ def _begin(lanes, arrivals, tasks, extra, letters, starts, tree, lane, letter, n
         end = now + tasks[2, lane, min(me.num_b, last)]
         me.num_b += 1
     _set(tree, lane, _key(end, _TASK_ENDS, lane, bits))
+
+
+@loop
+def _redone(lanes, arrivals, extra, redone, num_stages):  # type: ignore[no-untyped-def]
+    """Run what redundant tasks are left: 1."""
+    for lane in range(len(lanes)):
+        me = lanes[lane]
+        redone[me.stage, me.replica] = use_wait(lanes, arrivals, extra, lane, np.int64(_NEVER), num_stages)
+    return 1
 
 
 @loop
@@ -260,7 +269,7 @@ def follow_loop(  # type: ignore[no-untyped-def]
         lanes: ``STAGE_PROGRESS``[L], with stage, replica, count, window and again set.
         channels: ``CHANNEL``[2L or 3L], with receiver, out and into set.
         tasks: int64[3, L, n] of F, R and B by micro-batch; n = 1: the same for all.
-        extra: Redundant tasks, see :mod:`simulator.playing.redundant_loop`.
+        extra: Redundant tasks, see :mod:`simulator.playing.redundant_loop`; None, for which this is compiled apart.
         latencies: int64[2L or 3L, n] of messages behind the wire.
         wires: int64[2L or 3L] time on the wire of a lone message; at least 1 where it is shared.
         orders: uint8[P, D, longest] letters.
@@ -287,12 +296,14 @@ def follow_loop(  # type: ignore[no-untyped-def]
         if lanes[lane].stage == 0:
             _set(tree, lane, _key(np.int64(0), _DECIDES, lane, bits))
     state = (lanes, channels, arrivals, tree)
-    eager, copies = extra[0].shape[1] > 0, len(channels) > 2 * num_lanes
-    skips = letters.shape[2] == 0 and tasks.shape[2] == 1 and latencies.shape[1] == 1 and not eager
+    copies = len(channels) > 2 * num_lanes
+    skips = letters.shape[2] == 0 and tasks.shape[2] == 1 and latencies.shape[1] == 1 and extra is None
     old_now, next_kept = np.int64(-1), 1
     number_mask = (np.int64(1) << bits) - 1
     latest = np.int64(1) << (60 - bits)
-    while left > 0 or (copies and tree[1] != _NEVER):
+    while True:
+        if left == 0 and (not copies or tree[1] == _NEVER):  # copies may be on their way yet
+            return 1 if extra is None else _redone(lanes, arrivals, extra, redone, num_stages)
         key = tree[1]
         if key == _NEVER:
             return 0
@@ -336,9 +347,10 @@ def follow_loop(  # type: ignore[no-untyped-def]
                 ended[me.stage, me.replica] = now
                 if me.stage > 0:
                     channel = num_lanes + number
-            if eager:
+            copied = False
+            if extra is not None:
                 extra[1][SINCE, number, 0] = now
-            copied = copies and channel >= num_lanes
+                copied = copies and channel >= num_lanes
             me.task = _IDLE
             running -= 1
             _set(tree, number, _key(now, _DECIDES, number, bits))
@@ -369,8 +381,3 @@ def follow_loop(  # type: ignore[no-untyped-def]
             waiting += 1
             me.task = _QUEUED
             _set(tree, number, np.int64(_NEVER))
-    if eager:
-        for lane in range(num_lanes):
-            me = lanes[lane]
-            redone[me.stage, me.replica] = use_wait(lanes, arrivals, extra, lane, np.int64(_NEVER), num_stages)
-    return 1

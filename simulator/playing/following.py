@@ -258,10 +258,11 @@ def _follow_together(
     channels, latencies, wires, leaving, entering = _channels(times)
     tasks = _tasks(times.forward_ns, times.recompute_ns, times.backward_ns)
     extra = _extra(times, len(lanes), most if keep_times else 0)
+    redundant_ns = np.zeros(0, np.int64) if extra is None else extra[0]
     copies = int(times.redundant_backward_ns is not None)
     reach = most if strict or copies else min(most, int(np.max(windows)))
     numbers = 1 << (len(lanes) + len(channels) - 1).bit_length()
-    longest = max(int(tasks.max()), int(extra[0].max(initial=0)), int(latencies.max()), int(wires.max()))
+    longest = max(int(tasks.max()), int(redundant_ns.max(initial=0)), int(latencies.max()), int(wires.max()))
     if longest > 1 << (60 - numbers.bit_length()) or int(wires.max()) * SHARE_UNIT * len(channels) >= _NEVER:
         raise _too_long(longest)
     shape = (num_stages, num_replicas, 3 * most if keep_times else 0)
@@ -297,7 +298,7 @@ def _follow_together(
         raise _too_long(longest)
     if not finished:
         raise PlanError("the task orders wait for each other forever", field="orders")
-    redone_ns = redone if len(extra[0][0]) else None
+    redone_ns = None if extra is None else redone
     if not keep_times:
         return Played(ended, redone_ns=redone_ns)
     begun = lanes["begun"].reshape(num_stages, num_replicas)[::-1]
@@ -309,10 +310,7 @@ def _follow_together(
         ),
         tuple(tuple(starts[s, d, : begun[s, d]] for s in range(num_stages)) for d in range(num_replicas)),
         redone_ns,
-        tuple(
-            tuple(extra[2][: len(extra[0]), (num_stages - 1 - s) * num_replicas + d, :count] for s in range(num_stages))
-            for d, count in enumerate(counts if redone_ns is not None else ())
-        ),
+        () if extra is None else _by_replica(extra, counts, num_stages),
     )
 
 
@@ -322,12 +320,18 @@ def _tasks(*kinds: Ints) -> Ints:
     return np.stack([_by_lane(np.broadcast_to(kind, (*kind.shape[:2], longest))) for kind in kinds])
 
 
-def _extra(times: ShapeTimes, num_lanes: int, most: int) -> tuple[Ints, Ints, Ints]:
+def _by_replica(extra: tuple[Ints, Ints, Ints], counts: Sequence[int], num_stages: int) -> tuple[tuple[Ints, ...], ...]:
+    """Begins and ends of redundant tasks, by replica and stage."""
+    kinds, spans = len(extra[0]), extra[2].reshape(2, num_stages, len(counts), *extra[2].shape[2:])[:, ::-1]
+    return tuple(tuple(spans[:kinds, s, d, :count] for s in range(num_stages)) for d, count in enumerate(counts))
+
+
+def _extra(times: ShapeTimes, num_lanes: int, most: int) -> tuple[Ints, Ints, Ints] | None:
     """Redundant tasks as the loop wants them; ``most``: of how many of each kind begin and end are kept."""
     given = [kind for name in _REDUNDANT if (kind := getattr(times, name)) is not None]
-    lengths = _tasks(*given) if given else np.zeros((1, 0, 1), np.int64)
-    spans = np.zeros((2, num_lanes, most if given else 0, 2), np.int64)
-    return lengths, np.zeros((3, num_lanes, 2), np.int64), spans
+    if not given:
+        return None
+    return _tasks(*given), np.zeros((3, num_lanes, 2), np.int64), np.zeros((2, num_lanes, most, 2), np.int64)
 
 
 def _letters(orders: Sequence[Sequence[str]], longest: int) -> Letters:

@@ -6,9 +6,9 @@ when the wait is over, what it was used for is worked out. What does not fit in 
 own begins once no redundant task of its kind is more than ``LAG`` behind whose input is there (the paper runs the FRC
 of one micro-batch beside the forward of the next).
 
-``extra`` is (lengths int64[1 or 2, L, n] of FRC and, if eager, BRC, by micro-batch, n = 1: the same for all, L = 0:
-none are run; progress int64[3, L, 2]: tasks done and ns spent on the next, and since when a worker waits; spans
-int64[2, L, n, 2] result: first begin and end of each, n = 0: not wanted). The untyped definitions are numba's dialect.
+``extra`` is (lengths int64[1 or 2, L, n] of FRC and, if eager, BRC, by micro-batch, n = 1: the same for all; progress
+int64[3, L, 2]: tasks done and ns spent on the next, and since when a worker waits; spans int64[2, L, n, 2] result:
+first begin and end of each, n = 0: not wanted). The untyped definitions are numba's dialect.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class SimPyModel:
 
 def finished(found: Simulation, luck: Luck | None = None) -> tuple[Finish, np.ndarray]:
     counts = found.plan.micro_batches_per_replica
-    last_backward_ns = found.rehearsal.played(found.costs, counts, luck).last_backward_ns
-    return found.rehearsal.finished(found.costs, counts, last_backward_ns, luck), last_backward_ns
+    played = found.rehearsal.played(found.costs, counts, luck)
+    return found.rehearsal.finished(found.costs, counts, played, luck), played.last_backward_ns
 
 
 @each_seed(80)

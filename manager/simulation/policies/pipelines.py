@@ -3,10 +3,10 @@
 Both are of Bamboo (NSDI 2023). ``drop`` is its second strawman (section 3): a pipeline that lost a VM stands still, the
 others go on with fewer samples, until newcomers complete it. ``bamboo`` is redundant computation (section 5): each VM
 computes forward for its successor too, so a lost VM's predecessor takes over its stage after a pause, and goes on with
-both stages until the pipelines are set up again (appendix A). What that takes is simulated (``SpotJob.redundant``),
-with forwards in every step as there (``eflb``), or computing for a successor only once it is lost (``lflb``). Losses
-that leave a stage without a holder in its pipeline end that one, and the step under way is begun anew; where a stage
-has no holder in any, the job goes back to a checkpoint.
+both stages until the pipelines are set up again, at the end of a step (appendix A). What that takes is simulated
+(``SpotJob.redundant``), with forwards in every step as there (``eflb``), or computing for a successor only once it is
+lost (``lflb``). Losses that leave a stage without a holder in its pipeline end that one, and the step under way begins
+anew; where a stage has no holder in any, the job goes back to a checkpoint.
 
 Depth and number of pipelines are upper bounds: those of the best plan for the most VMs of the trace. Progress is
 counted in whole batches: fewer pipelines train fewer samples in the same time. Both get more than the paper grants:
@@ -43,7 +43,8 @@ class _Run:
     done: float = 0.0
     ready_s: float = 0.0
     since_save_s: float = 0.0
-    since_step_s: float = 0.0
+    of_step: float = 0.0
+    is_due: bool = False
     lost: float = 0.0
     num_fatal: int = 0
     num_changes: int = 0
@@ -80,8 +81,9 @@ class _Run:
             self._give_up_step(before)
         elif hit and self.redundant:
             self._pause(self.job.durations.noticed_s + self.redundant.pause * self.plan.expected.mini_batch_s)
-        if self._is_due(before):
-            self._set_up()
+        self.is_due = self._is_due(before)
+        if self.is_due and (not self.redundant or len(self.working) < max(1, before)):
+            self._set_up()  # else at the end of the step
 
     def _held_by_neighbours(self) -> bool:
         return all(
@@ -111,16 +113,15 @@ class _Run:
         self.pipelines = [list(there[first : first + self.depth]) for first in range(0, whole, self.depth)]
         self.standby = there[whole:]
         self.num_changes += 1
+        self.is_due, self.of_step = False, 0.0
         times, stages_held = self.job.durations, 2 if self.redundant else 1
         self._pause(times.groups_s + stages_held * self.job.state_bytes / self.depth / times.link_bytes_per_s)
 
     def _give_up_step(self, working: int) -> None:
         """Neighbours were lost at once: all set up pipelines again at once, and the step under way is begun anew."""
-        share = working / self.plan.num_replicas
-        lost_s = min(self.since_step_s, self.done / share * self._step_s())
-        self.books.undo(lost_s, self.depth * working)
-        gained = lost_s / self._step_s() * share
-        self.done, self.lost, self.since_step_s = self.done - gained, self.lost + gained, 0.0
+        gained = min(self.done, self.of_step * working / self.plan.num_replicas)
+        self.books.undo(gained * self.plan.num_replicas / working * self._step_s(), self.depth * working)
+        self.done, self.lost, self.of_step = self.done - gained, self.lost + gained, 0.0
 
     def _go_back(self) -> None:
         """The state is lost: begin again from the newest checkpoint that was durable."""
@@ -131,7 +132,7 @@ class _Run:
         lost = min(self.done, lost_s / self._step_s())
         self.done, self.lost = self.done - lost, self.lost + lost
         self.num_fatal += 1
-        self.since_save_s = self.since_step_s = 0.0
+        self.since_save_s = self.of_step = 0.0
         times = self.job.durations
         self._pause(times.restart_s + self.job.state_bytes / members / times.storage_bytes_per_s)
 
@@ -139,7 +140,16 @@ class _Run:
         self.ready_s = max(self.ready_s, self.books.now_s) + seconds
 
     def train(self, until_s: float) -> None:
-        """Go on until then with these pipelines."""
+        """Go on until then; pipelines are set up again at the end of a step if that is due."""
+        while self.is_due and self.working:
+            end_s = max(self.ready_s, self.books.now_s) + (1 - self.of_step) * self._slower() * self._step_s()
+            if end_s >= until_s:
+                break
+            self._train(end_s)
+            self._set_up()
+        self._train(until_s)
+
+    def _train(self, until_s: float) -> None:
         books, working = self.books, self.working
         if not working:
             return books.spend(until_s, Part.WAITING, 0)
@@ -148,26 +158,29 @@ class _Run:
         if books.now_s >= until_s:
             return None
         share = len(working) / self.plan.num_replicas
-        every_s, stall_s = self._every_s(), self._stall_s()
-        slower = 1 + stall_s / every_s
-        step_s = self._step_s(with_holes=any(None in pipeline for pipeline in working))
+        slower, step_s = self._slower(), self._step_s()
         gained = min((until_s - books.now_s) / slower / step_s * share, self.most - self.done)
         compute_s = gained * step_s / share
         books.spend(books.now_s + compute_s * (slower - 1), Part.CHECKPOINT, members)
         books.spend(books.now_s + compute_s, Part.COMPUTE, members)
         self.done += gained
-        self.since_save_s = math.fmod(self.since_save_s + compute_s, every_s)
-        self.since_step_s = math.fmod(self.since_step_s + compute_s, step_s)
+        self.since_save_s = math.fmod(self.since_save_s + compute_s, self._every_s())
+        self.of_step = (self.of_step + compute_s / step_s) % 1.0
         return None
 
-    def _step_s(self, *, with_holes: bool = False) -> float:
+    def _slower(self) -> float:
+        """By what saves add to computing."""
+        return 1 + self._stall_s() / self._every_s()
+
+    def _step_s(self) -> float:
         step_s = self.plan.expected.mini_batch_s + self.job.durations.order_s
         if self.redundant:
             # the first stage's gradients are the last ones: nothing hides how they travel to whoever has its copy
             gradient_bytes = self.job.state_bytes / self.job.state_copies / self.depth
             step_s = step_s * (1 + self.redundant.overhead) + gradient_bytes / self.job.durations.link_bytes_per_s
-        if with_holes:  # one VM runs two stages: twice the slowest one's time for each micro-batch
-            num = self.plan.num_micro_batches
+        if any(None in pipeline for pipeline in self.working):
+            # one VM runs two stages: twice the slowest one's time for each micro-batch
+            num = max(self.plan.micro_batches_per_replica)
             step_s *= (2 * num + self.depth - 1) / (num + self.depth - 1)
         return step_s
 
