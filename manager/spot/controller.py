@@ -10,8 +10,8 @@ phase         invariant
 ============  =====================================================================
 
 Saves come as often as costs least (Young; Spotify, section 4.2): every sqrt(2 delta (MTTF + R)), where only losses
-count before which no save was complete. A notice that leaves time for a step, a save and its upload is used for that
-(section 4.4); then the VM is released.
+count before which no save was complete; the first one soon, to be measured. A notice that leaves time for a step, a
+save and its upload is used for that (section 4.4); then the VM is released.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from manager.controller.state.expected import ExpectedLosses
 PRIOR = ExpectedLosses()
 FIRST_SAVE_S, MARGIN_S = 1.0, 1.0
 """What a save is taken to stall until one was seen; and what a notice must leave beyond its save."""
+FIRST_AFTER_S = 30.0
+"""Of training: then the first save comes, which says what saves cost."""
 STAYS_S = 60.0
 """A VM that is there so long after the end that its notice gave stays: notices are withdrawn, or mere advice."""
 
@@ -157,7 +159,7 @@ def decide(state: SpotState, event: Event, now_s: float) -> Answer:
             return _came(state, vm, now_s)
         case Stepped(seconds):
             if state.step_s is None and state.asked_s is not None:
-                state = replace(state, again_s=max(0.0, now_s - state.asked_s - seconds))
+                state = replace(state, again_s=max(0.0, now_s - state.asked_s - seconds), saved_s=now_s - seconds)
             return _ticked(replace(state, step_s=seconds), now_s)
         case Saved(_, seconds):
             return replace(state, stall_s=state.stall_s if seconds is None else seconds, saved_s=now_s), (), ""
@@ -180,9 +182,11 @@ def interval_s(state: SpotState, now_s: float) -> float:
     """Return the seconds between saves that cost least; never less than a save takes to be complete."""
     watched_s = state.watched_s + (now_s - state.since_s if state.phase == "running" else 0.0)
     mttf_s = (3600.0 / PRIOR.per_vm_h + watched_s) / (1 + state.num_losses)  # the prior counts as one loss
-    stall_s = FIRST_SAVE_S if state.stall_s is None else state.stall_s
     again_s = PRIOR.allocation_s + PRIOR.preparation_s if state.again_s is None else state.again_s
-    return max(math.sqrt(2 * stall_s * (mttf_s + again_s)), stall_s + (state.upload_s or 0.0), state.step_s or 0.0)
+    if state.stall_s is None:
+        return max(FIRST_AFTER_S, state.step_s or 0.0)
+    best_s = math.sqrt(2 * state.stall_s * (mttf_s + again_s))
+    return max(best_s, state.stall_s + (state.upload_s or 0.0), state.step_s or 0.0)
 
 
 def emergency_s(state: SpotState) -> float:

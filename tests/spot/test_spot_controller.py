@@ -66,6 +66,14 @@ def test_a_save_is_due_when_it_costs_least_one_at_a_time() -> None:
     assert (done, state.lasting) == ([], 1)
 
 
+def test_the_first_save_comes_soon_after_the_first_step_to_say_what_saves_cost() -> None:
+    state, done = after(SpotState(), (0.0, Tick()), (10.0, Came("a")), (100.0, Stepped(2.0)), (127.0, Tick()))
+    assert done == [Ask(), Start("a")]
+    state, done = after(state, (129.0, Tick()), (131.0, Saved(1, 0.5)), (132.0, Uploaded(1, 1.0)), (165.0, Tick()))
+    assert done == [Save(1)]
+    assert interval_s(state, 165.0) > 60.0
+
+
 def test_more_losses_without_a_save_make_saves_more_frequent_and_saved_ones_do_not() -> None:
     state = running(*SEEN)
     lost = replace(state, num_losses=3)

@@ -1,0 +1,220 @@
+"""What spot VMs cost a script under ``morph spot-run``, by part: measured, and simulated (as Spotify's figures).
+
+    python benchmarks/spot_overhead.py --steps 1200 --mttp-s 40 --notice-s 0
+
+VMs of this machine are taken at exponential times (seeded) under the real launcher. The script trains by sleeping
+--step-s; its checkpoint has --megabytes. Seconds by part:
+
+    steps        those that count
+    redone       steps of which no save was complete, and what was begun of one when its VM went
+    saves        the script stands still to write and copy its checkpoint
+    allocation   from the end of a VM to the start of the script on the next
+    preparation  from that start to the script's first step: the interpreter, imports, the backup's download
+    other        what is left
+
+The simulated ones are of the same controller in virtual time, with the same VM lives, and the measured means of a
+step, a save, an upload, an allocation and a preparation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from manager.spot.controller import (
+    Came,
+    Event,
+    Gone,
+    Noticed,
+    Release,
+    Save,
+    Saved,
+    SpotState,
+    Start,
+    Stepped,
+    Tick,
+    Uploaded,
+    decide,
+)
+from manager.spot.launcher import Exponential
+from manager.spot.opening import open_local
+from manager.spot.spec import Preemptions, SpotJob
+
+PARTS = ("steps", "redone", "saves", "allocation", "preparation", "other")
+SCRIPT = """
+import json, sys, time
+import torch
+import morph.spot
+num_steps, step_s, num_values = int(sys.argv[1]), float(sys.argv[2]), int(float(sys.argv[3]) * 250_000)
+state, first = torch.zeros(num_values), 0
+if (path := morph.spot.restore()) is not None:
+    saved = torch.load(path, weights_only=True)
+    state, first = saved["state"], saved["step"]
+log = open(sys.argv[4], "a", buffering=1)
+def tell(begin_s, **what):
+    log.write(json.dumps({**what, "begin_s": begin_s, "end_s": time.time()}) + "\\n")
+for step in range(first, num_steps):
+    begin_s = time.time()
+    with morph.spot.step():
+        state += 1
+        time.sleep(step_s)
+    tell(begin_s, step=step)
+    if morph.spot.should_save():
+        begin_s = time.time()
+        torch.save({"state": state, "step": step + 1}, "checkpoint.pt")
+        morph.spot.backup("checkpoint.pt")
+        tell(begin_s, saved=step + 1)
+"""
+
+
+@dataclass(frozen=True)
+class Means:
+    """Seconds."""
+
+    step: float
+    save: float
+    upload: float
+    allocation: float
+    preparation: float
+
+
+def taken_s(entries: list[dict[str, float]]) -> float:
+    return sum(one["end_s"] - one["begin_s"] for one in entries)
+
+
+def measured(options: argparse.Namespace, given: Preemptions, folder: Path) -> tuple[Counter[str], int, Means]:
+    """Return seconds by part, the VMs taken, and means."""
+    code, log = folder / "code", folder / "log"
+    code.mkdir()
+    (code / "train.py").write_text(SCRIPT)
+    job = SpotJob(storage=str(folder / "backups"), preemptions=given)
+    command = [sys.executable, "train.py", *map(str, (options.steps, options.step_s, options.megabytes)), str(log)]
+    begin_s = time.time()
+    launcher = open_local(job, command, folder / "vms", code, Exponential(given))
+    outcome = launcher.run()
+    total_s = time.time() - begin_s
+    if outcome.code:
+        raise SystemExit(f"the script ended with {outcome.code}")
+    told = [json.loads(line) for line in log.read_text().splitlines()]
+    starts = [begin_s + at_s for at_s, why in outcome.reasons if why.startswith("the script begins on")]
+    ends = [begin_s + at_s for at_s, why in outcome.reasons if why.startswith(("the VM is gone", "the script ended"))]
+    parts, preparations, allocations = Counter[str](), list[float](), [starts[0] - begin_s]
+    for index, start_s in enumerate(starts):
+        next_s = starts[index + 1] if index + 1 < len(starts) else float("inf")
+        end_s = min([one for one in ends if one > start_s] + [next_s])
+        mine = [one for one in told if start_s <= one["begin_s"] < end_s]
+        steps = [one for one in mine if "step" in one]
+        goes_on_at = next((one["step"] for one in told if one["begin_s"] > next_s and "step" in one), options.steps)
+        preparations.append((steps[0]["begin_s"] if steps else end_s) - start_s)
+        allocations += [next_s - end_s] if next_s < float("inf") else []
+        parts["steps"] += taken_s([one for one in steps if one["step"] < goes_on_at])
+        parts["redone"] += taken_s([one for one in steps if one["step"] >= goes_on_at])
+        parts["saves"] += taken_s([one for one in mine if "saved" in one])
+        if steps and next_s < float("inf"):
+            parts["redone"] += max(0.0, end_s - mine[-1]["end_s"])
+    parts["allocation"], parts["preparation"] = sum(allocations), sum(preparations)
+    parts["other"] = total_s - sum(parts.values())
+    by_kind = [[one["end_s"] - one["begin_s"] for one in told if kind in one] or [0.0] for kind in ("step", "saved")]
+    step_s, save_s, allocation_s, preparation_s = map(statistics.mean, (*by_kind, allocations, preparations))
+    upload_s = launcher._state.upload_s or 0.0
+    return parts, len(starts) - 1, Means(step_s, save_s, upload_s, allocation_s, preparation_s)
+
+
+class Simulated:
+    """The controller in virtual time, a script that steps and saves, and VMs that are taken."""
+
+    def __init__(self, means: Means, given: Preemptions, num_steps: int) -> None:
+        self._means, self._given, self._num_steps = means, given, num_steps
+        self._taking, self._state, self._now_s = Exponential(given), SpotState(), 0.0
+        self.parts, self.num_taken = Counter[str](), -1
+        self._stored = 0
+
+    def run(self) -> None:
+        """To the end."""
+        self._decide(Tick())
+        while self._stored < self._num_steps:
+            self.num_taken += 1
+            self._pass("allocation", self._means.allocation)
+            if self._state.phase == "waiting":
+                assert Start("vm") in self._decide(Came("vm"))
+            first, step, stored = self._stored, *self._on_vm()
+            self.parts["steps"] += (stored - first) * self._means.step
+            self.parts["redone"] += (step - stored) * self._means.step
+            self._stored = stored
+            self._decide(Gone())
+
+    def _on_vm(self) -> tuple[int, int]:
+        """Return the steps that the script had done when its VM went, and those of them that are stored."""
+        begin_s, step, stored = self._now_s, self._stored, self._stored
+        end_s = begin_s + self._taking._life(0.0)
+        self._taking._life(1e-6)  # the next one that is asked for 0.0 is another VM
+        self._pass("preparation", min(self._means.preparation, end_s - begin_s))
+        is_noticed, order, uploads = False, None, list[tuple[float, int, int]]()
+        while step < self._num_steps:
+            if self._now_s + self._means.step > end_s:
+                self._pass("redone", max(0.0, end_s - self._now_s))
+                return step, stored
+            lead_s = None if is_noticed else self._taking.notice_s(self._now_s - begin_s, step)
+            if lead_s is not None:
+                is_noticed, order = True, self._order(Noticed(lead_s)) or order
+                if self._state.is_asking:
+                    self._decide(Came("vm"))  # local VMs are there at once
+            self._now_s += self._means.step
+            step += 1
+            order = self._order(Stepped(self._means.step)) or order
+            if order is not None:
+                self._pass("saves", self._means.save)
+                self._decide(Saved(order, self._means.save))
+                uploads.append((self._now_s + self._means.upload, order, step))
+                order = None
+            while uploads and uploads[0][0] <= self._now_s:
+                _, number, stored = uploads.pop(0)
+                if Release() in self._decide(Uploaded(number, self._means.upload)):
+                    return step, stored
+        return step, step
+
+    def _pass(self, part: str, seconds: float) -> None:
+        self.parts[part] += seconds
+        self._now_s += seconds
+
+    def _order(self, event: Event) -> int | None:
+        return next((action.number for action in self._decide(event) if isinstance(action, Save)), None)
+
+    def _decide(self, event: Event) -> tuple[object, ...]:
+        self._state, actions, _ = decide(self._state, event, self._now_s)
+        return actions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--step-s", type=float, default=0.1)
+    parser.add_argument("--megabytes", type=float, default=20.0, help="of a checkpoint")
+    parser.add_argument("--mttp-s", type=float, default=40.0, help="mean time until a VM is taken")
+    parser.add_argument("--notice-s", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    load, given = os.getloadavg()[0], Preemptions(mttp_s=options.mttp_s, notice_s=options.notice_s, seed=options.seed)
+    with tempfile.TemporaryDirectory(prefix="spot-overhead-") as name:
+        parts, num_taken, means = measured(options, given, Path(name))
+    simulated = Simulated(means, given, options.steps)
+    simulated.run()
+    print(f"{options.steps} steps; a VM lasts {options.mttp_s:g} s on average, notice {options.notice_s:g} s")
+    print(f"load {load:.1f} before; means in seconds: {means}")
+    print(f"{'':>12}{'VMs taken':>10}" + "".join(f"{part:>12}" for part in PARTS) + f"{'all, s':>10}{'overhead':>10}")
+    for label, found, count in (("measured", parts, num_taken), ("simulated", simulated.parts, simulated.num_taken)):
+        total_s = sum(found.values())
+        line = "".join(f"{found[part]:12.1f}" for part in PARTS)
+        print(f"{label:>12}{count:>10}{line}{total_s:10.1f}{total_s / found['steps'] - 1:10.1%}")
+
+
+if __name__ == "__main__":
+    main()
