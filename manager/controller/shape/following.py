@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence, Set
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
-from manager.controller.saves.timing import COPY_BYTES_PER_S as SAVE_BYTES_PER_S
 from manager.controller.shape.choosing import cost_of_morph_s
 from manager.controller.shape.placement import Holdings
 from manager.controller.shape.risk import holders_of, losses_per_vm_s, mean_s_to_fatal_loss, vms_of
-from manager.controller.state.bounds import STORAGE_BYTES_PER_S, SUM_BYTES, link_bytes_per_s
+from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S, SUM_BYTES, link_bytes_per_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.state import ControllerState
 from morph.contract.messages import Slot, UnitId, WorkerId
@@ -228,7 +227,7 @@ def _gain(state: ControllerState, plan: Plan, slots: Sequence[Slot], links: Sequ
     without_s = mean_s_to_fatal_loss(state, now_s, holders_of(slots, needed, ()))
     with_s = mean_s_to_fatal_loss(state, now_s, holders_of(slots, needed, links))
     saves, most = state.saves, state.config.stage_bytes(plan) / plan.num_replicas
-    stall_s = most / SAVE_BYTES_PER_S if saves.stall_s is None else saves.stall_s
+    stall_s = most / SAVE_COPY_BYTES_PER_S if saves.stall_s is None else saves.stall_s
     durable_s = most / STORAGE_BYTES_PER_S if saves.durable_s is None else saves.durable_s
     every_s = max(math.sqrt(2 * stall_s * without_s), durable_s, interval_s)
     if state.config.policy.checkpoint_every_steps is not None:
