@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from manager.controller.saves.timing import COPY_BYTES_PER_S, next_save
+from manager.controller.saves.timing import next_save
+from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.expected import ExpectedLosses
 from manager.controller.state.saves import SaveTimes
@@ -81,7 +82,7 @@ def main() -> None:
             size = most_bytes(job, plan)
             for per_vm_h in RATES:
                 cells = []
-                for stall_s in (BESIDE_S, size / job.durations.copy_bytes_per_s, size / COPY_BYTES_PER_S):
+                for stall_s in (BESIDE_S, size / job.durations.copy_bytes_per_s, size / SAVE_COPY_BYTES_PER_S):
                     every_s = interval_s(job, plan, stall_s, per_vm_h)
                     share = stall_s / every_s
                     cells.append(f"{share:.2%} (every {every_s:.3g} s)" + (" *" if share > LIMIT else ""))

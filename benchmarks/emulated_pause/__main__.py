@@ -1,11 +1,13 @@
 """Pause of a morph with 16 emulated workers: from the kill of VMs to the next committed step, and of joins.
 
     python benchmarks/emulated_pause --shapes 4x4 8x2 2x8 16x1 --kills 100
+    python benchmarks/emulated_pause --shapes 8x1 4x2 --job configs/profiles/gpt2-2.5b.json --plain-steps 10
 
 Workers are plain processes of this machine that sleep in place of computing; manager, journal, groups, messages,
 reductions and state moves are the real ones. In each shape, again and again, one, two or three VMs are killed at once
 at a random moment (seeded), the rest trains on in the planner's best shape, and new VMs are taken in. Prints
-median, p95 and worst, and where the time went: the pieces add up to the pause.
+median, p95 and worst, and where the time went: the pieces add up to the pause. With ``--plain-steps`` nobody is killed
+at first: what second holders cost each step is measured, the kinds of redundancy in turns.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from job import Shape, make_run
+from job import Job, Shape, make_job, make_run
 from killer import DONE, Killer
 from pieces import PIECES, FormingWatch, Pause, pauses_of, quantiles_ms
+from plain import show_overhead
 
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observer
@@ -30,13 +33,15 @@ from manager.report.reading import read_report
 from manager.run_dir import RunDir
 
 
-def run_shape(shape: Shape, kills: int, together: int, seed: int, directory: Path, redundancy: str) -> list[Pause]:
+def run_shape(
+    job: Job, shape: Shape, kills: int, together: int, seed: int, directory: Path, redundancy: str
+) -> list[Pause]:
     """Run one shape through its kills.
 
     Raises:
         SystemExit: the run did not come to its end.
     """
-    spec, facts = make_run(shape, directory, redundancy)
+    spec, facts = make_run(job, shape, directory, redundancy)
     nodes = [event.node_id for event in spec.trace.events]
     watch = FormingWatch()
     killers: list[Killer] = []
@@ -86,6 +91,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100, help="in all")
     parser.add_argument("--together", type=int, default=3, help="most VMs killed at once")
     parser.add_argument("--redundancy", choices=["off", "state", "salvage", "auto"], default="auto")
+    parser.add_argument("--job", default="even", help="even, uneven or a profile's file")
+    parser.add_argument("--plain-steps", type=int, default=0, help="so many of off, state and salvage, in two rounds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slowest", type=int, default=5, help="how many of the slowest to print one by one")
     parser.add_argument("--out", type=Path, default=None, help="also write every pause as JSON")
@@ -99,7 +106,13 @@ def main() -> None:
         for index, shape in enumerate(shapes):
             directory = (options.keep or Path(temporary)) / str(shape)
             directory.mkdir(parents=True)
-            found = run_shape(shape, kills, options.together, options.seed + index, directory, options.redundancy)
+            job = make_job(shape, options.job)
+            if options.plain_steps:
+                show_overhead(job, shape, ["off", "state", "salvage"], options.plain_steps, 2, directory)
+            if not kills:
+                continue
+            seed = options.seed + index
+            found = run_shape(job, shape, kills, options.together, seed, directory, options.redundancy)
             pauses += found
             if options.out is not None:
                 options.out.write_text(
@@ -109,6 +122,8 @@ def main() -> None:
             print(f"\n== {shape}, {shape.num_workers} workers, plain step {step_ms:.0f} ms")
             show("after kills", [pause for pause in found if not pause.planned])
             show("joins", [pause for pause in found if pause.planned])
+    if not pauses:
+        return
     forced = [pause for pause in pauses if not pause.planned]
     machine = f"{os.cpu_count()} cores, load before {load:.1f}, seed {options.seed}"
     print(f"\n== all shapes; redundancy {options.redundancy}, {machine}")

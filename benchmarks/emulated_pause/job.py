@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manager.controller.state.config import ControllerConfig
+from manager.controller.state.expected import ExpectedLosses
 from manager.engine.run.machines import Processes
 from manager.engine.run.session import RunSpec
-from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
+from manager.rehearsal.device import FLOAT_BYTES, EmulationOptions, emulated_device, known_units, stretched
 from manager.run_dir import RunFacts
 from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.emulation import EmulatedDevice
 from morph.contract.plan import Plan
-from morph.contract.profile import Profile
+from morph.contract.profile import Profile, load_profile
 from morph.contract.trace import Trace, TraceEvent
 from simulator import plan, synthetic_profile
 
@@ -22,6 +24,10 @@ PARAMETER_BYTES = 1_000_000
 REAL_STATE_BYTES = 128 * 1024
 CHECKPOINT_EVERY_STEPS = 20
 NEVER_STEPS = 10**9
+FASTER = 0.05
+"""Of a profile's file every time, as its steps would take too long."""
+MANY_MICRO_BATCHES = 64
+M_OF_FILES = 4
 
 
 @dataclass(frozen=True)
@@ -57,36 +63,73 @@ class Shape:
         return f"{self.depth}x{self.replicas}"
 
 
-def make_profile(shape: Shape) -> Profile:
-    """16 equal sections, 1 MB of parameters each, links of 1 GB/s and 0.2 ms."""
-    return synthetic_profile(
-        num_sections=NUM_SECTIONS,
-        forward_s=FORWARD_S,
-        overhead_s=0.0001,
-        batch_size=shape.num_micro_batches,
-        micro_batch_sizes=(1,),
-        parameter_bytes=PARAMETER_BYTES,
-        boundary_bytes_per_sample=16_384,
-    )
+@dataclass(frozen=True)
+class Job:
+    """A profile, its m, and the share of a state that is really held and sent; what it takes is the profile's."""
+
+    profile: Profile
+    micro_batch_size: int
+    state_scale: float
+    losses_per_vm_h: float | None = None
+    """So many are expected; None: as of published traces."""
 
 
-def make_plans(profile: Profile, shape: Shape) -> dict[int, Plan]:
+def make_job(shape: Shape, source: str) -> Job:
+    """The job that a shape trains.
+
+    "even": 16 equal sections, 1 MB of parameters each, links of 1 GB/s and 0.2 ms. "uneven": sections of which one
+    takes up to three times as long and has up to four times as much as another, links of 1 Gb/s. Else a profile's file,
+    with 64 micro-batches of four samples.
+    """
+    if source == "even":
+        profile = synthetic_profile(
+            num_sections=NUM_SECTIONS,
+            forward_s=FORWARD_S,
+            overhead_s=0.0001,
+            batch_size=shape.num_micro_batches,
+            micro_batch_sizes=(1,),
+            parameter_bytes=PARAMETER_BYTES,
+            boundary_bytes_per_sample=16_384,
+        )
+        return Job(profile, 1, REAL_STATE_BYTES / sum(section.parameter_bytes for section in profile.sections))
+    if source == "uneven":
+        profile = synthetic_profile(
+            num_sections=NUM_SECTIONS,
+            forward_s=[FORWARD_S * (1 + 7 * index % 5 / 2) for index in range(NUM_SECTIONS)],
+            batch_size=MANY_MICRO_BATCHES,
+            micro_batch_sizes=(1,),
+            parameter_bytes=[PARAMETER_BYTES * (1 + 3 * index % 4) for index in range(NUM_SECTIONS)],
+            boundary_bytes_per_sample=16_384,
+            bandwidth_bytes_per_s=1.25e8,
+        )
+        return Job(profile, 1, 0.02)
+    profile = stretched(load_profile(Path(source)), FASTER)
+    facts = profile.job.model_copy(update={"batch_size": MANY_MICRO_BATCHES * M_OF_FILES})
+    return Job(profile.model_copy(update={"job": facts}), M_OF_FILES, 1e-3)
+
+
+def make_plans(job: Job, shape: Shape) -> dict[int, Plan]:
     """The wanted shape for all workers; for fewer the planner's best, or, where P = 1 or D = 1, all of them likewise.
 
     More workers are called faster than they are: the question is what a change costs, not when it pays.
     """
 
-    def best(count: int) -> Plan:
-        if shape.depth == 1:
-            return plan(profile, num_gpus=count, pipeline_depth=1, num_replicas=count).best
-        if shape.replicas == 1:
-            return plan(profile, num_gpus=count, pipeline_depth=count, num_replicas=1).best
-        return plan(profile, num_gpus=count).best
+    def best(count: int, depth: int | None = None, replicas: int | None = None) -> Plan:
+        return plan(
+            job.profile,
+            num_gpus=count,
+            pipeline_depth=depth,
+            num_replicas=replicas,
+            micro_batch_size=job.micro_batch_size,
+        ).best
 
-    plans = {count: best(count) for count in range(1, shape.num_workers)}
-    plans[shape.num_workers] = plan(
-        profile, num_gpus=shape.num_workers, pipeline_depth=shape.depth, num_replicas=shape.replicas
-    ).best
+    def fewer(count: int) -> Plan:
+        if shape.depth == 1:
+            return best(count, 1, count)
+        return best(count, count, 1) if shape.replicas == 1 else best(count)
+
+    plans = {count: fewer(count) for count in range(1, shape.num_workers)}
+    plans[shape.num_workers] = best(shape.num_workers, shape.depth, shape.replicas)
     speed = 0.0
     for count, found in sorted(plans.items()):
         speed = max(1.03 * speed, found.expected.examples_per_s)
@@ -95,42 +138,51 @@ def make_plans(profile: Profile, shape: Shape) -> dict[int, Plan]:
     return plans
 
 
-def make_run(shape: Shape, directory: Path, redundancy: str = "auto") -> tuple[RunSpec, RunFacts]:
+def make_run(job: Job, shape: Shape, directory: Path, redundancy: str = "auto") -> tuple[RunSpec, RunFacts]:
     """What to run in this directory, and what the directory belongs to."""
-    profile = make_profile(shape)
-    plans = make_plans(profile, shape)
+    profile, name = job.profile, f"pause of {shape}"
     policy = Policy.model_validate({"checkpoint_every_steps": CHECKPOINT_EVERY_STEPS, "redundancy": redundancy})
     units = known_units(profile)
+    losses = ExpectedLosses()
+    if job.losses_per_vm_h is not None:
+        losses = losses.model_copy(update={"per_vm_h": job.losses_per_vm_h, "weight_vm_h": 1e3})
     config = ControllerConfig(
-        job=f"pause of {shape}",
+        job=name,
         fingerprint=profile.job.fingerprint,
-        plans=plans,
+        plans=make_plans(job, shape),
         units={unit.id: unit.sections for unit in units},
         unit_bytes={unit.id: 3 * unit.parameter_bytes for unit in units},
+        state_copies=3,
         num_steps=NEVER_STEPS,
         policy=policy,
         expected_nodes=shape.num_workers,
+        expected_losses=losses,
     )
-    state_scale = REAL_STATE_BYTES / sum(section.parameter_bytes for section in profile.sections)
-    device = emulated_device(
-        profile, 1, range(2, shape.num_workers + 1), EmulationOptions(state_scale=state_scale, message_scale=0.25)
-    )
+    options = EmulationOptions(state_scale=job.state_scale, message_scale=0.25)
+    device = emulated_device(profile, job.micro_batch_size, range(2, shape.num_workers + 1), options)
     nodes = [TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(shape.num_workers)]
     facts = RunFacts(
-        job=config.job,
+        job=name,
         fingerprint=config.fingerprint,
-        micro_batch_size=1,
-        batch_size=shape.num_micro_batches,
-        num_sections=NUM_SECTIONS,
+        micro_batch_size=job.micro_batch_size,
+        batch_size=profile.job.batch_size,
+        num_sections=len(profile.sections),
     )
     spec = RunSpec(
-        job_path=config.job,
+        job_path=name,
         config=config,
         cluster=ClusterConfig(policy=policy),
         trace=Trace(events=tuple(nodes)),
-        num_sections=NUM_SECTIONS,
-        micro_batch_size=1,
+        num_sections=len(profile.sections),
+        micro_batch_size=job.micro_batch_size,
         emulation=device,
         machines=Processes(log_path=directory / "workers.log"),
     )
     return spec, facts
+
+
+def stream_s(device: EmulatedDevice, found: Plan) -> float:
+    """What the gradients of the first stage take on a bare link: nothing is left to hide them behind."""
+    first = found.stages[0].sections
+    values = sum(unit.real_values for unit in device.units if set(unit.sections) & set(first))
+    return FLOAT_BYTES * values * device.state_s_per_byte

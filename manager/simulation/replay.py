@@ -38,6 +38,10 @@ class Play(Protocol):
 
 POLICIES: Mapping[str, tuple[Play, str]] = {
     "morph": (play_morph, "Morph in place: the shape changes between two steps, and state comes from who is left"),
+    "morph-salvage": (
+        partial(play_morph, redundancy="salvage"),
+        "Morph, with a second VM for what only one holds, whether that pays or not",
+    ),
     "morph-state": (
         partial(play_morph, redundancy="state"),
         "Morph, with a second VM for what only one holds, but a step that is given up is repeated",

@@ -13,7 +13,7 @@ from manager.controller.shape.placement import place
 from manager.controller.shape.risk import holders_of, mean_s_to_fatal_loss
 from manager.controller.shape.salvage import losses_of
 from manager.controller.state.config import units_by_stage
-from manager.controller.state.events import WorkerAnswered, WorkerLost
+from manager.controller.state.events import ManifestWritten, WorkerAnswered, WorkerLost
 from manager.controller.state.state import ControllerState, initial_state
 from morph.contract.cluster import Policy
 from morph.contract.messages import Slot
@@ -228,3 +228,44 @@ def test_a_step_that_the_follower_does_not_have_takes_it_out_of_the_count() -> N
         held = {unit for worker in script.state.workers.values() for unit in worker.holds}
         twice = sum(len(entry.holds) for entry in script.state.workers.values()) > len(held) + 1
         assert twice == followed
+
+
+def test_auto_follows_once_a_save_has_shown_what_a_loss_costs_and_no_longer_than_that_pays() -> None:
+    script = Script(
+        plans={3: make_plan(3, 1)},
+        expected_nodes=3,
+        unit_bytes=dict.fromkeys(UNITS, 3_000_000),
+        state_copies=3,
+        num_steps=100,
+        policy=Policy(checkpoint_every_steps=3, redundancy="auto"),
+    )
+
+    def followed() -> bool:
+        assert script.state.reshape is not None
+        return any(follow.units for follow in script.state.reshape.follows)
+
+    def train_through_a_save(durable_s: float) -> None:
+        while script.state.pending is None:
+            script.prepared()
+        script.written(script.state.pending.version)
+        script.now_s += durable_s
+        script.tell(ManifestWritten(version=script.state.sealing[0].version))
+        generation = script.state.generation
+        script.prepared()
+        if script.state.generation > generation:
+            script.reshaped()
+
+    script.ready("n1", "n2", "n3")
+    script.reshaped()
+    assert not followed()
+    version = script.state.version
+    train_through_a_save(durable_s=60.0)
+    assert followed()
+    assert script.state.version > version  # at a boundary: no step was given up
+    generation = script.state.generation
+    train_through_a_save(durable_s=60.0)
+    assert (followed(), script.state.generation) == (True, generation)
+    saves = script.state.saves.model_copy(update={"vm_s": 1e9})  # so long none was lost
+    script.state = script.state.model_copy(update={"saves": saves})
+    train_through_a_save(durable_s=60.0)
+    assert not followed()

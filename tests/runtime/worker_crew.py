@@ -36,11 +36,11 @@ from morph.contract.plan import Plan
 from morph.runtime.groups.store import StoreHost
 from tests.device.fake_device import FakeDevice, Ticking
 from tests.device.fake_nccl import FakeNccl
-from tests.system.harness import MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob
+from tests.system.harness import TinyJob
 
 FORKS = multiprocessing.get_context("forkserver")
 """Imports what a worker needs once: a member is there at once, where a process of its own would import for seconds."""
-FORKS.set_forkserver_preload(["morph.runtime.workloads.job_workload", __name__])
+FORKS.set_forkserver_preload(["morph.runtime.workloads.job_workload", "torch._export", "torch.export._trace", __name__])
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 60.0
 SETUP_S = 300.0
@@ -89,6 +89,27 @@ def use_fake_device(nccl: str | None = None, kill_at: tuple[str, int] | None = N
         by_nccl.library_for = lambda _setting, _device: chosen
 
 
+def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
+    """Add faults to a worker's. From now on it computes nothing while a copy of its sums is on its way.
+
+    ``slow_s``: instead, for so long each unit's state is on its way to a follower.
+    """
+    plan, computes = worker._faults, threading.main_thread()
+
+    def reach(phase: str, step: int | None = None) -> None:
+        stream = worker._following._outgoing
+        if slow_s and phase in ("send_ahead", "receive_ahead"):
+            time.sleep(slow_s)
+        elif not slow_s and stream is not None and threading.current_thread() is computes:
+            deadline_s = time.monotonic() + END_S
+            while stream.error is None and (stream._queue or stream._sending) and time.monotonic() < deadline_s:
+                time.sleep(0.001)
+        type(plan).reach(plan, phase, step)
+
+    plan._faults += faults
+    plan.reach = reach
+
+
 def _serve(orders: Connection, control: Connection) -> None:
     """Body of a worker's process: orders in this thread, control in another."""
     from morph.runtime.process.worker import Worker
@@ -106,6 +127,7 @@ def _serve(orders: Connection, control: Connection) -> None:
             "heartbeat": lambda wait_s: workers[-1].heartbeat(wait_s),
             "ahead": lambda order: workers[-1].ahead(order),
             "footprint": footprint,
+            "arm": lambda faults, slow_s: _arm(workers[-1], faults, slow_s),
             "counted": lambda: getattr(workers[-1]._sums._running, "_num_counted", 0),
             "copies": lambda step: bool(workers[-1]._following.copies(step)),
             "staged_bytes": lambda: 0 if _FAKE_DEVICE is None else _FAKE_DEVICE.copied_bytes,
@@ -141,8 +163,9 @@ class Member:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._orders, orders = FORKS.Pipe()
+        self.orders, orders = FORKS.Pipe()
         self._control, control = FORKS.Pipe()
+        self._in_use = threading.Lock()
         self.process = FORKS.Process(target=_serve, args=(orders, control), name=name, daemon=True)
         self.process.start()
         orders.close()
@@ -150,21 +173,22 @@ class Member:
 
     def send(self, method: str, *arguments: object) -> None:
         """Give an order; ``answer`` has its result."""
-        self._orders.send((method, arguments))
+        self.orders.send((method, arguments))
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
         """The answer to the order given last, within ``timeout_s``."""
-        return _receive(self._orders, f"an answer of {self.name}", timeout_s)
+        return _receive(self.orders, f"an answer of {self.name}", timeout_s)
 
     @property
     def has_answered(self) -> bool:
         """Whether ``answer`` has something to return."""
-        return self._orders.poll()
+        return self.orders.poll()
 
     def control(self, command: str, *arguments: object) -> Any:
         """Run a command on the control lane."""
-        self._control.send((command, arguments))
-        return _receive(self._control, f"{self.name}'s control lane", ANSWER_S)
+        with self._in_use:
+            self._control.send((command, arguments))
+            return _receive(self._control, f"{self.name}'s control lane", ANSWER_S)
 
     def stop(self) -> None:
         """Stop the process, as a machine that hangs: its connections stay open."""
@@ -181,7 +205,7 @@ class Member:
         self.process.kill()
         self.process.join(END_S)
         self.process.close()
-        self._orders.close()
+        self.orders.close()
         self._control.close()
 
 
@@ -231,8 +255,8 @@ class Crew:
                 worker=member.name,
                 job_path=job_path,
                 fingerprint=fingerprint,
-                num_sections=NUM_SECTIONS,
-                micro_batch_size=MICRO_BATCH_SIZE,
+                num_sections=self.job.num_sections,
+                micro_batch_size=self.job.micro_batch_size,
                 checkpoint_url=str(directory),
                 store_host=LOOPBACK,
                 store_port=self.store.port(),

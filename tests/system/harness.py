@@ -37,32 +37,33 @@ class TinyJob:
     fingerprint: str
     batch_size: int
     units: dict[str, tuple[int, ...]]
+    num_sections: int = NUM_SECTIONS
+    micro_batch_size: int = MICRO_BATCH_SIZE
 
     def plan(self, shape: str) -> Plan:
         """A plan of this job for ``"PxD"``."""
         depth, replicas = map(int, shape.split("x"))
         profile = synthetic_profile(
-            num_sections=NUM_SECTIONS, batch_size=self.batch_size, micro_batch_sizes=(1, MICRO_BATCH_SIZE)
+            num_sections=self.num_sections, batch_size=self.batch_size, micro_batch_sizes=(1, MICRO_BATCH_SIZE)
         )
         best = plan(
             profile,
             num_gpus=depth * replicas,
             pipeline_depth=depth,
             num_replicas=replicas,
-            micro_batch_size=MICRO_BATCH_SIZE,
+            micro_batch_size=self.micro_batch_size,
             schedule="varuna",
             recompute=True,
         ).best
         return best.model_copy(update={"fingerprint": self.fingerprint})
 
 
-def load_tiny_job() -> TinyJob:
+def load_tiny_job(num_sections: int = NUM_SECTIONS, micro_batch_size: int = MICRO_BATCH_SIZE) -> TinyJob:
     """Cut the tiny job as a worker does."""
     with imported_once(JOB):
-        found = load_and_cut(JOB, num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
-    return TinyJob(
-        found.model.fingerprint, found.job.batch_size, {unit.id: unit.sections for unit in found.model.units}
-    )
+        found = load_and_cut(JOB, num_sections=num_sections, micro_batch_size=micro_batch_size)
+    units = {unit.id: unit.sections for unit in found.model.units}
+    return TinyJob(found.model.fingerprint, found.job.batch_size, units, num_sections, micro_batch_size)
 
 
 @dataclass(frozen=True)

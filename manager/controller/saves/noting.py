@@ -64,7 +64,7 @@ def save_complete(draft: Draft, manifest: Manifest) -> str:
     if manifest.saved_s is not None:
         saved_s = manifest.saved_s if times.saved_s is None else max(times.saved_s, manifest.saved_s)
         _note(draft, durable_s=mean_of(times.durable_s, draft.now_s - manifest.saved_s), saved_s=saved_s)
-    _note(draft, num_refused=0, retry_s=None)
+    _note(draft, num_refused=0, retry_s=None, weighs=draft.state.config.policy.redundancy == "auto")
     return f", after {times.num_refused} that storage did not take" if times.num_refused else ""
 
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 import math
 
 from manager.controller.shape.risk import mean_s_to_fatal_loss
-from manager.controller.state.bounds import STORAGE_BYTES_PER_S
+from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S
 from manager.controller.state.saves import NextSave
 from manager.controller.state.state import ControllerState
 from morph.contract.checkpoint import SaveKind
 
-COPY_BYTES_PER_S = 1e9
-"""Of one worker's state to host memory, until a save was seen."""
 FIRST_RETRY_S = 10.0
 LONGEST_RETRY_S = 600.0
 """Between saves that storage does not take: doubled each time."""
@@ -67,7 +65,7 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
     times, expected = state.saves, state.config.expected_losses
     mttf_s = mean_s_to_fatal_loss(state, now_s)
     most_bytes = _most_bytes(state)
-    stall_s = most_bytes / COPY_BYTES_PER_S if times.stall_s is None else times.stall_s
+    stall_s = most_bytes / SAVE_COPY_BYTES_PER_S if times.stall_s is None else times.stall_s
     allocation_s = expected.allocation_s if times.allocation_s is None else times.allocation_s
     again_s = allocation_s + (expected.preparation_s if state.setup_s is None else state.setup_s)
     tau_s = math.sqrt(2 * stall_s * (mttf_s + again_s))

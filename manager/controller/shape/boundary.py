@@ -10,6 +10,7 @@ from manager.controller.shape.choosing import (
     gain_of,
     nodes_to_come,
 )
+from manager.controller.shape.following import followers_due
 from manager.controller.shape.postponing import stays
 from manager.controller.state.draft import Draft
 from manager.controller.state.nodes import NodeState
@@ -32,7 +33,8 @@ def change_due(draft: Draft) -> str | None:
 
     A drain that cannot wait and a slow member that costs more than it gives are dealt with at once. A better shape
     with newcomers waits for a further node that is about to be ready while that costs less than a second change: going
-    without the gain for w seconds costs ``w * gain``, a change its own time.
+    without the gain for w seconds costs ``w * gain``, a change its own time. The same shape is formed anew where it is
+    to have followers from now on, or none any more.
     """
     leaving = drain_due(draft)
     if leaving is not None:
@@ -42,7 +44,7 @@ def change_due(draft: Draft) -> str | None:
     if choice is None or gain <= 0 or gain < state.config.policy.min_join_gain:
         if state.join_since_s is not None:
             draft.change(join_since_s=None)
-        return None
+        return None if choice is None else followers_due(draft)
     slow = [worker for worker in state.member_units if state.workers[worker].node is NodeState.SUSPECT]
     slow = [worker for worker in slow if worker not in choice.workers]
     if slow:

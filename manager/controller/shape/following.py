@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence, Set
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
+from manager.controller.shape.choosing import cost_of_morph_s
 from manager.controller.shape.placement import Holdings
 from manager.controller.shape.risk import holders_of, losses_per_vm_s, mean_s_to_fatal_loss, vms_of
-from manager.controller.state.bounds import SUM_BYTES, link_bytes_per_s
+from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S, STORAGE_BYTES_PER_S, SUM_BYTES, link_bytes_per_s
+from manager.controller.state.draft import Draft
 from manager.controller.state.state import ControllerState
 from morph.contract.messages import Slot, UnitId, WorkerId
 from morph.contract.plan import Plan
@@ -19,13 +21,38 @@ from morph.contract.vm_names import vm_of
 COPY_BYTES_PER_S = 2.0e9
 """At which a worker copies its sums in memory, while it trains nothing."""
 
+PAYS_WITHIN_S = 3600.0
+"""A shape is formed anew for its followers alone if within this time that saves more than it costs."""
+
 
 class Redundancy(NamedTuple):
-    """What a shape does against losses. ``why``: in a few words."""
+    """What a shape does against losses. ``why``: in a few words; ``worth``: the share of the time that it saves."""
 
     follows: tuple[Follow, ...]
     copy_sums_every: int
     why: str
+    worth: float = 0.0
+
+
+def followers_due(draft: Draft) -> str | None:
+    """Say why the present shape is to have followers from now on, or none any more; None: it stays as it is.
+
+    Asked for after each save: then more is known of what saves take and of how often VMs are lost than when it was
+    formed.
+    """
+    state = draft.state
+    if not state.saves.weighs or state.reshape is None:
+        return None
+    draft.change(saves=state.saves.model_copy(update={"weighs": False}))
+    held = {worker: state.workers[worker].holds for worker in state.ready_workers}
+    present, found = state.reshape.follows, redundancy_of(state, state.reshape.plan, state.slots, held, draft.now_s)
+    if _follows_state(present) == _follows_state(found.follows):
+        return None
+    return found.why if abs(found.worth) * PAYS_WITHIN_S > cost_of_morph_s(state) else None
+
+
+def _follows_state(follows: Sequence[Follow]) -> bool:
+    return any(follow.units for follow in follows)
 
 
 def redundancy_of(
@@ -49,7 +76,7 @@ def redundancy_of(
     every = 0
     if policy != "state":
         every = _copy_every(plan, slots, needed, parameters, speed, losses_per_vm_s(state, now_s))
-    why = ""
+    why, worth = "", 0.0
     keeps = bool(sole)
     if policy == "auto" and sole and step_s:
         exposed_s = max(sum(parameters[unit] for unit in follow.units) for follow in links) / speed if links else 0.0
@@ -57,7 +84,8 @@ def redundancy_of(
         gain = _gain(state, plan, slots, links, now_s)
         room = state.config.device_memory_bytes
         fits = room is None or plan.expected.followed_memory_bytes <= room
-        keeps = gain > cost and fits
+        worth = gain - cost
+        keeps = worth > 0 and fits
         saved = f" and save {gain:.2%}" if gain < 1 else "; without them losses undo all progress"
         why = f"followers cost {cost:.2%} of the time{saved}"
         if not fits:
@@ -66,7 +94,7 @@ def redundancy_of(
         links = tuple(follow.model_copy(update={"units": (), "known": ()}) for follow in links)
     if not every:
         links = tuple(follow for follow in links if follow.units)
-    return Redundancy(links, every if links else 0, why)
+    return Redundancy(links, every if links else 0, why, worth)
 
 
 def choose_follows(
@@ -198,8 +226,9 @@ def _gain(state: ControllerState, plan: Plan, slots: Sequence[Slot], links: Sequ
     interval_s = 2 * plan.expected.mini_batch_s
     without_s = mean_s_to_fatal_loss(state, now_s, holders_of(slots, needed, ()))
     with_s = mean_s_to_fatal_loss(state, now_s, holders_of(slots, needed, links))
-    saves = state.saves
-    stall_s, durable_s = saves.stall_s or 0.0, saves.durable_s or 0.0
+    saves, most = state.saves, state.config.stage_bytes(plan) / plan.num_replicas
+    stall_s = most / SAVE_COPY_BYTES_PER_S if saves.stall_s is None else saves.stall_s
+    durable_s = most / STORAGE_BYTES_PER_S if saves.durable_s is None else saves.durable_s
     every_s = max(math.sqrt(2 * stall_s * without_s), durable_s, interval_s)
     if state.config.policy.checkpoint_every_steps is not None:
         every_s = state.config.policy.checkpoint_every_steps * plan.expected.mini_batch_s

@@ -27,6 +27,8 @@ LINK_BYTES_PER_S = 1.25e8
 """What a link is taken to carry before this run has measured it: 1 Gb/s."""
 STORAGE_BYTES_PER_S = 1e8
 """Of one worker's state from or to storage, until it was measured."""
+SAVE_COPY_BYTES_PER_S = 1e9
+"""Of one worker's state to host memory, until a save was seen."""
 PASS_BYTES_PER_S = 2.5e8
 """Of a pass over state in memory, such as an optimizer's step, a copy, or making initial numbers: a slow host."""
 SUM_BYTES = 2

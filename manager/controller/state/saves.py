@@ -39,3 +39,4 @@ class SaveTimes(Value):
     num_lost: int = 0
     vm_s: float = 0.0
     insurance: NextSave | None = Field(default=None, description="that costs least, as it was worked out last")
+    weighs: bool = Field(default=False, description="one is complete since followers were weighed")

@@ -78,7 +78,7 @@ def _is_steady(state: ControllerState, now_s: float) -> bool:
         return False
     if state.attempt or state.stop_reason is not None or state.failing is not None or state.ahead is not None:
         return False
-    if state.join_since_s is not None or state.loss_scale is not None:
+    if state.join_since_s is not None or state.loss_scale is not None or state.saves.weighs:
         return False
     waiting = any(entry.eligible_s is not None and entry.eligible_s > now_s for entry in state.workers.values())
     unsteady = any(entry.node in (NodeState.DRAINING, NodeState.SUSPECT) for entry in state.workers.values())

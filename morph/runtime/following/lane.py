@@ -42,6 +42,9 @@ class FollowLane:
         self._incoming: Incoming | None = None
         self._lock = threading.Lock()
         self._copies: dict[str, tuple[int, list[HeldSum]]] = {}
+        self._through: dict[str, int] = {}
+        self._offered = -1
+        self._waits: Interrupt | None = None
         self._formed: ReshapeOrder | None = None
         self._known: dict[str, UnitState] = {}
 
@@ -90,7 +93,7 @@ class FollowLane:
             open_store=self._open_store,
             listen_host=self._setup.listen_host,
             faults=self._faults,
-            news=lambda: None,
+            news=self._wake,
             secret=self._setup.secret,
             known=self._known,
             expected=[follow.worker for follow in others],
@@ -128,7 +131,29 @@ class FollowLane:
     def offer_sums(self, step: int, parts: Callable[[], Sequence[HeldSum]]) -> None:
         """Send a copy of this worker's partial sums to its follower, unless the one before is still on its way."""
         if self._outgoing is not None:
+            self._offered = step
             self._outgoing.offer(lambda: frame_of(step, parts()))
+
+    def settle(self, step: int, interrupt: Interrupt) -> None:
+        """A step is prepared: wait until those of whose sums copies are here have prepared it too.
+
+        For who has prepared a step is not asked any more what it has. Raises GenerationAborted, PeerLost.
+        """
+        outgoing, incoming = self._outgoing, self._incoming
+        if outgoing is not None and self._offered == step:
+            outgoing.through(step)
+        if incoming is None:
+            return
+
+        def are_through() -> bool:
+            with self._lock:
+                late = {
+                    sender for sender, (of, _) in self._copies.items() if of == step > self._through.get(sender, -1)
+                }
+            return late <= incoming.broken
+
+        self._waits = interrupt
+        interrupt.wait_for(are_through, f"those whose sums of step {step} are here to prepare it", interrupt.limit_s)
 
     def copies(self, step: int) -> list[HeldSum]:
         """What is here of others' partial sums in a step."""
@@ -144,12 +169,20 @@ class FollowLane:
         self._outgoing = self._incoming = self._formed = None
         self._known = {}
         with self._lock:
-            self._copies = {}
+            self._copies, self._through = {}, {}
 
     def _keep(self, sender: str, frame: Frame) -> None:
-        received = sums_of(frame)
+        step, received = frame.facts["step"], sums_of(frame)
         with self._lock:
-            self._copies[sender] = frame.facts["step"], received
+            if frame.facts["kind"] == "through":
+                self._through[sender] = step
+            else:
+                self._copies[sender] = step, received
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waits is not None:
+            self._waits.notify()
 
 
 def frame_of(step: int, parts: Sequence[HeldSum]) -> Frame:
@@ -161,7 +194,8 @@ def frame_of(step: int, parts: Sequence[HeldSum]) -> Frame:
 
 def sums_of(frame: Frame) -> list[HeldSum]:
     """The partial sums in a frame."""
-    tensors: list[dict[str, Tensor]] = [{} for _ in frame.facts["sums"]]
+    told = frame.facts.get("sums", ())
+    tensors: list[dict[str, Tensor]] = [{} for _ in told]
     for key, value in frame.tensors.items():
         index, _, name = key.partition("/")
         tensors[int(index)][name] = value
@@ -171,5 +205,5 @@ def sums_of(frame: Frame) -> list[HeldSum]:
             found,
             tuple(MicroBatchLoss.model_validate(loss) for loss in part["losses"]),
         )
-        for part, found in zip(frame.facts["sums"], tensors, strict=True)
+        for part, found in zip(told, tensors, strict=True)
     ]

@@ -45,7 +45,7 @@ class Incoming:
         secret: Of the run.
         known: Units that are here at the version that their senders have now.
         expected: Further senders.
-        take_sums: Called with the sender's name and a frame of partial sums.
+        take_sums: Called with the sender's name and a frame of partial sums, or one that says that no more will come.
         limit_s: A sender that is not there by then is given up, and one that is silent for twice as long: between two
             steps it has nothing to send.
     """
@@ -132,6 +132,12 @@ class Incoming:
             return tuple(
                 unit for unit, sender in self._senders.items() if sender in self._following - self._broken.keys()
             )
+
+    @property
+    def broken(self) -> frozenset[str]:
+        """The senders whose streams are."""
+        with self._lock:
+            return frozenset(self._broken)
 
     @property
     def error(self) -> str | None:
@@ -222,7 +228,7 @@ class Incoming:
                     else:
                         hold_update(self._shadows[unit], update, gradients)
                         self._in_step.add(unit)
-        elif facts["kind"] == "sums":
+        elif facts["kind"] in ("sums", "through"):
             self._take_sums(sender, frame)
         else:
             with self._lock:

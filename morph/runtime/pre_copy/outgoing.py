@@ -164,6 +164,10 @@ class Outgoing:
             frame = make()
             self._put(frame, _size_of(frame.tensors))
 
+    def through(self, step: int) -> None:
+        """Say that no more of a step's sums will come."""
+        self._put(Frame({"kind": "through", "step": step}, {}), 0)
+
     def flush(self, interrupt: Interrupt, timeout_s: float) -> None:
         """Block until everything has arrived. Raises as ``Interrupt.wait_for``, ``PeerLost`` for a broken stream."""
         self._interrupt = interrupt

@@ -356,7 +356,7 @@ class Worker:
         norms_sq = {name: state.norm_sq() for name, state in units.items()}
         followed = self._following.share(units, current.interrupt)
         self._faults.reach("before_commit")
-        return Prepared(
+        answer = Prepared(
             worker=self._setup.worker,
             generation=order.generation,
             step=order.step,
@@ -369,6 +369,8 @@ class Worker:
             times=executor.stopwatch.times(),
             timeline=current.timeline(order.step, executor) if order.record_timeline else None,
         )
+        self._following.settle(order.step, current.interrupt)
+        return answer
 
     def _commit(self, order: CommitOrder) -> Committed:
         self._faults.begin(order.version)

@@ -1,0 +1,81 @@
+"""What second holders cost each step in which nobody is lost: runs with and without them, in turns."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from job import Job, Shape, make_run, stream_s
+
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState
+from manager.engine.loop.driver import Observed
+from manager.engine.run.session import run_session
+from manager.run_dir import RunDir
+
+WARM_UP_STEPS = 3
+MANY_LOSSES_PER_VM_H = 1e5
+"""So that sums are copied in steps of a second as they are in those of minutes."""
+
+
+@dataclass
+class Stopwatch:
+    """An observer of the driver: the time of each step once every follower is in step; ends the run after so many."""
+
+    num_steps: int
+    steps_s: list[float] = field(default_factory=list)
+    state: ControllerState | None = None
+    _last_s: float | None = None
+    _num_warm: int = 0
+
+    def __call__(self, observed: Observed) -> None:
+        """Look at one decision."""
+        state = self.state = observed.decision.state
+        if observed.decision.reason.code is not ReasonCode.STEP_DECIDED or state.reshape is None:
+            return
+        follows = state.reshape.follows
+        if not all(state.workers[follow.follower].holds.issuperset(follow.units) for follow in follows):
+            return
+        self._num_warm += 1
+        if self._num_warm > WARM_UP_STEPS and self._last_s is not None and not state.pending:
+            self.steps_s.append(observed.time_s - self._last_s)
+        self._last_s = observed.time_s
+        if len(self.steps_s) == self.num_steps:
+            observed.request_stop("enough steps")
+
+
+def show_overhead(job: Job, shape: Shape, redundancies: list[str], steps: int, rounds: int, directory: Path) -> None:
+    """Run each redundancy in turn, and print what a step takes beside the first one's."""
+    found: dict[str, list[float]] = {each: [] for each in redundancies}
+    told: dict[str, str] = {}
+    for turn in range(rounds):
+        for each in redundancies:
+            folder = directory / f"plain-{shape}-{each}-{turn}"
+            folder.mkdir(parents=True)
+            many = MANY_LOSSES_PER_VM_H if each == "salvage" else None
+            spec, facts = make_run(replace(job, losses_per_vm_h=many), shape, folder, each)
+            watch = Stopwatch(steps)
+            with RunDir(folder / "run", facts) as run_dir:
+                finish = run_session(spec, run_dir, watch)
+            if len(watch.steps_s) < steps:
+                raise SystemExit(f"{shape}, {each}: {finish.sentence}")
+            found[each] += watch.steps_s
+            assert watch.state is not None
+            assert watch.state.reshape is not None
+            assert spec.emulation is not None
+            plan, order = watch.state.reshape.plan, watch.state.reshape
+            followed = any(follow.units for follow in order.follows)
+            bare_s = stream_s(spec.emulation, plan) if followed else 0.0
+            every = order.copy_sums_every
+            told[each] = f"the bare link takes {bare_s * 1e3:.0f} ms; " if followed else ""
+            told[each] += f"sums copied every {every} of {plan.micro_batches_per_replica[0]}" if every else "no copies"
+    base_s = statistics.median(found[redundancies[0]])
+    print(f"\n== {shape}, steps without a loss, {rounds} x {steps} of each")
+    for each, times_s in found.items():
+        median_s = statistics.median(times_s)
+        spread_s = statistics.median(abs(time_s - median_s) for time_s in times_s)
+        print(
+            f"  {each:8} {median_s * 1e3:7.1f} ms (+- {spread_s * 1e3:.1f}), {median_s / base_s - 1:+7.2%}, "
+            f"{(median_s - base_s) * 1e3:+6.1f} ms; {told[each]}"
+        )

@@ -1,0 +1,392 @@
+"""Workers die at every phase of a step, at every stage, in every shape: nothing that somebody holds is lost.
+
+One run for each shape, of the real controller and real workers, with dropout; in it one case after the other: when the
+shape is formed and its followers are in step, some members die, the rest go on, and others take their place. A case
+fails when a decided step is lost although somebody holds every unit, when a unit that nobody holds is not named, when
+more is run again than was summed since the last copy, or when the final weights differ in a bit from those of a worker
+that trained alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from manager.controller.state.actions import SendReshape
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import NoticeGiven, StopRequested, WorkerLost
+from manager.controller.state.expected import ExpectedLosses
+from manager.controller.state.reasons import ReasonCode
+from manager.controller.state.state import ControllerState, Phase
+from manager.engine.loop.driver import Observed
+from manager.run_dir import RunDir, RunFacts
+from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.contract.cluster import Policy
+from morph.contract.faults import Fault
+from morph.contract.messages import ReshapeOrder
+from morph.contract.plan import Plan
+from morph.contract.salvage import counted_in
+from tests.grids import IS_LONG, cells
+from tests.runtime.managed_crew import ManagedCrew
+from tests.runtime.worker_crew import Crew
+from tests.system.harness import JOB, TinyJob, load_tiny_job
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(6000 if IS_LONG else 600)]
+
+NUM_SECTIONS, MICRO_BATCH_SIZE, NUM_MICRO_BATCHES = 6, 2, 6
+CHECKPOINT_EVERY = 5
+UNIT_BYTES = 40_000
+PERIOD_S = 1.0
+"""Of a micro-batch, as plans expect it: so slow that with so many losses sums are copied after each one."""
+SLOW_S = 0.3
+MOST_STEPS = 100
+LONG_NOTICE_S, SHORT_NOTICE_S = 3600.0, 1.0
+LAST = -1
+
+DEPTHS = (4, 3, 6, 5)
+REPLICAS = (1, 2)
+VICTIMS = ("middle", "last", "first", "two adjacent", "two apart", "two of a stage")
+NOTICED = (False, True)
+FILLING = ("send_ahead", "receive_ahead")
+"""While the state of what only one VM drives travels to followers: at the beginning of a run, for some steps."""
+CHANGING = ("reshape", "transfer")
+"""While the shape changes because another VM is about to be taken."""
+MOMENTS = (
+    ("forward", 2),
+    ("backward", 1),
+    ("backward", LAST),
+    ("before_commit", 0),
+    ("share_gradients", 0),
+    ("reduce", 0),
+    ("after_commit", 0),
+    ("checkpoint", 0),
+    ("send_ahead", 0),
+    ("share_sums", 0),
+    ("receive_ahead", 0),
+    ("applied", 0),
+    ("transfer", 0),
+    ("reshape", 0),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who dies when: ``phase`` and its ``nth`` time in a step, as of ``Fault``."""
+
+    depth: int
+    replicas: int
+    moment: tuple[str, int]
+    victims: str
+    noticed: bool
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether these workers come to this phase: with replicas nobody is sent the state of what these drive."""
+        if self.replicas == 1:
+            return self.victims != "two of a stage"
+        return self.moment[0] not in (*FILLING, "share_gradients")
+
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """The victims' stages and replicas."""
+        last = self.depth - 1
+        return {
+            "first": ((0, 0),),
+            "last": ((last, 0),),
+            "middle": ((1, 0),),
+            "two adjacent": ((1, 0), (2, 0)),
+            "two apart": ((0, 0), (2, 0)),
+            "two of a stage": ((1, 0), (1, 1)),
+        }[self.victims]
+
+    def __str__(self) -> str:
+        return f"{self.victims} at {self.moment[0]} {self.moment[1]}{', noticed' if self.noticed else ''}"
+
+
+def runs() -> list[list[Case]]:
+    """The grid: the cases of each run, which are of one shape."""
+    grid = cells(DEPTHS, REPLICAS, MOMENTS, VICTIMS, NOTICED)
+    cases = [case for case in itertools.starmap(Case, grid) if case.is_reached]
+    found = []
+    for shape in dict.fromkeys((case.depth, case.replicas) for case in cases):
+        of_shape = [case for case in cases if (case.depth, case.replicas) == shape]
+        begin = [[case] for case in of_shape if case.moment[0] in FILLING] or [[]]
+        begin[0] += [case for case in of_shape if case.moment[0] not in FILLING]
+        found += begin
+    return found
+
+
+@dataclass
+class Happened:
+    """What came of a case so far. ``state``: before it began; ``told``: the notice is given."""
+
+    case: Case
+    state: ControllerState
+    faults: tuple[Fault, ...]
+    gone: tuple[str, ...]
+    lost: set[str] = field(default_factory=set)
+    version: int = 0
+    told: bool = False
+    formed: ReshapeOrder | None = None
+
+
+class Kills:
+    """An observer of the driver that brings cases about, and looks at what is decided."""
+
+    def __init__(self, crew: ManagedCrew, cases: list[Case], num_workers: int) -> None:
+        self._crew, self._left, self._num = crew, list(cases), num_workers
+        self._case: Happened | None = None
+        self._before: ControllerState | None = None
+        self._named = num_workers
+        self.done: list[str] = []
+        self.num_fallbacks = 0
+        self.redone: list[tuple[int, int]] = []
+
+    def __call__(self, observed: Observed) -> None:
+        state, reason = observed.decision.state, observed.decision.reason
+        print(f"{observed.time_s:.3f} {observed.event.kind} -> {state.phase} v{state.version} {reason.sentence}")
+        if self._case is None:
+            self._begin(state, observed)
+        else:
+            self._watch(self._case, observed)
+        self._before = state
+
+    def _begin(self, state: ControllerState, observed: Observed) -> None:
+        if len(state.slots) != self._num or state.reshape is None or state.stop_reason is not None:
+            return
+        if not self._left:
+            if state.phase is Phase.TRAINING:
+                self._crew.put(StopRequested(reason="every case was played"))
+            return
+        case = self._left[0]
+        forms = any(isinstance(action, SendReshape) for action in observed.decision.actions)
+        if forms if case.moment[0] in FILLING else _in_step(state):
+            self._left.pop(0)
+            self._bring_about(case, state)
+
+    def _bring_about(self, case: Case, state: ControllerState) -> None:
+        (phase, nth), places = case.moment, case.stages()
+        workers = {(slot.stage, slot.replica): slot.worker for slot in state.slots}
+        victims = [workers[place] for place in places]
+        share = NUM_MICRO_BATCHES // case.replicas
+        first = state.version + (0 if phase in (*FILLING, *CHANGING) else 2)
+        num = {"checkpoint": 3 * CHECKPOINT_EVERY, "reshape": 50, "transfer": 50}.get(
+            phase, 6 if phase in FILLING else 1
+        )
+        faults = tuple(
+            Fault.model_validate(
+                {"worker": worker, "phase": phase, "step": step, "nth": share - 1 if nth == LAST else nth}
+            )
+            for worker in victims
+            for step in range(first, first + num)
+        )
+        print(f"{case}: {victims} die")  # shown by pytest when the test fails
+        self._crew.arm(*faults, slow_s=SLOW_S if phase in FILLING else 0.0)
+        gone = tuple(victims)
+        if phase in CHANGING:  # somebody else's leaving is what changes the shape
+            other = next(worker for place, worker in sorted(workers.items(), reverse=True) if worker not in victims)
+            self._crew.put(NoticeGiven(worker=other, lead_s=SHORT_NOTICE_S))
+            gone += (other,)
+        self._case = Happened(case, state, faults, gone, version=state.version)
+        if case.noticed and phase in CHANGING:
+            self._give_notice(self._case)
+
+    def _give_notice(self, now: Happened) -> None:
+        """There is time for many steps more, so that who is noticed stays."""
+        now.told = True
+        for worker in dict.fromkeys(fault.worker for fault in now.faults):
+            self._crew.put(NoticeGiven(worker=worker, lead_s=LONG_NOTICE_S))
+
+    def _watch(self, now: Happened, observed: Observed) -> None:
+        state, event, victims = observed.decision.state, observed.event, {fault.worker for fault in now.faults}
+        if isinstance(event, WorkerLost):
+            now.lost.update(event.workers)
+            assert now.lost <= set(now.gone), f"{now.case}: {now.lost} are lost"
+            for worker in victims - now.lost:  # who waits for the first would not come to the phase any more
+                self._crew.end(worker)
+        if observed.decision.reason.code is ReasonCode.SET_BACK:
+            self._check_fallback(now, observed)
+        else:
+            assert state.version >= now.version, f"{now.case}: from version {now.version} back to {state.version}"
+        now.version = state.version
+        assert state.version < now.state.version + MOST_STEPS, f"{now.case}: {victims - now.lost} do not die"
+        if now.case.noticed and not now.told and state.version > now.state.version:
+            self._give_notice(now)
+        for action in observed.decision.actions:
+            if isinstance(action, SendReshape) and now.lost and now.formed is None:
+                now.formed = action.order
+                self._check_salvage(now, state, action.order)
+        if victims <= now.lost and state.phase is Phase.TRAINING and now.formed is not None:
+            others = [worker for worker in now.gone if worker not in now.lost and worker in state.workers]
+            for worker in others:
+                self._crew.end(worker)  # as its provider does in the end
+            if state.version > now.formed.version and not others:
+                self._replace(now, state)
+
+    def _replace(self, now: Happened, state: ControllerState) -> None:
+        self.done.append(str(now.case))
+        self._case = None
+        missing = self._num - len(state.workers)
+        self._crew.add(*(f"w{self._named + index}" for index in range(missing)))
+        self._named += missing
+
+    def _check_fallback(self, now: Happened, observed: Observed) -> None:
+        """What nobody holds is lost, and is named; of replicas, or with a follower in step, somebody does."""
+        assert self._before is not None
+        self.num_fallbacks += 1
+        left = observed.decision.state.workers.keys()
+        held = {unit for worker, entry in self._before.workers.items() if worker in left for unit in entry.holds}
+        missing = sorted(set(self._before.config.units) - held)
+        version = self._before.version
+        sentence = observed.decision.reason.sentence
+        assert missing, f"{now.case}: {sentence}"
+        assert f"no living worker holds {', '.join(missing)} at version {version}: back to version" in sentence
+        assert self._may_fall_back(now), f"{now.case}: {sentence}"
+
+    def _may_fall_back(self, now: Happened) -> bool:
+        if now.case.replicas == 2:
+            return now.case.victims == "two of a stage"
+        if now.case.moment[0] in FILLING:
+            return True
+        assert now.state.reshape is not None
+        pairs = {(follow.worker, follow.follower) for follow in now.state.reshape.follows}
+        return any((one, other) in pairs for one in now.gone for other in now.gone)
+
+    def _check_salvage(self, now: Happened, state: ControllerState, order: ReshapeOrder) -> None:
+        """What was through every stage is run again where its sums were lost: as much as between two copies."""
+        phase, nth = now.case.moment
+        step = now.faults[0].step
+        if order.version != step or phase not in ("forward", "backward", "reduce", "before_commit"):
+            return
+        assert now.state.reshape is not None
+        plan = now.state.reshape.plan
+        places = {(unit, section): 0 for unit, sections in state.config.units.items() for section in sections}
+        for sums in state.kept.values():
+            for total in sums:
+                for section, mask in counted_in(total).items():
+                    if (total.unit, section) in places:
+                        places[total.unit, section] |= mask
+        lost = set(now.lost)
+        for slot in now.state.slots:
+            if slot.worker in lost:
+                mine = plan.micro_batches_of(slot.replica)
+                done = {"forward": 0, "backward": len(mine) - 1 if nth == LAST else nth}.get(phase, len(mine))
+                mask = sum(1 << number for number in mine[:done])
+                for unit, section in places:
+                    if section in plan.stages[slot.stage].sections:
+                        places[unit, section] |= mask
+        through = (1 << plan.num_micro_batches) - 1
+        for mask in places.values():
+            through &= mask
+        spared = 0
+        if order.salvage is not None:
+            again = sum((1 << end) - (1 << begin) for begin, end in order.salvage.remaining)
+            spared = ((1 << plan.num_micro_batches) - 1) & ~again
+        redone = (through & ~spared).bit_count()
+        every = now.state.reshape.copy_sums_every
+        if not every or self._may_fall_back(now):
+            return
+        most = every * len({slot.stage for slot in now.state.slots if slot.worker in lost})
+        self.redone.append((redone, most))
+        assert redone <= most, f"{now.case}: {redone} of {through.bit_count()} micro-batches are run again"
+
+
+def _in_step(state: ControllerState) -> bool:
+    """Whether a step is under way, and every follower has what it is to follow."""
+    assert state.reshape is not None
+    follows = state.reshape.follows
+    in_step = all(state.workers[follow.follower].holds.issuperset(follow.units) for follow in follows)
+    return state.phase is Phase.TRAINING and state.version > state.reshape.version and in_step
+
+
+class Alone:
+    """The weights of a worker that trains alone."""
+
+    def __init__(self, job: TinyJob, directory: Path) -> None:
+        self._crew = Crew(job, ("alone",))
+        self._crew.set_up(JOB, job.fingerprint, directory)
+        self._crew.reshape("1x1", ("alone",))
+
+    def at(self, version: int) -> dict[str, str]:
+        """Of every unit."""
+        if version < self._crew.version:
+            self._crew.begin()
+            self._crew.reshape("1x1", ("alone",))
+        self._crew.train(version)
+        return self._crew.digests()
+
+    def close(self) -> None:
+        self._crew.close()
+
+
+@pytest.fixture(scope="module")
+def job() -> TinyJob:
+    return load_tiny_job(NUM_SECTIONS, MICRO_BATCH_SIZE)
+
+
+@pytest.fixture(scope="module")
+def crew(job: TinyJob) -> Iterator[ManagedCrew]:
+    crew = ManagedCrew(job)
+    yield crew
+    crew.close()
+
+
+@pytest.fixture(scope="module")
+def alone(job: TinyJob, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
+    alone = Alone(job, tmp_path_factory.mktemp("alone"))
+    yield alone
+    alone.close()
+
+
+def plans_of(job: TinyJob, depth: int, replicas: int) -> dict[int, Plan]:
+    """The shape for all workers, and a shallower one for fewer; more workers are called faster than they are."""
+    plans = {}
+    for num in range(1, depth * replicas + 1):
+        fewer = min(replicas, num)
+        plan = job.plan(f"{num // fewer}x{fewer}")
+        share = NUM_MICRO_BATCHES // fewer
+        update = {"examples_per_s": float(num), "mini_batch_s": PERIOD_S * share}
+        plans[num] = plan.model_copy(update={"expected": plan.expected.model_copy(update=update)})
+    return plans
+
+
+@pytest.mark.parametrize("cases", runs(), ids=lambda cases: f"{cases[0].depth}x{cases[0].replicas}")
+def test_who_dies_where_and_when_changes_no_bit_and_loses_nothing_that_somebody_holds(
+    cases: list[Case], crew: ManagedCrew, alone: Alone, tmp_path: Path
+) -> None:
+    depth, replicas = cases[0].depth, cases[0].replicas
+    job, num_workers = crew.job, depth * replicas
+    config = ControllerConfig(
+        fingerprint=job.fingerprint,
+        plans=plans_of(job, depth, replicas),
+        units=job.units,
+        unit_bytes=dict.fromkeys(job.units, UNIT_BYTES),
+        expected_losses=ExpectedLosses(per_vm_h=1e4, weight_vm_h=1e3),
+        num_steps=100_000,
+        policy=Policy(checkpoint_every_steps=CHECKPOINT_EVERY, redundancy="salvage"),
+        expected_nodes=num_workers,
+    )
+    facts = RunFacts(
+        job=JOB,
+        fingerprint=job.fingerprint,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        batch_size=job.batch_size,
+        num_sections=NUM_SECTIONS,
+    )
+    kills: list[Kills] = []
+
+    def observer(crew: ManagedCrew) -> Kills:
+        kills.append(Kills(crew, cases, num_workers))
+        return kills[0]
+
+    with RunDir(tmp_path / "run", facts) as run_dir:
+        finish = crew.run(config, run_dir, observer)
+        newest = complete_versions(run_dir.checkpoint_url)[-1]
+        weights = {entry.unit: entry.sha256 for entry in read_manifest(run_dir.checkpoint_url, newest).units}
+    assert finish.outcome == "stopped"
+    assert kills[0].done == [str(case) for case in cases]
+    assert weights == alone.at(newest)
+    print(f"{kills[0].num_fallbacks} fallbacks, run again: {kills[0].redone}")
