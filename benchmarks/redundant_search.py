@@ -7,8 +7,8 @@ what a step takes, micro-batches, state, network, memory, recompute. Each plays 
 ``salvage``, which follows always, where that is not far ahead; the better one counts) and the better of ``bamboo``
 (eager forwards) and ``bamboo-lflb`` (everything once a VM is lost) on the same drawn traces, by samples trained.
 Overheads and pauses are simulated for the shape in question. Redundant computation is given more than the paper grants:
-memory, and pipelines set up as fast as state can move. ``--extreme`` draws more losses than recorded traces have (0.02
-to 0.5 a VM and hour), networks below 10 Gb/s, and micro-batches that take a stage longer than 3 s (published: 0.1 to
+memory, and pipelines set up as fast as state can move. ``--extreme`` draws more losses than recorded traces have (0.1
+to 0.6 a VM and hour), networks below 10 Gb/s, and micro-batches that take a stage longer than 3 s (published: 0.1 to
 0.4).
 """
 
