@@ -80,10 +80,13 @@ def give_up(
         del crew.held[victim]
         for name in others:
             member = crew.members[name]  # a worker that waits for its peers goes on as long as these live
-            if not reduced and done:  # what the victim sent may still be on its way, and waiting says nothing
+            if done and not (
+                reduced and name != copied
+            ):  # what the victim sent may still be on its way, and waiting says nothing
                 poll_until(partial(has_counted, member, done), f"{name} has done {done} micro-batches")
-            ready = partial(answered, member) if reduced else partial(is_through, crew, name, victim)
-            poll_until(ready, f"{name} answers" if reduced else f"{name} has done what it can without {victim}")
+            ends = reduced and name != copied  # who has a copy of the victim's sums waits for it
+            ready = partial(answered, member) if ends else partial(is_through, crew, name, victim)
+            poll_until(ready, f"{name} answers" if ends else f"{name} has done what it can without {victim}")
             if name == copied:
                 poll_until(partial(member.control, "copies", crew.version), f"{name} has a copy of {victim}'s sums")
             crew.members[name].control("abort", crew.generation)
@@ -267,7 +270,7 @@ def in_step(crew: Crew, order: ReshapeOrder) -> bool:
         ("w1", "backward", 0, "2x1", 0, 0),
         ("w3", "backward", 2, "3x1", 2, 2),
         ("w1", "reduce", 0, "3x1", 5, 4),  # its follower has been through for a while
-        ("w2", "before_commit", 0, "1x3", 0, 0),
+        ("w2", "before_commit", 0, "1x3", 6, 4),
     ],
 )
 def test_with_one_replica_a_lost_stage_goes_on_from_its_follower_and_no_step_is_lost(
