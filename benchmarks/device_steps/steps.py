@@ -133,6 +133,9 @@ class _NoFollowers:
     def offer_sums(self, *_: object) -> None:
         pass
 
+    def settle(self, *_: object) -> None:
+        pass
+
 
 class ShapeJob:
     """A job as its workers have it, on a device of shapes."""

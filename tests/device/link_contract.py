@@ -220,7 +220,7 @@ class LinkContract:
         ends.check()
 
     # A reduction may be under way whose other half never comes: closing its group waits until the bound has passed.
-    @pytest.mark.parametrize("pair", [5.0], indirect=True, ids=["5 s"])
+    @pytest.mark.parametrize("pair", [15.0], indirect=True, ids=["15 s"])
     def test_an_abort_ends_the_wait_for_a_reduction(self, ends: Ends) -> None:
         def reduce(member: str) -> None:
             with _staged_by(ends):

@@ -28,7 +28,7 @@ SHAPES = ("2x1", "3x1", "2x2")
 LETTERS: dict[SpanKind, str] = {"forward": "F", "recompute": "R", "backward": "B"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScheduledJob(TinyJob):
     """The tiny job, planned with one schedule."""
 
@@ -73,7 +73,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def begin(crew: Crew, job: TinyJob, schedule: Schedule, recompute: bool = True) -> None:
-    crew.job = ScheduledJob(job.fingerprint, job.batch_size, job.units, schedule, recompute)
+    crew.job = ScheduledJob(job.fingerprint, job.batch_size, job.units, schedule=schedule, recompute=recompute)
     crew.begin()
 
 
@@ -136,7 +136,7 @@ def test_the_schedule_may_change_in_the_middle_of_a_run(
     begin(processes, job, "gpipe")
     processes.reshape("2x2", NAMES)
     processes.train(1)
-    processes.job = ScheduledJob(job.fingerprint, job.batch_size, job.units, "1f1b", False)
+    processes.job = ScheduledJob(job.fingerprint, job.batch_size, job.units, schedule="1f1b", recompute=False)
     processes.reshape("3x1", NAMES[:3])
     processes.train(NUM_STEPS)
     assert processes.digests() == reference
