@@ -108,6 +108,10 @@ def make_job(shape: Shape, source: str) -> Job:
     return Job(profile.model_copy(update={"job": facts}), M_OF_FILES, 1e-3)
 
 
+EMULATED_MEMORY_BYTES = 2**50
+"""Of a device: only a small part of a profile's parameters is really held, and no activations are."""
+
+
 def make_plans(job: Job, shape: Shape) -> dict[int, Plan]:
     """The wanted shape for all workers; for fewer the planner's best, or, where P = 1 or D = 1, all of them likewise.
 
@@ -121,6 +125,7 @@ def make_plans(job: Job, shape: Shape) -> dict[int, Plan]:
             pipeline_depth=depth,
             num_replicas=replicas,
             micro_batch_size=job.micro_batch_size,
+            memory_bytes=EMULATED_MEMORY_BYTES,
         ).best
 
     def fewer(count: int) -> Plan:
