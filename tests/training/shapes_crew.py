@@ -36,7 +36,7 @@ from morph.cutting.kept.cut_job import load_and_cut
 from morph.job_files import imported_once
 from morph.runtime.groups.store import StoreHost
 from simulator import plan, synthetic_profile
-from tests.runtime.worker_crew import ANSWER_S, LOOPBACK, Member
+from tests.runtime.worker_crew import ANSWER_S, LOOPBACK, SETUP_S, Member
 from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS
 
 JOBS = Path(__file__).parent / "training_jobs.py"
@@ -116,12 +116,16 @@ class Trained:
 
 
 class ShapesCrew:
-    """Worker processes, reused by every test."""
+    """Worker processes, reused by every test; anew after one that failed, for theirs have answers left to give."""
 
     def __init__(self, count: int = 4) -> None:
-        self.members = {f"w{index}": Member(f"w{index}") for index in range(count)}
+        self._count = count
         self.store = StoreHost(LOOPBACK)
         self.generation = 0
+        self._start()
+
+    def _start(self) -> None:
+        self.members = {f"w{index}": Member(f"w{index}") for index in range(self._count)}
 
     def close(self) -> None:
         """End every process."""
@@ -152,11 +156,27 @@ class ShapesCrew:
             model = load_and_cut(spec, num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE).model
         units = {unit.id: unit.sections for unit in model.units}
         names = list(self.members)[: max(_width(shape) for shape, _ in spans) + lose]
-        self._set_up(names, spec, model.fingerprint, directory)
-        run = _Run(self, units, names)
+        try:
+            self._set_up(names, spec, model.fingerprint, directory)
+            return self._run(_Run(self, units, names), spans, model.fingerprint, directory, lose=lose, ahead=ahead)
+        except BaseException:
+            self.close()
+            self._start()
+            raise
+
+    def _run(
+        self,
+        run: _Run,
+        spans: Sequence[tuple[Plan | str, int]],
+        fingerprint: str,
+        directory: Path,
+        *,
+        lose: bool,
+        ahead: bool,
+    ) -> Trained:
         for place_in_row, (shape, until) in enumerate(spans):
-            wanted = make_plan(shape, model.fingerprint) if isinstance(shape, str) else shape
-            wanted = wanted.model_copy(update={"fingerprint": model.fingerprint})
+            wanted = make_plan(shape, fingerprint) if isinstance(shape, str) else shape
+            wanted = wanted.model_copy(update={"fingerprint": fingerprint})
             spare = place_in_row > 0 and run.num_replicas > 1
             run.reshape(wanted, without=run.present[0] if lose and spare else None)
             while run.version < until:
@@ -164,7 +184,7 @@ class ShapesCrew:
                     run.send_ahead()
                 run.step()
             run.collect_ahead()
-        manifest = run.save(model.fingerprint)
+        manifest = run.save(fingerprint)
         write_manifest(str(directory), manifest)
         return Trained(manifest, run.all_decided, run.scales, run.answers, run.commits, directory, run.num_sent_ahead)
 
@@ -192,7 +212,7 @@ class ShapesCrew:
             )
             self.members[name].send("setup", setup)
         for name in names:
-            answer = self.members[name].answer()
+            answer = self.members[name].answer(SETUP_S)  # it may compile sections
             assert isinstance(answer, WorkerReady), answer
 
 
