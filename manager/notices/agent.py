@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from manager.machine.gone import wait_gone
 from manager.notices.aws import AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.notices.azure import AzureNotices
 from manager.notices.call import AGENT, called
@@ -182,8 +183,7 @@ def end_group(folder: Path, grace_s: float = GROUP_GRACE_S) -> None:
     elsewhere = named.read_text(encoding="utf-8") if named.exists() else ""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)
-    _, left = psutil.wait_procs(_others_of_group(), timeout=grace_s)
-    for process in left:
+    for process in wait_gone(_others_of_group(), grace_s):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     left_behind = [path for path in folder.iterdir() if path.name != "log"]  # nothing, unless the node was killed

@@ -15,6 +15,7 @@ import pytest
 
 from calibrate.links import network
 from calibrate.links.network import NetworkSpec, growing_in_flight, growing_rings, measure_network
+from manager.machine.gone import lives
 from morph.contract.errors import ClusterError, WaitTimeout
 
 BOUND_S = 120.0
@@ -103,13 +104,13 @@ def test_no_process_outlives_the_one_that_measures(tmp_path: Path, ending: signa
         peers = _until(lambda: found if len(found := peers_of(parent.pid)) == 2 else None)
         parent.send_signal(ending)
         parent.wait(timeout=BOUND_S)
-        _until(lambda: not any(_alive(peer) for peer in peers) or None)
+        _until(lambda: not any(lives(peer) for peer in peers) or None)
         assert list(folder.iterdir()) == []
     finally:
         parent.kill()
         parent.wait()
         for peer in peers:
-            if _alive(peer):
+            if lives(peer):
                 peer.kill()
 
 
@@ -122,13 +123,6 @@ def peers_of(pid: int) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _until(look: Callable[[], Any]) -> Any:

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 import psutil
 
+from manager.machine.gone import lives
+
 MARK = "MORPH_CHAOS_RUN"
 
 
@@ -34,7 +36,7 @@ class Family:
                 parent = self._known.get(process.ppid())
                 if parent is not None and parent == found.get(parent.pid):
                     self._known.setdefault(process.pid, process)
-        self._known = {pid: process for pid, process in self._known.items() if _lives(process)}
+        self._known = {pid: process for pid, process in self._known.items() if lives(process)}
         return list(self._known.values())
 
     def named(self, *parts: str) -> list[psutil.Process]:
@@ -69,13 +71,6 @@ def line_of(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def own_mark() -> str:

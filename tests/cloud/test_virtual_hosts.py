@@ -34,6 +34,7 @@ from manager.engine.vms.own_wheel import make_wheel, requirements
 from manager.enrolment.authority import check_certificate
 from manager.enrolment.files import Certificates
 from manager.journal.records import Fact
+from manager.machine.gone import lives
 from manager.providers.boot.cloud_init import (
     CODE_DIRECTORY,
     SECRET_PATH,
@@ -121,7 +122,7 @@ def test_killing_a_host_ends_everything_in_it_at_once(hosts: Hosts) -> None:
 
     until(both_sleep, "the service and the process that left its session")
     host.kill()
-    assert not [process for process in inside if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not [process for process in inside if lives(process)]
 
 
 def test_nothing_outlives_the_process_that_made_it(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_nothing_outlives_the_process_that_made_it(tmp_path: Path) -> None:
         process = psutil.Process(int(pid))
         maker.send_signal(signal.SIGKILL)
         maker.wait(30)
-    until(lambda: not process.is_running(), "the host's end")
+    until(lambda: not lives(process), "the host's end")
     with Hosts([], {}):  # removes what is left of processes that are gone
         assert not list(Path("/run/netns").glob(f"morph-{maker.pid}-*"))
         assert not Path(directory).exists()

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+
+from manager.machine.gone import runs
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
@@ -63,7 +64,7 @@ class Job:
         self.process.terminate()
         self.process.wait(30)
         self._log.close()
-        assert [pid for pid in self.workers if psutil.pid_exists(pid)] == []
+        assert [pid for pid in self.workers if runs(pid)] == []
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def test_ctrl_c_ends_every_worker(start: Callable[..., Job]) -> None:
     job.until(lambda: len(job.workers) == 2, "the workers start")
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 130
-    assert [pid for pid in job.workers if psutil.pid_exists(pid)] == []
+    assert [pid for pid in job.workers if runs(pid)] == []
 
 
 def test_a_worker_that_does_not_know_the_secret_is_not_let_in(start: Callable[..., Job], quiet: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from manager.machine.gone import wait_gone
+from manager.machine.gone import lives, session_of, wait_gone
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -37,3 +37,22 @@ def test_one_that_lives_is_told_after_the_time_out() -> None:
             assert wait_gone([known], 0.1) == [known]
         finally:
             process.kill()
+
+
+def test_a_session_is_found_when_its_leader_was_killed_and_its_processes_are_orphans() -> None:
+    program = f"import subprocess; p = subprocess.Popen({SLEEP!r}); print(p.pid, flush=True); p.wait()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE, text=True
+    ) as leader:
+        known = psutil.Process(leader.pid)
+        assert leader.stdout is not None
+        orphan = psutil.Process(int(leader.stdout.readline()))
+        try:
+            assert session_of(known) == [known, orphan]
+            leader.kill()
+            leader.wait(20)
+            assert session_of(known) == [orphan]
+        finally:
+            orphan.kill()
+    assert wait_gone([orphan], 20) == []
+    assert not any(map(lives, session_of(known)))

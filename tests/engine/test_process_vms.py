@@ -15,6 +15,7 @@ import pytest
 from manager.engine.joining.link_server import Entrance, LinkServer, listen
 from manager.engine.local_vms.host_line import HostLine
 from manager.engine.on_processes.process_vms import ProcessVms
+from manager.machine.gone import runs
 from morph.contract.messages import Failed
 from morph.link.proof import new_secret
 from morph.runtime.process.messages import ANSWER, pack, parts
@@ -70,7 +71,7 @@ def first(tmp_path: Path) -> Iterator[Manager]:
 
 def wait_until_gone(pid: int, directory: Path) -> None:
     until_s = time.monotonic() + BOUND_S
-    while psutil.pid_exists(pid) or directory.exists():
+    while runs(pid) or directory.exists():
         assert time.monotonic() < until_s, (pid, directory)
         time.sleep(0.01)
 

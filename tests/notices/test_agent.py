@@ -22,6 +22,7 @@ from manager.controller.state.events import NoticeGiven, NoticeWithdrawn
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import Fact
+from manager.machine.gone import wait_gone
 from manager.notices.agent import Agent
 from manager.notices.call import AGENT, ERRAND, PURPOSE, called
 from manager.notices.end import end_on_azure
@@ -342,10 +343,10 @@ def test_a_node_that_does_not_end_is_killed_and_leaves_its_log_alone(tmp_path: P
         agent = [
             process for process in psutil.process_iter() if process.pid != node.pid and _group(process) == node.pid
         ]
-        psutil.wait_procs(agent, timeout=BOUND_S)
+        left = wait_gone(agent, BOUND_S)
     assert not elsewhere.exists()
     assert [path.name for path in folder.iterdir()] == ["log"]
-    assert not [process for process in agent if process.is_running()]
+    assert left == []
 
 
 def _group(process: psutil.Process) -> int:

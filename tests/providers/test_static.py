@@ -20,6 +20,7 @@ from manager.controller.state.events import WorkerLost
 from manager.engine.joining.notice_server import NoticeServer
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import Fact
+from manager.machine.gone import wait_gone
 from manager.providers.boot.cloud_init import NodeStart
 from manager.providers.hosts.ssh import SshHost, Unanswered, run_ssh, ssh_command
 from manager.providers.hosts.static import Hosts, StaticProvider, StaticSpec
@@ -62,15 +63,7 @@ def node_pid(world: Path, host: str, node: str) -> int:
 
 
 def ended(pid: int) -> bool:
-    until_s = time.monotonic() + 10
-    while time.monotonic() < until_s:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.02)
-    return False
+    return not (psutil.pid_exists(pid) and wait_gone([psutil.Process(pid)], 10))
 
 
 def test_a_node_runs_after_the_request_and_not_after_the_deletion(world: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from filelock import FileLock
 
 from manager.machine.folders import PREFIX
-from manager.machine.gone import wait_gone
+from manager.machine.gone import lives, wait_gone
 from tests.system.exposure import RECORDED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,7 +127,7 @@ class RunningMorph:
     def family(self) -> list[psutil.Process]:
         """Every process below the command that was seen and runs."""
         self._record()
-        return [process for process in self._family.values() if process.is_running()]
+        return [process for process in self._family.values() if lives(process)]
 
     def kill(self) -> None:
         """SIGKILL to the command's own process, and to no other."""
@@ -140,7 +140,7 @@ class RunningMorph:
     def processes(self, name: str) -> list[int]:
         """Ids of its processes of a name."""
         self._record()
-        return [pid for pid, process in self._family.items() if process.is_running() and process.name() == name]
+        return [pid for pid, process in self._family.items() if lives(process) and process.name() == name]
 
     def running(self, part: str) -> list[int]:
         """Ids of its processes that have this in their command line, in the order in which they began."""
@@ -156,8 +156,8 @@ class RunningMorph:
         """The exit code; checks that no process, no directory and no listening port of it is left."""
         until_s = time.monotonic() + END_TIMEOUT_S
         code = self._process.wait(END_TIMEOUT_S)
-        _, alive = psutil.wait_procs(list(self._family.values()), timeout=until_s - time.monotonic())
-        assert alive == [], f"left behind:\n{self.output}"
+        left = wait_gone(self._family.values(), until_s - time.monotonic())
+        assert left == [], f"left behind: {left}\n{self.output}"
         while self._next(until_s, "the end of its output") is not None:
             pass
         assert self._directory is not None

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from manager.machine.gone import lives
+
 SSH = """#!/bin/sh
 # arguments: options, --, host, remote line
 while [ "$1" != -- ]; do shift; done
@@ -88,7 +90,7 @@ class Hosts:
     def wait_until_empty(self) -> list[psutil.Process]:
         """Wait until no process of a node is left; those that are after ``END_S``."""
         until_s = time.monotonic() + END_S
-        while left := [process for process in self._seen.values() if _runs(process)]:
+        while left := [process for process in self._seen.values() if lives(process)]:
             if time.monotonic() > until_s:
                 break
             time.sleep(0.05)
@@ -99,15 +101,8 @@ class Hosts:
         self.note()
         for process in self._seen.values():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if _runs(process):
+                if lives(process):
                     process.kill()
         self.wait_until_empty()
         for folder in self._temporary:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from manager.engine.local_vms.namespaces import DIRECTORY, check_permitted, remove_stale
+from manager.machine.gone import wait_gone
 from manager.rehearsal import RehearsalSpec, Rehearsed, plan_rehearsal, rehearse, run_facts
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
@@ -124,8 +125,7 @@ class Command:
 
     def check_that_nothing_is_left(self) -> int:
         output, _ = self.process.communicate(timeout=END_S)
-        _, alive = psutil.wait_procs(self.family, timeout=END_S)
-        assert alive == [], output
+        assert wait_gone(self.family, END_S) == [], output
         until_s = time.monotonic() + END_S
         while list(self.temporary.glob("morph-*")):
             assert time.monotonic() < until_s, list(self.temporary.iterdir())

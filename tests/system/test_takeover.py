@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
 import pytest
 
 from manager.controller.state.config import ControllerConfig
@@ -20,6 +19,7 @@ from manager.controller.state.events import EVENT, Event, NodesGranted, RequestR
 from manager.controller.state.state import Phase
 from manager.journal.journal import Journal
 from manager.journal.records import DecisionRecord, Fact
+from manager.machine.gone import runs
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Limits, LocalVms, Policy
@@ -162,8 +162,8 @@ class Managed:
 def wait_until_gone(pids: list[int], directory: Path) -> None:
     """Processes and the directory of a run that ended."""
     until_s = time.monotonic() + GONE_S
-    while any(map(psutil.pid_exists, pids)) or directory.exists():
-        assert time.monotonic() < until_s, f"left: {[pid for pid in pids if psutil.pid_exists(pid)]}, {directory}"
+    while any(map(runs, pids)) or directory.exists():
+        assert time.monotonic() < until_s, f"left: {[pid for pid in pids if runs(pid)]}, {directory}"
         time.sleep(0.05)
 
 
@@ -196,7 +196,7 @@ def test_managers_die_in_every_phase_and_nothing_is_lost(
         output = run.manage(death)
         assert ("found nothing" in output) == (number == 0), output
         pids = run.pids()
-        alive = {worker for worker, pid in pids.items() if psutil.pid_exists(pid) and _runs(pid)}
+        alive = {worker for worker, pid in pids.items() if runs(pid)}
         assert alive >= set(pids) - lost, run.history()
     assert (run.directory / "attach.json").stat().st_mode & 0o077 == 0
     control_socket = run.control_socket()
@@ -279,10 +279,3 @@ def test_a_run_whose_vms_are_gone_with_their_owner_goes_on_by_itself_from_its_ne
     report = read_report(run.directory)
     assert (report.outcome, report.num_sessions) == ("finished", 2)
     assert run.digests() == uninterrupted(LONG_STEPS, tmp_path / "reference")
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -17,6 +17,7 @@ from types import TracebackType
 
 import psutil
 
+from manager.machine.gone import wait_gone
 from tests.system.commands import END_TIMEOUT_S, LINE_TIMEOUT_S, ROOT, environment_of_commands
 from tests.system.exposure import RECORDED, Listening, recorded, shown_by
 
@@ -117,8 +118,7 @@ class WatchedMorph:
         family = self.family()
         until_s = time.monotonic() + 2 * END_TIMEOUT_S
         code = self._process.wait(2 * END_TIMEOUT_S)
-        _, alive = psutil.wait_procs(family[1:], timeout=max(0.1, until_s - time.monotonic()))
-        assert alive == [], self.output
+        assert wait_gone(family[1:], until_s - time.monotonic()) == [], self.output
         return code
 
     def _read(self) -> None:

@@ -25,7 +25,7 @@ import ray
 
 from manager.engine.local_vms.host_line import HostLine
 from manager.engine.on_ray.plain_answers import believe_no_names, take_bytes_alone
-from manager.machine.gone import runs, wait_gone
+from manager.machine.gone import runs, session_of, wait_gone
 from manager.machine.handed_on import handed_on
 from manager.machine.ports import LOOPBACK, VM_RESOURCE
 from morph.contract.errors import ClusterError, ClusterLost
@@ -72,6 +72,7 @@ class RayCluster:
         self.address = ""
         self._patience_s = patience_s
         self._line: HostLine | None = None
+        self._host: psutil.Process | None = None
         self._head: dict[str, int] = {}
         self._looked_s = -LOOK_EVERY_S
         self._vms: dict[str, list[int]] = {}
@@ -97,6 +98,7 @@ class RayCluster:
         self._line = HostLine.start(
             "manager.engine.on_ray.vm_host", self.control_socket, self._patience_s, log_path, arguments, env, workers
         )
+        self._host = psutil.Process(self._line.pid)
         try:
             self._connect(self._line.greeting(START_TIMEOUT_S))
         except ClusterError as error:
@@ -111,7 +113,11 @@ class RayCluster:
         """
         self._line = line
         try:
+            self._host = psutil.Process(line.pid)
             self._connect(greeting)
+        except psutil.NoSuchProcess as error:
+            self.close()
+            raise ClusterError("the process that owned its VMs is gone") from error
         except ClusterError:
             self.close()
             raise
@@ -271,7 +277,7 @@ class RayCluster:
         if ray.is_initialized():
             ray.shutdown()
         if line is not None:
-            nodes = _tree(line.pid)
+            nodes = session_of(self._host) if self._host is not None else []
             if not line.end():
                 line.kill()
             for process in nodes:
