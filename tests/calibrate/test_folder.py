@@ -10,7 +10,7 @@ import pytest
 
 from calibrate.writing.storage import temporary_folder
 
-BOUND_S = 60.0
+BOUND_S = 150.0
 HOLD = """
 import signal, sys
 from calibrate.writing.storage import temporary_folder

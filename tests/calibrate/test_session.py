@@ -14,7 +14,7 @@ from morph.contract.errors import ClusterError, ConfigError, MorphError, WaitTim
 from morph.link.wire import SIZE
 
 TOKEN = "a secret of both nodes"
-BOUND_S = 30.0
+BOUND_S = 100.0
 
 
 @contextmanager

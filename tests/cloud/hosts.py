@@ -26,7 +26,7 @@ from tests.cloud.guest import GuestSpec
 from tests.cloud.metadata import ADDRESS
 
 ROOT = Path(__file__).resolve().parents[2]
-BOUND_S = 30.0
+BOUND_S = 100.0
 PREFIX = "morph-hosts-"
 CODE = {"PYTHONPATH": str(ROOT)}
 """Of what stands for the cloud, and of the manager: VMs get Morph from there."""

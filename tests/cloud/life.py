@@ -29,7 +29,7 @@ from tests.system.exposure import RECORDED
 
 JOB = ROOT / "configs" / "jobs" / "tiny_gpt.py"
 LINE_BOUND_S = 180.0
-END_BOUND_S = 60.0
+END_BOUND_S = 150.0
 STOPPED = 130
 READY, ALL_READY = re.compile(r"(\S+) is ready"), re.compile(r"all \d+ workers are ready")
 GONE = re.compile(r"(?<=is left on )\S+(?=: it may go)|\S+(?= was lost)")

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 from manager.engine.local_vms.namespaces import enter
 
 ADDRESS = "169.254.169.254"
-BOUND_S = 10.0
+BOUND_S = 60.0
 Fault = Literal["", "silent", "error", "slow", "no document", "not JSON"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-BOUND_S = 60.0
+BOUND_S = 150.0
 LOOK_S = 0.05
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-BOUND_S = 30.0
+BOUND_S = 100.0
 POISON = 0xFF
 """In every byte: NaN in floating point, -1 in integers."""
 

@@ -26,7 +26,7 @@ from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, Fast
 from morph.runtime.state.reducing import Reduction
 
 LOOPBACK = "127.0.0.1"
-BOUND_S = 30.0
+BOUND_S = 100.0
 _GENERATIONS = count(1)
 _KINDS = [
     torch.arange(12, dtype=torch.float32).view(3, 4),

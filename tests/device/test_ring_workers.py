@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 NAMES = ("w0", "w1", "w2", "w3")
 NUM_STEPS = 2
-END_S = 30.0
+END_S = 100.0
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from morph.link.home import Home
 from morph.link.proof import new_secret
 from morph.runtime.process import link
 
-BOUND_S = 30.0
+BOUND_S = 100.0
 
 
 class Told:

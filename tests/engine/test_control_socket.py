@@ -18,7 +18,7 @@ from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
 from manager.engine.local_vms.host_line import HostLine
 from morph.contract.errors import ClusterError
 
-BOUND_S = 30.0
+BOUND_S = 100.0
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def test_an_empty_inbox_gives_nothing_after_its_bound() -> None:
     assert EventQueue().get(0.001) is None
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(100)
 def test_a_signal_handler_may_put_while_the_same_thread_gets() -> None:
     """A handler runs between any two lines of Python: here between each. A queue with a plain lock stands still."""
     event_queue, num_interruptions = EventQueue(), 0

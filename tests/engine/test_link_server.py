@@ -21,7 +21,7 @@ from morph.runtime.process.link import LIVENESS, PURPOSE, TALK, Call, Talk, keep
 from tests.engine.link_scene import BOUND_S, LinkScene, wait_until
 from tests.link.pair import certificates, show
 
-KILLED_WITHIN_S = 2.0
+KILLED_WITHIN_S = 20.0
 """Of a machine under load; a kill is known within milliseconds."""
 
 

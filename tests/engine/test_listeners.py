@@ -40,7 +40,7 @@ from morph.runtime.process.link import TALK, Call
 from tests.engine.link_scene import LinkScene
 
 SECRET = "s3cret-of-this-run"
-BOUND_S = 60.0
+BOUND_S = 150.0
 NUM_STRANGERS = 1024
 CROWD = """
 import resource, socket, sys

@@ -24,7 +24,7 @@ from tests.worker_setup import SETUP
 
 pytestmark = pytest.mark.slow
 
-BOUND_S = 60.0
+BOUND_S = 150.0
 
 
 class Manager:

@@ -25,7 +25,7 @@ from manager.providers.interface.provider import (
 from morph.contract.cluster import Limits
 from tests.engine.controller_nodes import know
 
-BOUND_S = 20.0
+BOUND_S = 100.0
 
 
 class Gate:

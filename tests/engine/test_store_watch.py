@@ -14,7 +14,7 @@ from manager.engine.run.store_watch import StoreWatch
 from manager.journal.records import Fact
 from morph.contract.errors import ClusterError, ClusterLost
 
-BOUND_S = 30.0
+BOUND_S = 100.0
 
 
 class FakeStore:

@@ -12,7 +12,7 @@ from manager.journal.records import TRACE_PLAYED, VM_KILLED, VM_UP, Fact, TraceM
 from morph.contract.errors import ClusterError
 from morph.contract.trace import parse_trace
 
-BOUND_S = 30.0
+BOUND_S = 100.0
 TRACE_NOTE = Fact(name=TRACE_PLAYED)
 
 

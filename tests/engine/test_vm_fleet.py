@@ -10,7 +10,7 @@ from manager.engine.loop.event_queue import EventQueue
 from morph.contract.errors import ClusterError
 from tests.engine.driver_scene import FakeHost
 
-BOUND_S = 20.0
+BOUND_S = 100.0
 
 
 def test_vms_of_requests_go_on_boot_or_end_as_somebody_waits_for_them() -> None:

@@ -30,7 +30,7 @@ from manager.enrolment.authority import (
 )
 
 NODE, ADDRESS, LIFE = "tiny-1-0", "127.0.0.2", datetime.timedelta(days=30)
-BOUND_S = 20.0
+BOUND_S = 100.0
 
 
 @pytest.fixture(scope="module")

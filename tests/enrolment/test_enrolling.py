@@ -32,7 +32,7 @@ from morph.link.session import Session
 from morph.link.wire import SIZE, Wire
 
 SECRET, NODE, ADDRESS = "s3cret-of-this-run", "tiny-1-0", "127.0.0.2"
-BOUND_S = 20.0
+BOUND_S = 100.0
 Change = Callable[[bytes], bytes]
 MAX_REQUEST_CHARACTERS = 4096
 

@@ -33,7 +33,7 @@ from morph.link.wire import SIZE, Wire
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply
 
 SECRET = "s3cret-of-this-run"
-BOUND_S = 20.0
+BOUND_S = 100.0
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -36,7 +36,7 @@ UNITS = {
     "s0+s5": ParameterUnit("s0+s5", (0, 5), ("tied",)),
 }
 NUM_MICRO_BATCHES = 4
-BOUND_S = 20.0
+BOUND_S = 100.0
 SECRET = "of the run"
 
 

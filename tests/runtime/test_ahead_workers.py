@@ -38,7 +38,7 @@ PROFILE = synthetic_profile(
 )
 UNITS = {unit.id: unit.sections for unit in known_units(PROFILE)}
 SIZES = dict.fromkeys(UNITS, 1)
-BOUND_S = 60.0
+BOUND_S = 150.0
 
 
 def plan_of(shape: str) -> Plan:

@@ -19,7 +19,7 @@ from morph.runtime.groups.store import StoreHost
 from tests.runtime.worker_crew import poll_until
 
 LOOPBACK = "127.0.0.1"
-BOUND_S = 30.0
+BOUND_S = 100.0
 PAIR = GroupSpec("pair", ("a", "b"))
 ALONE = GroupSpec("alone", ("a",))
 

@@ -19,7 +19,7 @@ from morph.runtime.state.checkpoint_writer import CheckpointWriter
 from morph.runtime.state.state_copy import StateCopy
 from tests.small_disk import read_only, small_disk
 
-WAIT_S = 30.0
+WAIT_S = 100.0
 
 
 def collect(writer: CheckpointWriter, count: int) -> list[UnitWritten]:

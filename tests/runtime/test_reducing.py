@@ -30,7 +30,7 @@ from morph.runtime.state.reducing import Reduction
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.sums import Rings, StepSums
 
-WAIT_S = 20.0
+WAIT_S = 100.0
 
 
 @dataclass

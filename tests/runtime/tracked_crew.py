@@ -21,7 +21,7 @@ from morph.runtime.process.worker import Worker
 from morph.runtime.state.reducing import Reduction
 
 LOOPBACK = "127.0.0.1"
-BOUND_S = 60.0
+BOUND_S = 150.0
 
 
 class TrackedCrew:

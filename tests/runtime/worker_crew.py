@@ -42,9 +42,9 @@ FORKS = multiprocessing.get_context("forkserver")
 """Imports what a worker needs once: a member is there at once, where a process of its own would import for seconds."""
 FORKS.set_forkserver_preload(["morph.runtime.workloads.job_workload", "torch._export", "torch.export._trace", __name__])
 LOOPBACK = "127.0.0.1"
-ANSWER_S = 60.0
+ANSWER_S = 150.0
 SETUP_S = 300.0
-END_S = 10.0
+END_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import nn
 
 NUM_STEPS, SAVE_EVERY = 60, 10
 OUT = Path(os.environ["OUT"])
-BOUND_S = 60.0
+BOUND_S = 150.0
 
 
 def model() -> nn.Module:

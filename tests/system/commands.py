@@ -28,7 +28,7 @@ KEPT = ("RAY_USAGE_STATS_ENABLED",)
 COMMAND_TIMEOUT_S = 300.0
 LINE_TIMEOUT_S = 300.0
 PROCESS_HOST = "manager.engine.on_processes.process_host"
-END_TIMEOUT_S = 40.0
+END_TIMEOUT_S = 60.0
 
 
 def morph(*arguments: object, code: int = 0) -> str:

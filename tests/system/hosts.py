@@ -20,7 +20,7 @@ HOME="$MORPH_TEST_HOSTS/$2"; export HOME; mkdir -p "$HOME"; cd "$HOME"
 unset RAY_TMPDIR RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH
 exec sh -c "$3"
 """
-END_S = 20.0
+END_S = 100.0
 TEMPORARY = "--temp-dir=/tmp/morph-"
 
 

@@ -40,7 +40,7 @@ JITTERY = PROFILE.model_copy(
         )
     }
 )
-END_S = 30.0
+END_S = 100.0
 
 
 def spec_of(stages: int, replicas: int, **fields: Any) -> RehearsalSpec:

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 SHAPES = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
 MANAGER_S = 300.0
-GONE_S = 40.0
+GONE_S = 60.0
 LONG_STEPS = 80
 """Of a run that is not to be over before what was killed is known to be dead."""
 
