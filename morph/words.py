@@ -13,6 +13,11 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns"
 
 
+def counted(count: int, one: str, more: str = "") -> str:
+    """Return ``1 worker``, ``2 workers``; with ``more`` where an s is not all that changes: ``1 worker is``."""
+    return f"{count} {one if count == 1 else more or one + 's'}"
+
+
 def count_text(number: float) -> str:
     """Three significant digits with K, M or B."""
     for factor, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):

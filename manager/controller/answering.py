@@ -20,6 +20,7 @@ from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
 from manager.controller.steps.stepping import begin, decide_step, seal_if_complete
 from morph.contract.messages import Aborted, Answer, Committed, Failed, Prepared, Reshaped, WorkerId, WorkerReady
+from morph.words import counted
 
 NOTED: Mapping[Phase, tuple[type[Answer], ...]] = defaultdict(
     tuple,
@@ -65,7 +66,10 @@ def note_answers(draft: Draft, answers: Mapping[WorkerId, Answer]) -> Sequence[W
         _note(draft, answers)
         draft.change(awaited=state.awaited.difference(answers))
         left, kind = len(draft.state.awaited), next(iter(answers.values())).kind
-        draft.say(ReasonCode.AWAITING_ANSWERS, f"{len(answers)} workers answered {kind}, {left} have still to")
+        draft.say(
+            ReasonCode.AWAITING_ANSWERS,
+            f"{counted(len(answers), 'worker')} answered {kind}, {counted(left, 'has', 'have')} still to",
+        )
     return () if last is None else [_answer_of(*last)]
 
 
@@ -179,7 +183,7 @@ def _order_answered(draft: Draft, worker: WorkerId, answer: Answer) -> None:
         return begin(draft) if state.phase is Phase.RESHAPING else decide_step(draft)
     draft.say(ReasonCode.AWAITING_ANSWERS, f"{worker} answered {answer.kind}")
     if trains:
-        draft.add(f"{num_left} workers are still at it")
+        draft.add(f"{counted(num_left, 'worker is', 'workers are')} still at it")
     elif state.phase is Phase.ABORTING:
         settle(draft)
     elif state.phase is Phase.COMMITTING:

@@ -21,6 +21,7 @@ from manager.controller.steps.restoring import find_if_due, in_doubt, loading_wo
 from manager.controller.steps.saving import SAVING, save_if_due
 from manager.controller.stragglers.probing import probe_at_s, probe_if_due
 from morph.contract.messages import WorkerId
+from morph.words import counted
 
 
 def wake_at_s(state: ControllerState) -> float | None:
@@ -62,7 +63,9 @@ def tick(draft: Draft, event: Tick) -> None:
         draft.say(ReasonCode.ABORTING, sentence)
         dissolve(draft)
     elif _cannot_tell(draft.state, late):
-        draft.say(ReasonCode.ABORTING, f"{len(late)} workers did not answer: it is not known which of them hang")
+        draft.say(
+            ReasonCode.ABORTING, f"{counted(len(late), 'worker')} did not answer: it is not known which of them hang"
+        )
         dissolve(draft)
     elif late:
         draft.say(ReasonCode.WORKER_REMOVED, "given up", *(EndWorker(worker=worker) for worker in late))

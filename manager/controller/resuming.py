@@ -23,6 +23,7 @@ from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
 from manager.controller.steps.stepping import send_again
 from manager.controller.stragglers.probing import probe_of
+from morph.words import counted
 
 
 def resumed(draft: Draft, event: ManagerResumed) -> None:
@@ -43,7 +44,9 @@ def resumed(draft: Draft, event: ManagerResumed) -> None:
     again = tuple(action for action in (*_again(state), *dropped) if getattr(action, "worker", None) not in gone)
     requests = _requests(state)
     num_again = len(again) + len(requests)
-    sentence = f"a new manager took over: {len(event.living)} workers live, {num_again} actions are repeated"
+    living = counted(len(event.living), "worker lives", "workers live")
+    repeated = counted(num_again, "action is", "actions are")
+    sentence = f"a new manager took over: {living}, {repeated} repeated"
     actions = (*(EndWorker(worker=worker) for worker in strangers), *again)
     draft.say(ReasonCode.MANAGER_RESUMED, sentence, *actions)
     if gone:

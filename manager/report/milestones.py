@@ -15,6 +15,7 @@ from manager.journal.records import DecisionRecord
 from manager.report.morphs import MorphReader, lost_by
 from manager.report.values import MorphRecord
 from morph.contract.vm_names import vm_of
+from morph.words import counted
 
 MOST_NAMES = 4
 AS_SAID = frozenset(
@@ -74,10 +75,11 @@ class Milestones:
             goes_on = f"; {reader.shape} goes on" if reader.shape is not None and reader.open is None else ""
             told.append(Milestone("lost", f"{_named(gone)} lost{_injected(gone, reader.injected)}{goes_on}"))
         if shape is None and record.reshape is not None:
-            num_workers = len(record.reshape.slots)
-            told.append(Milestone("shape", f"{reader.shape} on {num_workers} workers, from step {record.version}"))
+            workers = counted(len(record.reshape.slots), "worker")
+            told.append(Milestone("shape", f"{reader.shape} on {workers}, from step {record.version}"))
         if record.phase is Phase.WAITING and phase is not Phase.WAITING:
-            told.append(Milestone("waiting", f"training waits until {config.fewest_workers} workers are ready"))
+            needed = counted(config.fewest_workers, "worker is", "workers are")
+            told.append(Milestone("waiting", f"training waits until {needed} ready"))
         if isinstance(event, CheckpointFound):
             lost = version - record.version
             cost = f"; {lost} more step{'s' if lost > 1 else ''} are run again" if lost > 0 else ""

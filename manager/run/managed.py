@@ -29,6 +29,7 @@ from morph.checkpoint.storage import bounded
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunDirError
 from morph.contract.messages import JobCode
+from morph.words import counted
 
 Show = Callable[[LiveRun], AbstractContextManager[Observer]]
 """Shows a run while the block runs; yields the driver's observer."""
@@ -98,7 +99,9 @@ def managed_run(
                 return None
             version, num_vms = found.state.version, len(found.vms) or len(found.state.workers)
             history.take_in(opened.path)
-            _tell(f"{num_vms} VMs of this run live: going on with them at version {version}")
+            them = "it" if num_vms == 1 else "them"
+            living = f"{counted(num_vms, 'VM')} of this run live{'s' * (num_vms == 1)}"
+            _tell(f"{living}: going on with {them} at version {version}")
             with view(version, takes_over=True) as observer:
                 return session.run_session(replace(asked, config=found.state.config), opened, observer, found=found)
         except attachment.NothingLives as error:

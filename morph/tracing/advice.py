@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from morph.words import size_text
+from morph.words import counted, size_text
 
 if TYPE_CHECKING:
     from morph.tracing.recorder import Draft
@@ -43,7 +43,11 @@ def _morph(draft: Draft) -> tuple[str, str]:
 
 def _mixing(draft: Draft) -> tuple[str, str]:
     library = draft.place.library or ""
-    flow = f"; it flows into {_number(len(draft.reached))}" if draft.reached else "; it reaches no weight as a tensor"
+    flow = (
+        f"; it flows into {counted(len(draft.reached), 'unit')}"
+        if draft.reached
+        else "; it reaches no weight as a tensor"
+    )
     if "clip_grad" in library:
         return (
             f"the norm of the gradients of several units{flow}",
@@ -80,10 +84,6 @@ def _differs(draft: Draft) -> tuple[str, str]:
 
 def _refused(draft: Draft) -> tuple[str, str]:
     return draft.detail, "let the function take any part of the parameters: leave out groups that are empty"
-
-
-def _number(count: int) -> str:
-    return f"{count} unit" if count == 1 else f"{count} units"
 
 
 _FIXED = {

@@ -31,7 +31,7 @@ JOB = ROOT / "configs" / "jobs" / "tiny_gpt.py"
 LINE_BOUND_S = 180.0
 END_BOUND_S = 150.0
 STOPPED = 130
-READY, ALL_READY = re.compile(r"(\S+) is ready"), re.compile(r"all \d+ workers are ready")
+READY, ALL_READY = re.compile(r"(\S+) is ready"), re.compile(r"(all \d+ workers are|the one worker is) ready")
 GONE = re.compile(r"(?<=is left on )\S+(?=: it may go)|\S+(?= was lost)")
 
 

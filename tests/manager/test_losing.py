@@ -94,7 +94,7 @@ def test_without_a_checkpoint_everybody_goes_back_to_the_start() -> None:
     order = lose_a_stage(script)
     assert (order.version, script.code) == (0, "set_back")
     assert {source.kind for source in order.sources} == {"initial"}
-    assert "1 steps are to be redone" in script.sentence
+    assert "1 step is to be redone" in script.sentence
 
 
 def test_lost_units_of_the_checkpointed_version_are_read_and_the_rest_kept() -> None:

@@ -221,7 +221,7 @@ def test_a_host_that_dies_with_both_its_devices_is_replaced_and_one_without_a_ma
     assert digests(tmp_path / "run") == uninterrupted(newest, tmp_path / "undisturbed", NUM_SECTIONS)
     name = json.loads((tmp_path / "run" / "vms.json").read_text())
     told = morph("cloud", "reconcile", hosts.file, "--run", name["run"], "--job", name["job"])
-    assert "1 VMs of" in told
+    assert "1 VM of" in told
     assert json.loads((hosts.directory / "leases.json").read_text()) == {}
     assert list(hosts.directory.glob("h*/.morph/nodes/*")) == []
 

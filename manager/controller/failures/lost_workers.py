@@ -17,6 +17,7 @@ from manager.controller.state.state import ControllerState, Phase
 from manager.controller.steps.resting import rest, save_before_waiting
 from manager.controller.steps.restoring import find_whole, in_doubt
 from morph.contract.messages import WorkerId
+from morph.words import counted
 
 FORMED_PHASES = frozenset({Phase.RESHAPING, Phase.TRAINING, Phase.COMMITTING})
 
@@ -77,7 +78,8 @@ def settle(draft: Draft) -> None:
     """While aborting: re-form once nobody has an order; after a rest, if too many generations in a row did nothing."""
     state = draft.state
     if state.awaited:
-        draft.say(ReasonCode.ABORTING, f"{len(state.awaited)} workers have still to give up their orders")
+        workers = counted(len(state.awaited), "worker has", "workers have")
+        draft.say(ReasonCode.ABORTING, f"{workers} still to give up what was ordered")
         return
     note_prepared(draft)
     if in_doubt(state):

@@ -17,6 +17,7 @@ from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, Probation, WorkerState
 from morph.contract.messages import ReshapeOrder, UnitId, WorkerId
+from morph.words import counted
 
 
 def form_or_hold(draft: Draft) -> None:
@@ -37,7 +38,7 @@ def form_or_hold(draft: Draft) -> None:
     if until_s is None or now_s >= until_s or not _worth_holding(state, choice, now_s, until_s):
         return form(draft)
     draft.change(phase=Phase.HOLDING, hold_until_s=until_s, reshape=None, member_units={})
-    sentence = f"{len(choice.workers)} workers could go on; one more is about to be ready"
+    sentence = f"{counted(len(choice.workers), 'worker')} could go on; one more is about to be ready"
     return draft.say(ReasonCode.HOLDING, f"{sentence}: waiting {until_s - now_s:.1f} s at most")
 
 
@@ -152,11 +153,12 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
 
 def _followed(order: ReshapeOrder, why: str) -> str:
     num = len({unit for follow in order.follows for unit in follow.units})
-    told = f"; {num} units are kept in step on a second VM" if num else ""
+    told = f"; {counted(num, 'unit is', 'units are')} kept in step on a second VM" if num else ""
     if why:
         told += f"; {why}"
     if order.copy_sums_every:
-        told += f"; partial sums are copied every {order.copy_sums_every} micro-batches"
+        every = counted(order.copy_sums_every, "micro-batch", "micro-batches")
+        told += f"; partial sums are copied after every {every}"
     return told
 
 
@@ -184,7 +186,8 @@ def _wait(draft: Draft) -> None:
         sentence = "too few workers are left to save what came after version"
         return draft.end("stopped", f"{state.stop_reason}; {sentence} {_restorable(state)[0]}")
     num_usable = sum(entry.node in (NodeState.READY, NodeState.SUSPECT) for entry in state.workers.values())
-    sentence = f"{num_usable} workers are ready, {state.config.fewest_workers} are needed"
+    needed = counted(state.config.fewest_workers, "is needed", "are needed")
+    sentence = f"{counted(num_usable, 'worker is', 'workers are')} ready, {needed}"
     return draft.say(ReasonCode.TOO_FEW_WORKERS, sentence)
 
 
@@ -252,7 +255,7 @@ def _set_back(draft: Draft) -> str:
     where = "the newest checkpoint" if kind == "checkpoint" else "the start, there being no checkpoint"
     sentence = (
         f"no living worker holds {', '.join(missing)} at version {state.version}: back to version {version}, "
-        f"{where}, {max(0, state.version - version)} steps are to be redone; "
+        f"{where}, {counted(max(0, state.version - version), 'step is', 'steps are')} to be redone; "
     )
     times = {"saved_s": draft.now_s, "since_s": draft.now_s, "ordered_s": None, "insurance": None}
     saves = state.saves.model_copy(update=times)

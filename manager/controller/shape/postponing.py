@@ -19,6 +19,7 @@ from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, PreCopy
 from morph.contract.messages import PreCopyMove, ReshapeOrder, WorkerId
+from morph.words import counted
 
 GRADIENT_SHARE = 1 / 3
 """Of a unit's state with Adam, the default of what is left for the boundary: the last step's gradients."""
@@ -63,7 +64,7 @@ def sends_ahead(draft: Draft) -> bool:
     if ahead is not None and ahead.slots == order.slots and ahead.plan == order.plan:
         if ahead.settled:
             return False
-        sentence = f"{ahead.num_following} of {len(ahead.moves)} units have arrived ahead of it"
+        sentence = f"{ahead.num_following} of {counted(len(ahead.moves), 'unit has', 'units have')} arrived ahead of it"
         draft.say(ReasonCode.AHEAD_NOTED, sentence)
         return True
     moves = _moves(order)
@@ -77,9 +78,9 @@ def sends_ahead(draft: Draft) -> bool:
     limit_s = max(state.reshape.limit_s, until_s - now_s)
     ahead = PreCopy(number=number, plan=order.plan, slots=order.slots, moves=moves, until_s=until_s, limit_s=limit_s)
     draft.change(ahead=ahead, num_ahead=number)
-    receivers = len({move.receiver for move in moves})
+    receivers = counted(len({move.receiver for move in moves}), "worker")
     sentence = (
-        f"{len(moves)} units are sent ahead to {receivers} workers while training goes on, "
+        f"{counted(len(moves), 'unit is', 'units are')} sent ahead to {receivers} while training goes on, "
         f"for {until_s - now_s:.1f} s at most"
     )
     draft.say(ReasonCode.AHEAD_NOTED, sentence, *dropped, *pre_copy_orders(ahead))

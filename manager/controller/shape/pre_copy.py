@@ -10,6 +10,7 @@ from manager.controller.state.events import PreCopyReported
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import PreCopy, mean_of
 from morph.contract.messages import PreCopyMove, PreCopyOrder, Reshaped, ReshapeOrder, Source, UnitId, WorkerId
+from morph.words import counted
 
 
 def pre_copy_orders(ahead: PreCopy) -> tuple[SendPreCopy, ...]:
@@ -70,7 +71,9 @@ def ahead_reported(draft: Draft, event: PreCopyReported) -> None:
     draft.change(ahead=ahead)
     if report.error:
         return draft.say(ReasonCode.AHEAD_DROPPED, f"{event.worker} lacks units sent ahead: {report.error}")
-    sentence = f"{ahead.num_following} of {len(ahead.moves)} units have arrived ahead of the change"
+    sentence = (
+        f"{ahead.num_following} of {counted(len(ahead.moves), 'unit has', 'units have')} arrived ahead of the change"
+    )
     return draft.say(ReasonCode.AHEAD_NOTED, sentence)
 
 

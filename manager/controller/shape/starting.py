@@ -7,6 +7,7 @@ from manager.controller.shape.forming import form
 from manager.controller.shape.torn_vms import torn_until_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
+from morph.words import counted
 
 
 def start_if_due(draft: Draft) -> None:
@@ -19,7 +20,8 @@ def start_if_due(draft: Draft) -> None:
     waiting_since_s = now_s if state.waiting_since_s is None else state.waiting_since_s
     if choice is None:
         draft.change(waiting_since_s=waiting_since_s, first_feasible_s=None)
-        sentence = f"{num_ready} workers are ready, {state.config.fewest_workers} are needed to start"
+        needed = counted(state.config.fewest_workers, "is needed", "are needed")
+        sentence = f"{counted(num_ready, 'worker is', 'workers are')} ready, {needed} to start"
         return draft.say(ReasonCode.START_WAIT, sentence)
     until_s = torn_until_s(state, now_s)
     if until_s is not None:
@@ -28,10 +30,12 @@ def start_if_due(draft: Draft) -> None:
     since_s = now_s if state.first_feasible_s is None else state.first_feasible_s
     draft.change(waiting_since_s=waiting_since_s, first_feasible_s=since_s)
     if num_ready == num_known and state.num_appeared >= state.config.expected_nodes:
-        draft.say(ReasonCode.FORMED, f"all {num_ready} workers are ready")
+        told = "the one worker is ready" if num_ready == 1 else f"all {num_ready} workers are ready"
+        draft.say(ReasonCode.FORMED, told)
         return form(draft)
     if now_s >= since_s + state.config.policy.start_patience_s:
         draft.say(ReasonCode.FORMED, f"{num_ready} of {num_known} workers are ready, the others are late")
         return form(draft)
     missing = max(num_known, state.config.expected_nodes) - num_ready
-    return draft.say(ReasonCode.START_WAIT, f"{num_ready} workers could start; {missing} more are awaited a while")
+    sentence = f"{counted(num_ready, 'worker')} could start; {counted(missing, 'more is', 'more are')} awaited a while"
+    return draft.say(ReasonCode.START_WAIT, sentence)

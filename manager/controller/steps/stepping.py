@@ -28,6 +28,7 @@ from morph.contract.checkpoint import Manifest, SaveKind, UnitFile
 from morph.contract.decided import decided_step
 from morph.contract.errors import TrainingStopped
 from morph.contract.messages import CommitOrder, StepOrder, UnitId, WorkerId
+from morph.words import counted
 
 MAX_ATTEMPTS = 8
 
@@ -86,12 +87,14 @@ def seal_if_complete(draft: Draft) -> None:
     """While committing: write the last manifest once every commit is answered and every unit written."""
     state = draft.state
     if state.awaited:
-        return draft.say(ReasonCode.COMMIT_WAIT, f"{len(state.awaited)} workers have still to commit")
+        workers = counted(len(state.awaited), "worker has", "workers have")
+        return draft.say(ReasonCode.COMMIT_WAIT, f"{workers} still to commit")
     if state.pending is None:
         return _end(draft)
     missing = len(state.pending.writers) - len(state.pending.written)
     if missing:
-        return draft.say(ReasonCode.COMMIT_WAIT, f"{missing} units of the last checkpoint are still to be written")
+        units = counted(missing, "unit is", "units are")
+        return draft.say(ReasonCode.COMMIT_WAIT, f"{units} still to be written of the last checkpoint")
     draft.change(phase=Phase.SEALING)
     return seal(draft, state.pending)
 

@@ -13,6 +13,7 @@ from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import ControllerState, Pace, WorkerState
 from manager.controller.stragglers.baselines import healthy_now_s
 from morph.contract.messages import WorkerId
+from morph.words import counted
 
 
 def probed(draft: Draft, event: WorkerProbed) -> None:
@@ -42,7 +43,7 @@ def probed(draft: Draft, event: WorkerProbed) -> None:
     wait_s = hold_s(draft, entry.host or event.worker)
     eligible_s = now_s + wait_s if wait_s else None
     draft.change_node(event.worker, NodeEvent.WELL, probation=None, pace=Pace(), eligible_s=eligible_s)
-    return draft.say(ReasonCode.WORKER_WELL, f"{event.worker} is well again, by {rules.probe_passes} probes")
+    return draft.say(ReasonCode.WORKER_WELL, f"{event.worker} is well again, by {counted(rules.probe_passes, 'probe')}")
 
 
 def probe_if_due(draft: Draft, worker: WorkerId) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from morph.words import counted
+
 if TYPE_CHECKING:
     from manager.providers.interface.provider import Vm
 
@@ -70,7 +72,7 @@ def reconcile_command(file: CloudFile, run: RunOption, job: JobOption) -> None:
         raise ClusterError(f"{error}; the same command goes on" if isinstance(error, AGAIN) else str(error)) from error
     for vm in ended:
         print(f"ended {vm.name} ({vm.request}, {vm.size}, zone {vm.zone})")
-    print(f"{len(ended)} VMs of {run} were there; none is left")
+    print(f"{counted(len(ended), 'VM')} of {run} {'was' if len(ended) == 1 else 'were'} there; none is left")
 
 
 def _end_on_azure(file: Path, run: str, job: str) -> tuple[Vm, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from morph.contract.errors import ConfigError
+from morph.words import counted
 
 if TYPE_CHECKING:
     from manager.history.estimate import KindSeen
@@ -49,7 +50,7 @@ def history_command(
                 field="--forget",
                 allowed=f"with --provider, --size, --region or --zone; to forget everything, remove {path}",
             )
-        print(f"{forget_lives(path, kind)} VMs are forgotten")
+        print(f"{counted(forget_lives(path, kind), 'VM is', 'VMs are')} forgotten")
         return
     lives = kept_lives(path, {})
     found = [one for one in kinds(lives) if kind.items() <= one.facts.model_dump().items()]
