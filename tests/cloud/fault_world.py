@@ -39,7 +39,7 @@ from tests.providers.fake_arm import FakeArm
 KEEP = 2
 BOUND_S = 100.0
 QUIET = re.compile(
-    r"nothing is due|.* is ready|\d+ workers (are ready|could start).*|\d+ more are awaited a while"
+    r"nothing is due|.* is ready|\d+ workers? (is ready|are ready|could start).*|\d+ more (is|are) awaited a while"
     r"|.* its worker is started"
 )
 
