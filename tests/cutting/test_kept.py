@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from manager.machine.handed_on import handed_on
 from morph.cutting.exporting import export
@@ -19,8 +18,6 @@ from morph.cutting.exporting.exported import ExportedJob
 from morph.cutting.exporting.functional import WRITTEN
 from morph.cutting.kept import key
 from morph.cutting.kept.cut_job import CutJob, LoadedJob, load_and_cut
-from morph.cutting.kept.values import CannotKeep, read_code, read_value, write_value
-from morph.cutting.making.tape import TensorRef
 from morph.job import Job
 from morph.job_files import imported_once
 from morph.runtime.process.single import run_single
@@ -420,62 +417,6 @@ def test_a_job_whose_files_may_change_under_it_is_exported_each_time(
     job_path = write(PLAIN)
     load_and_cut(job_path, num_sections=2, micro_batch_size=2)
     assert not folder.exists()
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        -(1 << 70),
-        0.1,
-        -0.0,
-        float("inf"),
-        "text",
-        [1, [2.5]],
-        (1, (None,)),
-        {"a": (1,)},
-        1 + 2j,
-        torch.float16,
-        torch.channels_last,
-        torch.strided,
-        torch.device("cpu"),
-        TensorRef(3, torch.bfloat16, (2, 3), (3, 1), 0),
-    ],
-    ids=repr,
-)
-def test_a_value_is_read_as_it_was(value: Any) -> None:
-    found = read_value(json.loads(json.dumps(write_value(value))))
-    assert (found, repr(found)) == (value, repr(value))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-def test_data_is_read_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = (torch.randn(shape) * 3).to(dtype)
-    found = read_value(json.loads(json.dumps(write_value(tensor))))
-    assert (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
-    assert torch.equal(found, tensor)
-
-
-@pytest.mark.parametrize(
-    "value", [object(), b"", len, nn.Linear, slice(1), Tensor, torch.zeros(4, 4).t(), torch.Size([1])]
-)
-def test_what_has_no_form_is_not_kept(value: Any) -> None:
-    with pytest.raises(CannotKeep):
-        write_value([value])
-
-
-@pytest.mark.parametrize("form", [{"module": "os"}, {"dtype": "load"}, {"dtype": "strided"}, {"layout": "float32"}])
-def test_a_form_that_names_something_else_is_refused(form: Any) -> None:
-    with pytest.raises(ValueError, match="is no"):
-        read_value(form)
-
-
-@pytest.mark.parametrize("op", ["call_module", "call_method", "get_attr"])
-def test_a_graph_calls_operations_alone(op: str) -> None:
-    with pytest.raises(ValueError, match=op):
-        read_code([[op, "x", "eval", {"tuple": []}, {"dict": []}, {}]])
 
 
 def test_only_this_threads_reads_count(tmp_path: Path) -> None:

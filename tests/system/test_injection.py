@@ -72,10 +72,11 @@ def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(calibrated: Pa
         run.press_ctrl_c()
         assert run.wait_for_end() == 130, run.output
     told = morph("events", run_dir, "--verbose")
-    back = re.search(r"back to version (\d+), the newest checkpoint", told)
-    assert back is not None, told
+    saved = re.findall(r"the checkpoint of version (\d+) is complete", told[: told.index("vm_killed")])
+    assert saved, told
     report = read_report(run_dir)
-    assert 0 < report.steps_redone < int(back[1])
+    assert report.steps_redone < int(saved[-1])
+    assert (report.steps_redone > 0) == (f"back to version {saved[-1]}, the newest checkpoint" in told), told
     url = str(run_dir / "checkpoints")
     newest = read_manifest(url, complete_versions(url)[-1])
     assert (newest.kind, newest.version) == ("final", report.version)
