@@ -16,12 +16,13 @@ from typing import Any
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
 from manager.engine.local_vms.namespaces import enter, remove_all
 from morph.link.home import Home
-from morph.runtime.emulation.unit import warm_up
 from morph.runtime.emulation.workload import EmulatedWorkload
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.job_code import has_threads, imported_for_forks
 from morph.runtime.process.serving import serve, until_ended
 from morph.runtime.process.worker import Worker
+from morph.runtime.state.fixed_point import prepare
+from morph.runtime.state.optimizer_state import warm_up
 from morph.runtime.workloads.job_workload import JobWorkload
 
 HOST = "manager.engine.on_processes.process_host"
@@ -127,6 +128,7 @@ def main() -> None:
     control_socket = ControlSocket(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
     calls = socket.socket(fileno=int(sys.argv[3]))
     calls.set_inheritable(False)
+    prepare()
     warm_up()
     children = _Children(control_socket, calls)
     asked_to_end = False

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules.batchnorm import _NormBase
 
 from morph.contract.errors import JobError
@@ -208,6 +207,9 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _record(make: Callable[[], nn.Module], seed: int) -> BuiltModel:
+    # not at the top: it loads sympy, a third of what a worker would load, which only reads what was recorded
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     tape = Tape(seed)
     # as torch.export makes its own: it takes over a mode that it finds, and asks for these
     shapes = ShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)

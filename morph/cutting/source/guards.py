@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from morph.cutting.source.locate import is_users
 
@@ -39,10 +38,12 @@ class Guard:
 @contextmanager
 def watched_guards() -> Iterator[list[Guard]]:
     """Collect the guards that are made meanwhile."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     found: list[Guard] = []
     original = ShapeEnv._log_guard
 
-    def log_guard(self: ShapeEnv, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
+    def log_guard(self: Any, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
         equality = type(guard).__name__ == "Equality"
         found.append(Guard(str(guard), equality, line_in_loss(), _running_module()))
         original(self, prefix, guard, *args, **kwargs)

@@ -14,7 +14,6 @@ from morph.contract.decided import Decided
 from morph.contract.emulation import EmulatedDevice, EmulatedUnit
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.emulation.clock import DeviceClock
-from morph.runtime.state.fixed_point import prepare
 from morph.runtime.state.unit_state import UnitState
 
 LEARNING_RATE = 1e-3
@@ -50,14 +49,6 @@ def make_unit(device: EmulatedDevice, unit: EmulatedUnit, clock: DeviceClock, nu
     )
     state.clock, state.optimizer_s = clock, unit.optimizer_s
     return state
-
-
-def warm_up() -> None:
-    """Load what a first step would, sums and an optimizer's imports: seconds, once in a process's life."""
-    prepare()
-    parameter = Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    _adam([("warm-up", parameter)]).step()
 
 
 def gradient_patterns(device: EmulatedDevice) -> dict[str, Tensor]:
