@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 from morph.spot.script import EVENTS, FOLDER, SAVE, STORAGE
 
 END_TIMEOUT_S = 10.0
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 PORT = 29400
 """Where the VMs of a group meet, at the first of them."""
 
@@ -26,7 +30,7 @@ def variables(rank: int, size: int, host: str, port: int = PORT) -> dict[str, st
 
 
 class ScriptProcess:
-    """One script, from its start to its end.
+    """One script, from its start to its end; on Linux it ends with the thread that starts it, also if that is killed.
 
     Args:
         folder: Where the two hear each other.
@@ -51,7 +55,9 @@ class ScriptProcess:
     ) -> None:
         self._folder = folder
         known = {**os.environ, **environment, FOLDER: str(folder), STORAGE: storage}
-        self._process = subprocess.Popen(command, cwd=cwd, env=known, start_new_session=True, **options)
+        self._process = subprocess.Popen(
+            command, cwd=cwd, env=known, start_new_session=True, preexec_fn=_end_with_parent, **options
+        )
 
     def save(self, number: int) -> None:
         """Order it to save."""
@@ -73,6 +79,11 @@ class ScriptProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(END_TIMEOUT_S)
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def read_from(path: Path, offset: int, most_bytes: int = -1) -> bytes:
