@@ -106,10 +106,16 @@ class Case:
         return f"{self.victims} at {self.moment[0]} {self.moment[1]}{', noticed' if self.noticed else ''}"
 
 
+ALWAYS = (
+    Case(4, 1, ("backward", LAST), "middle", noticed=True),  # its follower has nothing to do but to prepare the step
+)
+"""Whatever the grid is: what once was lost."""
+
+
 def runs() -> list[list[Case]]:
     """The grid: the cases of each run, which are of one shape."""
-    grid = cells(DEPTHS, REPLICAS, MOMENTS, VICTIMS, NOTICED)
-    cases = [case for case in itertools.starmap(Case, grid) if case.is_reached]
+    grid = dict.fromkeys([*itertools.starmap(Case, cells(DEPTHS, REPLICAS, MOMENTS, VICTIMS, NOTICED)), *ALWAYS])
+    cases = [case for case in grid if case.is_reached]
     found = []
     for shape in dict.fromkeys((case.depth, case.replicas) for case in cases):
         of_shape = [case for case in cases if (case.depth, case.replicas) == shape]

@@ -13,7 +13,7 @@ from morph.contract.decided import Decided
 from morph.contract.messages import MicroBatchLoss, ReshapeOrder, WorkerSetup
 from morph.contract.salvage import PartialSum
 from morph.runtime.groups.faults import FaultPlan
-from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.groups.interrupt import Interrupt, PeerLost
 from morph.runtime.pre_copy.incoming import Incoming
 from morph.runtime.pre_copy.outgoing import Outgoing
 from morph.runtime.pre_copy.wire import Frame
@@ -137,7 +137,8 @@ class FollowLane:
     def settle(self, step: int, interrupt: Interrupt) -> None:
         """A step is prepared: wait until those of whose sums copies are here have prepared it too.
 
-        For who has prepared a step is not asked any more what it has. Raises GenerationAborted, PeerLost.
+        For who has prepared a step is not asked any more what it has. Raises GenerationAborted; PeerLost also if one is
+        cut off before: it may be lost, and the step is then to be given up with what is here.
         """
         outgoing, incoming = self._outgoing, self._incoming
         if outgoing is not None and self._offered == step:
@@ -145,15 +146,21 @@ class FollowLane:
         if incoming is None:
             return
 
-        def are_through() -> bool:
+        def late() -> set[str]:
             with self._lock:
-                late = {
+                return {
                     sender for sender, (of, _) in self._copies.items() if of == step > self._through.get(sender, -1)
                 }
-            return late <= incoming.broken
+
+        def is_settled() -> bool:
+            return bool(late() & incoming.broken) or not late()
 
         self._waits = interrupt
-        interrupt.wait_for(are_through, f"those whose sums of step {step} are here to prepare it", interrupt.limit_s)
+        interrupt.wait_for(is_settled, f"those whose sums of step {step} are here to prepare it", interrupt.limit_s)
+        if cut_off := sorted(late() & incoming.broken):
+            raise PeerLost(
+                f"cut off from {', '.join(cut_off)}, with sums of whom here, before step {step} was prepared"
+            )
 
     def copies(self, step: int) -> list[HeldSum]:
         """What is here of others' partial sums in a step."""
