@@ -10,10 +10,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
+from morph.contract.errors import PeerLost
 from morph.contract.messages import MicroBatchLoss, ReshapeOrder, WorkerSetup
 from morph.contract.salvage import PartialSum
 from morph.runtime.groups.faults import FaultPlan
-from morph.runtime.groups.interrupt import Interrupt, PeerLost
+from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.pre_copy.incoming import Incoming
 from morph.runtime.pre_copy.outgoing import Outgoing
 from morph.runtime.pre_copy.wire import Frame
@@ -148,9 +149,8 @@ class FollowLane:
 
         def late() -> set[str]:
             with self._lock:
-                return {
-                    sender for sender, (of, _) in self._copies.items() if of == step > self._through.get(sender, -1)
-                }
+                senders = [sender for sender, (of, _) in self._copies.items() if of == step]
+                return {sender for sender in senders if self._through.get(sender, -1) < step}
 
         def is_settled() -> bool:
             return bool(late() & incoming.broken) or not late()
@@ -158,9 +158,7 @@ class FollowLane:
         self._waits = interrupt
         interrupt.wait_for(is_settled, f"those whose sums of step {step} are here to prepare it", interrupt.limit_s)
         if cut_off := sorted(late() & incoming.broken):
-            raise PeerLost(
-                f"cut off from {', '.join(cut_off)}, with sums of whom here, before step {step} was prepared"
-            )
+            raise PeerLost(f"{', '.join(cut_off)}, of whose sums copies are here, did not prepare step {step}")
 
     def copies(self, step: int) -> list[HeldSum]:
         """What is here of others' partial sums in a step."""
