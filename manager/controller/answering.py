@@ -70,7 +70,7 @@ def note_answers(draft: Draft, answers: Mapping[WorkerId, Answer]) -> Sequence[W
 
 
 def _answer_of(worker: WorkerId, answer: Answer) -> WorkerAnswered:
-    return WorkerAnswered(worker=worker, answer=answer.model_copy(update={"worker": worker}))
+    return WorkerAnswered.model_construct(worker=worker, answer=answer.model_copy(update={"worker": worker}))
 
 
 def _note(draft: Draft, answers: Mapping[WorkerId, Answer]) -> None:

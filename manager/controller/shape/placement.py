@@ -100,12 +100,12 @@ def _source(
     worker: WorkerId, unit: UnitId, kind: Literal["keep", "peer", "checkpoint", "initial"], peer: WorkerId | None = None
 ) -> Source:
     """Make one, once: from one shape to the next most of them stay the same."""
-    return Source(worker=worker, unit=unit, kind=kind, peer=peer)
+    return Source.model_construct(worker=worker, unit=unit, kind=kind, peer=peer)
 
 
 @lru_cache(maxsize=2**13)
 def _slot(worker: WorkerId, stage: int, replica: int) -> Slot:
-    return Slot(worker=worker, stage=stage, replica=replica)
+    return Slot.model_construct(worker=worker, stage=stage, replica=replica)
 
 
 def _share_sending(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from operator import itemgetter
 
 from manager.controller.state.draft import Draft
 from morph.contract.messages import Slot, UnitId, WorkerId
@@ -54,7 +55,7 @@ def choose_salvage(
         for total in sums:
             by_unit.setdefault(total.unit, []).append((worker, total))
     for unit, sections in places.items():
-        chosen[unit], counted = _disjoint(by_unit.get(unit, ()), set(users[unit]))
+        chosen[unit], counted = _disjoint(by_unit.get(unit, ()), users[unit])
         for section in sections:
             complete &= counted.get(section, 0)
     if not complete:
@@ -122,21 +123,25 @@ def _users(
     users: dict[UnitId, dict[WorkerId, None]] = {unit: {} for unit in places}
     for index, units in enumerate(needed):
         for unit in units:
-            users[unit] |= stages[index]
+            users[unit] = users[unit] | stages[index] if users[unit] else stages[index]
     users[LOSSES] = stages[-1]
     return users
 
 
 def _disjoint(
-    sums: Sequence[tuple[WorkerId, PartialSum]], users: set[WorkerId]
+    sums: Sequence[tuple[WorkerId, PartialSum]], users: Container[WorkerId]
 ) -> tuple[list[tuple[WorkerId, PartialSum]], dict[int, int]]:
     """Choose sums of one unit that have nothing in common, the largest first; return them and what is in them."""
-    measured = [(worker, total, counted_in(total)) for worker, total in sums]
-    measured.sort(key=lambda entry: (-sum(mask.bit_count() for mask in entry[2].values()), entry[0] not in users))
+    measured = []
+    for worker, total in sums:
+        masks = counted_in(total)
+        size = sum([mask.bit_count() for mask in masks.values()])
+        measured.append((-size, worker not in users, worker, total, masks))
+    measured.sort(key=itemgetter(0, 1))
     chosen: list[tuple[WorkerId, PartialSum]] = []
     counted: dict[int, int] = {}
-    for worker, total, masks in measured:
-        if not any(counted.get(section, 0) & mask for section, mask in masks.items()):
+    for _, _, worker, total, masks in measured:
+        if not any([counted.get(section, 0) & mask for section, mask in masks.items()]):
             chosen.append((worker, total))
             for section, mask in masks.items():
                 counted[section] = counted.get(section, 0) | mask

@@ -255,7 +255,7 @@ def _step_orders(
     if not units:
         return tuple(orders)
     return tuple(
-        SendStep(worker=each.worker, order=plain.model_copy(update={"checkpoint_units": units[each.worker]}))
+        each.model_copy(update={"order": plain.model_copy(update={"checkpoint_units": units[each.worker]})})
         if each.worker in units
         else each
         for each in orders

@@ -85,11 +85,10 @@ class WorkerSums:
         spans = ((number, number + 1) for number in share)
         ran = mask_of([(share.start, share.stop)] if isinstance(share, range) else spans)
         for place in self._places:
-            added = ran & ~self.before.get(place, 0)
-            twice = self.counted.get(place, 0) & added
-            assert not twice, f"{twice:b} are counted twice in {place}"
-            if added:
-                self.counted[place] = self.counted.get(place, 0) | added
+            if added := ran & ~self.before.get(place, 0):
+                present = self.counted.get(place, 0)
+                assert not present & added, f"{present & added:b} are counted twice in {place}"
+                self.counted[place] = present | added
 
     def keep(self, step: int, *, prepared: Iterable[UnitId] = ()) -> None:
         """The step is given up: what is summed stays, and of units whose step is ``prepared`` the reduced sums."""
@@ -98,7 +97,7 @@ class WorkerSums:
             for (unit, section), mask in self.counted.items():
                 units.setdefault(unit, {})[section] = mask
             units |= {unit: dict.fromkeys(self.units[unit], self.whole) for unit in prepared}
-            parts = (partial_sum(unit, masks) for unit, masks in units.items())
+            parts = [partial_sum(unit, masks) for unit, masks in units.items()]
             self.parts, self.counted = [part for part in parts if part.counted], None
         if self.step != step:
             self.step, self.parts = step, []
