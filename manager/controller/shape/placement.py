@@ -56,9 +56,11 @@ def choose_sources(
     the unit already (no chains); else ``restore``, "checkpoint" or "initial", which then must be given. What ``unable``
     workers would have to load is read and sent by others, as evenly.
     """
-    lacked = {
-        slot.worker: [unit for unit in needed[slot.stage] if unit not in held.get(slot.worker, ())] for slot in slots
-    }
+    stages = [frozenset(units) for units in needed]
+    lacked: dict[WorkerId, list[UnitId]] = {}
+    for slot in slots:
+        missing_here = stages[slot.stage].difference(held.get(slot.worker, ()))
+        lacked[slot.worker] = [unit for unit in needed[slot.stage] if unit in missing_here] if missing_here else []
     holders_of = {
         unit: [worker for worker, units in held.items() if unit in units]
         for unit in dict.fromkeys(unit for units in lacked.values() for unit in units)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import itemgetter
 
@@ -50,10 +51,10 @@ def choose_salvage(
     users = _users(slots, needed, places)
     chosen: dict[UnitId, list[tuple[WorkerId, PartialSum]]] = {}
     complete = (1 << plan.num_micro_batches) - 1
-    by_unit: dict[UnitId, list[tuple[WorkerId, PartialSum]]] = {}
+    by_unit: defaultdict[UnitId, list[tuple[WorkerId, PartialSum]]] = defaultdict(list)
     for worker, sums in kept.items():
         for total in sums:
-            by_unit.setdefault(total.unit, []).append((worker, total))
+            by_unit[total.unit].append((worker, total))
     for unit, sections in places.items():
         chosen[unit], counted = _disjoint(by_unit.get(unit, ()), users[unit])
         for section in sections:
@@ -66,7 +67,7 @@ def choose_salvage(
         for holder, total in entries:
             receiver = holder
             if holder not in users[unit]:
-                receiver = min(users[unit], key=lambda worker: load[worker])
+                receiver = min(users[unit], key=load.__getitem__)
                 load[receiver] += sizes.get(unit, 0)
             salvaged.append(SalvagedSum.model_construct(holder=holder, receiver=receiver, sum=total))
     whole = (1 << plan.num_micro_batches) - 1
@@ -134,15 +135,19 @@ def _disjoint(
     """Choose sums of one unit that have nothing in common, the largest first; return them and what is in them."""
     measured = []
     for worker, total in sums:
-        masks = counted_in(total)
-        size = sum([mask.bit_count() for mask in masks.values()])
-        measured.append((-size, worker not in users, worker, total, masks))
+        size = 0
+        for entry in total.counted:
+            size += entry.mask.bit_count()
+        measured.append((-size, worker not in users, worker, total))
     measured.sort(key=itemgetter(0, 1))
     chosen: list[tuple[WorkerId, PartialSum]] = []
     counted: dict[int, int] = {}
-    for _, _, worker, total, masks in measured:
-        if not any([counted.get(section, 0) & mask for section, mask in masks.items()]):
+    for _, _, worker, total in measured:
+        for entry in total.counted:
+            if counted.get(entry.section, 0) & entry.mask:
+                break
+        else:
             chosen.append((worker, total))
-            for section, mask in masks.items():
-                counted[section] = counted.get(section, 0) | mask
+            for entry in total.counted:
+                counted[entry.section] = counted.get(entry.section, 0) | entry.mask
     return chosen, counted

@@ -181,9 +181,10 @@ def _settle_holdings(draft: Draft, *, others_keep: bool) -> None:
             units = follow.known if others_keep else follow.units
             kept[follow.follower] = kept.get(follow.follower, nothing).union(units)
     changed: dict[WorkerId, WorkerState] = {}
+    of_members = state.member_units
     for worker, entry in state.workers.items():
         held = entry.holds
-        holds = state.member_units.get(worker, held if others_keep else nothing)
+        holds = of_members.get(worker, held if others_keep else nothing)
         if worker in kept:
             holds |= kept[worker]
         if held is not holds and held != holds:

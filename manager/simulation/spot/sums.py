@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,8 +23,8 @@ class StepStart:
     def __init__(self, units: Mapping[UnitId, Sequence[int]], order: ReshapeOrder, *, first: bool) -> None:
         self._order, self._salvage = order, order.salvage if first else None
         self._places = [
-            tuple((unit, section) for unit, used in units.items() for section in used if section in stage.sections)
-            for stage in order.plan.stages
+            tuple((unit, section) for unit, used in units.items() for section in used if section in sections)
+            for sections in [stage.sections for stage in order.plan.stages]
         ]
         self._shares: dict[int, Sequence[int]] = {}
         self.counted: dict[Place, int] = {}
@@ -82,8 +84,10 @@ class WorkerSums:
         """Run the first so many of the share, or all of it."""
         assert self.counted is not None
         share = self.share[:num_micro_batches]
-        spans = ((number, number + 1) for number in share)
-        ran = mask_of([(share.start, share.stop)] if isinstance(share, range) else spans)
+        if isinstance(share, range):
+            ran = mask_of([(share.start, share.stop)])
+        else:
+            ran = functools.reduce(operator.or_, [1 << number for number in share], 0)
         for place in self._places:
             if added := ran & ~self.before.get(place, 0):
                 present = self.counted.get(place, 0)
