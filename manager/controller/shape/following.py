@@ -173,10 +173,11 @@ class _Candidates:
         self._kinds: dict[WorkerId, _Kind] = {}
         self._heaps: dict[_Kind, list[_Rank]] = {}
         self._best_first: dict[_Kind, list[list[_Kind]]] = {}
+        self._ranks: dict[WorkerId, _Rank] = {}
         for worker, units in own.items():  # in the order of their places, so that each heap is one
             has = held.get(worker, units)
             kind = self._kinds[worker] = units if has == units else units.union(has), zones.get(worker)
-            self._heaps.setdefault(kind, []).append(self._rank(worker))
+            self._heaps.setdefault(kind, []).append(self._ranked(worker))
 
     def take(self, me: WorkerId) -> WorkerId | None:
         """Give this worker a follower, and return it; None where all are on its VM."""
@@ -185,16 +186,20 @@ class _Candidates:
             ranks = [rank for kind in kinds if (rank := self._least(kind, vm)) is not None]
             for each in self._followed_by.get(me, ()):
                 if self._vms[each] != vm and self._kinds[each] in kinds:
-                    ranks.append((0, *self._rank(each)[1:]))
+                    ranks.append((0, *self._ranks[each][1:]))
             if ranks:
                 follower = self._follower[me] = min(ranks)[-1]
                 self._followed_by.setdefault(follower, []).append(me)
                 self._load[follower] += self._bytes[self._own[me]]
+                self._ranked(me)
+                self._ranked(follower)
                 return follower
         return None
 
-    def _rank(self, worker: WorkerId) -> _Rank:
-        return 2 if worker in self._follower else 1, self._load[worker], self._places[worker], worker
+    def _ranked(self, worker: WorkerId) -> _Rank:
+        rank = 2 if worker in self._follower else 1, self._load[worker], self._places[worker], worker
+        self._ranks[worker] = rank
+        return rank
 
     def _by_use(self, me: WorkerId) -> list[list[_Kind]]:
         """Return the kinds that are of equal use to this worker, the best ones first."""
@@ -213,8 +218,8 @@ class _Candidates:
         """Return who ranks first in this kind and is not on this VM."""
         heap, aside = self._heaps[kind], []
         while heap:
-            present = self._rank(heap[0][-1])
-            if heap[0] != present:
+            present = self._ranks[heap[0][-1]]
+            if heap[0] is not present:
                 heapreplace(heap, present)
             elif self._vms[heap[0][-1]] == vm:
                 aside.append(heappop(heap))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import groupby
@@ -120,11 +121,11 @@ def _share_sending(
 
     Units with the fewest holders come first, for they leave the least choice; of those the largest.
     """
-    loads = dict(load)
+    loads = defaultdict(int, load)
     senders: dict[tuple[WorkerId, UnitId], WorkerId] = {}
     for worker, unit in sorted(lacked, key=lambda entry: (len(holders_of[entry[1]]), -sizes[entry[1]])):
-        sender = min(holders_of[unit], key=lambda holder: loads.get(holder, 0))
-        loads[sender] = loads.get(sender, 0) + sizes[unit]
+        sender = min(holders_of[unit], key=loads.__getitem__)
+        loads[sender] += sizes[unit]
         senders[worker, unit] = sender
     return senders
 

@@ -98,6 +98,6 @@ def _held_by(state: ControllerState) -> set[frozenset[str]]:
     in_step = [
         follow
         for follow in state.reshape.follows
-        if follow.follower in workers and workers[follow.follower].holds.issuperset(follow.units)
+        if follow.units and follow.follower in workers and workers[follow.follower].holds.issuperset(follow.units)
     ]
     return holders_of(state.slots, state.config.units_of(state.reshape.plan), in_step)
