@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from manager.controller.failures.lost_workers import dissolve, settle
 from manager.controller.failures.worker_errors import failed
@@ -21,6 +22,8 @@ from manager.controller.state.state import OutstandingOrder, Phase, StepReport, 
 from manager.controller.steps.stepping import begin, decide_step, seal_if_complete
 from morph.contract.messages import Aborted, Answer, Committed, Failed, Prepared, Reshaped, WorkerId, WorkerReady
 from morph.words import counted
+
+AnswerT = TypeVar("AnswerT")
 
 NOTED: Mapping[Phase, tuple[type[Answer], ...]] = defaultdict(
     tuple,
@@ -57,7 +60,7 @@ def note_answers(draft: Draft, answers: Mapping[WorkerId, Answer]) -> Sequence[W
     """
     state, order, noted = draft.state, draft.state.order, NOTED[draft.state.phase]
     awaited = order is not None and state.awaited.issuperset(answers)
-    alike = {id(answer): answer for answer in answers.values()}.values()
+    alike = _alike(answers).values()
     if order is None or not awaited or not all(isinstance(one, noted) and _fits(one, order) for one in alike):
         return [_answer_of(worker, answer) for worker, answer in answers.items()]
     answers = dict(answers)
@@ -73,19 +76,22 @@ def note_answers(draft: Draft, answers: Mapping[WorkerId, Answer]) -> Sequence[W
     return () if last is None else [_answer_of(*last)]
 
 
+def _alike(answers: Mapping[WorkerId, AnswerT]) -> dict[int, AnswerT]:
+    """Return the answers by ``id``, each once: of many workers it may be one and the same."""
+    return dict(zip(map(id, answers.values()), answers.values(), strict=True))
+
+
 def _answer_of(worker: WorkerId, answer: Answer) -> WorkerAnswered:
-    return WorkerAnswered(worker=worker, answer=answer.model_copy(update={"worker": worker}))
+    return WorkerAnswered.model_construct(worker=worker, answer=answer.model_copy(update={"worker": worker}))
 
 
 def _note(draft: Draft, answers: Mapping[WorkerId, Answer]) -> None:
     """Keep what these workers report of their orders."""
-    for kind in dict.fromkeys(map(type, answers.values())):
-        if kind is Reshaped:
-            _note_reshaped(draft, {worker: one for worker, one in answers.items() if isinstance(one, Reshaped)})
-        elif kind is Prepared:
-            _note_prepared(draft, {worker: one for worker, one in answers.items() if isinstance(one, Prepared)})
-        elif kind is Aborted:
-            _note_aborted(draft, {worker: one for worker, one in answers.items() if isinstance(one, Aborted)})
+    kinds = dict.fromkeys(map(type, answers.values()))
+    for kind in kinds:
+        alike = answers if len(kinds) == 1 else {worker: one for worker, one in answers.items() if type(one) is kind}
+        if kind in _NOTES:
+            _NOTES[kind](draft, alike)
 
 
 def _note_reshaped(draft: Draft, answers: Mapping[WorkerId, Reshaped]) -> None:
@@ -101,10 +107,9 @@ def _note_reshaped(draft: Draft, answers: Mapping[WorkerId, Reshaped]) -> None:
 
 
 def _note_prepared(draft: Draft, answers: Mapping[WorkerId, Prepared]) -> None:
-    alike = {id(answer): answer for answer in answers.values()}  # of many workers it may be one and the same
-    reports = {key: _report_of(answer) for key, answer in alike.items()}
-    told = {worker: reports[id(answer)] for worker, answer in answers.items()}
-    draft.change(reports={**draft.state.reports, **told})
+    reports = {key: _report_of(answer) for key, answer in _alike(answers).items()}
+    told = zip(answers, [reports[key] for key in map(id, answers.values())], strict=True)
+    draft.change(reports=draft.state.reports | dict(told))
 
 
 def _note_aborted(draft: Draft, answers: Mapping[WorkerId, Aborted]) -> None:
@@ -115,6 +120,13 @@ def _note_aborted(draft: Draft, answers: Mapping[WorkerId, Aborted]) -> None:
             if answer.kept is not None and answer.kept.step == state.version and answer.kept.sums:
                 kept[worker] = answer.kept.sums
     draft.change(kept=kept)
+
+
+_NOTES: Mapping[type, Callable[[Draft, Mapping[WorkerId, Any]], None]] = {
+    Reshaped: _note_reshaped,
+    Prepared: _note_prepared,
+    Aborted: _note_aborted,
+}
 
 
 def _report_of(answer: Prepared) -> StepReport:

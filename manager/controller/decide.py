@@ -64,6 +64,7 @@ from morph.contract.errors import MorphError
 from morph.contract.messages import Answer, WorkerId
 
 MAX_RECENT = 12
+_ANSWERS = (WorkerAnswered, AnsweredAlike)
 
 Handler = Callable[[Draft, Any], None]
 
@@ -115,7 +116,7 @@ def _take_all(draft: Draft, events: Sequence[Single | AnsweredAlike]) -> bool:
             if handler is None:
                 raise ImpossibleEvent(draft.state, each)
             handler(draft, each)
-    return all(isinstance(event, WorkerAnswered | AnsweredAlike) for event in events)
+    return all(isinstance(event, _ANSWERS) for event in events)
 
 
 def _runs(events: Sequence[Single | AnsweredAlike]) -> Iterator[Single | dict[WorkerId, Answer]]:
@@ -128,7 +129,7 @@ def _runs(events: Sequence[Single | AnsweredAlike]) -> Iterator[Single | dict[Wo
         if answers and (not workers or not answers.keys().isdisjoint(workers)):
             yield answers
             answers = {}
-        if isinstance(event, WorkerAnswered | AnsweredAlike) and workers:
+        if workers and isinstance(event, _ANSWERS):
             answers |= dict.fromkeys(workers, event.answer)
         elif not isinstance(event, AnsweredAlike):
             yield event

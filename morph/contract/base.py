@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -20,14 +20,11 @@ class Value(BaseModel):
     @classmethod
     def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:  # type: ignore[override]
         """Make one of values that are checked already; as pydantic's, in a fraction of its time. Never of input."""
-        defaults, factories, required = _defaults(cls)
-        if not required <= values.keys():
-            raise TypeError(f"{cls.__name__} lacks {', '.join(sorted(required - values.keys()))}")
+        defaults, factories, given = _given(cls, *values)
         fields = {**defaults, **values}
         for name, factory in factories:
-            if name not in values:
-                fields[name] = factory()
-        return _made(cls, fields, set(values) if _fields_set is None else _fields_set)
+            fields[name] = factory()
+        return _made(cls, fields, given if _fields_set is None else _fields_set)
 
     @classmethod
     def each(cls, name: str, values: Iterable[Any], **shared: Any) -> list[Self]:
@@ -53,25 +50,31 @@ class Value(BaseModel):
 
 
 ValueT = TypeVar("ValueT", bound=Value)
-_put = object.__setattr__
+_put_fields, _put_given, _put_extra, _put_private = (
+    BaseModel.__dict__[slot].__set__
+    for slot in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__")
+)
 
 
 def _made(kind: type[ValueT], fields: dict[str, Any], given: set[str]) -> ValueT:
-    value = kind.__new__(kind)
-    _put(value, "__dict__", fields)
-    _put(value, "__pydantic_fields_set__", given)
-    _put(value, "__pydantic_extra__", None)
-    _put(value, "__pydantic_private__", None)
+    value = object.__new__(kind)
+    _put_fields(value, fields)
+    _put_given(value, given)
+    _put_extra(value, None)
+    _put_private(value, None)
     return value
 
 
 @cache
-def _defaults(kind: type[Value]) -> tuple[dict[str, Any], tuple[tuple[str, Callable[[], Any]], ...], frozenset[str]]:
-    """Every field in order with what it is where nothing is given, those that are made anew each time, and the rest."""
-    fields = kind.model_fields
-    made = tuple((name, field.default_factory) for name, field in fields.items() if field.default_factory is not None)
-    required = frozenset(name for name, field in fields.items() if field.is_required())
-    return {name: field.default for name, field in fields.items()}, made, required  # type: ignore[return-value]
+def _given(kind: type[Value], *names: str) -> tuple[dict[str, Any], Sequence[tuple[str, Callable[[], Any]]], set[str]]:
+    """Every field in order with what it is unless it is given; of others what makes it each time; names as a set."""
+    fields, given = kind.model_fields, set(names)
+    lacking = sorted(name for name, field in fields.items() if field.is_required() and name not in given)
+    if lacking:
+        raise TypeError(f"{kind.__name__} lacks {', '.join(lacking)}")
+    made = [(name, field.default_factory) for name, field in fields.items() if name not in given]
+    factories = [(name, factory) for name, factory in made if factory is not None]
+    return {name: field.default for name, field in fields.items()}, factories, given  # type: ignore[return-value]
 
 
 def first_problem(error: ValidationError) -> tuple[str, str, object]:

@@ -120,10 +120,11 @@ def counted_in(total: PartialSum) -> dict[int, int]:
 
 def partial_sum(unit: str, counted: dict[int, int]) -> PartialSum:
     """Return the sum of a unit that has these micro-batches by section."""
-    entries = tuple(_counted(section, mask) for section, mask in sorted(counted.items()) if mask)
+    entries = tuple([_counted(section, counted[section]) for section in sorted(counted) if counted[section]])
     return PartialSum.model_construct(unit=unit, counted=entries)
 
 
-@lru_cache(maxsize=2**12)
 def _counted(section: int, mask: int) -> Counted:
-    return Counted.model_construct(section=section, micro_batches=spans_of(mask))
+    counted = Counted.model_construct(section=section, micro_batches=spans_of(mask))
+    vars(counted)["mask"] = mask  # it need not be worked out again
+    return counted

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 MAX_DEVICES = 64
 _OF_SEVERAL = re.compile(r"(?P<vm>.+)\.d\d+")
@@ -18,6 +19,7 @@ def workers_of(vm: str, num_devices: int) -> tuple[str, ...]:
     return (vm,) if num_devices == 1 else tuple(f"{vm}.d{device}" for device in range(num_devices))
 
 
+@lru_cache(maxsize=2**14)
 def vm_of(worker: str) -> str:
     """Return the VM that a worker is on."""
     found = _OF_SEVERAL.fullmatch(worker) if ".d" in worker else None

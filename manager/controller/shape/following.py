@@ -44,6 +44,8 @@ def followers_due(draft: Draft) -> str | None:
     if not state.saves.weighs or state.reshape is None:
         return None
     draft.change(saves=state.saves.model_copy(update={"weighs": False}))
+    if not _sole_units(state.slots, state.config.units_of(state.reshape.plan)):
+        return None
     held = {worker: state.workers[worker].holds for worker in state.ready_workers}
     present, found = state.reshape.follows, redundancy_of(state, state.reshape.plan, state.slots, held, draft.now_s)
     if _follows_state(present) == _follows_state(found.follows):
@@ -70,16 +72,19 @@ def redundancy_of(
     needed = state.config.units_of(plan)
     parameters = {unit: size / state.config.state_copies for unit, size in state.config.unit_bytes.items()}
     sole = _sole_units(slots, needed)
-    links = choose_follows(slots, needed, held, state.config.unit_bytes, sole, _zones(state))
     speed = link_bytes_per_s(state)
     step_s = plan.expected.mini_batch_s
     every = 0
     if policy != "state":
         every = _copy_every(plan, slots, needed, parameters, speed, losses_per_vm_s(state, now_s))
+    if not sole and not every:
+        return Redundancy((), 0, "")
+    links = choose_follows(slots, needed, held, state.config.unit_bytes, sole, _zones(state))
     why, worth = "", 0.0
     keeps = bool(sole)
     if policy == "auto" and sole and step_s:
-        exposed_s = max(sum(parameters[unit] for unit in follow.units) for follow in links) / speed if links else 0.0
+        kept = {follow.units for follow in links}
+        exposed_s = max((sum(parameters[unit] for unit in units) for units in kept), default=0.0) / speed
         cost = exposed_s / step_s
         gain = _gain(state, plan, slots, links, now_s)
         room = state.config.device_memory_bytes
@@ -91,7 +96,9 @@ def redundancy_of(
         if not fits:
             why += ", but there is no room for them on the devices"
     if not keeps:
-        links = tuple(follow.model_copy(update={"units": (), "known": ()}) for follow in links)
+        links = tuple(
+            follow.model_copy(update={"units": (), "known": ()}) if follow.units else follow for follow in links
+        )
     if not every:
         links = tuple(follow for follow in links if follow.units)
     return Redundancy(links, every if links else 0, why, worth)
@@ -118,7 +125,8 @@ def choose_follows(
         sole: Units that only one VM has in this shape: they are to be kept in step.
         zones: By worker.
     """
-    own = {slot.worker: frozenset(needed[slot.stage]) for slot in slots}
+    stages = [frozenset(units) for units in needed]
+    own = {slot.worker: stages[slot.stage] for slot in slots}
     candidates = _Candidates(own, held, sizes, zones)
     found: list[Follow] = []
     promised: set[UnitId] = set()  # two workers of one VM may drive the same unit: one of them sends it
@@ -126,8 +134,10 @@ def choose_follows(
         follower = candidates.take(slot.worker)
         if follower is None:
             continue
-        wanted = (unit for unit in needed[slot.stage] if unit in sole and unit not in promised)
-        units = tuple(unit for unit in wanted if unit not in own[follower])
+        units: tuple[UnitId, ...] = ()
+        if not sole.isdisjoint(own[slot.worker]):
+            wanted = own[slot.worker] & sole - promised - own[follower]
+            units = tuple(unit for unit in needed[slot.stage] if unit in wanted)
         promised.update(units)
         known = tuple(unit for unit in units if unit in held.get(follower, ()))
         found.append(Follow.model_construct(worker=slot.worker, follower=follower, units=units, known=known))
@@ -154,6 +164,7 @@ class _Candidates:
         zones: Mapping[WorkerId, str],
     ) -> None:
         self._own, self._sizes, self._zones = own, sizes, zones
+        self._bytes = {units: sum(sizes[unit] for unit in units) for units in set(own.values())}
         self._vms = {worker: vm_of(worker) for worker in own}
         self._places = {worker: place for place, worker in enumerate(own)}
         self._load = dict.fromkeys(own, 0)
@@ -162,25 +173,33 @@ class _Candidates:
         self._kinds: dict[WorkerId, _Kind] = {}
         self._heaps: dict[_Kind, list[_Rank]] = {}
         self._best_first: dict[_Kind, list[list[_Kind]]] = {}
+        self._ranks: dict[WorkerId, _Rank] = {}
         for worker, units in own.items():  # in the order of their places, so that each heap is one
-            kind = self._kinds[worker] = units.union(held.get(worker, ())), zones.get(worker)
-            self._heaps.setdefault(kind, []).append(self._rank(worker))
+            has = held.get(worker, units)
+            kind = self._kinds[worker] = units if has == units else units.union(has), zones.get(worker)
+            self._heaps.setdefault(kind, []).append(self._ranked(worker))
 
     def take(self, me: WorkerId) -> WorkerId | None:
         """Give this worker a follower, and return it; None where all are on its VM."""
+        vm = self._vms[me]
         for kinds in self._by_use(me):
-            pairs = (each for each in self._followed_by.get(me, ()) if self._kinds[each] in kinds)
-            ranks = [(0, *self._rank(each)[1:]) for each in pairs if self._vms[each] != self._vms[me]]
-            ranks += [rank for kind in kinds if (rank := self._least(kind, self._vms[me])) is not None]
+            ranks = [rank for kind in kinds if (rank := self._least(kind, vm)) is not None]
+            for each in self._followed_by.get(me, ()):
+                if self._vms[each] != vm and self._kinds[each] in kinds:
+                    ranks.append((0, *self._ranks[each][1:]))
             if ranks:
                 follower = self._follower[me] = min(ranks)[-1]
                 self._followed_by.setdefault(follower, []).append(me)
-                self._load[follower] += sum(self._sizes[unit] for unit in self._own[me])
+                self._load[follower] += self._bytes[self._own[me]]
+                self._ranked(me)
+                self._ranked(follower)
                 return follower
         return None
 
-    def _rank(self, worker: WorkerId) -> _Rank:
-        return 2 if worker in self._follower else 1, self._load[worker], self._places[worker], worker
+    def _ranked(self, worker: WorkerId) -> _Rank:
+        rank = 2 if worker in self._follower else 1, self._load[worker], self._places[worker], worker
+        self._ranks[worker] = rank
+        return rank
 
     def _by_use(self, me: WorkerId) -> list[list[_Kind]]:
         """Return the kinds that are of equal use to this worker, the best ones first."""
@@ -188,10 +207,10 @@ class _Candidates:
         if key not in self._best_first:
             mine, zone = key
             equal: dict[tuple[int, bool], list[_Kind]] = {}
-            for units, other_zone in self._heaps:
-                shared = mine & units
-                use = -sum(self._sizes[unit] for unit in shared) if shared else 0, other_zone == zone
-                equal.setdefault(use, []).append((units, other_zone))
+            for kind in self._heaps:
+                shared = mine & kind[0]
+                use = -sum([self._sizes[unit] for unit in shared]) if shared else 0, kind[1] == zone
+                equal.setdefault(use, []).append(kind)
             self._best_first[key] = [equal[use] for use in sorted(equal)]
         return self._best_first[key]
 
@@ -199,8 +218,8 @@ class _Candidates:
         """Return who ranks first in this kind and is not on this VM."""
         heap, aside = self._heaps[kind], []
         while heap:
-            present = self._rank(heap[0][-1])
-            if heap[0] != present:
+            present = self._ranks[heap[0][-1]]
+            if heap[0] is not present:
                 heapreplace(heap, present)
             elif self._vms[heap[0][-1]] == vm:
                 aside.append(heappop(heap))

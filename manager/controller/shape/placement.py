@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import groupby
@@ -56,9 +57,11 @@ def choose_sources(
     the unit already (no chains); else ``restore``, "checkpoint" or "initial", which then must be given. What ``unable``
     workers would have to load is read and sent by others, as evenly.
     """
-    lacked = {
-        slot.worker: [unit for unit in needed[slot.stage] if unit not in held.get(slot.worker, ())] for slot in slots
-    }
+    stages = [frozenset(units) for units in needed]
+    lacked: dict[WorkerId, list[UnitId]] = {}
+    for slot in slots:
+        missing_here = stages[slot.stage].difference(held.get(slot.worker, ()))
+        lacked[slot.worker] = [unit for unit in needed[slot.stage] if unit in missing_here] if missing_here else []
     holders_of = {
         unit: [worker for worker, units in held.items() if unit in units]
         for unit in dict.fromkeys(unit for units in lacked.values() for unit in units)
@@ -100,12 +103,12 @@ def _source(
     worker: WorkerId, unit: UnitId, kind: Literal["keep", "peer", "checkpoint", "initial"], peer: WorkerId | None = None
 ) -> Source:
     """Make one, once: from one shape to the next most of them stay the same."""
-    return Source(worker=worker, unit=unit, kind=kind, peer=peer)
+    return Source.model_construct(worker=worker, unit=unit, kind=kind, peer=peer)
 
 
 @lru_cache(maxsize=2**13)
 def _slot(worker: WorkerId, stage: int, replica: int) -> Slot:
-    return Slot(worker=worker, stage=stage, replica=replica)
+    return Slot.model_construct(worker=worker, stage=stage, replica=replica)
 
 
 def _share_sending(
@@ -118,11 +121,11 @@ def _share_sending(
 
     Units with the fewest holders come first, for they leave the least choice; of those the largest.
     """
-    loads = dict(load)
+    loads = defaultdict(int, load)
     senders: dict[tuple[WorkerId, UnitId], WorkerId] = {}
     for worker, unit in sorted(lacked, key=lambda entry: (len(holders_of[entry[1]]), -sizes[entry[1]])):
-        sender = min(holders_of[unit], key=lambda holder: loads.get(holder, 0))
-        loads[sender] = loads.get(sender, 0) + sizes[unit]
+        sender = min(holders_of[unit], key=loads.__getitem__)
+        loads[sender] += sizes[unit]
         senders[worker, unit] = sender
     return senders
 

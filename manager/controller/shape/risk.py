@@ -21,10 +21,9 @@ def losses_per_vm_s(state: ControllerState, now_s: float) -> float:
     appeared_s: dict[str, float] = {}
     for worker, entry in state.workers.items():
         vm = vm_of(worker)
-        first_s = appeared_s.get(vm)
-        if first_s is None or entry.appeared_s < first_s:
+        if vm not in appeared_s or entry.appeared_s < appeared_s[vm]:
             appeared_s[vm] = entry.appeared_s
-    seen_s = seen.vm_s + sum(max(0.0, now_s - since_s) for since_s in appeared_s.values())
+    seen_s = seen.vm_s + sum([max(0.0, now_s - since_s) for since_s in appeared_s.values()])
     weight_s = expected.weight_vm_h * 3600
     return (expected.per_vm_h / 3600 * weight_s + seen.num_lost) / (weight_s + seen_s)
 
@@ -99,6 +98,6 @@ def _held_by(state: ControllerState) -> set[frozenset[str]]:
     in_step = [
         follow
         for follow in state.reshape.follows
-        if follow.follower in workers and workers[follow.follower].holds.issuperset(follow.units)
+        if follow.units and follow.follower in workers and workers[follow.follower].holds.issuperset(follow.units)
     ]
     return holders_of(state.slots, state.config.units_of(state.reshape.plan), in_step)

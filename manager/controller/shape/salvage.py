@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from operator import itemgetter
 
 from manager.controller.state.draft import Draft
 from morph.contract.messages import Slot, UnitId, WorkerId
@@ -49,12 +51,12 @@ def choose_salvage(
     users = _users(slots, needed, places)
     chosen: dict[UnitId, list[tuple[WorkerId, PartialSum]]] = {}
     complete = (1 << plan.num_micro_batches) - 1
-    by_unit: dict[UnitId, list[tuple[WorkerId, PartialSum]]] = {}
+    by_unit: defaultdict[UnitId, list[tuple[WorkerId, PartialSum]]] = defaultdict(list)
     for worker, sums in kept.items():
         for total in sums:
-            by_unit.setdefault(total.unit, []).append((worker, total))
+            by_unit[total.unit].append((worker, total))
     for unit, sections in places.items():
-        chosen[unit], counted = _disjoint(by_unit.get(unit, ()), set(users[unit]))
+        chosen[unit], counted = _disjoint(by_unit.get(unit, ()), users[unit])
         for section in sections:
             complete &= counted.get(section, 0)
     if not complete:
@@ -65,7 +67,7 @@ def choose_salvage(
         for holder, total in entries:
             receiver = holder
             if holder not in users[unit]:
-                receiver = min(users[unit], key=lambda worker: load[worker])
+                receiver = min(users[unit], key=load.__getitem__)
                 load[receiver] += sizes.get(unit, 0)
             salvaged.append(SalvagedSum.model_construct(holder=holder, receiver=receiver, sum=total))
     whole = (1 << plan.num_micro_batches) - 1
@@ -122,22 +124,30 @@ def _users(
     users: dict[UnitId, dict[WorkerId, None]] = {unit: {} for unit in places}
     for index, units in enumerate(needed):
         for unit in units:
-            users[unit] |= stages[index]
+            users[unit] = users[unit] | stages[index] if users[unit] else stages[index]
     users[LOSSES] = stages[-1]
     return users
 
 
 def _disjoint(
-    sums: Sequence[tuple[WorkerId, PartialSum]], users: set[WorkerId]
+    sums: Sequence[tuple[WorkerId, PartialSum]], users: Container[WorkerId]
 ) -> tuple[list[tuple[WorkerId, PartialSum]], dict[int, int]]:
     """Choose sums of one unit that have nothing in common, the largest first; return them and what is in them."""
-    measured = [(worker, total, counted_in(total)) for worker, total in sums]
-    measured.sort(key=lambda entry: (-sum(mask.bit_count() for mask in entry[2].values()), entry[0] not in users))
+    measured = []
+    for worker, total in sums:
+        size = 0
+        for entry in total.counted:
+            size += entry.mask.bit_count()
+        measured.append((-size, worker not in users, worker, total))
+    measured.sort(key=itemgetter(0, 1))
     chosen: list[tuple[WorkerId, PartialSum]] = []
     counted: dict[int, int] = {}
-    for worker, total, masks in measured:
-        if not any(counted.get(section, 0) & mask for section, mask in masks.items()):
+    for _, _, worker, total in measured:
+        for entry in total.counted:
+            if counted.get(entry.section, 0) & entry.mask:
+                break
+        else:
             chosen.append((worker, total))
-            for section, mask in masks.items():
-                counted[section] = counted.get(section, 0) | mask
+            for entry in total.counted:
+                counted[entry.section] = counted.get(entry.section, 0) | entry.mask
     return chosen, counted

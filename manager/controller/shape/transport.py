@@ -76,15 +76,15 @@ class _Flow:
         """Dijkstra from a row until a column with supply left is the nearest."""
         num_columns = len(self.left)
         search = _Search({row: 0}, [INFINITE] * num_columns, [-1] * num_columns)
-        fresh, open_columns = [row], set(range(num_columns))
+        fresh, open_columns = [row], list(range(num_columns))
         while True:
             for here in fresh:
-                base = search.row_distance[here] - self.row_potential[here]
+                base, gain = search.row_distance[here] - self.row_potential[here], self.gain[here]
                 for column in open_columns:
-                    distance = base - self.gain[here][column] - self.column_potential[column]
+                    distance = base - gain[column] - self.column_potential[column]
                     if distance < search.distance[column]:
                         search.distance[column], search.row_before[column] = distance, here
-            nearest = min(open_columns, key=lambda column: (search.distance[column], column))
+            nearest = min(open_columns, key=search.distance.__getitem__)
             open_columns.remove(nearest)
             search.done.append(nearest)
             if self.left[nearest]:

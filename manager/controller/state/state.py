@@ -353,7 +353,7 @@ class ControllerState(Value):
     @property
     def ready_workers(self) -> tuple[WorkerId, ...]:
         """The workers that are set up, whether they may be given a slot or not, in order of appearance."""
-        return tuple(worker for worker, entry in self.workers.items() if entry.ready)
+        return tuple([worker for worker, entry in self.workers.items() if entry.ready_s is not None])
 
     @property
     def busy_workers(self) -> tuple[WorkerId, ...]:

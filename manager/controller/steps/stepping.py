@@ -184,9 +184,10 @@ def _settle_holdings(draft: Draft, *, others_keep: bool) -> None:
             units = follow.known if others_keep else follow.units
             kept[follow.follower] = kept.get(follow.follower, nothing).union(units)
     changed: dict[WorkerId, WorkerState] = {}
+    of_members = state.member_units
     for worker, entry in state.workers.items():
         held = entry.holds
-        holds = state.member_units.get(worker, held if others_keep else nothing)
+        holds = of_members.get(worker, held if others_keep else nothing)
         if worker in kept:
             holds |= kept[worker]
         if held is not holds and held != holds:
@@ -258,7 +259,7 @@ def _step_orders(
     if not units:
         return tuple(orders)
     return tuple(
-        SendStep(worker=each.worker, order=plain.model_copy(update={"checkpoint_units": units[each.worker]}))
+        each.model_copy(update={"order": plain.model_copy(update={"checkpoint_units": units[each.worker]})})
         if each.worker in units
         else each
         for each in orders

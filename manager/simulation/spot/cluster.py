@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from manager.controller.deadlines import wake_at_s
@@ -117,22 +119,24 @@ class SpotCluster:
 
     def play(self, until_s: float = math.inf) -> None:
         """Go on until this time, or until the run has ended."""
-        while self.finish is None:
-            next_s = min(self.agenda.next_s, self._wake_s)
-            if next_s > until_s or next_s == math.inf:
-                break
-            self.now_s = next_s
-            events: list[Told] = []
-            while self.agenda.next_s == next_s:
-                events += self.agenda.take()()
-            if self._wake_s == next_s:
-                self._wake_s = math.inf
-                events.append(Tick())
-            if events:
-                self._tell(events[0] if len(events) == 1 else _together(events), until_s)
+        with _without_cycles():
+            while self.finish is None and math.inf > min(self.agenda.next_s, self._wake_s) <= until_s:
+                self._play_next(until_s)
         if until_s < math.inf and self.finish is None:
             self.now_s = max(self.now_s, until_s)
         self.ledger.advance(self.now_s)
+
+    def _play_next(self, until_s: float) -> None:
+        """Tell the controller what happens next."""
+        next_s = self.now_s = min(self.agenda.next_s, self._wake_s)
+        events: list[Told] = []
+        while self.agenda.next_s == next_s:
+            events += self.agenda.take()()
+        if self._wake_s == next_s:
+            self._wake_s = math.inf
+            events.append(Tick())
+        if events:
+            self._tell(events[0] if len(events) == 1 else _together(events), until_s)
 
     @property
     def account(self) -> Account:
@@ -149,8 +153,8 @@ class SpotCluster:
             self._watcher(self.now_s, event, decision)
         self.state = decision.state
         by_kind: dict[type, list[Action]] = {}
-        for action in decision.actions:
-            by_kind.setdefault(type(action), []).append(action)
+        for kind, actions in itertools.groupby(decision.actions, type):
+            by_kind.setdefault(kind, []).extend(actions)
         self._book(event, decision, by_kind, step_decided=decision.state.version > before.version)
         if decision.state.version < before.version:
             self.num_fatal += 1
@@ -160,7 +164,7 @@ class SpotCluster:
         if steps and self._jumps and before.phase is Phase.TRAINING:
             self._jump(steps, until_s)
         elif steps:
-            self.workers.step(steps, self.now_s)
+            self.workers.step(steps, steps[0].order, self.now_s)
         wake_s = wake_at_s(self.state)
         self._wake_s = math.inf if wake_s is None else max(self.now_s, wake_s)
 
@@ -196,7 +200,7 @@ class SpotCluster:
         """Give the orders of a step, and if nothing happens until many like it are decided, those of a later one."""
         formed = self.workers.formed
         assert formed is not None
-        num = 0
+        num, order = 0, steps[0].order
         if not self._followed():  # until then the steps are alike, and then one is another
             until_s = min(until_s, formed.following_at_s)
         if until_s > self.now_s and not any(action.order.checkpoint_units for action in steps):
@@ -205,11 +209,9 @@ class SpotCluster:
             self.state = passed(self.state, self.now_s, formed.step_s, num)
             self.now_s += num * formed.step_s
             self.ledger.advance(self.now_s)
-            self.ledger.settle(self.workers.prepared(steps[0].order, num, begun_s=self.now_s))
-            update = {"step": self.state.version, "decided": self.state.decided}
-            order = steps[0].order.model_copy(update=update)
-            steps = SendStep.each("worker", [action.worker for action in steps], order=order)
-        self.workers.step(steps, self.now_s)
+            self.ledger.settle(self.workers.prepared(order, num, begun_s=self.now_s))
+            order = order.model_copy(update={"step": self.state.version, "decided": self.state.decided})
+        self.workers.step(steps, order, self.now_s)
 
     def _followed(self) -> bool:
         """Whether the controller knows what followers have."""
@@ -228,6 +230,18 @@ class SpotCluster:
         last = self.moments[-1] if self.moments else None
         if last is None or (last.num_vms, last.shape) != (num_vms, shape):
             self.moments.append(Moment(self.now_s, num_vms, shape, speed))
+
+
+@contextlib.contextmanager
+def _without_cycles() -> Iterator[None]:
+    """Do not look for cycles of objects meanwhile: values hardly form any, and looking takes longer than deciding."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def config_of(job: SpotJob, num_steps: int, num_expected: int) -> ControllerConfig:

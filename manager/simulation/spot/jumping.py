@@ -80,6 +80,8 @@ def _is_steady(state: ControllerState, now_s: float) -> bool:
         return False
     if state.join_since_s is not None or state.loss_scale is not None or state.saves.weighs:
         return False
-    waiting = any(entry.eligible_s is not None and entry.eligible_s > now_s for entry in state.workers.values())
-    unsteady = any(entry.node in (NodeState.DRAINING, NodeState.SUSPECT) for entry in state.workers.values())
-    return not (waiting or unsteady or state.saves.retry_s is not None)
+    for entry in state.workers.values():
+        waits = entry.eligible_s is not None and entry.eligible_s > now_s
+        if waits or entry.node is NodeState.DRAINING or entry.node is NodeState.SUSPECT:
+            return False
+    return state.saves.retry_s is None

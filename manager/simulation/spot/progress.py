@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from morph.contract.plan import Plan
 from morph.contract.salvage import Salvage, share_in
@@ -11,26 +12,29 @@ _PER_S = 1024
 """Times are rounded to such parts of a second, of which sums are exact: then what is passed over changes nothing."""
 
 
-def num_backwards(plan: Plan, stage: int, share: int, elapsed_s: float, step_s: float) -> int:
-    """Return how many micro-batches a stage has run backward in so many seconds of a step.
+class StagePace(NamedTuple):
+    """When a stage has run its first micro-batch of a step backward, and how long after it each further one (s)."""
 
-    A pipeline of even stages ends one every t once it is full: P forwards come before the first backward of the last
-    stage, and P - s - 1 backwards of later stages before the first of stage s. t is that of the whole step.
+    first_s: float
+    period_s: float
 
-    Args:
-        plan: The shape.
-        stage: 0 .. P - 1.
-        share: Micro-batches of its replica in this step.
-        elapsed_s: Since it began.
-        step_s: What a whole step takes.
+    def num_backwards(self, share: int, elapsed_s: float) -> int:
+        """Return how many of a share of micro-batches are run backward so many seconds after the step began."""
+        if elapsed_s < self.first_s:
+            return 0
+        return min(share, 1 + math.floor((elapsed_s - self.first_s) / self.period_s)) if self.period_s else share
+
+
+def stage_pace(plan: Plan, stage: int, step_s: float) -> StagePace:
+    """Return how a stage goes through a step that takes ``step_s`` as a whole.
+
+    A pipeline of even stages ends one micro-batch every t once it is full: P forwards come before the first backward
+    of the last stage, and P - s - 1 backwards of later stages before the first of stage s. t is that of the whole step.
     """
     period_s, _ = _period_s(plan, step_s)
     forward = _forward_share(plan)
     depth = plan.pipeline_depth
-    first_s = (depth * forward + (depth - stage) * (1 - forward)) * period_s
-    if elapsed_s < first_s:
-        return 0
-    return min(share, 1 + math.floor((elapsed_s - first_s) / period_s)) if period_s else share
+    return StagePace((depth * forward + (depth - stage) * (1 - forward)) * period_s, period_s)
 
 
 def copied(done: int, every: int, share: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,8 +23,8 @@ class StepStart:
     def __init__(self, units: Mapping[UnitId, Sequence[int]], order: ReshapeOrder, *, first: bool) -> None:
         self._order, self._salvage = order, order.salvage if first else None
         self._places = [
-            tuple((unit, section) for unit, used in units.items() for section in used if section in stage.sections)
-            for stage in order.plan.stages
+            tuple((unit, section) for unit, used in units.items() for section in used if section in sections)
+            for sections in [stage.sections for stage in order.plan.stages]
         ]
         self._shares: dict[int, Sequence[int]] = {}
         self.counted: dict[Place, int] = {}
@@ -82,14 +84,15 @@ class WorkerSums:
         """Run the first so many of the share, or all of it."""
         assert self.counted is not None
         share = self.share[:num_micro_batches]
-        spans = ((number, number + 1) for number in share)
-        ran = mask_of([(share.start, share.stop)] if isinstance(share, range) else spans)
+        if isinstance(share, range):
+            ran = mask_of([(share.start, share.stop)])
+        else:
+            ran = functools.reduce(operator.or_, [1 << number for number in share], 0)
         for place in self._places:
-            added = ran & ~self.before.get(place, 0)
-            twice = self.counted.get(place, 0) & added
-            assert not twice, f"{twice:b} are counted twice in {place}"
-            if added:
-                self.counted[place] = self.counted.get(place, 0) | added
+            if added := ran & ~self.before.get(place, 0):
+                present = self.counted.get(place, 0)
+                assert not present & added, f"{present & added:b} are counted twice in {place}"
+                self.counted[place] = present | added
 
     def keep(self, step: int, *, prepared: Iterable[UnitId] = ()) -> None:
         """The step is given up: what is summed stays, and of units whose step is ``prepared`` the reduced sums."""
@@ -98,7 +101,7 @@ class WorkerSums:
             for (unit, section), mask in self.counted.items():
                 units.setdefault(unit, {})[section] = mask
             units |= {unit: dict.fromkeys(self.units[unit], self.whole) for unit in prepared}
-            parts = (partial_sum(unit, masks) for unit, masks in units.items())
+            parts = [partial_sum(unit, masks) for unit, masks in units.items()]
             self.parts, self.counted = [part for part in parts if part.counted], None
         if self.step != step:
             self.step, self.parts = step, []

@@ -13,7 +13,7 @@ from manager.controller.state.actions import Abort, SendCommit, SendPreCopy, Sen
 from manager.controller.state.config import units_by_stage
 from manager.controller.state.events import AnsweredAlike, PreCopyReported, Single, UnitsWritten, WorkerAnswered
 from manager.simulation.spot.job import SpotJob
-from manager.simulation.spot.progress import copied, num_backwards, partial_step_s, rounded
+from manager.simulation.spot.progress import copied, partial_step_s, rounded, stage_pace
 from manager.simulation.spot.sums import StepStart, WorkerSums, with_losses
 from morph.contract.messages import (
     Aborted,
@@ -168,10 +168,9 @@ class Workers:
             busy_s[worker] = busy_s.get(worker, 0.0) + sends_s
         return busy_s, received + loaded
 
-    def step(self, orders: Sequence[SendStep], now_s: float) -> None:
-        """A step is run, and a checkpoint written beside it."""
+    def step(self, orders: Sequence[SendStep], order: StepOrder, now_s: float) -> None:
+        """A step is run, and a checkpoint written beside it: by who was given ``orders``, of which ``order`` is one."""
         assert self.formed is not None
-        order = orders[0].order
         step_s = partial_step_s(self.formed.plan, self.formed.step_s, self.formed.begins_with(order))
         writers = {action.worker: action.order.checkpoint_units for action in orders if action.order.checkpoint_units}
         stall_s = self._save(writers, order.step) if writers else 0.0
@@ -265,7 +264,9 @@ class Workers:
         def answered() -> Sequence[Told]:
             if like.generation <= self._aborted or not self.alive.issuperset(everybody):
                 return ()
-            events: list[Told] = [WorkerAnswered(worker=answer.worker, answer=answer) for answer in others]
+            events: list[Told] = [
+                WorkerAnswered.model_construct(worker=answer.worker, answer=answer) for answer in others
+            ]
             if workers:
                 events.append(AnsweredAlike.model_construct(kind=ALIKE, workers=workers, answer=like))
             return events
@@ -307,16 +308,19 @@ class _Sums:
         shape = formed.order
         keepers = {follow.worker: follow.follower for follow in shape.follows} if shape.copy_sums_every else {}
         copies: dict[WorkerId, list[PartialSum]] = {}
+        named: dict[WorkerId, dict[WorkerId, None]] = {}
+        for entry in () if salvage is None else salvage.sums:
+            named.setdefault(entry.receiver, {})[entry.holder] = None
         start = StepStart(self._units, shape, first=salvage is not None)
         in_transit = math.ceil(self._transit_s(shape) / (formed.step_s / formed.plan.micro_batches_per_replica[0]))
+        paces = [stage_pace(formed.plan, stage, formed.step_s) for stage in range(formed.plan.pipeline_depth)]
         for slot in formed.order.slots:
             sums = self._workers[slot.worker] = WorkerSums(self._units)
-            if salvage is not None:
-                named = {entry.holder for entry in salvage.sums if entry.receiver == slot.worker}
-                sums.parts = [part for holder in named if holder in before for part in before[holder].parts]
+            holders = (before[holder] for holder in named.get(slot.worker, ()) if holder in before)
+            sums.parts = [part for holder in holders for part in holder.parts]
             assert sums.begin(start, slot, order.step), "what is named is there"
             elapsed_s = now_s - begun_s + (aborted_s if slot.worker in alive else 0.0)
-            done = num_backwards(formed.plan, slot.stage, len(sums.share), elapsed_s, formed.step_s)
+            done = paces[slot.stage].num_backwards(len(sums.share), elapsed_s)
             keeper = keepers.get(slot.worker)
             if keeper is not None and slot.worker not in alive:  # what it had last sent is needed
                 sums.run(copied(done - in_transit, formed.order.copy_sums_every, len(sums.share)))
