@@ -127,7 +127,11 @@ def runs() -> list[list[Case]]:
 
 @dataclass
 class Happened:
-    """What came of a case so far. ``state``: before it began; ``told``: the notice is given."""
+    """What came of a case so far.
+
+    ``state``: before it began; ``told``: the notice is given; ``left_out``: the change that they were to die in took
+    nothing from the victims, for they were noticed and others hold all.
+    """
 
     case: Case
     state: ControllerState
@@ -136,6 +140,7 @@ class Happened:
     lost: set[str] = field(default_factory=set)
     version: int = 0
     told: bool = False
+    left_out: bool = False
     formed: ReshapeOrder | None = None
 
 
@@ -225,7 +230,13 @@ class Kills:
             if isinstance(action, SendReshape) and now.lost and now.formed is None:
                 now.formed = action.order
                 self._check_salvage(now, state, action.order)
-        if victims <= now.lost and state.phase is Phase.TRAINING and now.formed is not None:
+        if now.told and now.case.moment[0] in CHANGING and not now.lost and state.phase is Phase.TRAINING:
+            now.left_out = victims.isdisjoint(slot.worker for slot in state.slots)
+            for worker in now.gone if now.left_out else ():
+                self._crew.end(worker)
+        if now.left_out and now.lost >= set(now.gone) and state.phase is Phase.TRAINING:
+            self._replace(now, state)
+        elif victims <= now.lost and state.phase is Phase.TRAINING and now.formed is not None:
             others = [worker for worker in now.gone if worker not in now.lost and worker in state.workers]
             for worker in others:
                 self._crew.end(worker)  # as its provider does in the end
