@@ -142,9 +142,8 @@ def state_of(case: Case) -> ControllerState:
     slots = tuple(Slot(worker=f"n{stage}-{replica}", stage=stage, replica=replica) for stage, replica in places)
     order = ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=())
     workers = {slot.worker: WorkerState(appeared_s=0.0, ready_s=0.0) for slot in slots}
-    return initial_state(config).model_copy(
-        update={"phase": Phase.TRAINING, "workers": workers, "reshape": order, "setup_s": AGAIN_S / 2}
-    )
+    state = initial_state(config)
+    return changed(state, phase=Phase.TRAINING, workers=workers, reshape=order, setup_s=AGAIN_S / 2)
 
 
 def rule_of(case: Case) -> DueAfter:

@@ -15,7 +15,7 @@ from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.expected import ExpectedLosses
 from manager.controller.state.saves import SaveTimes
-from manager.controller.state.state import Phase, initial_state
+from manager.controller.state.state import Phase, changed, initial_state
 from manager.controller.state.workers import WorkerState
 from manager.simulation.spot.job import SpotJob, job_from_profile
 from morph.contract.messages import ReshapeOrder, Slot
@@ -48,13 +48,12 @@ def interval_s(job: SpotJob, plan: Plan, stall_s: float, per_vm_h: float) -> flo
         stall_s=stall_s,
         durable_s=most_bytes(job, plan) / job.durations.storage_bytes_per_s,
     )
-    state = initial_state(config).model_copy(
-        update={
-            "phase": Phase.TRAINING,
-            "workers": {slot.worker: WorkerState(appeared_s=0.0, ready_s=0.0) for slot in slots},
-            "reshape": ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=()),
-            "saves": times,
-        }
+    state = changed(
+        initial_state(config),
+        phase=Phase.TRAINING,
+        workers={slot.worker: WorkerState(appeared_s=0.0, ready_s=0.0) for slot in slots},
+        reshape=ReshapeOrder(generation=1, version=0, plan=plan, slots=slots, sources=()),
+        save_times=times,
     )
     save = next_save(state, 0.0)
     assert save is not None

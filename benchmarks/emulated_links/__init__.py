@@ -1,0 +1,1 @@
+"""Schedules on slow and jittery links."""
