@@ -118,7 +118,7 @@ class Workers:
         self._sums.keep(order.version)
         state_s, received = self._moved(order)
         longest_s = max(state_s.values(), default=0.0)
-        step_s = luck * mini_batch_s + times.order_s + self._shared_s(order)
+        step_s = times.slowness * luck * mini_batch_s + times.order_s + self._shared_s(order)
         following_s = times.groups_s + longest_s + self._following_s(order)
         self.formed = Formed(order, step_s, compute, now_s + following_s)
         like = Reshaped(worker="", generation=order.generation, groups_s=times.groups_s, state_s=0.0, received_bytes=0)
