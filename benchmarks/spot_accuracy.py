@@ -1,18 +1,19 @@
 """The spot-cluster simulator against real runs: real processes, messages and kills, with emulated devices.
 
-A first run on a trace of its own measures what a worker's setup, a change of shape and the manager's round take. Then
-further traces are run for real, and each is simulated with these durations: when VMs came and went is taken from the
-run, everything else is the simulator's. Prints the steps done, and of each part of the VMs' time by how much of the
-whole it differs. Run: python benchmarks/spot_accuracy.py [--traces 3] [--seconds 150]
+Each trace is run for real, then simulated: when VMs came, were noticed and went is taken from the run's journal, and so
+is what a worker's setup, forming groups, giving up and the manager's round took, and by how much steps were slower than
+planned because all workers share this machine; everything else is the simulator's. Prints the steps done, and of each
+part of the VMs' time by how much of the whole it differs. Run: python benchmarks/spot_accuracy.py [--seeds 0 1 2]
+[--seconds 320] [--journals FOLDER], where journals are kept: what is there is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,35 +33,42 @@ from manager.simulation.spot.job import Durations, SpotJob
 from morph.contract.cluster import ClusterConfig, Policy
 from morph.contract.messages import Prepared, Reshaped, WorkerReady
 from morph.contract.trace import Trace
-from simulator import plan_table, spot_model, synthetic_profile
+from simulator import PlanRequest, plan_table, spot_model, synthetic_profile
 
 NUM_SECTIONS = 8
 MOST_VMS = 6
 NUM_MICRO_BATCHES = 12
-FORWARD_S = 0.03
+FORWARD_S = 0.012
 PARAMETER_BYTES = 1_000_000
+DEVICE_BYTES = 80_000_000
 REAL_STATE_BYTES = 256 * 1024
+LINK_BYTES_PER_S = 1e9
 MANY_STEPS = 10**7
 NOTICE_S = 8.0
+NUM_LOSSES = 45
+"""In a trace, were all VMs always there."""
 POLICY = Policy(checkpoint_every_steps=10, heartbeat_timeout_s=20.0)
 
 
+PROFILE = synthetic_profile(
+    num_sections=NUM_SECTIONS,
+    forward_s=FORWARD_S,
+    overhead_s=0.0001,
+    batch_size=NUM_MICRO_BATCHES,
+    micro_batch_sizes=(1,),
+    parameter_bytes=PARAMETER_BYTES,
+    boundary_bytes_per_sample=16_384,
+)
+"""Eight sections of 36 ms a micro-batch, twelve micro-batches a step."""
+
+
 def make_job(durations: Durations) -> SpotJob:
-    """Eight sections of 90 ms a micro-batch, twelve micro-batches a step."""
-    profile = synthetic_profile(
-        num_sections=NUM_SECTIONS,
-        forward_s=FORWARD_S,
-        overhead_s=0.0001,
-        batch_size=NUM_MICRO_BATCHES,
-        micro_batch_sizes=(1,),
-        parameter_bytes=PARAMETER_BYTES,
-        boundary_bytes_per_sample=16_384,
-    )
-    units = known_units(profile)
+    """It needs two devices at least."""
+    units = known_units(PROFILE)
     return SpotJob(
         name="spot accuracy",
         batch_size=NUM_MICRO_BATCHES,
-        plans=plan_table(profile, MOST_VMS),
+        plans=plan_table(PROFILE, MOST_VMS, PlanRequest(memory_bytes=DEVICE_BYTES)),
         units={unit.id: unit.sections for unit in units},
         unit_bytes={unit.id: 3 * unit.parameter_bytes for unit in units},
         durations=durations,
@@ -70,18 +78,9 @@ def make_job(durations: Durations) -> SpotJob:
 
 def make_run(job: SpotJob, trace: Trace, directory: Path) -> tuple[RunSpec, RunFacts]:
     """What to run for real."""
-    profile = synthetic_profile(
-        num_sections=NUM_SECTIONS,
-        forward_s=FORWARD_S,
-        overhead_s=0.0001,
-        batch_size=NUM_MICRO_BATCHES,
-        micro_batch_sizes=(1,),
-        parameter_bytes=PARAMETER_BYTES,
-        boundary_bytes_per_sample=16_384,
-    )
     config = ControllerConfig(
         job=job.name,
-        fingerprint=profile.job.fingerprint,
+        fingerprint=PROFILE.job.fingerprint,
         plans=job.plans,
         units=job.units,
         unit_bytes=job.unit_bytes,
@@ -89,7 +88,7 @@ def make_run(job: SpotJob, trace: Trace, directory: Path) -> tuple[RunSpec, RunF
         policy=POLICY,
         expected_nodes=sum(event.time_s == 0 for event in trace.events),
     )
-    state_scale = REAL_STATE_BYTES / sum(section.parameter_bytes for section in profile.sections)
+    state_scale = REAL_STATE_BYTES / sum(section.parameter_bytes for section in PROFILE.sections)
     options = EmulationOptions(state_scale=state_scale, message_scale=0.25)
     spec = RunSpec(
         job_path=job.name,
@@ -99,7 +98,7 @@ def make_run(job: SpotJob, trace: Trace, directory: Path) -> tuple[RunSpec, RunF
         num_sections=NUM_SECTIONS,
         micro_batch_size=1,
         stop_with_trace=True,
-        emulation=emulated_device(profile, 1, range(2, MOST_VMS + 1), options),
+        emulation=emulated_device(PROFILE, 1, range(2, MOST_VMS + 1), options),
         machines=Processes(log_path=directory / "workers.log"),
     )
     facts = RunFacts(
@@ -134,15 +133,21 @@ class Happened:
         return len(self.killed_s) + sum(time_s > first_s + 5 for time_s in self.appeared_s.values())
 
 
-def run_for_real(trace: Trace) -> Happened:
-    """Run a trace to its end, and read what happened."""
+def run_for_real(trace: Trace, kept: Path) -> None:
+    """Run a trace to its end, and keep the run's journal."""
     with tempfile.TemporaryDirectory(prefix="morph-spot-") as folder:
         directory = Path(folder)
         spec, facts = make_run(make_job(Durations()), trace, directory)
         with RunDir(directory / "run", facts) as run_dir:
             run_session(spec, run_dir, lambda _: None)
-        with Journal.open(directory / "run" / "journal.sqlite", read_only=True) as journal:
-            entries = tuple(journal.read())
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(directory / "run" / "journal.sqlite", kept)
+
+
+def read(kept: Path, num_expected: int) -> Happened:
+    """Read what happened in a run."""
+    with Journal.open(kept, read_only=True) as journal:
+        entries = tuple(journal.read())
     appeared_s: dict[str, float] = {}
     killed_s: dict[str, float] = {}
     noticed: list[tuple[float, str, float]] = []
@@ -156,15 +161,13 @@ def run_for_real(trace: Trace) -> Happened:
                 noticed.append((entry.time_s, event.worker, event.lead_s))
         elif entry.kind == "fact" and (fact := Fact.model_validate_json(entry.payload_json)).name == VM_KILLED:
             killed_s[str(fact.worker)] = last_s = entry.time_s
-    return Happened(
-        report_of(entries), entries, appeared_s, killed_s, tuple(noticed), last_s, spec.config.expected_nodes
-    )
+    return Happened(report_of(entries), entries, appeared_s, killed_s, tuple(noticed), last_s, num_expected)
 
 
 def measured(happened: Happened) -> Durations:
-    """Read from a run's journal what everything beside the steps takes: medians."""
-    setup, noticed, groups, turns, aborts = [], [], [], [], []
-    prepared_s = aborting_s = None
+    """Read from a run's journal what everything beside the steps takes, as medians, and how slow the host is."""
+    setup, noticed, groups, aborts = [], [], [], []
+    aborting_s = None
     for entry in happened.entries:
         if entry.kind == "decision":
             record = DecisionRecord.model_validate_json(entry.payload_json)
@@ -184,23 +187,46 @@ def measured(happened: Happened) -> Durations:
                     setup.append(entry.time_s - happened.appeared_s[event.worker])
                 case Reshaped(groups_s=groups_s):
                     groups.append(groups_s)
-                case Prepared(times=times):
-                    if prepared_s is not None:
-                        turns.append(entry.time_s - prepared_s - times.step_s)
-                    prepared_s = entry.time_s
-    turns = [turn for turn in turns if 0 < turn < 0.1]
-    profile_link = 1e9
+    order_s, slowness = rounds(happened)
     return Durations(
         noticed_s=max(0.0, statistics.median(noticed)),
         aborted_s=statistics.median(aborts),
         groups_s=statistics.median(groups),
         setup_s=statistics.median(setup),
-        order_s=statistics.median(turns),
-        link_bytes_per_s=profile_link,
+        order_s=order_s,
+        slowness=slowness,
+        link_bytes_per_s=LINK_BYTES_PER_S,
         copy_bytes_per_s=1e9,
         storage_bytes_per_s=1e8,
         manifest_s=0.05,
     )
+
+
+def rounds(happened: Happened) -> tuple[float, float]:
+    """Return what is between two steps of a shape (seconds), and what steps take over what is planned: means."""
+    between, steps = [], []
+    planned_s, done_s, slowest_s = 0.0, None, 0.0
+    for entry in happened.entries:
+        if entry.kind == "event":
+            event = EVENT.validate_json(entry.payload_json)
+            if isinstance(event, WorkerAnswered) and isinstance(event.answer, Prepared):
+                slowest_s = max(slowest_s, event.answer.times.step_s)
+            continue
+        if entry.kind != "decision":
+            continue
+        record = DecisionRecord.model_validate_json(entry.payload_json)
+        if record.reshape is not None:
+            planned_s, done_s = record.reshape.plan.expected.mini_batch_s, None
+        elif record.phase != "training":
+            done_s = None
+        elif record.reason.code == "step_decided":
+            if done_s is not None:
+                between.append(entry.time_s - done_s - slowest_s)
+                steps.append((slowest_s, planned_s))
+            done_s = entry.time_s
+        if record.reason.code in ("step_decided", "step_started"):
+            slowest_s = 0.0
+    return statistics.mean(between), sum(took for took, _ in steps) / sum(planned for _, planned in steps)
 
 
 def simulate(happened: Happened, durations: Durations) -> SpotCluster:
@@ -251,41 +277,45 @@ def compare(happened: Happened, durations: Durations) -> tuple[float, dict[Part,
     return cluster.state.version / steps - 1, apart
 
 
-def traces(count: int, seconds: float) -> Sequence[Trace]:
-    """Traces with losses alone and in bulk, half of them noticed before."""
+def draw(seed: int, seconds: float) -> Trace:
+    """A trace with losses alone and in bulk, half of them noticed before."""
     model = spot_model(
         MOST_VMS,
-        losses_per_vm_h=3600 * 20 * 1.6 / seconds / MOST_VMS,
+        losses_per_vm_h=3600 * NUM_LOSSES / seconds / MOST_VMS,
         bulk_share=0.3,
-        replacement_s=seconds / 15,
+        replacement_s=seconds / 25,
         initial=5,
         least=1,
         noticed=0.5,
         notice_s=NOTICE_S,
     )
-    return [model.draw(seed, seconds) for seed in range(count)]
+    return model.draw(seed, seconds)
 
 
 def main() -> None:
     """Print how each trace compares."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--traces", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seconds", type=float, default=320.0)
+    parser.add_argument("--journals", type=Path)
     options = parser.parse_args()
-    first, *others = traces(1 + options.traces, options.seconds)
-    learned = run_for_real(first)
-    durations = measured(learned)
-    print("measured in a run of its own:", json.dumps(durations.model_dump(exclude_none=True)), flush=True)
-    for number, happened in enumerate([learned, *map(run_for_real, others)]):
-        off, apart = compare(happened, durations)
-        worst = max(apart, key=lambda part: abs(apart[part]))
-        parts = ", ".join(f"{part.value} {share:+.1%}" for part, share in apart.items() if abs(share) > 5e-4)
-        print(
-            f"trace {number}{' (the one that was measured)' if not number else ''}: {happened.num_changes} changes, "
-            f"{version_at(happened, happened.over_s)} steps; simulated {off:+.1%}; "
-            f"worst part {worst.value} {apart[worst]:+.1%} of the whole ({parts})",
-            flush=True,
-        )
+    with tempfile.TemporaryDirectory(prefix="morph-spot-") as folder:
+        for seed in options.seeds:
+            trace, kept = draw(seed, options.seconds), (options.journals or Path(folder)) / f"trace-{seed}.sqlite"
+            if not kept.exists():
+                run_for_real(trace, kept)
+            happened = read(kept, sum(event.time_s == 0 for event in trace.events))
+            durations = measured(happened)
+            off, apart = compare(happened, durations)
+            worst = max(apart, key=lambda part: abs(apart[part]))
+            parts = ", ".join(f"{part.value} {share:+.1%}" for part, share in apart.items() if abs(share) > 5e-4)
+            print("measured:", json.dumps(durations.model_dump(exclude_none=True)))
+            print(
+                f"trace {seed}: {happened.num_changes} changes, {len(happened.noticed)} notices, "
+                f"{version_at(happened, happened.over_s)} steps; simulated {off:+.1%}; "
+                f"worst part {worst.value} {apart[worst]:+.1%} of the whole ({parts})",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from manager.controller.failures.lost_workers import dissolve, settle
 from manager.controller.failures.worker_errors import failed
 from manager.controller.requests.node_requests import pause_asking
+from manager.controller.shape.boundary import worth_giving_up
 from manager.controller.shape.flapping import hold_s
 from manager.controller.shape.forming import form_or_hold
 from manager.controller.shape.pre_copy import measure_speed
@@ -169,6 +170,9 @@ def _set_up(draft: Draft, worker: WorkerId, answer: Answer) -> None:
         start_if_due(draft)
     elif state.phase in (Phase.WAITING, Phase.HOLDING):
         form_or_hold(draft)
+    elif (why := worth_giving_up(draft)) is not None:
+        draft.add(why)
+        dissolve(draft, planned=True)
     return None
 
 

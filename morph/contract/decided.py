@@ -77,7 +77,7 @@ def decided_step(
     if any(non_finite):
         return Decided(version=version, skipped=True)
     known: dict[str, float] = {}
-    for reported in norms_sq:
+    for reported in filter(None, norms_sq):
         for unit, norm_sq in reported.items():
             if known.setdefault(unit, norm_sq) != norm_sq:
                 raise TrainingStopped(f"step {version - 1}: two workers hold different gradients of unit {unit}")

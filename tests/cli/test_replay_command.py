@@ -73,11 +73,24 @@ def test_drawn_traces_end_with_the_steps_that_were_asked_for(files: tuple[str, s
     assert all(row["finished"] and row["usd"] is None for row in rows)
 
 
+def test_morph_decides_by_the_policy_of_a_cluster_file(files: tuple[str, str], tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("policy: {redundancy: 'off'}")
+    alone = ["replay", files[0], "--trace", files[1], "--json", "--policy"]
+    given, off, on = (
+        RUNNER.invoke(app, [*alone, *more]).stdout
+        for more in (["morph", "--cluster", str(cluster)], ["morph-off"], ["morph"])
+    )
+    assert json.loads(given)[0] | {"policy": ""} == json.loads(off)[0] | {"policy": ""}
+    assert json.loads(given) != json.loads(on)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         (["--vms", "4", "--policy", "mix-100"], "--policy: is no policy (got 'mix-100')"),
         (["--vms", "4", "--until", "soon"], "--until: is not a bound (got 'soon')"),
+        (["--vms", "4", "--until", "2001-01-01"], "--until: is over (got '2001-01-01')"),
         (["--vms", "4", "--until", "50usd"], "--until: needs prices (got '50usd')"),
         (["--vms", "4", "--hours", "2", "--until", "3h"], "--until: is after a trace's end (got '3h')"),
         ([], "--vms: is missing"),

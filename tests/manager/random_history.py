@@ -102,7 +102,8 @@ def play(seed: int, num_steps: int = 8) -> SimulatedCluster:
     config = make_config(num_steps=num_steps, target_nodes=target, section_compute_s=(1.0,) * 6)
     rules = config.policy.rules
     stutter = rules.stutter.model_copy(update={"windows": 1 + seed % 2})
-    rules = rules.model_copy(update={"ahead": AHEAD[seed % len(AHEAD)], "stutter": stutter})
+    wait = rules.wait.model_copy(update={"morph_s": float(seed % 2)})  # 0: steps are given up for newcomers
+    rules = rules.model_copy(update={"ahead": AHEAD[seed % len(AHEAD)], "stutter": stutter, "wait": wait})
     most = (40, 40, 2, 1)[seed // 3 % 4]  # in the first ones there are not that many faults
     every = None if seed % 4 == 3 else config.policy.checkpoint_every_steps  # None: as often as costs least
     update = {"max_fruitless_generations": most, "rules": rules, "checkpoint_every_steps": every}

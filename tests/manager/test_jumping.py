@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from simulated_job import SIZES, UNITS, make_plan
@@ -106,3 +110,43 @@ def test_every_later_event_and_decision_is_the_same(seed: int, every: int | None
     assert fast.account == slow.account
     assert fast.moments == slow.moments
     assert fast.num_lost > 3
+
+
+IN_A_PROCESS = """
+from pathlib import Path
+
+from manager.simulation.policies import morph
+from manager.simulation.spot import cluster
+from manager.simulation.spot.job import job_from_profile
+from manager.simulation.spot.until import Until
+from morph.contract.profile import load_profile
+from simulator import spot_model
+
+def decided(state, event, now_s, decide=cluster.decide):
+    decision = decide(state, event, now_s)
+    notes = [action for action in decision.actions if action.kind == "note_next_save"]
+    print(now_s, event.model_dump_json(), decision.reason, notes)
+    return decision
+
+cluster.decide = decided
+job = job_from_profile(load_profile(Path("configs/profiles/gpt2-2.5b.json")), 24)
+trace = spot_model(24, losses_per_vm_h=1.0, replacement_s=600, noticed=0.5, notice_s=300).draw(1, 5400)
+morph.play_morph(job, trace, until=Until(kind="hours", amount=1.5))
+"""
+
+
+@pytest.mark.slow
+def test_every_process_gives_the_identical_log_whatever_it_hashes_words_to() -> None:
+    logs = [
+        subprocess.run(
+            [sys.executable, "-c", IN_A_PROCESS],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert logs[0].count("\n") > 100
+    assert logs[0] == logs[1]

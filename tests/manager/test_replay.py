@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import datetime, timedelta, timezone
 
 import pytest
 from simulated_job import SIZES, UNITS, make_plan
@@ -71,6 +72,7 @@ def trace_of(*events: tuple[float, str]) -> Trace:
     )
 
 
+NOON = datetime(2027, 1, 30, 12, tzinfo=timezone(timedelta(hours=1)))
 FOUR = [(0.0, f"+{name}") for name in "abcd"]
 HOUR = Until(kind="hours", amount=1.0)
 FIVE_MINUTES = Until(kind="hours", amount=1 / 12)
@@ -342,16 +344,19 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
         ("2d", "hours", 48),
         ("300usd", "usd", 300),
         ("1.5h", "hours", 1.5),
+        ("2027-01-31T18:00", "hours", 30),
+        ("2027-01-31T18:00+02:00", "hours", 29),
+        ("2027-02-01", "hours", 36),
     ],
 )
 def test_bounds_are_read(text: str, kind: str, amount: float) -> None:
-    assert Until.parse(text) == Until(kind=kind, amount=amount)  # type: ignore[arg-type]
+    assert Until.parse(text, NOON) == Until(kind=kind, amount=amount)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "soon", "3x", "h"])
+@pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "soon", "3x", "h", "2027-01-30", "2027-13-01"])
 def test_what_is_no_bound_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="--until"):
-        Until.parse(text)
+        Until.parse(text, NOON)
 
 
 def test_policies_are_read() -> None:

@@ -325,6 +325,18 @@ def test_a_step_that_ends_in_time_or_a_vm_that_is_gone_too_soon_dissolves_nothin
         assert script.state.phase is Phase.TRAINING
 
 
+def test_no_step_is_dissolved_for_the_notice_of_a_vm_that_is_left_out_already() -> None:
+    script = training(3)
+    assert script.members == ["n1", "n2", "n3"]
+    script.tell(NoticeGiven(worker="n3", lead_s=5.0, notice="taken"))
+    script.prepared()
+    script.reshaped()
+    assert script.members == ["n1", "n2"]
+    script.state = seen(script.state, stall_s=1.0, durable_s=3.0, step_s=6.0)
+    script.tell(NoticeGiven(worker="n2", lead_s=30.0, notice="taken"))
+    assert script.state.phase is Phase.TRAINING
+
+
 def test_what_only_a_vm_holds_that_will_be_taken_is_saved_from_the_middle_of_a_long_step() -> None:
     script = training(2)
     script.prepared()

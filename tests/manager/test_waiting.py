@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 from controller_script import Script, receivers, script_in
-from simulated_job import PLANS
+from simulated_job import PLANS, RULES, make_config, make_plan
 
-from manager.controller.state.actions import EndWorker, Finish, SendReshape, SendStep
+from manager.controller.state.actions import Abort, EndWorker, Finish, SendReshape, SendStep
 from manager.controller.state.events import NobodyHeard, NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost
 from manager.controller.state.state import Phase, changed
-from morph.contract.messages import WorkerReady
+from morph.contract.messages import Aborted, WorkerReady
+from morph.contract.rules import Rules
+from morph.contract.salvage import LOSSES, KeptSums, partial_sum
+
+LONG = {2: make_plan(2, 1, num_micro_batches=100), 4: make_plan(2, 2, num_micro_batches=100)}
+STEP_S = LONG[2].expected.mini_batch_s
 
 
 def is_ready(script: Script, worker: str) -> tuple[object, ...]:
@@ -128,3 +133,60 @@ def test_a_time_in_which_nobody_could_be_heard_counts_for_no_wait() -> None:
     script.tell(NobodyHeard(lasted_s=40.0), at_s=script.now_s + 40.0)
     assert script.tell(Tick(), at_s=late_s - 0.1) == ()
     assert EndWorker(worker="n1") in script.tell(Tick(), at_s=late_s + 0.1)
+
+
+def with_morph_s(morph_s: float) -> Rules:
+    """Rules by which a planned change costs so long."""
+    return RULES.model_copy(update={"wait": RULES.wait.model_copy(update={"morph_s": morph_s})})
+
+
+def script_of_long_steps(**policy: object) -> Script:
+    """Two workers began a long step, and a third one waits for a fourth to be of use."""
+    script = Script(plans=LONG, expected_nodes=2, policy=make_config().policy.model_copy(update=policy))
+    script.ready("n1", "n2")
+    script.reshaped()
+    script.ready("n3")
+    assert script.state.phase is Phase.TRAINING
+    script.tell(NodeAppeared(node="n4"))
+    return script
+
+
+def test_a_long_step_is_given_up_for_newcomers_and_what_is_summed_stays() -> None:
+    script = script_of_long_steps()
+    script.now_s = 5.0
+    assert [type(action) for action in is_ready(script, "n4")] == [Abort, Abort]
+    assert "100.0% faster" in script.sentence
+    assert script.state.waits.num_fruitless == 0
+    for worker, stage in (("n1", range(3)), ("n2", range(3, 6))):
+        sums = [partial_sum(f"s{section}", {section: 0b1111}) for section in stage]
+        sums.append(partial_sum("s0+s5", {stage[0] and 5: 0b1111}))
+        sums += [partial_sum(LOSSES, {5: 0b1111})] if stage[0] else []
+        kept = KeptSums(step=0, sums=tuple(sums))
+        answer = Aborted(worker=worker, generation=script.state.generation, peer_lost=False, kept=kept)
+        actions = script.tell(WorkerAnswered(worker=worker, answer=answer))
+    assert receivers(actions, SendReshape) == ["n1", "n2", "n3", "n4"]
+    assert script.state.reshape is not None
+    assert script.state.reshape.salvage is not None
+    assert script.state.reshape.salvage.remaining == ((4, 100),)
+
+
+@pytest.mark.parametrize(
+    ("policy", "at_s", "before"),
+    [
+        ({}, STEP_S - 4.0, ()),  # little is left of it
+        ({"redundancy": "state"}, 5.0, ()),  # nothing would be kept
+        ({}, 5.0, (StopRequested(reason="asked to"),)),
+        ({"rules": with_morph_s(4.0)}, 5.0, (NodeAppeared(node="n5"),)),  # and is about to be ready too
+        ({"min_join_gain": 1.5}, 5.0, ()),
+        ({"rules": with_morph_s(20.0)}, 5.0, ()),
+    ],
+)
+def test_it_is_not_given_up_where_that_costs_more(
+    policy: dict[str, object], at_s: float, before: tuple[StopRequested | NodeAppeared, ...]
+) -> None:
+    script = script_of_long_steps(**policy)
+    script.now_s = at_s
+    for event in before:
+        script.tell(event)
+    assert is_ready(script, "n4") == ()
+    assert script.state.phase is Phase.TRAINING

@@ -50,8 +50,11 @@ def lose(draft: Draft, lost: Mapping[WorkerId, str]) -> None:
         dissolve(draft)
 
 
-def dissolve(draft: Draft) -> None:
-    """Abort every outstanding order of the generation; re-form at once when there is none."""
+def dissolve(draft: Draft, *, planned: bool = False) -> None:
+    """Abort every outstanding order of the generation; re-form at once when there is none.
+
+    ``planned``: nothing is wrong, so that it is none of those in a row that come to nothing.
+    """
     state = draft.state
     busy = state.busy_workers
     order = state.step.order
@@ -62,7 +65,7 @@ def dissolve(draft: Draft) -> None:
         phase=Phase.ABORTING,
         order=order,
         pending=pending,
-        num_fruitless=state.waits.num_fruitless + 1,
+        num_fruitless=state.waits.num_fruitless + (not planned),
         morph_began_s=None,
     )
     shape_left(draft)

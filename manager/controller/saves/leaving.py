@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from manager.controller.saves.timing import save_seconds, step_seconds
 from manager.controller.shape.choosing import chosen, cost_of_morph_s, draining_members
 from manager.controller.state.draft import Draft
@@ -48,7 +50,8 @@ def step_outlasts(draft: Draft) -> bool:
     ordered_s = state.saving.save_times.ordered_s
     if state.phase is not Phase.TRAINING or ordered_s is None or state.saving.save_times.step_s is None:
         return False
-    if not draining_members(state):
+    leaving = draining_members(state)
+    if not leaving:
         return False
     if chosen(draft) is not None:
         needed_s = cost_of_morph_s(state)
@@ -57,13 +60,13 @@ def step_outlasts(draft: Draft) -> bool:
     else:
         return False
     ends_s = max(now_s, ordered_s + step_seconds(state))
-    return now_s + needed_s <= taken_s(state) < ends_s + needed_s
+    return now_s + needed_s <= taken_s(state, leaving) < ends_s + needed_s
 
 
-def taken_s(state: ControllerState) -> float:
-    """Return when the first worker that drains is taken, as its notice says."""
+def taken_s(state: ControllerState, leaving: Iterable[WorkerId] | None = None) -> float:
+    """Return when the first worker that drains, or the first of these, is taken, as its notice says."""
     grace_s = state.config.policy.rules.requests.notice_grace_s
-    times_s = [state.workers[worker].drain_until_s for worker in leaving_workers(state)]
+    times_s = [state.workers[worker].drain_until_s for worker in leaving or leaving_workers(state)]
     return min((time_s - grace_s for time_s in times_s if time_s is not None), default=float("inf"))
 
 

@@ -135,11 +135,12 @@ def choose_follows(
         if follower is None:
             continue
         units: tuple[UnitId, ...] = ()
+        known: tuple[UnitId, ...] = ()
         if not sole.isdisjoint(own[slot.worker]):
             wanted = own[slot.worker] & sole - promised - own[follower]
             units = tuple(unit for unit in needed[slot.stage] if unit in wanted)
-        promised.update(units)
-        known = tuple(unit for unit in units if unit in held.get(follower, ()))
+            known = tuple(unit for unit in units if unit in held.get(follower, ()))
+            promised.update(units)
         found.append(Follow.model_construct(worker=slot.worker, follower=follower, units=units, known=known))
     return tuple(found)
 

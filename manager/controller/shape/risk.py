@@ -41,15 +41,14 @@ def mean_s_to_fatal_loss(state: ControllerState, now_s: float, holders: Set[froz
     alone, bulk = rate * (1 - expected.bulk_share), rate * expected.bulk_share
     heal_s = cost_of_morph_s(state) + state.config.policy.heartbeat_timeout_s
     sole: set[str] = set().union(*(vms for vms in sets if len(vms) == 1))
-    fatal = 1 / (expected.cluster_h * 3600) + alone * len(sole)
-    for vms in sets:
-        if len(vms) > 1:
-            fatal += math.factorial(len(vms)) * alone ** len(vms) * heal_s ** (len(vms) - 1)
+    rates = [1 / (expected.cluster_h * 3600), alone * len(sole)]
+    for num in sorted(len(vms) for vms in sets if len(vms) > 1):  # sums are the same in whatever order a set is
+        rates.append(math.factorial(num) * alone**num * heal_s ** (num - 1))
     if expected.bulk_fraction > 0:
         for together in _by_zone(state, sets).values():
-            survives = math.prod(1 - expected.bulk_fraction ** len(vms) for vms in together)
-            fatal += bulk / expected.bulk_fraction * (1 - survives)
-    return 1 / fatal
+            survives = math.prod(1 - expected.bulk_fraction**num for num in sorted(map(len, together)))
+            rates.append(bulk / expected.bulk_fraction * (1 - survives))
+    return 1 / math.fsum(rates)
 
 
 def _by_zone(state: ControllerState, sets: Set[frozenset[str]]) -> dict[tuple[str, str], list[frozenset[str]]]:

@@ -177,19 +177,25 @@ SLICES: dict[str, type[Value]] = {
     "provisioning": Provisioning,
     "measured": Measured,
 }
-_SLICE_OF = {field: name for name, kind in SLICES.items() for field in kind.model_fields}
+_SLICE_OF = dict.fromkeys(ControllerState.model_fields, "") | {
+    field: name for name, kind in SLICES.items() for field in kind.model_fields
+}
 
 
 def changed(state: ControllerState, **fields: Any) -> ControllerState:
-    """Return the state with some fields replaced, each in the slice where it stands."""
+    """Return the state with some fields replaced, each in the slice where it stands.
+
+    Raises:
+        KeyError: there is no such field.
+    """
     update: dict[str, Any] = {}
     slices: dict[str, dict[str, Any]] = {}
     for field, value in fields.items():
-        name = _SLICE_OF.get(field)
-        if name is None:
-            update[field] = value
-        else:
+        name = _SLICE_OF[field]
+        if name:
             slices.setdefault(name, {})[field] = value
+        else:
+            update[field] = value
     for name, values in slices.items():
         update[name] = getattr(state, name).model_copy(update=values)
     return state.model_copy(update=update)

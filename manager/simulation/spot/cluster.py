@@ -201,7 +201,7 @@ class SpotCluster:
         formed = self.workers.formed
         assert formed is not None
         num, order = 0, steps[0].order
-        if not self._followed():  # until then the steps are alike, and then one is another
+        if formed.order.follows and not formed.followed:  # until then the steps are alike, and then one is another
             until_s = min(until_s, formed.following_at_s)
         if until_s > self.now_s and not any(action.order.checkpoint_units for action in steps):
             num = steps_alike(self.state, self.now_s, formed.step_s, min(self.agenda.next_s, until_s))
@@ -212,16 +212,6 @@ class SpotCluster:
             self.ledger.settle(self.workers.prepared(order, num, begun_s=self.now_s))
             order = order.model_copy(update={"step": self.state.version, "decided": self.state.decided})
         self.workers.step(steps, order, self.now_s)
-
-    def _followed(self) -> bool:
-        """Whether the controller knows what followers have."""
-        follows = () if self.state.reshape is None else self.state.reshape.follows
-        workers = self.state.workers
-        return all(
-            follow.follower in workers and workers[follow.follower].holds.issuperset(follow.units)
-            for follow in follows
-            if follow.units
-        )
 
     def _note_moment(self) -> None:
         plan = self.state.plan if self.state.phase is Phase.TRAINING else None

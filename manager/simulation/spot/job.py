@@ -36,6 +36,7 @@ class Durations(Value):
     restart_s: float = Field(
         default=60.0, ge=0, description="where a policy restarts every process: until they can load a checkpoint"
     )
+    slowness: float = Field(default=1.0, gt=0, description="of a step: what it takes over what is planned; by waiting")
     spread: float = Field(default=0.0, ge=0, lt=1, description="standard deviation of a step's time, as a share of it")
 
 

@@ -14,9 +14,6 @@ from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import ControllerState, Phase, changed, mean_of
 from morph.contract.decided import Decided
 
-FEWEST = 3
-"""Steps that are worth it."""
-
 
 def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: float) -> int:
     """Return how many steps, that ordered at ``now_s`` among them, are each followed by an ordinary one.
@@ -38,15 +35,15 @@ def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: fl
     if quiet_s < math.inf:
         most = min(most, math.ceil((quiet_s - now_s) / step_s) - 1)
     if under_way or saving.sealing:  # no other save begins
-        return most if most >= FEWEST else 0
+        return max(0, most)
     every = state.config.policy.checkpoint_every_steps
     if every is not None:
         most = min(most, saving.checkpoint_base + every - state.version - 1)
     if saving.save_times.insurance is not None:
         most = min(most, math.ceil((saving.save_times.insurance.due_s - now_s) / step_s))
-    while most >= FEWEST and is_due(*_passed(state, now_s, step_s, most)) is not None:
+    while most > 0 and is_due(*_passed(state, now_s, step_s, most)) is not None:
         most -= 1
-    return most if most >= FEWEST else 0
+    return max(0, most)
 
 
 def passed(state: ControllerState, now_s: float, step_s: float, num_steps: int) -> ControllerState:

@@ -88,6 +88,9 @@ class WorkerSums:
             ran = mask_of([(share.start, share.stop)])
         else:
             ran = functools.reduce(operator.or_, [1 << number for number in share], 0)
+        if not self.before:
+            self.counted = dict.fromkeys(self._places, ran) if ran else {}
+            return
         for place in self._places:
             if added := ran & ~self.before.get(place, 0):
                 present = self.counted.get(place, 0)
@@ -100,7 +103,8 @@ class WorkerSums:
             units: dict[UnitId, dict[int, int]] = {}
             for (unit, section), mask in self.counted.items():
                 units.setdefault(unit, {})[section] = mask
-            units |= {unit: dict.fromkeys(self.units[unit], self.whole) for unit in prepared}
+            for unit in prepared:
+                units[unit] = dict.fromkeys(self.units[unit], self.whole)
             parts = [partial_sum(unit, masks) for unit, masks in units.items()]
             self.parts, self.counted = [part for part in parts if part.counted], None
         if self.step != step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from typing import Literal
 
 from pydantic import Field
@@ -11,7 +12,7 @@ from morph.contract.base import Value
 from morph.contract.errors import InputError
 
 _FORM = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>h|d|usd|)")
-_ALLOWED = "steps (100000), hours or days (48h, 2d) or dollars (300usd)"
+_ALLOWED = "steps (100000), hours or days (48h, 2d), a date (2027-01-31T18:00) or dollars (300usd)"
 
 
 class Until(Value):
@@ -21,12 +22,22 @@ class Until(Value):
     amount: float = Field(gt=0)
 
     @classmethod
-    def parse(cls, text: str) -> Until:
-        """Read what a user wrote.
+    def parse(cls, text: str, now: datetime) -> Until:
+        """Read what a user wrote. The job begins ``now``: a date, of the same time zone if it names none, is hours.
 
         Raises:
             InputError: saying what is allowed.
         """
+        if "-" in text[1:]:
+            try:
+                date = datetime.fromisoformat(text.strip())
+            except ValueError:
+                raise InputError("is not a date", field="--until", value=text, allowed=_ALLOWED) from None
+            if date.tzinfo is None:
+                date = date.replace(tzinfo=now.tzinfo)
+            if date <= now:
+                raise InputError("is over", field="--until", value=text, allowed="a date to come")
+            return cls(kind="hours", amount=(date - now).total_seconds() / 3600)
         found = _FORM.fullmatch(text.strip().lower())
         amount = float(found["number"]) if found else 0.0
         if found is None or amount <= 0 or (not found["unit"] and not amount.is_integer()):

@@ -48,6 +48,8 @@ class Formed:
     times: ComputeTimes
     following_at_s: float
     """When every follower has what it is to follow."""
+    followed: bool = False
+    """Whether the last step that was begun is one of those."""
 
     @property
     def plan(self) -> Plan:
@@ -116,7 +118,7 @@ class Workers:
         self._sums.keep(order.version)
         state_s, received = self._moved(order)
         longest_s = max(state_s.values(), default=0.0)
-        step_s = luck * mini_batch_s + times.order_s + self._shared_s(order)
+        step_s = times.slowness * luck * mini_batch_s + times.order_s + self._shared_s(order)
         following_s = times.groups_s + longest_s + self._following_s(order)
         self.formed = Formed(order, step_s, compute, now_s + following_s)
         like = Reshaped(worker="", generation=order.generation, groups_s=times.groups_s, state_s=0.0, received_bytes=0)
@@ -174,7 +176,7 @@ class Workers:
         step_s = partial_step_s(self.formed.plan, self.formed.step_s, self.formed.begins_with(order))
         writers = {action.worker: action.order.checkpoint_units for action in orders if action.order.checkpoint_units}
         stall_s = self._save(writers, order.step) if writers else 0.0
-        workers = tuple(action.worker for action in orders)
+        workers = tuple([action.worker for action in orders])
         if self.formed.order.keep_sums:
             self._sums.begin(order, now_s + stall_s)
         self._when_all(step_s + stall_s, workers, self.prepared(order, begun_s=now_s))
@@ -182,7 +184,7 @@ class Workers:
     def prepared(self, order: StepOrder, num_steps: int = 1, *, begun_s: float) -> Prepared:
         """The answer to a step that was begun then, or to so many at once: nothing in it differs between workers."""
         assert self.formed is not None
-        followed = bool(self.formed.order.follows) and begun_s >= self.formed.following_at_s
+        followed = self.formed.followed = bool(self.formed.order.follows) and begun_s >= self.formed.following_at_s
         times, salvage = self.formed.times, self.formed.begins_with(order)
         factor = float(num_steps)
         if salvage is not None:
@@ -211,7 +213,7 @@ class Workers:
         sent: Counter[WorkerId] = Counter()
         wanted: dict[WorkerId, set[UnitId]] = {}
         number = 0
-        for move in {move for action in orders for move in action.order.moves}:
+        for move in dict.fromkeys(move for action in orders for move in action.order.moves):
             sent[move.sender] += self.job.unit_bytes[move.unit]
             wanted.setdefault(move.receiver, set()).add(move.unit)
         number = max((action.order.number for action in orders), default=0)

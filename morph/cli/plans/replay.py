@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ from morph.cli.plans.trace_options import (
     model_of,
     read_traces,
 )
+from morph.cli.reading.cluster_file import load_cluster
 from morph.cli.reading.options import JsonOption, ProfileArgument
 from morph.contract.errors import ConfigError
 from morph.contract.files import check_output, write_output
@@ -49,9 +51,12 @@ def replay_command(
     like: LikeOption = None,
     model: ModelOption = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=_MOST_SEEDS, help="Traces to draw.")] = 10,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", help="Cluster file (YAML): by its policy Morph decides.")
+    ] = None,
     policy: Annotated[str, typer.Option("--policy", help="Which to compare: all, or names with commas.")] = "all",
     until: Annotated[
-        str | None, typer.Option("--until", help="100000 (steps), 48h, 2d or 300usd. Default: the trace's end.")
+        str | None, typer.Option("--until", help="100000 (steps), 48h, 2d, a date or 300usd. Default: the trace's end.")
     ] = None,
     price: Annotated[
         float | None, typer.Option("--price", min=0, help="Dollars of a spot VM an hour. Default: as the trace says.")
@@ -83,6 +88,7 @@ def replay_command(
     from manager.simulation.replay import Replay, advice, frame_of, policies_of
     from manager.simulation.spot.job import Durations, job_from_profile, with_redundant_costs
     from manager.simulation.spot.until import SpotPrices, Until
+    from morph.contract.cluster import Policy
     from morph.contract.profile import load_profile
     from simulator import PlanRequest
 
@@ -93,8 +99,9 @@ def replay_command(
         allowed = "pip install -e '.[parquet]' in the clone of Morph, or --csv"
         raise ConfigError("needs pyarrow", field="--parquet", value=str(parquet), allowed=allowed)
     names = policies_of(policy)
-    bound = None if until is None else Until.parse(until)
+    bound = None if until is None else Until.parse(until, datetime.now().astimezone())
     measured = load_profile(profile)
+    decides = Policy() if cluster is None else load_cluster(cluster).policy
     if traces and (vms is not None or like is not None or model is not None):
         raise ConfigError("cannot be combined with --vms, --like or --model", field="--trace")
     if traces:
@@ -109,8 +116,9 @@ def replay_command(
         )
     durations = Durations(setup_s=setup_s, restart_s=restart_s)
     most = max(trace.max_nodes for _, _, trace in cases)
-    request = PlanRequest(memory_bytes=memory_bytes_of(memory_gib))
-    job = with_redundant_costs(job_from_profile(measured, most, request, durations=durations), measured, most)
+    request = PlanRequest(memory_bytes=memory_bytes_of(memory_gib), redundancy=decides.redundancy)
+    job = job_from_profile(measured, most, request, durations=durations, policy=decides)
+    job = with_redundant_costs(job, measured, most)
     longest = hours if not traces else min(trace.duration_s for _, _, trace in cases) / 3600
     if bound is not None and bound.kind == "hours" and bound.amount > longest:
         raise ConfigError("is after a trace's end", field="--until", value=until, allowed=f"at most {longest:.4g}h")
