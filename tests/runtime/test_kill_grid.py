@@ -87,7 +87,12 @@ class Case:
 
     @property
     def is_reached(self) -> bool:
-        """Whether these workers come to this phase: with replicas nobody is sent the state of what these drive."""
+        """Whether these workers come to this phase, and somebody is left.
+
+        With replicas nobody is sent the state of what these drive; and while the shape changes one more leaves.
+        """
+        if self.moment[0] in CHANGING and len(self.stages()) + 1 == self.depth * self.replicas:
+            return False
         if self.replicas == 1:
             return self.victims != "two of a stage"
         return self.moment[0] not in (*FILLING, "share_gradients")

@@ -67,7 +67,7 @@ def form(draft: Draft, *, planned: bool = False) -> None:
     if choice is None:
         return _wait(draft)
     set_back = _set_back(draft)
-    (order, why), state = next_order(draft), draft.state
+    (order, told), state = next_order(draft), draft.state
     if planned and state.ahead is not None:
         held = {worker: state.workers[worker].holds for worker in state.ready_workers}
         order = with_pre_copy(order, state.ahead, held)
@@ -98,7 +98,7 @@ def form(draft: Draft, *, planned: bool = False) -> None:
     _measure_anew(draft)
     sentence = (
         f"{set_back}generation {order.generation} is formed at version {order.version}: {order.plan.shape} on "
-        f"{len(order.slots)} of {len(state.ready_workers)} ready workers{_spared(order)}{_followed(order, why)}"
+        f"{len(order.slots)} of {len(state.ready_workers)} ready workers{_spared(order)}{'; ' if told else ''}{told}"
     )
     code = ReasonCode.SET_BACK if set_back else ReasonCode.FORMED
     reshapes = SendReshape.each("worker", receivers, order=order)
@@ -108,8 +108,8 @@ def form(draft: Draft, *, planned: bool = False) -> None:
 def next_order(draft: Draft) -> tuple[ReshapeOrder, str]:
     """Return the order that forms the best shape now, every unit that is lacking from a holder or a checkpoint.
 
-    It is built once in a decision, as long as that changes nothing of what it says. Also return why it has these
-    followers.
+    It is built once in a decision, as long as that changes nothing of what it says. Also return what is to be told of
+    its followers.
     """
     state, choice = draft.state, chosen(draft)
     assert choice is not None, "no plan fits"
@@ -148,18 +148,7 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
         follows=redundancy.follows,
         copy_sums_every=redundancy.copy_sums_every,
     )
-    return order, redundancy.why
-
-
-def _followed(order: ReshapeOrder, why: str) -> str:
-    num = len({unit for follow in order.follows for unit in follow.units})
-    told = f"; {counted(num, 'unit is', 'units are')} kept in step on a second VM" if num else ""
-    if why:
-        told += f"; {why}"
-    if order.copy_sums_every:
-        every = counted(order.copy_sums_every, "micro-batch", "micro-batches")
-        told += f"; partial sums are copied after every {every}"
-    return told
+    return order, redundancy.told
 
 
 def _spared(order: ReshapeOrder) -> str:
