@@ -91,7 +91,7 @@ def redundancy_of(
         every = _copy_every(plan, slots, needed, parameters, speed, losses_per_vm_s(state, now_s))
     if not sole and not every:
         return Redundancy((), 0, "")
-    links = choose_follows(slots, needed, held, state.config.unit_bytes, sole, _zones(state))
+    links = choose_follows(slots, needed, held, state.config.unit_bytes, sole, zones_of(state))
     why, worth = "", 0.0
     keeps = bool(sole)
     if policy == "auto" and sole and step_s:
@@ -247,7 +247,8 @@ def _sole_units(slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]]) -> fr
     return frozenset(unit for unit, vms in vms_of(slots, needed).items() if len(vms) == 1)
 
 
-def _zones(state: ControllerState) -> dict[WorkerId, str]:
+def zones_of(state: ControllerState) -> dict[WorkerId, str]:
+    """Return where each worker is: VMs of one zone are often lost together."""
     return {worker: f"{entry.facts.region}/{entry.facts.zone}" for worker, entry in state.workers.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from manager.controller.shape.choosing import Choice, chosen, cost_of_morph_s, nodes_to_come
-from manager.controller.shape.following import redundancy_of
+from manager.controller.shape.following import redundancy_of, zones_of
 from manager.controller.shape.placement import choose_sources, place
 from manager.controller.shape.pre_copy import with_pre_copy, without_pre_copy
 from manager.controller.shape.salvage import choose_salvage
@@ -132,7 +132,7 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
     restore = kind if version == state.version else None
     held = {worker: state.workers[worker].holds for worker in state.ready_workers}
     needed = state.config.units_of(choice.plan)
-    slots = place(choice.plan, choice.workers, held, needed, state.config.unit_bytes)
+    slots = place(choice.plan, choice.workers, held, needed, state.config.unit_bytes, zones_of(state))
     kept = {worker: sums for worker, sums in state.kept.items() if worker in held}
     unable = frozenset[WorkerId]() if state.doubt is None else state.doubt.unable
     redundancy = redundancy_of(state, choice.plan, slots, held, now_s)
