@@ -8,16 +8,23 @@ from typing import Any
 
 import psutil
 
+from manager.controller.shape.following import redundancy_of
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.expected import ExpectedLosses
+from manager.controller.state.state import initial_state
 from manager.machine.devices import CudaDevice, cuda_devices, device_share_bytes
 from morph.contract import ranges
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import LocalVms, Policy, Vms
 from morph.contract.errors import CheckpointError, PlanError
+from morph.contract.messages import Slot
+from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.contract.trace import Trace, TraceEvent
+from morph.contract.vm_names import workers_of
 from simulator import PlanRequest, plan, plan_table
+from simulator.given.request import RedundancyName
+from simulator.given.transfer import bandwidth_bytes_per_s
 
 _ANY_BYTES = int(ranges.MEMORY_BYTES.high)
 """Of a host of which nothing is known."""
@@ -123,14 +130,9 @@ def controller_config(
     if num_beyond:
         plans = plan_table(profile, max_nodes + num_beyond, request, most_replicas=most)
     micro_batch_size = next(iter(plans.values())).micro_batch_size
-    state_share = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
     return ControllerConfig(
-        job=profile.job.name,
-        fingerprint=profile.job.fingerprint,
+        **_facts_of(profile),
         plans=plans,
-        units={unit.id: unit.sections for unit in profile.units},
-        unit_bytes={unit.id: unit.parameter_bytes * state_share for unit in profile.units},
-        state_copies=state_share,
         num_steps=num_steps,
         policy=policy,
         initial_version=checkpoint.version if checkpoint else 0,
@@ -142,6 +144,44 @@ def controller_config(
         section_compute_s=section_compute_s(profile, micro_batch_size),
         expected_losses=expected_losses,
     )
+
+
+def _facts_of(profile: Profile) -> dict[str, Any]:
+    copies = 3 if any(section.optimizer_bytes for section in profile.sections) else 1
+    return {
+        "job": profile.job.name,
+        "fingerprint": profile.job.fingerprint,
+        "units": {unit.id: unit.sections for unit in profile.units},
+        "unit_bytes": {unit.id: unit.parameter_bytes * copies for unit in profile.units},
+        "state_copies": copies,
+        "link_bytes_per_s": bandwidth_bytes_per_s(profile.inter_node),
+    }
+
+
+def redundancy_line(profile: Profile, best: Plan, redundancy: RedundancyName, memory_bytes: int | None) -> str:
+    """Say what a run of this plan does against losses at its beginning, and why, as its journal will.
+
+    By the losses that are expected where nothing is known of the VMs.
+    """
+    if redundancy == "off" or not profile.units:
+        return "second holders: off"
+    config = ControllerConfig(
+        **_facts_of(profile),
+        plans={best.num_workers: best},
+        num_steps=1,
+        policy=Policy(redundancy=redundancy),
+        expected_nodes=best.num_workers,
+        device_memory_bytes=memory_bytes,
+    )
+    places = [(stage, replica) for stage in range(best.pipeline_depth) for replica in range(best.num_replicas)]
+    nodes = [best.placement[replica][stage] if best.placement else i for i, (stage, replica) in enumerate(places)]
+    names = {node: iter(workers_of(f"vm{node}", nodes.count(node))) for node in nodes}
+    slots = [
+        Slot(worker=next(names[node]), stage=stage, replica=replica)
+        for node, (stage, replica) in zip(nodes, places, strict=True)
+    ]
+    found = redundancy_of(initial_state(config), best, slots, {}, 0.0)
+    return f"second holders, {redundancy}: {found.told or 'replicas are enough'}"
 
 
 def section_compute_s(profile: Profile, micro_batch_size: int) -> tuple[float, ...]:

@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=3, help="most VMs killed at once")
     parser.add_argument("--redundancy", choices=["off", "state", "salvage", "auto"], default="auto")
     parser.add_argument("--job", default="even", help="even, uneven or a profile's file")
+    parser.add_argument("--slower", type=float, default=1.0, help="tasks take so many times as long")
     parser.add_argument("--plain-steps", type=int, default=0, help="so many of off, state and salvage, in two rounds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slowest", type=int, default=5, help="how many of the slowest to print one by one")
@@ -106,7 +107,7 @@ def main() -> None:
         for index, shape in enumerate(shapes):
             directory = (options.keep or Path(temporary)) / str(shape)
             directory.mkdir(parents=True)
-            job = make_job(shape, options.job)
+            job = make_job(shape, options.job, options.slower)
             if options.plain_steps:
                 show_overhead(job, shape, ["off", "state", "salvage"], options.plain_steps, 2, directory)
             if not kills:

@@ -74,8 +74,8 @@ class Job:
     """So many are expected; None: as of published traces."""
 
 
-def make_job(shape: Shape, source: str) -> Job:
-    """The job that a shape trains.
+def make_job(shape: Shape, source: str, slower: float = 1.0) -> Job:
+    """The job that a shape trains; ``slower``: its tasks take so many times as long, and a file's messages too.
 
     "even": 16 equal sections, 1 MB of parameters each, links of 1 GB/s and 0.2 ms. "uneven": sections of which one
     takes up to three times as long and has up to four times as much as another, links of 1 Gb/s. Else a profile's file,
@@ -84,7 +84,7 @@ def make_job(shape: Shape, source: str) -> Job:
     if source == "even":
         profile = synthetic_profile(
             num_sections=NUM_SECTIONS,
-            forward_s=FORWARD_S,
+            forward_s=slower * FORWARD_S,
             overhead_s=0.0001,
             batch_size=shape.num_micro_batches,
             micro_batch_sizes=(1,),
@@ -95,7 +95,7 @@ def make_job(shape: Shape, source: str) -> Job:
     if source == "uneven":
         profile = synthetic_profile(
             num_sections=NUM_SECTIONS,
-            forward_s=[FORWARD_S * (1 + 7 * index % 5 / 2) for index in range(NUM_SECTIONS)],
+            forward_s=[slower * FORWARD_S * (1 + 7 * index % 5 / 2) for index in range(NUM_SECTIONS)],
             batch_size=MANY_MICRO_BATCHES,
             micro_batch_sizes=(1,),
             parameter_bytes=[PARAMETER_BYTES * (1 + 3 * index % 4) for index in range(NUM_SECTIONS)],
@@ -103,7 +103,7 @@ def make_job(shape: Shape, source: str) -> Job:
             bandwidth_bytes_per_s=1.25e8,
         )
         return Job(profile, 1, 0.02)
-    profile = stretched(load_profile(Path(source)), FASTER)
+    profile = stretched(load_profile(Path(source)), slower * FASTER)
     facts = profile.job.model_copy(update={"batch_size": MANY_MICRO_BATCHES * M_OF_FILES})
     return Job(profile.model_copy(update={"job": facts}), M_OF_FILES, 1e-3)
 

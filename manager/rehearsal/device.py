@@ -23,7 +23,7 @@ from morph.contract.profile import LinkProfile, Profile, SendTime, Timing, UnitP
 from simulator.answers.costs import LinkCosts
 from simulator.given.contention import slowdown
 from simulator.given.jitter import message_quantiles_ns
-from simulator.given.transfer import AllReduce
+from simulator.given.transfer import AllReduce, bandwidth_bytes_per_s
 
 FLOAT_BYTES = 4
 HEADER_BYTES = 8 * HEADER_NUMBERS
@@ -172,18 +172,6 @@ def _message(times: Sequence[SendTime], size_bytes: float, total_ns: int, wire_n
     if any(entry.time.quantiles_s for entry in times):
         quantiles_s = tuple(float(time_ns) / 1e9 for time_ns in message_quantiles_ns(times, size_bytes))
     return Message(median_s=total_ns / 1e9, quantiles_s=quantiles_s, wire_s=wire_ns / 1e9)
-
-
-def bandwidth_bytes_per_s(link: LinkProfile) -> float:
-    """Of a link: by the two largest messages that were measured, in the slower direction."""
-
-    def of(times: Sequence[tuple[int, float]]) -> float:
-        small, large = (*sorted(times)[-2:],) if len(times) > 1 else ((0, 0.0), times[0])
-        return (large[0] - small[0]) / max(1e-9, large[1] - small[1])
-
-    return min(
-        of([(entry.size_bytes, entry.time.median_s) for entry in times]) for times in (link.activation, link.gradient)
-    )
 
 
 def _reduce_curve(profile: Profile, reduce: AllReduce, ring_size: int) -> Curve:

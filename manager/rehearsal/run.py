@@ -10,7 +10,7 @@ from manager.engine.loop.driver import Observed, Observer
 from manager.engine.run.machines import Processes
 from manager.engine.run.session import RunSpec, run_session
 from manager.preparation import section_compute_s
-from manager.rehearsal.device import FORGIVEN_S, EmulationOptions, bandwidth_bytes_per_s, emulated_device, known_units
+from manager.rehearsal.device import FORGIVEN_S, EmulationOptions, emulated_device, known_units
 from manager.rehearsal.figures import Rehearsed
 from manager.rehearsal.measured import WARM_UP_STEPS, Load, Measured
 from manager.rehearsal.planning import Planned, hosts_of
@@ -21,6 +21,7 @@ from morph.contract.emulation import EmulatedDevice, Slowdown
 from morph.contract.errors import TrainingStopped
 from morph.contract.trace import Trace, TraceEvent
 from simulator.given.conditions import slow_workers
+from simulator.given.transfer import bandwidth_bytes_per_s
 
 HEARTBEAT_TIMEOUT_S = 30.0
 NEVER_STEPS = 10**9

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from morph.contract.errors import PlanError
-from morph.contract.profile import Profile, SendTime
+from morph.contract.profile import LinkProfile, Profile, SendTime
 
 Floats = npt.NDArray[np.float64]
 _FAR_BYTES = 1e18
@@ -54,6 +54,18 @@ def send_curve(times: Sequence[SendTime], num_spreads: float = 0.0) -> Curve:
     """One-way time over message size: median plus ``num_spreads`` median absolute deviations."""
     by_size = {entry.size_bytes: entry.time.median_s + num_spreads * entry.time.mad_s for entry in times}
     return Curve(list(by_size), [time_s * 1e9 for time_s in by_size.values()])
+
+
+def bandwidth_bytes_per_s(link: LinkProfile) -> float:
+    """Of a link: by the two largest messages that were measured, in the slower direction."""
+
+    def of(times: Sequence[tuple[int, float]]) -> float:
+        small, large = (*sorted(times)[-2:],) if len(times) > 1 else ((0, 0.0), times[0])
+        return (large[0] - small[0]) / max(1e-9, large[1] - small[1])
+
+    return min(
+        of([(entry.size_bytes, entry.time.median_s) for entry in times]) for times in (link.activation, link.gradient)
+    )
 
 
 class AllReduce:

@@ -3,12 +3,13 @@ from __future__ import annotations
 import pytest
 
 from manager.machine.devices import CudaDevice
-from manager.preparation import constant_trace, controller_config, memory_of
+from manager.preparation import constant_trace, controller_config, memory_of, redundancy_line
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import LocalVms, Policy
 from morph.contract.errors import CheckpointError, PlanError
 from morph.contract.trace import Trace, TraceEvent
-from simulator import synthetic_profile
+from simulator import plan, synthetic_profile
+from simulator.given.request import RedundancyName
 
 PROFILE = synthetic_profile(num_sections=4, batch_size=16, tied=True)
 VMS = LocalVms(num_vms=4, memory_bytes=10**12)
@@ -161,3 +162,33 @@ def test_a_run_on_shared_devices_has_only_plans_that_fit_in_the_shares() -> None
     for config in (roomy, tight):
         limit = config.device_memory_bytes or 0
         assert all(plan.expected.peak_memory_bytes <= limit for plan in config.plans.values())
+
+
+@pytest.mark.parametrize(
+    ("replicas", "redundancy", "memory_bytes", "told"),
+    [
+        (1, "off", None, "second holders: off"),
+        (1, "state", None, "second holders, state: 4 units are kept in step on a second VM"),
+        (1, "auto", None, "second holders, auto: 4 units are kept in step on a second VM; followers cost "),
+        (1, "auto", 1, "second holders, auto: followers cost "),
+        (2, "state", None, "second holders, state: replicas are enough"),
+    ],
+)
+def test_a_plan_tells_what_is_done_against_losses_and_why(
+    replicas: int, redundancy: RedundancyName, memory_bytes: int | None, told: str
+) -> None:
+    profile = synthetic_profile(num_sections=4, forward_s=0.5, batch_size=64, tied=True, bandwidth_bytes_per_s=5e8)
+    best = plan(profile, num_gpus=4, pipeline_depth=4 // replicas, num_replicas=replicas).best
+    line = redundancy_line(profile, best, redundancy, memory_bytes)
+    assert line.startswith(told)
+    assert ("no room" in line) == (memory_bytes == 1)
+
+
+def test_followers_are_weighed_by_the_link_that_was_profiled_until_the_run_has_seen_it() -> None:
+    def cost(bytes_per_s: float) -> str:
+        profile = synthetic_profile(num_sections=4, forward_s=0.5, batch_size=64, bandwidth_bytes_per_s=bytes_per_s)
+        best = plan(profile, num_gpus=4, pipeline_depth=4, num_replicas=1).best
+        return redundancy_line(profile, best, "auto", None)
+
+    assert "followers cost 0.01%" in cost(5e8)
+    assert "followers cost 0.08%" in cost(5e7)

@@ -13,7 +13,7 @@ from simulated_cluster import BrokenHistoryError
 from manager.controller import acknowledging, answering, deadlines, decide, resuming
 from manager.controller.failures import lost_workers, worker_errors
 from manager.controller.requests import node_requests
-from manager.controller.shape import choosing, forming, postponing
+from manager.controller.shape import choosing, forming, postponing, salvage
 from manager.controller.state.actions import EndWorker, ReleaseNodes
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import ManagerResumed
@@ -21,7 +21,9 @@ from manager.controller.state.nodes import ImpossibleNodeChange
 from manager.controller.state.state import Phase
 from manager.controller.steps import resting, saving, stepping
 from manager.controller.stragglers import probing
+from manager.simulation.spot.sums import WorkerSums
 from morph.contract.messages import ReshapeOrder
+from morph.contract.salvage import PartialSum, counted_in, mask_of, partial_sum, spans_of
 
 MOST_HISTORIES = 400
 
@@ -164,9 +166,63 @@ def _the_first_one_writes_all(state: Any) -> Any:
     return None if first is None else dict.fromkeys(state.config.units, first)
 
 
+def _one_count_is_flipped(*arguments: Any) -> Any:
+    kept, *others = arguments
+    flipped = {worker: (_flipped(sums[0]), *sums[1:]) for worker, sums in kept.items()}
+    return choose_salvage(flipped, *others)
+
+
+def _flipped(total: PartialSum) -> PartialSum:
+    """Micro-batch 0 of the first section is in the sum if it was not, and the reverse."""
+    counted = counted_in(total)
+    counted[min(counted)] ^= 1
+    return partial_sum(total.unit, counted)
+
+
+def _one_missing_micro_batch_does_not_run(*arguments: Any) -> Any:
+    found = choose_salvage(*arguments)
+    if found is None or not found.remaining:
+        return found
+    (first, end), *others = found.remaining
+    return found.model_copy(update={"remaining": spans_of(mask_of([(first + 1, end), *others]))})
+
+
+def _overlapping_sums_count(sums: Any, users: Any) -> Any:
+    counted: dict[int, int] = {}
+    for _, total in sums:
+        for section, mask in counted_in(total).items():
+            counted[section] = counted.get(section, 0) | mask
+    return list(sums), counted
+
+
+def _one_contribution_is_left_out(sums: WorkerSums, num_micro_batches: int | None = None) -> None:
+    run(sums, num_micro_batches)
+    place, mask = next(((place, mask) for place, mask in (sums.counted or {}).items() if mask), (("", 0), 0))
+    if mask and sums.counted is not None:
+        sums.counted[place] = mask & (mask - 1)
+
+
+def _every_follower_is_in_step(draft: Draft, *, others_keep: bool) -> None:
+    reports = draft.state.step.reports.items()
+    draft.change(reports={worker: entry.model_copy(update={"followed": True}) for worker, entry in reports})
+    settle_holdings(draft, others_keep=others_keep)
+
+
+def _followers_have_everything(*arguments: Any) -> Any:
+    found = redundancy_of(*arguments)
+    follows = tuple(follow.model_copy(update={"known": follow.units}) for follow in found.follows)
+    return found._replace(follows=follows)
+
+
 taken, forget, fits = Draft.answered, Draft.forget, answering._fits
 begin, decide_step, decided_step = stepping.begin, stepping.decide_step, stepping.decided_step
 choose_sources, choose_steady, place = forming.choose_sources, choosing._steady, forming.place
+choose_salvage, redundancy_of, settle_holdings = (
+    forming.choose_salvage,
+    forming.redundancy_of,
+    stepping._settle_holdings,
+)
+run = WorkerSums.run
 failed, with_pre_copy = worker_errors.failed, forming.with_pre_copy
 probe_failed, resumed, send_again, settle = (
     probing._probe_failed,
@@ -219,6 +275,12 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "before a rest anybody writes anything": (resting, "_writers", _the_first_one_writes_all),
     "a rest lasts for ever": (resting, "pause_after", lambda num_before: 1000.0),
     "a rest never ends": (deadlines, "rest_over", _nothing_happens),
+    "one count of a sum is flipped": (forming, "choose_salvage", _one_count_is_flipped),
+    "what is missing does not run again": (forming, "choose_salvage", _one_missing_micro_batch_does_not_run),
+    "sums that overlap both count": (salvage, "_disjoint", _overlapping_sums_count),
+    "a worker leaves out what it counts as run": (WorkerSums, "run", _one_contribution_is_left_out),
+    "every follower is taken to be in step": (stepping, "_settle_holdings", _every_follower_is_in_step),
+    "followers are taken to have what is yet to be sent": (forming, "redundancy_of", _followers_have_everything),
     "probes never end": (probing, "_probe_failed", _probes_never_end),
 }
 

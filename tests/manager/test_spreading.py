@@ -81,6 +81,23 @@ def test_a_newcomer_takes_the_stage_that_its_vm_has_not() -> None:
     assert {(slot.worker, slot.replica) for slot in slots if slot.worker.startswith("a")} == {("a.d0", 0), ("a.d1", 0)}
 
 
+@pytest.mark.parametrize(
+    ("stages", "per_zone"), [(3, (3, 3)), (2, (4, 2)), (6, (6, 6, 6)), (3, (4, 2, 3)), (1, (2, 1))]
+)
+def test_replicas_of_a_stage_are_in_different_zones_and_a_pipeline_in_one_where_it_fits(
+    stages: int, per_zone: tuple[int, ...]
+) -> None:
+    zones = {f"n{zone}{place}": f"z{zone}" for zone, num in enumerate(per_zone) for place in range(num)}
+    workers = sorted(zones, key=lambda worker: worker[::-1])  # VMs of all zones come in turns
+    plan = make_plan(stages, sum(per_zone) // stages)
+    slots = place(plan, workers, {}, units_by_stage(plan, UNITS), SIZES, zones)
+    for stage in range(stages):
+        assert len({zones[slot.worker] for slot in slots if slot.stage == stage}) > 1
+    rows = [[zones[slot.worker] for slot in slots if slot.replica == number] for number in range(plan.num_replicas)]
+    within = sum(len(set(row)) == 1 for row in rows)
+    assert within >= (sum(num // stages for num in per_zone) if len(set(per_zone)) == 1 else 1)
+
+
 def num_at_risk(stages: Sequence[Sequence[int]], vms: Sequence[str]) -> int:
     return sum(len(stage) > 1 and len({vms[worker] for worker in stage}) == 1 for stage in stages)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from manager.rehearsal.device import bandwidth_bytes_per_s
 from manager.rehearsal.planning import hosts_of, plan_rehearsal
 from manager.rehearsal.scales import STATE_BYTES, choose_scales
 from manager.rehearsal.spec import RehearsalSpec
 from morph.contract.errors import PlanError
 from simulator import simulate, synthetic_profile
+from simulator.given.transfer import bandwidth_bytes_per_s
 
 
 def spec_of(**fields: Any) -> RehearsalSpec:

@@ -44,6 +44,8 @@ PERIOD_S = 1.0
 """Of a micro-batch, as plans expect it: so slow that with so many losses sums are copied after each one."""
 SLOW_S = 0.3
 MOST_STEPS = 100
+MOST_CASES = 12
+"""Of one run: the first that fails ends it."""
 LONG_NOTICE_S, SHORT_NOTICE_S = 3600.0, 1.0
 LAST = -1
 
@@ -85,7 +87,12 @@ class Case:
 
     @property
     def is_reached(self) -> bool:
-        """Whether these workers come to this phase: with replicas nobody is sent the state of what these drive."""
+        """Whether these workers come to this phase, and somebody is left.
+
+        With replicas nobody is sent the state of what these drive; and while the shape changes one more leaves.
+        """
+        if self.moment[0] in CHANGING and len(self.stages()) + 1 == self.depth * self.replicas:
+            return False
         if self.replicas == 1:
             return self.victims != "two of a stage"
         return self.moment[0] not in (*FILLING, "share_gradients")
@@ -120,8 +127,10 @@ def runs() -> list[list[Case]]:
     for shape in dict.fromkeys((case.depth, case.replicas) for case in cases):
         of_shape = [case for case in cases if (case.depth, case.replicas) == shape]
         begin = [[case] for case in of_shape if case.moment[0] in FILLING] or [[]]
-        begin[0] += [case for case in of_shape if case.moment[0] not in FILLING]
+        others = [case for case in of_shape if case.moment[0] not in FILLING]
+        begin[0] += others[:MOST_CASES]
         found += begin
+        found += [others[index : index + MOST_CASES] for index in range(MOST_CASES, len(others), MOST_CASES)]
     return found
 
 

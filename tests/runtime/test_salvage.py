@@ -17,7 +17,7 @@ from manager.controller.shape.salvage import choose_salvage, losses_of
 from manager.controller.state.config import units_by_stage
 from morph.contract.faults import Fault
 from morph.contract.messages import Aborted, Failed, Prepared, ReshapeOrder, StepOrder
-from morph.contract.salvage import LOSSES, PartialSum, partial_sum, share_in, spans_of
+from morph.contract.salvage import LOSSES, PartialSum, mask_of, partial_sum, share_in, spans_of
 from tests.runtime.worker_crew import Crew, Member, poll_until
 from tests.system.harness import JOB, TinyJob, load_tiny_job, uninterrupted
 
@@ -214,6 +214,25 @@ def test_a_step_that_is_given_up_twice_keeps_what_was_done_in_both_shapes(
     assert second.salvage.remaining == ((1, 2), (4, 5))  # what w2 did in the first shape, and in the second
     crew.train(NUM_STEPS)
     assert crew.digests() == reference
+
+
+@pytest.mark.parametrize("flips", ["one that is missing", "one that is there"])
+def test_of_one_micro_batch_that_is_counted_wrongly_the_weights_tell_unless_it_only_runs_again(
+    crew: Crew, reference: dict[str, str], tmp_path: Path, flips: str
+) -> None:
+    faults = (Fault(worker="w0", phase="backward", step=GIVEN_UP, nth=1, kind="out_of_memory"),)
+    crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults)
+    reshape(crew, "2x2", NAMES, {})
+    crew.train(GIVEN_UP)
+    kept = give_up(crew, "w0")
+    order = keeping(crew.order("2x1", NAMES[1:]), kept, crew.job)
+    assert order.salvage is not None
+    remaining, whole = mask_of(order.salvage.remaining), (1 << order.plan.num_micro_batches) - 1
+    wrong = remaining if flips == "one that is missing" else whole & ~remaining
+    flipped = order.salvage.model_copy(update={"remaining": spans_of(remaining ^ (wrong & -wrong))})
+    form(crew, order.model_copy(update={"salvage": flipped}))
+    crew.train(NUM_STEPS)
+    assert (crew.digests() == reference) == (flips == "one that is there")
 
 
 def follow(crew: Crew, order: ReshapeOrder, *, every: int = 0) -> ReshapeOrder:

@@ -17,6 +17,7 @@ from morph.contract.messages import Slot, UnitId, WorkerId
 from morph.contract.plan import Plan
 from morph.contract.salvage import Follow
 from morph.contract.vm_names import vm_of
+from morph.words import counted
 
 COPY_BYTES_PER_S = 2.0e9
 """At which a worker copies its sums in memory, while it trains nothing."""
@@ -32,6 +33,17 @@ class Redundancy(NamedTuple):
     copy_sums_every: int
     why: str
     worth: float = 0.0
+
+    @property
+    def told(self) -> str:
+        """What the journal says of it; empty: nothing is done, and why need not be said."""
+        num = len({unit for follow in self.follows for unit in follow.units})
+        said = [f"{counted(num, 'unit is', 'units are')} kept in step on a second VM"] if num else []
+        said += [self.why] if self.why else []
+        if self.copy_sums_every:
+            every = counted(self.copy_sums_every, "micro-batch", "micro-batches")
+            said.append(f"partial sums are copied after every {every}")
+        return "; ".join(said)
 
 
 def followers_due(draft: Draft) -> str | None:
@@ -72,14 +84,14 @@ def redundancy_of(
     needed = state.config.units_of(plan)
     parameters = {unit: size / state.config.state_copies for unit, size in state.config.unit_bytes.items()}
     sole = _sole_units(slots, needed)
-    speed = link_bytes_per_s(state)
+    speed = state.measured.state_bytes_per_s or state.config.link_bytes_per_s or link_bytes_per_s(state)
     step_s = plan.expected.mini_batch_s
     every = 0
     if policy != "state":
         every = _copy_every(plan, slots, needed, parameters, speed, losses_per_vm_s(state, now_s))
     if not sole and not every:
         return Redundancy((), 0, "")
-    links = choose_follows(slots, needed, held, state.config.unit_bytes, sole, _zones(state))
+    links = choose_follows(slots, needed, held, state.config.unit_bytes, sole, zones_of(state))
     why, worth = "", 0.0
     keeps = bool(sole)
     if policy == "auto" and sole and step_s:
@@ -236,7 +248,8 @@ def _sole_units(slots: Sequence[Slot], needed: Sequence[Sequence[UnitId]]) -> fr
     return frozenset(unit for unit, vms in vms_of(slots, needed).items() if len(vms) == 1)
 
 
-def _zones(state: ControllerState) -> dict[WorkerId, str]:
+def zones_of(state: ControllerState) -> dict[WorkerId, str]:
+    """Return where each worker is: VMs of one zone are often lost together."""
     return {worker: f"{entry.facts.region}/{entry.facts.zone}" for worker, entry in state.workers.items()}
 
 

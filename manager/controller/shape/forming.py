@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from manager.controller.shape.choosing import Choice, chosen, cost_of_morph_s, nodes_to_come
-from manager.controller.shape.following import redundancy_of
+from manager.controller.shape.following import redundancy_of, zones_of
 from manager.controller.shape.placement import choose_sources, place
 from manager.controller.shape.pre_copy import with_pre_copy, without_pre_copy
 from manager.controller.shape.salvage import choose_salvage
@@ -69,7 +69,7 @@ def form(draft: Draft, *, planned: bool = False) -> None:
     if choice is None:
         return _wait(draft)
     set_back = _set_back(draft)
-    (order, why), state = next_order(draft), draft.state
+    (order, told), state = next_order(draft), draft.state
     if planned and state.ahead is not None:
         held = {worker: state.workers[worker].holds for worker in state.ready_workers}
         order = with_pre_copy(order, state.ahead, held)
@@ -100,7 +100,7 @@ def form(draft: Draft, *, planned: bool = False) -> None:
     _measure_anew(draft)
     sentence = (
         f"{set_back}generation {order.generation} is formed at version {order.version}: {order.plan.shape} on "
-        f"{len(order.slots)} of {len(state.ready_workers)} ready workers{_spared(order)}{_followed(order, why)}"
+        f"{len(order.slots)} of {len(state.ready_workers)} ready workers{_spared(order)}{'; ' if told else ''}{told}"
     )
     code = ReasonCode.SET_BACK if set_back else ReasonCode.FORMED
     reshapes = SendReshape.each("worker", receivers, order=order)
@@ -110,8 +110,8 @@ def form(draft: Draft, *, planned: bool = False) -> None:
 def next_order(draft: Draft) -> tuple[ReshapeOrder, str]:
     """Return the order that forms the best shape now, every unit that is lacking from a holder or a checkpoint.
 
-    It is built once in a decision, as long as that changes nothing of what it says. Also return why it has these
-    followers.
+    It is built once in a decision, as long as that changes nothing of what it says. Also return what is to be told of
+    its followers.
     """
     state, choice = draft.state, chosen(draft)
     saving = state.saving
@@ -143,7 +143,7 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
     restore = kind if version == state.version else None
     held = {worker: state.workers[worker].holds for worker in state.ready_workers}
     needed = state.config.units_of(choice.plan)
-    slots = place(choice.plan, choice.workers, held, needed, state.config.unit_bytes)
+    slots = place(choice.plan, choice.workers, held, needed, state.config.unit_bytes, zones_of(state))
     kept = {worker: sums for worker, sums in state.step.kept.items() if worker in held}
     unable = frozenset[WorkerId]() if state.saving.doubt is None else state.saving.doubt.unable
     redundancy = redundancy_of(state, choice.plan, slots, held, now_s)
@@ -159,18 +159,7 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
         follows=redundancy.follows,
         copy_sums_every=redundancy.copy_sums_every,
     )
-    return order, redundancy.why
-
-
-def _followed(order: ReshapeOrder, why: str) -> str:
-    num = len({unit for follow in order.follows for unit in follow.units})
-    told = f"; {counted(num, 'unit is', 'units are')} kept in step on a second VM" if num else ""
-    if why:
-        told += f"; {why}"
-    if order.copy_sums_every:
-        every = counted(order.copy_sums_every, "micro-batch", "micro-batches")
-        told += f"; partial sums are copied after every {every}"
-    return told
+    return order, redundancy.told
 
 
 def _spared(order: ReshapeOrder) -> str:

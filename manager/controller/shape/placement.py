@@ -23,13 +23,14 @@ def place(
     held: Holdings,
     needed: Sequence[Sequence[UnitId]],
     sizes: Mapping[UnitId, int],
+    zones: Mapping[WorkerId, str] = MappingProxyType({}),
 ) -> tuple[Slot, ...]:
     """Assign workers to slots so that the fewest bytes have to move; ordered by (stage, replica).
 
     Exact: the assignment has the largest overlap (bytes a worker holds of what its stage needs). Workers that hold
     the same are interchangeable, so kinds of workers are dealt to stages, and the cost hardly grows with their
     number. There must be enough workers; some may be left over, later ones first where it makes no difference. Among
-    workers that hold the same, replicas of a stage go to different VMs; see ``spreading``.
+    workers that hold the same, replicas of a stage go to different VMs, or zones; see ``spreading``.
     """
     kinds: dict[frozenset[UnitId], list[int]] = {}
     for index, worker in enumerate(workers):
@@ -38,7 +39,7 @@ def place(
     dealt = largest_overlap(overlap, [plan.num_replicas] * len(needed), [len(queue) for queue in kinds.values()])
     return tuple(
         _slot(workers[index], stage, replica)
-        for stage, indices in enumerate(spread(workers, list(kinds.values()), dealt))
+        for stage, indices in enumerate(spread(workers, list(kinds.values()), dealt, zones))
         for replica, index in enumerate(indices)
     )
 

@@ -1,21 +1,26 @@
-"""Which of the workers that hold the same drives which stage, where VMs have several: pure and deterministic.
+"""Which of the workers that hold the same drives which stage, over VMs and zones: pure and deterministic.
 
 A VM goes with all of its workers. So the replicas of a stage are dealt to different VMs, as far as that moves no byte
-more, and then pipelines are kept inside of VMs.
+more, and then pipelines are kept inside of VMs. Where each worker has a VM of its own, the same goes for zones, whose
+VMs are often revoked together: what is said of VMs here is then of zones.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from types import MappingProxyType
 
 from morph.contract.messages import WorkerId
 from morph.contract.vm_names import vm_of
 
 
 def spread(
-    workers: Sequence[WorkerId], kinds: Sequence[Sequence[int]], dealt: Sequence[Sequence[int]]
+    workers: Sequence[WorkerId],
+    kinds: Sequence[Sequence[int]],
+    dealt: Sequence[Sequence[int]],
+    zones: Mapping[WorkerId, str] = MappingProxyType({}),
 ) -> list[list[int]]:
     """Choose who drives each stage.
 
@@ -23,17 +28,21 @@ def spread(
         workers: In order of appearance.
         kinds: The workers (positions) that hold the same, in order, for each kind.
         dealt: ``dealt[s][k]``: how many of kind k drive stage s.
+        zones: Of the workers, where they are known.
 
     Returns:
         For each stage the workers (positions), by replica.
     """
-    if all(vm_of(worker) == worker for worker in workers):
+    homes = [vm_of(worker) for worker in workers]
+    if homes == list(workers):
+        homes = [zones.get(worker, "") for worker in workers]
+    if len(set(homes)) in (1, len(homes)):
         queues = [iter(kind) for kind in kinds]
         return [
             sorted(next(queue) for queue, count in zip(queues, counts, strict=True) for _ in range(count))
             for counts in dealt
         ]
-    dealing = _Dealing(workers, len(dealt))
+    dealing = _Dealing(homes, len(dealt))
     wanted = [[counts[kind] for counts in dealt] for kind in range(len(kinds))]
     settled_first = sorted(range(len(kinds)), key=lambda kind: sum(count > 0 for count in wanted[kind]))
     for kind in settled_first:
@@ -47,8 +56,8 @@ def spread(
 class _Dealing:
     """Who drives what so far. ``at[s]``: positions of workers; ``where``: their stages, None for those left over."""
 
-    def __init__(self, workers: Sequence[WorkerId], num_stages: int) -> None:
-        self.vms = [vm_of(worker) for worker in workers]
+    def __init__(self, vms: Sequence[str], num_stages: int) -> None:
+        self.vms = vms
         self.rank = {vm: rank for rank, vm in enumerate(dict.fromkeys(self.vms))}
         self.at: list[set[int]] = [set() for _ in range(num_stages)]
         self.on: list[Counter[str]] = [Counter() for _ in range(num_stages)]
@@ -69,12 +78,15 @@ class _Dealing:
             keyed.append((seen[vm] // turn, self.rank[vm], worker))
             seen[vm] += 1
         free = [worker for _, _, worker in sorted(keyed)]
+        left = Counter(self.vms[worker] for worker in free)
         for stage in _pipelines(wanted):
             on = self.on[stage]
-            place = next((place for place, worker in enumerate(free) if not on[self.vms[worker]]), None)
-            if place is None:
-                place = min(range(len(free)), key=lambda place: on[self.vms[free[place]]])
-            self._put(free.pop(place), stage)
+            least = min(on[vm] for vm in left)
+            worker = next(worker for worker in free if on[self.vms[worker]] == least)
+            free.remove(worker)
+            self._put(worker, stage)
+            left[self.vms[worker]] -= 1
+            left = +left
         self.where |= dict.fromkeys(free)
         self.alike |= dict.fromkeys(kind, kind)
 

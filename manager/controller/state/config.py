@@ -45,7 +45,9 @@ class ControllerConfig(Value):
     device_memory_bytes: int | None = Field(
         default=None, ge=1, description="of one worker's device, as plans were made; absent: no limit"
     )
-
+    link_bytes_per_s: float | None = Field(
+        default=None, gt=0, description="from VM to VM, as it was profiled, until this run has seen it; absent: slow"
+    )
     expected_losses: ExpectedLosses = Field(
         default=ExpectedLosses(), description="of VMs, until this run has seen its own"
     )

@@ -247,6 +247,7 @@ def config_of(job: SpotJob, num_steps: int, num_expected: int) -> ControllerConf
         policy=job.policy,
         expected_nodes=max(1, num_expected),
         section_compute_s=job.section_compute_s,
+        link_bytes_per_s=job.durations.link_bytes_per_s,
         expected_losses=job.expected_losses,
     )
 

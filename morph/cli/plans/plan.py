@@ -143,6 +143,7 @@ def plan_command(
     if as_json:
         print(json.dumps(_as_json(choice)))
         return
+    from manager.preparation import redundancy_line
     from morph.tables import wide_console
     from simulator.shown import tables
 
@@ -152,6 +153,8 @@ def plan_command(
     console.print(tables.stage_table(measured, choice.best_simulation))
     for line in tables.memory_lines(choice.best_simulation):
         console.print(line)
+    memory_bytes = request.memory_bytes or measured.environment.device_memory_bytes
+    console.print(redundancy_line(measured, choice.best, request.redundancy, memory_bytes))
     if choice.runners_up:
         console.print(tables.ranking(choice))
     if output is not None:
