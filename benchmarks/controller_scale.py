@@ -119,7 +119,7 @@ class Run:
 
     @property
     def busy(self) -> list[str]:
-        return [worker for worker in self.state.workers if worker in self.state.awaited]
+        return [worker for worker in self.state.workers if worker in self.state.step.awaited]
 
 
 def play(num_nodes: int, steps: int, journal: Journal) -> Run:

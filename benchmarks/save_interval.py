@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from manager.controller.saves.timing import next_save
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.saves import SaveTimes
-from manager.controller.state.state import ControllerState, Phase, WorkerState, initial_state
+from manager.controller.state.state import ControllerState, Phase, changed, initial_state
+from manager.controller.state.workers import WorkerState
 from morph.contract.messages import ReshapeOrder, Slot
 from morph.contract.plan import Expectation, Plan, StagePlan
 
@@ -159,7 +160,7 @@ def rule_of(case: Case) -> DueAfter:
             allocation_s=AGAIN_S / 2,
             num_lost=round(_vms_lost(case, num_lost)),
         )
-        save = next_save(state.model_copy(update={"saves": times}), now_s)
+        save = next_save(changed(state, save_times=times), now_s)
         assert save is not None
         return save.due_s
 

@@ -15,7 +15,8 @@ from manager.controller.state.bounds import SAVE_COPY_BYTES_PER_S
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.expected import ExpectedLosses
 from manager.controller.state.saves import SaveTimes
-from manager.controller.state.state import Phase, WorkerState, initial_state
+from manager.controller.state.state import Phase, initial_state
+from manager.controller.state.workers import WorkerState
 from manager.simulation.spot.job import SpotJob, job_from_profile
 from morph.contract.messages import ReshapeOrder, Slot
 from morph.contract.plan import Plan

@@ -80,6 +80,11 @@ class Counting(TorchDispatchMode):
         self.counts.sites[site] += 1
         self.counts.site_bytes[site] += num_bytes
 
+    def kernel(self, touched_bytes: int) -> None:
+        """Count one on the device that touches so much."""
+        self.counts.kernels[self._phase] += 1
+        self.counts.touched_bytes[self._phase] += touched_bytes
+
     def is_on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor lies there."""
         return tensor.device.type == self._device.type
@@ -110,8 +115,7 @@ class Counting(TorchDispatchMode):
             return
         touched = sum(tensor.nbytes for tensor in (*given, *made))
         if any(self.is_on_device(tensor) for tensor in (*given, *made)):
-            self.counts.kernels[self._phase] += 1
-            self.counts.touched_bytes[self._phase] += touched
+            self.kernel(touched)
         else:
             self.counts.host_touched_bytes[self._phase] += touched
         if func in (aten.mm.default, aten.addmm.default, aten.bmm.default):

@@ -89,6 +89,11 @@ def _one_pass(counting: Counting, totals: Tensor, _exponent: int, _divisor: int,
     counting.counts.host_touched_bytes["reduce"] += totals.nbytes + into.nbytes
 
 
+def _one_kernel(counting: Counting, total: Tensor, gradient: Tensor, _exponent: int, _largest: Tensor) -> None:
+    """Count what the fused kernel behind ``add_fixed`` reads and writes: the gradient once, the sums twice."""
+    counting.kernel(gradient.detach().reshape(-1).nbytes + 2 * total.nbytes)
+
+
 def _flat(value: Any) -> list[Any]:
     return [leaf for entry in value for leaf in _flat(entry)] if isinstance(value, list | tuple) else [value]
 
@@ -156,7 +161,8 @@ class ShapeJob:
             listen_host="127.0.0.1",
             device="cuda",
         )
-        self._workload = JobWorkload(self._setup)
+        with mock.patch("morph.runtime.workloads.job_workload.prepare"):  # there is nothing to prepare
+            self._workload = JobWorkload(self._setup)
         self._workload._device = self.device.kind  # a setup knows no other devices than real ones
         self._workload._clock = HostClock()  # shapes take no time
         keys = sorted({key for section in found.model.sections for key in section.batch_keys})
@@ -193,6 +199,7 @@ class ShapeJob:
             enter(mock.patch("morph.runtime.state.reducing.Reduction", _ReducedAtTheEnd))
             enter(mock.patch("morph.runtime.step.sums.Reduction", _ReducedAtTheEnd))
             enter(mock.patch("morph.runtime.state.fixed_point._on_processor", return_value=False))  # compiled loops
+            enter(mock.patch("morph.runtime.state.accumulators.add_fixed", partial(_one_kernel, counting)))
             enter(mock.patch("morph.runtime.state.accumulators.from_fixed", partial(_one_pass, counting)))
             enter(mock.patch.object(self._workload, "_loader", ShapeLoader(mode, self._batch)))
             enter(mode)

@@ -38,7 +38,7 @@ class Stopwatch:
         if not all(state.workers[follow.follower].holds.issuperset(follow.units) for follow in follows):
             return
         self._num_warm += 1
-        if self._num_warm > WARM_UP_STEPS and self._last_s is not None and not state.pending:
+        if self._num_warm > WARM_UP_STEPS and self._last_s is not None and not state.saving.pending:
             self.steps_s.append(observed.time_s - self._last_s)
         self._last_s = observed.time_s
         if len(self.steps_s) == self.num_steps:

@@ -28,16 +28,17 @@ ROUTINE = frozenset(
 def acknowledge(draft: Draft) -> None:
     """Acknowledge, at the end of a decision, the notices of those VMs that have nothing left which anybody needs."""
     state = draft.state
-    if not state.leaving or state.phase is Phase.ENDED:
+    provisioning = state.provisioning
+    if not provisioning.leaving or state.phase is Phase.ENDED:
         return
-    free = tuple(worker for worker in sorted(state.leaving) if _is_free_with_its_vm(state, worker))
+    free = tuple(worker for worker in sorted(provisioning.leaving) if _is_free_with_its_vm(state, worker))
     if not free:
         return
     notices = dict.fromkeys((vm_of(worker), state.workers[worker].notice or "") for worker in free)
     first = {vm_of(worker): worker for worker in reversed(free)}
     actions = [AcknowledgeNotice(worker=first[vm], notice=notice) for vm, notice in notices]
     sentence = f"nothing of value is left on {', '.join(free)}: it may go"
-    draft.change(leaving=state.leaving - set(free))
+    draft.change(leaving=provisioning.leaving - set(free))
     if draft.code in ROUTINE:
         draft.code = ReasonCode.NOTICE_ACKNOWLEDGED
     draft.add(sentence, *actions)
@@ -56,8 +57,8 @@ def _is_free(state: ControllerState, worker: WorkerId) -> bool:
     What it held it holds no longer once a step is decided without it: by then whoever needed it has it. A checkpoint's
     unit that it still has to write is of value too.
     """
-    if worker in state.member_units or worker in state.awaited or state.workers[worker].holds:
+    if worker in state.member_units or worker in state.step.awaited or state.workers[worker].holds:
         return False
     if state.ahead is not None and worker in state.ahead.parties:
         return False
-    return state.pending is None or worker not in state.pending.debtors
+    return state.saving.pending is None or worker not in state.saving.pending.debtors

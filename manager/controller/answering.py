@@ -19,7 +19,8 @@ from manager.controller.state.draft import Draft
 from manager.controller.state.events import WorkerAnswered
 from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import OutstandingOrder, Phase, StepReport, mean_of
+from manager.controller.state.state import Phase, mean_of
+from manager.controller.state.steps import OutstandingOrder, StepReport
 from manager.controller.steps.stepping import begin, decide_step, seal_if_complete
 from morph.contract.messages import Aborted, Answer, Committed, Failed, Prepared, Reshaped, WorkerId, WorkerReady
 from morph.words import counted
@@ -41,15 +42,16 @@ NOTED: Mapping[Phase, tuple[type[Answer], ...]] = defaultdict(
 def answered(draft: Draft, event: WorkerAnswered) -> None:
     """Take an answer to the setup or to the outstanding order; anything else is late, doubled or from a stranger."""
     state = draft.state
+    step = state.step
     entry = state.workers.get(event.worker)
     if entry is None:
         return draft.say(ReasonCode.IGNORED, f"{event.worker} is not known, or was lost")
     if not entry.ready:
         return _set_up(draft, event.worker, event.answer)
-    if state.order is None or event.worker not in state.awaited or not _fits(event.answer, state.order):
+    if step.order is None or event.worker not in step.awaited or not _fits(event.answer, step.order):
         return draft.say(ReasonCode.IGNORED, f"{event.worker} has no order that this {event.answer.kind} answers")
     if isinstance(event.answer, Failed):
-        draft.change(kept={worker: sums for worker, sums in state.kept.items() if worker != event.worker})
+        draft.change(kept={worker: sums for worker, sums in step.kept.items() if worker != event.worker})
         return failed(draft, event.worker, event.answer)
     return _order_answered(draft, event.worker, event.answer)
 
@@ -59,17 +61,18 @@ def note_answers(draft: Draft, answers: Mapping[WorkerId, Answer]) -> Sequence[W
 
     That is the last one that is awaited, by which something is decided, or all of them where each may decide something.
     """
-    state, order, noted = draft.state, draft.state.order, NOTED[draft.state.phase]
-    awaited = order is not None and state.awaited.issuperset(answers)
+    state, order, noted = draft.state, draft.state.step.order, NOTED[draft.state.phase]
+    step = state.step
+    awaited = order is not None and step.awaited.issuperset(answers)
     alike = _alike(answers).values()
     if order is None or not awaited or not all(isinstance(one, noted) and _fits(one, order) for one in alike):
         return [_answer_of(worker, answer) for worker, answer in answers.items()]
     answers = dict(answers)
-    last = answers.popitem() if len(answers) == len(state.awaited) else None
+    last = answers.popitem() if len(answers) == len(step.awaited) else None
     if answers:
         _note(draft, answers)
-        draft.change(awaited=state.awaited.difference(answers))
-        left, kind = len(draft.state.awaited), next(iter(answers.values())).kind
+        draft.change(awaited=step.awaited.difference(answers))
+        left, kind = len(draft.state.step.awaited), next(iter(answers.values())).kind
         draft.say(
             ReasonCode.AWAITING_ANSWERS,
             f"{counted(len(answers), 'worker')} answered {kind}, {counted(left, 'has', 'have')} still to",
@@ -103,19 +106,19 @@ def _note_reshaped(draft: Draft, answers: Mapping[WorkerId, Reshaped]) -> None:
         if not units <= entry.holds:
             entries[worker] = entry.model_copy(update={"holds": entry.holds | units})
     scales = [answer.loss_scale for answer in answers.values() if answer.loss_scale is not None]
-    draft.change(workers=entries, loss_scale=scales[-1] if scales else state.loss_scale)
+    draft.change(workers=entries, loss_scale=scales[-1] if scales else state.step.loss_scale)
     measure_speed(draft, answers)
 
 
 def _note_prepared(draft: Draft, answers: Mapping[WorkerId, Prepared]) -> None:
     reports = {key: _report_of(answer) for key, answer in _alike(answers).items()}
     told = zip(answers, [reports[key] for key in map(id, answers.values())], strict=True)
-    draft.change(reports=draft.state.reports | dict(told))
+    draft.change(reports=draft.state.step.reports | dict(told))
 
 
 def _note_aborted(draft: Draft, answers: Mapping[WorkerId, Aborted]) -> None:
     state = draft.state
-    kept = {worker: sums for worker, sums in state.kept.items() if worker not in answers}
+    kept = {worker: sums for worker, sums in state.step.kept.items() if worker not in answers}
     if state.config.policy.keeps_sums:
         for worker, answer in answers.items():
             if answer.kept is not None and answer.kept.step == state.version and answer.kept.sums:
@@ -155,7 +158,9 @@ def _set_up(draft: Draft, worker: WorkerId, answer: Answer) -> None:
     wait_s = hold_s(draft, entry.host)
     eligible_s = now_s + wait_s if wait_s else None
     draft.change_node(worker, NodeEvent.SET_UP, ready_s=now_s, eligible_s=eligible_s)
-    draft.change(num_setups_lost=0, setup_lost_s=None, setup_s=mean_of(state.setup_s, now_s - entry.appeared_s))
+    draft.change(
+        num_setups_lost=0, setup_lost_s=None, setup_s=mean_of(state.measured.setup_s, now_s - entry.appeared_s)
+    )
     draft.change(evaluation=answer.evaluation)
     sentence = f"{worker} is ready"
     if eligible_s is not None:
@@ -194,7 +199,7 @@ def _order_answered(draft: Draft, worker: WorkerId, answer: Answer) -> None:
         detail = answer.detail or ("a peer was lost" if answer.peer_lost else "no detail")
         draft.say(ReasonCode.ABORTING, f"{worker} gave up its order: {detail}")
         return dissolve(draft)
-    num_left, trains = len(draft.state.awaited), state.phase in (Phase.RESHAPING, Phase.TRAINING)
+    num_left, trains = len(draft.state.step.awaited), state.phase in (Phase.RESHAPING, Phase.TRAINING)
     if trains and not num_left:
         return begin(draft) if state.phase is Phase.RESHAPING else decide_step(draft)
     draft.say(ReasonCode.AWAITING_ANSWERS, f"{worker} answered {answer.kind}")

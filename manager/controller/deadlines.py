@@ -15,7 +15,9 @@ from manager.controller.state.draft import Draft
 from manager.controller.state.events import NobodyHeard, Tick
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, WorkerState
+from manager.controller.state.state import ControllerState, Phase
+from manager.controller.state.steps import OutstandingOrder
+from manager.controller.state.workers import WorkerState
 from manager.controller.steps.resting import rest_over
 from manager.controller.steps.restoring import find_if_due, in_doubt, loading_workers, note_doubt
 from manager.controller.steps.saving import SAVING, save_if_due
@@ -29,31 +31,33 @@ def wake_at_s(state: ControllerState) -> float | None:
 
     Waits for nodes are found by looking at all of them, so a bound is kept that a ``Tick`` brings up to date.
     """
+    waits = state.waits
+    saving = state.saving
     if state.phase is Phase.ENDED:
         return None
     policy = state.config.policy
-    times = [time_s for time_s in (state.nodes_wake_s, state.hold_until_s) if time_s is not None]
-    if state.order is not None:
-        times.append(_order_until(state.order)[0])
-    elif state.phase is Phase.RESTING and state.rest_until_s is not None:
-        times.append(state.rest_until_s)
-    elif state.phase is Phase.COMMITTING and state.pending is not None:
-        times.append(state.pending.started_s + save_bound_s(state))
-    if state.waiting_since_s is not None:
-        times.append(state.waiting_since_s + policy.rules.wait.vms_patience_s)
-    if state.phase is Phase.STARTING and state.first_feasible_s is not None:
-        times.append(max([state.first_feasible_s + policy.start_patience_s, *state.torn.values()]))
-    if state.phase is Phase.SEALING and state.sealing_since_s is not None:
-        times.append(state.sealing_since_s + save_bound_s(state))
-    if state.phase in SAVING and state.save_again_s is not None:
-        times.append(state.save_again_s)
+    times = [time_s for time_s in (state.provisioning.nodes_wake_s, waits.hold_until_s) if time_s is not None]
+    if state.step.order is not None:
+        times.append(_order_until(state.step.order)[0])
+    elif state.phase is Phase.RESTING and waits.rest_until_s is not None:
+        times.append(waits.rest_until_s)
+    elif state.phase is Phase.COMMITTING and saving.pending is not None:
+        times.append(saving.pending.started_s + save_bound_s(state))
+    if waits.waiting_since_s is not None:
+        times.append(waits.waiting_since_s + policy.rules.wait.vms_patience_s)
+    if state.phase is Phase.STARTING and waits.first_feasible_s is not None:
+        times.append(max([waits.first_feasible_s + policy.start_patience_s, *waits.torn.values()]))
+    if state.phase is Phase.SEALING and saving.sealing_since_s is not None:
+        times.append(saving.sealing_since_s + save_bound_s(state))
+    if state.phase in SAVING and saving.save_again_s is not None:
+        times.append(saving.save_again_s)
     return min(times, default=None)
 
 
 def tick(draft: Draft, event: Tick) -> None:
     """Do what is due: give up workers that were awaited too long, look after nodes and requests, end long waits."""
     del event
-    if draft.state.nodes_wake_s is not None and draft.now_s >= draft.state.nodes_wake_s:
+    if draft.state.provisioning.nodes_wake_s is not None and draft.now_s >= draft.state.provisioning.nodes_wake_s:
         draft.change(nodes_wake_s=None)
         _look_after_nodes(draft)
     late = _late_workers(draft.state, draft.now_s)
@@ -85,7 +89,7 @@ def nobody_heard(draft: Draft, event: NobodyHeard) -> None:
         return None if since_s is None else min(since_s + event.lasted_s, draft.now_s)
 
     state = draft.state
-    order, pending = state.order, state.pending
+    order, pending = state.step.order, state.saving.pending
     if order is not None:
         update = {"sent_s": later(order.sent_s), "abort_sent_s": later(order.abort_sent_s)}
         order = order.model_copy(update=update)
@@ -104,18 +108,21 @@ def nobody_heard(draft: Draft, event: NobodyHeard) -> None:
 def _end_long_waits(draft: Draft) -> None:
     """End a phase that only waits, when its time is over."""
     state, now_s = draft.state, draft.now_s
+    waits = state.waits
     limit_s = save_bound_s(state)
     match state.phase:
         case Phase.STARTING | Phase.WAITING:
             _end_if_waited_too_long(draft)
             if draft.state.phase is Phase.STARTING:
                 start_if_due(draft)
-        case Phase.SEALING if state.sealing_since_s is not None and now_s >= state.sealing_since_s + limit_s:
+        case Phase.SEALING if (
+            state.saving.sealing_since_s is not None and now_s >= state.saving.sealing_since_s + limit_s
+        ):
             draft.end("failed", f"the manifest of version {state.version} was not written within {limit_s:.4g} s")
         case Phase.COMMITTING | Phase.SEALING:
             save_if_due(draft)
-        case Phase.HOLDING if state.hold_until_s is not None and now_s >= state.hold_until_s:
-            form_or_hold(draft) if state.torn else form(draft)
+        case Phase.HOLDING if waits.hold_until_s is not None and now_s >= waits.hold_until_s:
+            form_or_hold(draft) if waits.torn else form(draft)
         case Phase.HOLDING:
             form_or_hold(draft)
         case Phase.RESTING if in_doubt(state):
@@ -129,7 +136,7 @@ def _end_if_waited_too_long(draft: Draft) -> None:
     limit_s, fewest = state.config.policy.rules.wait.vms_patience_s, state.config.fewest_workers
     if nothing_comes(state) and len(state.ready_workers) < fewest:
         draft.end("failed", why_no_more(state))
-    elif state.waiting_since_s is not None and draft.now_s >= state.waiting_since_s + limit_s:
+    elif state.waits.waiting_since_s is not None and draft.now_s >= state.waits.waiting_since_s + limit_s:
         sentence = f"there were never {fewest} ready workers within {limit_s:g} s"
         draft.end("stopped", sentence)
 
@@ -144,22 +151,23 @@ def _order_until(order: OutstandingOrder) -> tuple[float, str]:
 
 def _cannot_tell(state: ControllerState, late: Mapping[WorkerId, str]) -> bool:
     """Whether so many are late that most of them only wait for one another: who hangs will not give up its order."""
-    waiting = state.awaited & set(late)
+    waiting = state.step.awaited & set(late)
     return state.phase in FORMED_PHASES and len(waiting) > 1 and 2 * len(waiting) > len(state.slots)
 
 
 def _late_workers(state: ControllerState, now_s: float) -> dict[WorkerId, str]:
     """Return the workers that were awaited too long, with what they were awaited for."""
+    saving = state.saving
     late, limit_s = {}, setup_bound_s(state)
     for worker, entry in state.workers.items():
         if entry.node is NodeState.WARMING and now_s >= entry.appeared_s + limit_s:
             late[worker] = f"it was not set up within {limit_s:.4g} s"
-    if state.order is not None:
-        until_s, why = _order_until(state.order)
+    if state.step.order is not None:
+        until_s, why = _order_until(state.step.order)
         late |= dict.fromkeys(state.busy_workers, why) if now_s >= until_s else {}
-    elif state.phase is Phase.COMMITTING and state.pending and now_s >= state.pending.started_s + save_bound_s(state):
+    elif state.phase is Phase.COMMITTING and saving.pending and now_s >= saving.pending.started_s + save_bound_s(state):
         why = f"for {save_bound_s(state):.4g} s none of its last units was written"
-        late |= dict.fromkeys(sorted(state.pending.debtors & set(state.workers)), why)
+        late |= dict.fromkeys(sorted(saving.pending.debtors & set(state.workers)), why)
     return late
 
 
@@ -193,7 +201,7 @@ def _node_times(state: ControllerState, entry: WorkerState) -> list[float]:
 
 def _request_times(state: ControllerState) -> list[float]:
     times: list[float] = []
-    for request in state.requests.values():
+    for request in state.provisioning.requests.values():
         times += [resend_at_s(state, request)] if request.count else []
         times += [since_s + state.config.policy.rules.requests.boot_s for since_s in request.granted.values()]
     return times

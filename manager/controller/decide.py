@@ -54,7 +54,8 @@ from manager.controller.state.events import (
     WorkerProbed,
 )
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, Decision, Phase, WorkerState
+from manager.controller.state.state import ControllerState, Decision, Phase
+from manager.controller.state.workers import WorkerState
 from manager.controller.steps.resting import stop_while_resting
 from manager.controller.steps.restoring import checkpoint_found, checkpoint_not_found, find_whole, in_doubt
 from manager.controller.steps.saving import checkpoint_failed, manifest_written, units_written
@@ -147,7 +148,7 @@ def _node_appeared(draft: Draft, event: NodeAppeared) -> None:
     entry = WorkerState(appeared_s=now_s, host=event.host or event.node, facts=facts)
     draft.change(workers={**state.workers, event.node: entry}, num_appeared=state.num_appeared + 1)
     forget_kept(draft, event.node)
-    if state.phase is Phase.STARTING and state.waiting_since_s is None:
+    if state.phase is Phase.STARTING and state.waits.waiting_since_s is None:
         draft.change(waiting_since_s=now_s)
     draft.wake_by(now_s + setup_bound_s(state))
     sentence = f"{event.node} appeared: its worker is started"
@@ -178,7 +179,7 @@ def _stop_later(draft: Draft, event: StopRequested) -> None:
 
 
 def _stop_now(draft: Draft, event: StopRequested) -> None:
-    saved = 0 if draft.state.checkpoint is None else draft.state.checkpoint.version
+    saved = 0 if draft.state.saving.checkpoint is None else draft.state.saving.checkpoint.version
     draft.change(stop_reason=event.reason)
     draft.end("stopped", f"{event.reason}; version {saved} is saved")
 

@@ -20,7 +20,8 @@ from manager.controller.state.draft import Draft
 from manager.controller.state.events import ManagerResumed
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
+from manager.controller.state.state import ControllerState, Phase
+from manager.controller.state.steps import OutstandingOrder
 from manager.controller.steps.stepping import send_again
 from manager.controller.stragglers.probing import probe_of
 from morph.words import counted
@@ -66,7 +67,7 @@ def resumed_after_the_end(draft: Draft, event: ManagerResumed) -> None:
 def _begin_waits_anew(draft: Draft) -> None:
     """Begin every wait anew; units of the last checkpoint that are missing are asked for with their commits."""
     state, now_s = draft.state, draft.now_s
-    order, awaited, pending = state.order, state.awaited, state.pending
+    order, awaited, pending = state.step.order, state.step.awaited, state.saving.pending
     if order is None and state.phase is Phase.COMMITTING and pending is not None:
         limit_s = commit_bound_s(state)
         order = OutstandingOrder(
@@ -89,34 +90,36 @@ def _begin_waits_anew(draft: Draft) -> None:
         awaited=awaited,
         pending=pending,
         workers=workers,
-        sealing_since_s=None if state.sealing_since_s is None else now_s,
+        sealing_since_s=None if state.saving.sealing_since_s is None else now_s,
         morph_began_s=None,
     )
 
 
 def _again(state: ControllerState) -> tuple[Action, ...]:
     """Build every action whose outcome is not known, but for requests."""
+    step = state.step
+    saving = state.saving
     actions: list[Action] = []
     for worker, entry in state.workers.items():
         if not entry.ready:
             actions.append(StartWorker(worker=worker))
         if entry.probation is not None and entry.probation.asked_s is not None:
             actions.append(probe_of(state, worker))
-    if state.order is not None:
-        if state.order.kind == "reshape":
+    if step.order is not None:
+        if step.order.kind == "reshape":
             assert state.reshape is not None, "no generation was formed"
             actions += [SendReshape(worker=worker, order=state.reshape) for worker in state.busy_workers]
         else:
             actions += send_again(state)
-        if state.order.abort_sent_s is not None:
+        if step.order.abort_sent_s is not None:
             actions += [Abort(worker=worker, generation=state.generation) for worker in state.busy_workers]
-    actions += [WriteManifest(manifest=manifest) for manifest in state.sealing]
-    if state.doubt is not None and state.doubt.status == "asked":
-        actions.append(FindCheckpoint(doubted=state.doubt.version))
+    actions += [WriteManifest(manifest=manifest) for manifest in saving.sealing]
+    if saving.doubt is not None and saving.doubt.status == "asked":
+        actions.append(FindCheckpoint(doubted=saving.doubt.version))
     return tuple(actions)
 
 
 def _requests(state: ControllerState) -> list[RequestNodes]:
     """Build the requests for VMs that are not answered."""
-    requests = state.requests.items()
+    requests = state.provisioning.requests.items()
     return [RequestNodes(request=name, count=request.count) for name, request in requests if request.count]

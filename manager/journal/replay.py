@@ -71,7 +71,7 @@ def _snapshot(journal: Journal) -> tuple[ControllerState | None, int]:
     state = json.loads(state_json) | {"config": json.loads(config.payload_json)}
     try:
         found = ControllerState.model_validate_json(json.dumps(state))
-        return found.model_copy(update={"config": found.config.corrected(found.planned_with)}), sequence
+        return found.model_copy(update={"config": found.config.corrected(found.measured.planned_with)}), sequence
     except ValidationError as error:
         raise RunDirError(
             f"the journal's snapshot behind line {sequence} was written by another version of the controller; "

@@ -168,7 +168,7 @@ def none_joins(arm: FakeArm, directory: Path) -> list[str]:
     with world(arm, directory, state=state, never_join=Everyone(), scale=200.0) as run:
         run.begin()
         run.until(lambda: run.state.phase is Phase.ENDED, "the end of the run")
-        assert run.state.num_requests == RequestRules().max_absent
+        assert run.state.provisioning.num_requests == RequestRules().max_absent
         return run.told
 
 

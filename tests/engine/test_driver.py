@@ -139,7 +139,7 @@ def test_a_node_with_a_notice_hears_that_it_may_go_once_a_step_is_decided_withou
 
     def notice(observed: Observed) -> None:
         state = observed.decision.state
-        if state.version == 2 and "vm1" in {slot.worker for slot in state.slots} and not state.leaving:
+        if state.version == 2 and "vm1" in {slot.worker for slot in state.slots} and not state.provisioning.leaving:
             run.event_queue.put(NoticeGiven(worker="vm1", lead_s=1.0, notice="preempt-7"))
 
     run.react = notice

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from morph.cutting.sections.section import ParameterUnit
+from morph.runtime.state import fixed_point
 from morph.runtime.state.unit_state import UnitState
 
 NUM_MICRO_BATCHES = 12
@@ -35,3 +36,8 @@ def test_a_sum_of_gradients_has_equal_bits_on_cpu_and_cuda_in_any_order() -> Non
         means.append(reduced.gradients["w"].cpu())
     assert torch.equal(means[0], means[1])
     assert torch.equal(means[0], means[2])
+
+
+def test_one_kernel_adds_a_gradient_with_the_bits_of_torchs_kernels() -> None:
+    """``_fused`` compares them when it is first asked, and says no where they differ or cannot be compiled."""
+    assert fixed_point._fused(torch.device("cuda", torch.cuda.current_device())) is not None

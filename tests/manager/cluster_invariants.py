@@ -119,8 +119,8 @@ def check_orders(cluster: SimulatedCluster, before: ControllerState, event: Even
 def check_holdings(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
     """What the controller believes a worker holds, it holds; and what is needed is held or can be restored."""
     state = decision.state
-    saved = state.checkpoint is None or state.checkpoint.version in cluster.checkpoints
-    cluster.check(saved or state.doubt is not None, "the newest checkpoint is not on storage")
+    saved = state.saving.checkpoint is None or state.saving.checkpoint.version in cluster.checkpoints
+    cluster.check(saved or state.saving.doubt is not None, "the newest checkpoint is not on storage")
     if any(isinstance(action, SendReshape | SendStep | SendCommit) for action in decision.actions):
         return  # who is about to apply a version has not done so yet
     for name, entry in state.workers.items():
@@ -154,8 +154,8 @@ def check_patience(cluster: SimulatedCluster, before: ControllerState, event: Ev
     """Training stands for a node no longer than the policy allows, and nobody drains for ever."""
     state, rules = decision.state, decision.state.config.policy.rules
     set_back_s = sum(max(0.0, -by_s) for _, by_s in cluster.faults.clock_jumps)
-    if state.phase is Phase.HOLDING and state.hold_until_s is not None:
-        wait_s = state.hold_until_s - cluster.clock_s()
+    if state.phase is Phase.HOLDING and state.waits.hold_until_s is not None:
+        wait_s = state.waits.hold_until_s - cluster.clock_s()
         cluster.check(wait_s <= rules.wait.hold_patience_s + set_back_s + 1e-6, f"training stands for {wait_s:.1f} s")
     if isinstance(event, Tick):
         for worker, entry in state.workers.items():
@@ -166,11 +166,11 @@ def check_patience(cluster: SimulatedCluster, before: ControllerState, event: Ev
 def check_rest(cluster: SimulatedCluster, before: ControllerState, event: Event, decision: Decision) -> None:
     """Before a rest all that is held is written, if it is everything, and nobody else holds it for that long."""
     state = decision.state
-    if state.phase is not Phase.RESTING or before.rest_until_s == state.rest_until_s:
+    if state.phase is not Phase.RESTING or before.waits.rest_until_s == state.waits.rest_until_s:
         return
     held = set().union(*(entry.holds for entry in state.workers.values() if entry.ready))
-    known = state.checkpoint.version if state.checkpoint is not None else 0
-    if set(state.config.units) <= held and state.version not in (known, *(one.version for one in state.sealing)):
+    known = state.saving.checkpoint.version if state.saving.checkpoint is not None else 0
+    if set(state.config.units) <= held and state.version not in (known, *(one.version for one in state.saving.sealing)):
         written = [action.order for action in decision.actions if isinstance(action, SendCommit)]
         units = [unit for order in written for unit in order.checkpoint_units]
         cluster.check(sorted(units) == sorted(state.config.units), f"before a rest only {sorted(units)} are written")
@@ -203,7 +203,7 @@ def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Eve
                 repeats, limit = ("request", action.request), MAX_SENT
                 early = cluster.asked[repeats] == 0 and cluster.clock_s() < cluster.refused_until_s
                 cluster.check(not early, f"{action.request} comes right after a refusal")
-                cluster.check(action.request in state.requests, f"{action.request} is forgotten at once")
+                cluster.check(action.request in state.provisioning.requests, f"{action.request} is forgotten at once")
             case _:
                 continue
         cluster.asked[repeats] += 1
@@ -214,8 +214,8 @@ def check_repeats(cluster: SimulatedCluster, before: ControllerState, event: Eve
     target = state.config.target_nodes
     if target and any(isinstance(action, RequestNodes) for action in decision.actions):
         living = sum(entry.node is not NodeState.DRAINING for entry in state.workers.values())
-        coming = sum(request.count + len(request.granted) for request in state.requests.values())
-        known = sum(request.count for request in before.requests.values())
+        coming = sum(request.count + len(request.granted) for request in state.provisioning.requests.values())
+        known = sum(request.count for request in before.provisioning.requests.values())
         most = target + cluster.faults.num_devices - 1  # the last VM may bring more than was missing
         right = living + coming <= most or isinstance(event, ManagerResumed) or known > 0
         cluster.check(right, f"{living} live, {coming} are to come, {target} are wanted")
@@ -263,7 +263,7 @@ def check_may_go(cluster: SimulatedCluster, state: ControllerState, name: str) -
         return
     cluster.check(worker.order is None, f"{name} may go, and has an order")
     others = [other for at, other in cluster.workers.items() if other.alive and vm_of(at) != vm_of(name)]
-    saved = state.checkpoint is not None and state.checkpoint.version == state.version
+    saved = state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version
     for unit in state.config.units:
         alone = worker.has(unit, state.version) and not any(other.has(unit, state.version) for other in others)
         cluster.check(saved or not alone, f"{name} may go with the only {unit} at {state.version}")
@@ -277,7 +277,8 @@ def check_given_back(cluster: SimulatedCluster, before: ControllerState, event: 
     releases = [action for action in decision.actions if isinstance(action, ReleaseNodes)]
     given_back = {node for action in releases for node in action.nodes}
     awaited, awaits = (
-        {node for request in each.requests.values() for node in request.granted} for each in (before, state)
+        {node for request in each.provisioning.requests.values() for node in request.granted}
+        for each in (before, state)
     )
     kept = (before.workers.keys() | awaited) - state.workers.keys() - awaits - given_back
     cluster.check(not kept, f"{sorted(kept)} are forgotten and not given back")

@@ -111,7 +111,7 @@ class Script:
             worker=worker,
             generation=self.state.generation,
             step=self.state.version,
-            attempt=self.state.attempt,
+            attempt=self.state.step.attempt,
             overflowed=overflowed,
             times=TIMES,
         )
@@ -134,9 +134,9 @@ class Script:
 
     def written(self, version: int, units: Sequence[str] = tuple(UNITS)) -> tuple[Action, ...]:
         """Units of the pending checkpoint are on storage: each writer tells of its own."""
-        assert self.state.pending is not None
+        assert self.state.saving.pending is not None
         actions: tuple[Action, ...] = ()
-        writers = self.state.pending.writers
+        writers = self.state.saving.pending.writers
         for writer in dict.fromkeys(writers[unit] for unit in units):
             entries = tuple(unit_written(writer, version, unit) for unit in units if writers[unit] == writer)
             actions = self.tell(UnitsWritten(worker=writer, written=entries))
@@ -150,7 +150,7 @@ class Script:
     @property
     def busy(self) -> list[str]:
         """The workers with an order."""
-        return [worker for worker in self.state.workers if worker in self.state.awaited]
+        return [worker for worker in self.state.workers if worker in self.state.step.awaited]
 
 
 def unit_written(worker: str, version: int, unit: str) -> UnitWritten:

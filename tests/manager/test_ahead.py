@@ -243,7 +243,7 @@ def test_how_fast_state_travels_is_measured_where_all_of_it_came_from_peers() ->
             worker=worker, generation=order.generation, groups_s=0, state_s=num_bytes / 50.0, received_bytes=0
         )
         script.tell(WorkerAnswered(worker=worker, answer=answer))
-    assert script.state.state_bytes_per_s == pytest.approx(50.0)
+    assert script.state.measured.state_bytes_per_s == pytest.approx(50.0)
 
 
 def test_a_new_manager_drops_what_its_predecessor_had_sent_ahead() -> None:

@@ -72,7 +72,7 @@ def test_steps_that_take_as_long_as_planned_and_half_more_are_committed() -> Non
         assert passes(script, 1.5 * STEP_S) == []
         script.prepared()
         assert script.state.version == version
-    assert script.state.num_fruitless == 0
+    assert script.state.waits.num_fruitless == 0
 
 
 def test_a_shape_is_formed_that_moves_all_its_state_over_a_slow_link() -> None:
@@ -127,8 +127,8 @@ def test_the_bound_of_a_small_job_is_the_floor_and_a_set_value_replaces_what_is_
         script.ready("n1", "n2", "n3", "n4")
         script.reshaped()
         script.prepared("n1", "n2", "n3")
-        assert script.state.order is not None
-        assert script.state.order.limit_s == expected_s
+        assert script.state.step.order is not None
+        assert script.state.step.order.limit_s == expected_s
         assert script.state.reshape is not None
         assert script.state.reshape.limit_s == expected_s
         assert until_ended(script) == pytest.approx(expected_s, abs=1.0)
@@ -146,8 +146,8 @@ def test_a_step_with_an_evaluation_has_time_for_it_and_the_others_have_not() -> 
     script.reshaped()
     limits_s = []
     for _ in range(4):
-        assert script.state.order is not None
-        limits_s.append(script.state.order.limit_s)
+        assert script.state.step.order is not None
+        limits_s.append(script.state.step.order.limit_s)
         script.prepared()
     assert limits_s[0] == limits_s[1] == limits_s[3]
     assert limits_s[2] == pytest.approx(limits_s[0] + HEADROOM * 10 * 2 * STEP_S)
@@ -159,16 +159,16 @@ def test_what_is_slower_than_planned_is_learned_and_shapes_that_fail_get_more_ti
     script = training()
     limits_s = []
     for _ in range(MOST_DOUBLINGS + 2):
-        assert script.state.order is not None
-        limits_s.append(script.state.order.limit_s)
+        assert script.state.step.order is not None
+        limits_s.append(script.state.step.order.limit_s)
         script.aborted()
         script.reshaped()
     assert limits_s == [limits_s[0] * 2 ** min(index, MOST_DOUBLINGS) for index in range(MOST_DOUBLINGS + 2)]
     passes(script, 5 * STEP_S)
     script.prepared()
-    assert script.state.order is not None
-    assert script.state.num_fruitless == 0
-    assert script.state.order.limit_s > HEADROOM * 5 * STEP_S
+    assert script.state.step.order is not None
+    assert script.state.waits.num_fruitless == 0
+    assert script.state.step.order.limit_s > HEADROOM * 5 * STEP_S
 
 
 @pytest.mark.parametrize("unit_bytes", [SIZES, UNIT_BYTES])

@@ -11,7 +11,7 @@ from simulated_job import MANIFEST, UNITS
 from manager.controller.state.actions import Action, Finish, SendCommit, SendReshape, SendStep
 from manager.controller.state.config import units_by_stage
 from manager.controller.state.events import WorkerLost
-from manager.controller.state.state import ControllerState, Phase
+from manager.controller.state.state import SLICES, ControllerState, Phase, changed
 from morph.contract.decided import Decided, LossScale
 
 SCALE = LossScale(exponent=4, good_steps=1, growth_steps=3)
@@ -94,7 +94,7 @@ def test_one_member_whose_gradient_is_not_finite_skips_the_step_for_all() -> Non
     script = started(SCALE)
     actions = prepare_all(script, unit_norms_sq={}, non_finite=True)
     assert orders(actions) == [Decided(version=1, skipped=True)] * 4
-    assert script.state.loss_scale == LossScale(exponent=3, good_steps=0, growth_steps=3)
+    assert script.state.step.loss_scale == LossScale(exponent=3, good_steps=0, growth_steps=3)
     assert "weights unchanged" in script.sentence
 
 
@@ -110,7 +110,7 @@ def test_a_step_that_is_skipped_is_not_run_again_for_an_overflow() -> None:
 def test_an_overflow_is_run_again_with_the_same_facts_and_scale() -> None:
     script = started(SCALE)
     prepare_all(script)
-    scale = script.state.loss_scale
+    scale = script.state.step.loss_scale
     script.prepared("n1", "n2", "n3")
     actions = script.prepared("n4", overflowed=True)
     assert {action.order.loss_scale for action in actions if isinstance(action, SendStep)} == {scale}
@@ -119,14 +119,14 @@ def test_an_overflow_is_run_again_with_the_same_facts_and_scale() -> None:
 
 def test_the_scale_follows_the_units_through_every_generation() -> None:
     script = started(SCALE)
-    scales = [script.state.loss_scale]
+    scales = [script.state.step.loss_scale]
     for _ in range(2):
         actions = prepare_all(script)
         scales.append(next(action.order.loss_scale for action in actions if isinstance(action, SendStep)))
     assert [(scale.exponent, scale.good_steps) for scale in scales if scale] == [(4, 1), (4, 2), (5, 0)]
     script.tell(WorkerLost(worker=script.members[0], cause="killed"))
     script.aborted()
-    assert script.state.loss_scale is None
+    assert script.state.step.loss_scale is None
     actions = script.reshaped(loss_scale=scales[-1])
     assert {action.order.loss_scale for action in actions if isinstance(action, SendStep)} == {scales[-1]}
 
@@ -161,3 +161,16 @@ def test_facts_survive_json_exactly() -> None:
     script = started(SCALE)
     prepare_all(script)
     assert ControllerState.model_validate_json(script.state.model_dump_json()) == script.state
+
+
+def test_a_field_stands_in_one_slice_of_the_state() -> None:
+    fields = [field for kind in (ControllerState, *SLICES.values()) for field in kind.model_fields]
+    assert sorted(fields) == sorted(set(fields))
+
+
+def test_fields_are_replaced_where_they_stand() -> None:
+    state = started(SCALE).state
+    later = changed(state, generation=7, attempt=3, sealing_since_s=2.0)
+    assert (later.generation, later.step.attempt, later.saving.sealing_since_s) == (7, 3, 2.0)
+    assert later.step.order == state.step.order
+    assert later.waits is state.waits

@@ -9,7 +9,8 @@ from simulated_job import PLANS, RULES
 from manager.controller.shape.flapping import flapped, hold_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import NodeAppeared, Tick, WorkerAnswered, WorkerLost
-from manager.controller.state.state import Flaps, Phase
+from manager.controller.state.provisioning import Flaps
+from manager.controller.state.state import Phase
 from morph.contract.messages import WorkerReady
 
 FLAPS = RULES.flaps
@@ -34,7 +35,7 @@ def test_what_was_long_ago_is_forgotten() -> None:
     draft.now_s += FLAPS.memory_s
     assert hold_s(draft, "m") == 0.0
     flapped(draft, "other")
-    assert set(draft.state.flaps) == {"other"}
+    assert set(draft.state.provisioning.flaps) == {"other"}
     draft.change(flaps={"m": Flaps(num=10**6, last_s=draft.now_s)})
     assert hold_s(draft, "m") == FLAPS.hold_max_s
 

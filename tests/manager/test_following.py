@@ -14,7 +14,7 @@ from manager.controller.shape.risk import holders_of, mean_s_to_fatal_loss
 from manager.controller.shape.salvage import losses_of
 from manager.controller.state.config import units_by_stage
 from manager.controller.state.events import ManifestWritten, WorkerAnswered, WorkerLost
-from manager.controller.state.state import ControllerState, initial_state
+from manager.controller.state.state import ControllerState, changed, initial_state
 from morph.contract.cluster import Policy
 from morph.contract.messages import Slot
 from morph.contract.plan import Plan
@@ -245,11 +245,11 @@ def test_auto_follows_once_a_save_has_shown_what_a_loss_costs_and_no_longer_than
         return any(follow.units for follow in script.state.reshape.follows)
 
     def train_through_a_save(durable_s: float) -> None:
-        while script.state.pending is None:
+        while script.state.saving.pending is None:
             script.prepared()
-        script.written(script.state.pending.version)
+        script.written(script.state.saving.pending.version)
         script.now_s += durable_s
-        script.tell(ManifestWritten(version=script.state.sealing[0].version))
+        script.tell(ManifestWritten(version=script.state.saving.sealing[0].version))
         generation = script.state.generation
         script.prepared()
         if script.state.generation > generation:
@@ -265,7 +265,7 @@ def test_auto_follows_once_a_save_has_shown_what_a_loss_costs_and_no_longer_than
     generation = script.state.generation
     train_through_a_save(durable_s=60.0)
     assert (followed(), script.state.generation) == (True, generation)
-    saves = script.state.saves.model_copy(update={"vm_s": 1e9})  # so long none was lost
-    script.state = script.state.model_copy(update={"saves": saves})
+    saves = script.state.saving.save_times.model_copy(update={"vm_s": 1e9})  # so long none was lost
+    script.state = changed(script.state, save_times=saves)
     train_through_a_save(durable_s=60.0)
     assert not followed()

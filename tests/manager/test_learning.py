@@ -115,7 +115,7 @@ def test_a_correction_is_told_when_it_changes_and_not_with_every_report() -> Non
     assert tell_times(script, 1.0) == []
     told = tell_times(script, 3.0, 200)
     assert 1 <= len(told) < 10
-    assert script.state.correction == told[-1].correction
+    assert script.state.measured.correction == told[-1].correction
     assert told[-1].correction.factors[5] > told[-1].correction.factors[0]
 
 
@@ -129,8 +129,8 @@ def test_what_is_learned_is_no_reason_to_change_the_shape_and_counts_once_one_is
     script.tell(WorkerLost(worker=script.members[-1], cause="revoked"))
     while script.state.generation == generation:
         script.aborted()
-    assert script.state.correction is not None
-    assert script.state.config.factors == script.state.correction.factors
+    assert script.state.measured.correction is not None
+    assert script.state.config.factors == script.state.measured.correction.factors
     assert script.state.plan is not None
     planned = script.state.config.plans[script.state.plan.num_workers]
     assert script.state.plan.expected.mini_batch_s > planned.expected.mini_batch_s
@@ -143,7 +143,7 @@ def test_a_slow_workers_times_teach_nothing() -> None:
     }
     script.state = script.state.model_copy(update={"workers": workers})
     assert tell_times(script, 3.0, 1) == []
-    assert script.state.stage_ratios == ()
+    assert script.state.measured.stage_ratios == ()
 
 
 class JournalledScript(Script):
@@ -170,10 +170,10 @@ def test_a_journal_with_corrections_is_replayed_to_the_same_state_and_tells_them
         script = trained(partial(JournalledScript, journal))
         tell_times(script, 3.0)
         script.tell(WorkerLost(worker=script.members[-1], cause="revoked"))
-        while not script.state.planned_with:
+        while not script.state.measured.planned_with:
             script.aborted()
         assert replay(journal) == script.state
         assert replay(journal).config.best_plan(3) == script.state.config.best_plan(3)
     report = read_report(tmp_path)
-    assert report.correction == script.state.correction
+    assert report.correction == script.state.measured.correction
     assert "times of sections against the profile: 0-2 x" in summarise(report)

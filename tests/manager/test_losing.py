@@ -22,7 +22,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import Phase
+from manager.controller.state.state import Phase, changed
 from morph.contract.messages import (
     ReshapeOrder,
 )
@@ -150,8 +150,8 @@ def test_below_the_minimum_survivors_save_what_they_hold_and_wait() -> None:
     script.wake()
     assert (script.state.phase, script.code) == (Phase.WAITING, "too_few_workers")
     script.saved(1)
-    assert script.state.checkpoint is not None
-    assert script.state.checkpoint.version == 1
+    assert script.state.saving.checkpoint is not None
+    assert script.state.saving.checkpoint.version == 1
     assert script.state.phase is Phase.WAITING
     order = next(action.order for action in script.ready("n5") if isinstance(action, SendReshape))
     assert order.version == 1
@@ -226,7 +226,7 @@ def test_workers_that_are_lost_together_dissolve_one_generation_and_none_of_them
     script.tell(WorkerLost(worker="n1", cause="its VM left the cluster", beside=("vm.d0", "vm.d1", "stranger")))
     assert "n1, vm.d0, vm.d1 were lost: its VM left the cluster" in script.sentence
     script.aborted()
-    assert (script.state.generation, script.state.num_fruitless) == (generation + 1, 1)
+    assert (script.state.generation, script.state.waits.num_fruitless) == (generation + 1, 1)
     assert {slot.worker for slot in script.state.slots} <= {"n2", "n3", "n4"}
 
 
@@ -234,7 +234,7 @@ def with_two_devices_a_vm() -> Script:
     """A shape of four workers on two VMs that trains, with orders out; VMs are asked for."""
     script = Script(target_nodes=4)
     script.ready("a.d0", "a.d1", "b.d0", "b.d1")
-    script.state = script.state.model_copy(update={"requests": {}})
+    script.state = changed(script.state, requests={})
     script.reshaped()
     assert script.state.phase is Phase.TRAINING
     return script
@@ -248,7 +248,7 @@ def test_the_workers_of_a_vm_that_go_one_after_the_other_cost_one_shape_and_one_
     actions += script.tell(WorkerLost(worker="a.d1", cause="its process is gone"), script.now_s + 0.5)
     assert [action.count for action in actions if isinstance(action, RequestNodes)] == [2]
     assert receivers(actions, SendReshape) == ["b.d0", "b.d1"]
-    assert (script.state.generation, script.state.torn) == (2, {})
+    assert (script.state.generation, script.state.waits.torn) == (2, {})
 
 
 def test_a_worker_that_dies_alone_is_left_out_when_its_vm_had_its_time_to_go() -> None:

@@ -32,8 +32,8 @@ def _everything_is_kept(*arguments: Any) -> Any:
 
 
 def _nobody_is_forgotten(draft: Draft, lost: Any) -> None:
-    awaited = draft.state.awaited - set(lost)
-    draft.change(awaited=awaited, order=draft.state.order if awaited else None)
+    awaited = draft.state.step.awaited - set(lost)
+    draft.change(awaited=awaited, order=draft.state.step.order if awaited else None)
 
 
 def _no_vm_is_given_back(draft: Draft, lost: Any) -> None:
@@ -47,7 +47,7 @@ def _nobody_else_is_awaited(draft: Draft, worker: str, **fields: Any) -> None:
 
 def _the_last_one_is_not_awaited(draft: Draft, worker: str, **fields: Any) -> None:
     taken(draft, worker, **fields)
-    if draft.state.phase is Phase.RESHAPING and len(draft.state.awaited) == 1:
+    if draft.state.phase is Phase.RESHAPING and len(draft.state.step.awaited) == 1:
         draft.change(awaited=frozenset(), order=None)
 
 
@@ -63,13 +63,13 @@ def _nothing_is_aborted(draft: Draft) -> None:
 
 
 def _an_aborted_step_counts(draft: Draft) -> None:
-    if not draft.state.awaited:
+    if not draft.state.step.awaited:
         draft.change(version=draft.state.version + 1)
     settle(draft)
 
 
 def _overflow_is_overlooked(draft: Draft) -> None:
-    reports = draft.state.reports.items()
+    reports = draft.state.step.reports.items()
     draft.change(reports={worker: entry.model_copy(update={"overflowed": False}) for worker, entry in reports})
     decide_step(draft)
 
@@ -80,7 +80,7 @@ def _a_reshape_counts(draft: Draft) -> None:
 
 
 def _the_version_goes_back(draft: Draft) -> str:
-    draft.change(version=draft.state.checkpoint.version if draft.state.checkpoint else 0)
+    draft.change(version=draft.state.saving.checkpoint.version if draft.state.saving.checkpoint else 0)
     return ""
 
 

@@ -29,7 +29,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import Phase
+from manager.controller.state.state import Phase, changed
 
 
 def noticed(script: Script, worker: str, lead_s: float = 2.5, notice: str = "first") -> None:
@@ -55,7 +55,7 @@ def test_a_noticed_member_finishes_its_step_and_is_left_out_at_the_boundary() ->
     assert {source.kind for source in order.sources} <= {"keep", "peer"}
     assert receivers(script.reshaped(), SendStep) == ["n1", "n3", "n4"]
     assert script.tell(WorkerLost(worker="n2", cause="revoked")) == ()
-    assert (script.state.version, script.state.phase, script.state.num_fruitless) == (1, Phase.TRAINING, 0)
+    assert (script.state.version, script.state.phase, script.state.waits.num_fruitless) == (1, Phase.TRAINING, 0)
 
 
 def test_a_member_under_a_long_notice_trains_on_as_long_as_leaving_is_in_time_and_is_replaced_at_once() -> None:
@@ -73,14 +73,14 @@ def test_a_member_under_a_long_notice_trains_on_as_long_as_leaving_is_in_time_an
         assert "n2" in script.members
         assert script.now_s < taken_s
     assert "n2" not in script.members
-    step_s, morph_s = script.state.saves.step_s, script.state.config.policy.rules.wait.morph_s
+    step_s, morph_s = script.state.saving.save_times.step_s, script.state.config.policy.rules.wait.morph_s
     assert step_s is not None
     left_s = taken_s - script.now_s
     needed_s = MARGIN * morph_s + STEP_MARGIN * max(step_s, PLANS[4].expected.mini_batch_s)
     assert MARGIN * morph_s <= left_s <= needed_s
     assert left_s > needed_s - 1.5 * step_s  # at the boundary before there was time for one more
     assert script.state.version > version + 10
-    assert script.state.num_fruitless == 0
+    assert script.state.waits.num_fruitless == 0
 
 
 def test_one_change_takes_in_whoever_came_while_a_notice_lasted() -> None:
@@ -132,13 +132,13 @@ def test_a_member_that_cannot_be_spared_trains_on_and_a_checkpoint_is_made_at_on
         script = Script(plans={plan.num_workers: plan}, num_steps=20, expected_nodes=plan.num_workers)
         script.ready(*(f"n{number + 1}" for number in range(plan.num_workers)))
         script.reshaped()
-        saves = script.state.saves.model_copy(update={"since_s": script.now_s - 100})
-        script.state = script.state.model_copy(update={"saves": saves})
+        saves = script.state.saving.save_times.model_copy(update={"since_s": script.now_s - 100})
+        script.state = changed(script.state, save_times=saves)
         noticed(script, "n2", lead_s=30.0)
         steps = [action.order for action in script.prepared() if isinstance(action, SendStep)]
         assert len(steps) == plan.num_workers
         assert sum(len(order.checkpoint_units) for order in steps) == num_saved
-        assert script.state.pending is None or script.state.pending.kind == "emergency"
+        assert script.state.saving.pending is None or script.state.saving.pending.kind == "emergency"
 
 
 def test_a_notice_that_nobody_follows_up_is_void_after_its_grace() -> None:
@@ -250,9 +250,9 @@ def test_a_member_that_is_told_of_again_is_not_let_go_for_that() -> None:
 
 def test_who_still_writes_units_of_a_checkpoint_is_not_let_go() -> None:
     script = training()
-    while script.state.pending is None:
+    while script.state.saving.pending is None:
         script.prepared()
-    pending = script.state.pending
+    pending = script.state.saving.pending
     writer = next(iter(pending.writers.values()))
     noticed(script, writer)
     script.prepared()
@@ -267,7 +267,7 @@ def test_a_notice_that_is_withdrawn_is_not_acknowledged() -> None:
     noticed(script, "n2")
     script.tell(NoticeWithdrawn(worker="n2"))
     assert acknowledged([*script.prepared(), *script.prepared()]) == []
-    assert script.state.leaving == frozenset()
+    assert script.state.provisioning.leaving == frozenset()
 
 
 def test_who_holds_the_only_copy_is_not_let_go() -> None:
@@ -279,7 +279,7 @@ def test_who_holds_the_only_copy_is_not_let_go() -> None:
     actions = script.aborted()
     assert script.state.phase is Phase.WAITING
     assert acknowledged(actions) == []
-    assert script.state.leaving == {"n2"}
+    assert script.state.provisioning.leaving == {"n2"}
 
 
 def asking() -> Script:
@@ -296,9 +296,9 @@ def test_a_notice_that_comes_before_the_grant_gives_the_vm_back_when_it_is_grant
     assert ReleaseNodes(nodes=("n3",)) in actions
     assert script.code == "nodes_granted"
     assert "n3 will be taken in 20 s and is not up yet: it is given back" in script.sentence
-    assert set(script.state.requests["job-1"].granted) == {"n1", "n2", "n4"}
+    assert set(script.state.provisioning.requests["job-1"].granted) == {"n1", "n2", "n4"}
     assert [action.count for action in actions if isinstance(action, RequestNodes)] == [1]
-    assert script.state.kept_notices == {}
+    assert script.state.provisioning.kept_notices == {}
 
 
 def test_a_node_that_appears_before_its_grant_drains_by_the_notice_that_was_there_already() -> None:
@@ -310,7 +310,7 @@ def test_a_node_that_appears_before_its_grant_drains_by_the_notice_that_was_ther
     assert script.state.workers["n1"].drain_until_s == script.now_s + 20.0 + grace_s
     assert acknowledged(actions) == [("n1", "first")], "nothing of value is on it"
     assert StartWorker(worker="n1") in actions
-    assert script.state.kept_notices == {}
+    assert script.state.provisioning.kept_notices == {}
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_a_kept_notice_is_forgotten_when_it_is_withdrawn_or_its_vm_will_not_come
     script = asking()
     script.tell(NoticeGiven(worker="n1", lead_s=30.0, notice="first"))
     script.tell(meanwhile)
-    assert script.state.kept_notices == {}
+    assert script.state.provisioning.kept_notices == {}
     script.tell(NodeAppeared(node="n1"))
     assert script.state.workers["n1"].node is NodeState.WARMING
 
@@ -340,7 +340,7 @@ def test_a_vm_with_two_devices_drains_whole_by_the_notice_that_came_before_its_g
     for worker in ("v.d0", "v.d1"):
         script.tell(NodeAppeared(node=worker, request="job-1"))
         assert script.state.workers[worker].node is NodeState.DRAINING
-    assert script.state.kept_notices == {}
+    assert script.state.provisioning.kept_notices == {}
 
 
 def test_a_kept_notice_of_a_further_worker_is_forgotten_with_its_vm() -> None:
@@ -348,9 +348,9 @@ def test_a_kept_notice_of_a_further_worker_is_forgotten_with_its_vm() -> None:
     script.tell(Tick())
     script.tell(NoticeGiven(worker="v.d1", lead_s=30.0, notice="first"))
     script.tell(NodeAppeared(node="v.d0", request="job-1"))
-    assert set(script.state.kept_notices) == {"v.d1"}
+    assert set(script.state.provisioning.kept_notices) == {"v.d1"}
     script.tell(WorkerLost(worker="v.d0", cause="its VM is gone", beside=("v.d1",)))
-    assert script.state.kept_notices == {}
+    assert script.state.provisioning.kept_notices == {}
 
 
 def test_a_notice_that_is_void_by_the_time_its_node_is_known_changes_nothing() -> None:
@@ -364,4 +364,4 @@ def test_a_notice_that_is_void_by_the_time_its_node_is_known_changes_nothing() -
 def test_a_notice_of_a_stranger_is_not_kept_while_nothing_is_asked_for() -> None:
     script = training()
     assert script.tell(NoticeGiven(worker="stranger", lead_s=30.0, notice="first")) == ()
-    assert (script.code, script.state.kept_notices) == ("ignored", {})
+    assert (script.code, script.state.provisioning.kept_notices) == ("ignored", {})

@@ -205,7 +205,7 @@ def test_a_resumed_run_is_told_whole(tmp_path: Path) -> None:
     assert first.run(4).outcome == "stopped"
     first.journal.close()
     assert read_report(tmp_path).outcome == "stopped"
-    checkpoint = first.state.checkpoint
+    checkpoint = first.state.saving.checkpoint
     assert checkpoint is not None
     again = JournalledCluster(
         1, tmp_path, Faults(), first.now_s + 100, initial_checkpoint=checkpoint, initial_version=checkpoint.version

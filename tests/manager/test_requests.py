@@ -19,7 +19,7 @@ from manager.controller.state.events import (
     Tick,
     WorkerLost,
 )
-from manager.controller.state.state import Phase
+from manager.controller.state.state import Phase, changed
 
 REQUESTS = RULES.requests
 
@@ -39,7 +39,7 @@ def test_what_is_missing_is_asked_for_once() -> None:
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
     for node in ("n1", "n2", "n3", "n4"):
         assert requested(script.tell(NodeAppeared(node=node, request="job-1"))) == []
-    assert script.state.requests == {}
+    assert script.state.provisioning.requests == {}
 
 
 def test_what_kind_a_vm_is_is_known_by_its_grant_or_by_itself_whichever_comes_first() -> None:
@@ -48,7 +48,7 @@ def test_what_kind_a_vm_is_is_known_by_its_grant_or_by_itself_whichever_comes_fi
     script.tell(NodeAppeared(node="n1", request="job-1", facts=kinds["n1"]))
     script.tell(NodeAppeared(node="n2", request="job-1"))
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4"), facts=kinds))
-    assert script.state.requests["job-1"].facts == {"n3": kinds["n3"]}
+    assert script.state.provisioning.requests["job-1"].facts == {"n3": kinds["n3"]}
     for node in ("n3", "n4"):
         script.tell(NodeAppeared(node=node, request="job-1"))
     assert {node: entry.facts for node, entry in script.state.workers.items()} == {**kinds, "n4": NodeFacts()}
@@ -64,7 +64,7 @@ def test_a_lost_vm_is_replaced_and_a_noticed_one_before_it_is_gone() -> None:
     script = asking()
     script.tell(Tick())
     script.ready("n1", "n2", "n3", "n4")
-    script.state = script.state.model_copy(update={"requests": {}})
+    script.state = changed(script.state, requests={})
     assert requested(script.tell(NoticeGiven(worker="n1", lead_s=30.0))) == [("job-2", 1)]
     assert requested(script.tell(WorkerLost(worker="n1", cause="revoked"))) == []
     assert requested(script.tell(WorkerLost(worker="n2", cause="killed"))) == [("job-3", 1)]
@@ -82,7 +82,7 @@ def test_refusals_are_followed_by_ever_longer_waits_up_to_a_bound_and_a_grant_fo
         waits_s.append(script.now_s - refused_s)
     assert waits_s == pytest.approx([1.0, 2.0, 4.0, 8.0, 8.0, 8.0])
     script.tell(NodesGranted(request="job-7", nodes=("n1", "n2", "n3", "n4")))
-    assert (script.state.num_refused, script.state.ask_at_s) == (0, None)
+    assert (script.state.provisioning.num_refused, script.state.provisioning.ask_at_s) == (0, None)
 
 
 def test_a_request_granted_in_part_is_asked_for_again_after_a_wait() -> None:
@@ -98,7 +98,7 @@ def test_a_request_without_an_answer_comes_again_under_its_name_and_not_for_ever
     for _ in range(MAX_SENT - 1):
         assert requested(script.wake()) == [("job-1", 4)]
     assert requested(script.wake()) == [("job-2", 4)]
-    assert script.state.num_refused == 1
+    assert script.state.provisioning.num_refused == 1
 
 
 def test_grants_that_come_twice_or_after_the_vm_itself_change_nothing() -> None:
@@ -107,7 +107,7 @@ def test_grants_that_come_twice_or_after_the_vm_itself_change_nothing() -> None:
     script.tell(NodeAppeared(node="n1", request="job-1"))
     grant = NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4"))
     script.tell(grant)
-    assert set(script.state.requests["job-1"].granted) == {"n2", "n3", "n4"}
+    assert set(script.state.provisioning.requests["job-1"].granted) == {"n2", "n3", "n4"}
     script.tell(grant)
     assert script.code == "ignored"
 
@@ -176,9 +176,9 @@ def test_one_that_appears_makes_up_for_those_that_did_not() -> None:
     for number in range(2, REQUESTS.max_absent):
         absent(script, number)
         script.tell(Tick(), at_s=script.now_s + REQUESTS.backoff_max_s)
-    assert script.state.num_absent == REQUESTS.max_absent - 1
+    assert script.state.provisioning.num_absent == REQUESTS.max_absent - 1
     script.tell(NodeAppeared(node="late", request=f"job-{REQUESTS.max_absent}"))
-    assert script.state.num_absent == 0
+    assert script.state.provisioning.num_absent == 0
 
 
 def test_a_run_that_has_too_few_vms_and_asks_for_no_more_ends_and_says_what_to_look_at() -> None:
@@ -206,8 +206,8 @@ def test_vms_that_are_taken_while_they_boot_are_no_sign_of_a_mistake() -> None:
         script.tell(NodesGranted(request=f"job-{number}", nodes=(f"m{number}",)))
         script.tell(WorkerLost(worker=f"m{number}", cause="the provider has its VM no more"))
         script.tell(Tick(), at_s=script.now_s + 2 * REQUESTS.backoff_max_s)
-    assert script.state.num_absent == 0
-    assert script.state.num_requests >= 2 * REQUESTS.max_absent
+    assert script.state.provisioning.num_absent == 0
+    assert script.state.provisioning.num_requests >= 2 * REQUESTS.max_absent
 
 
 def test_too_few_vms_pause_the_run_which_keeps_asking_and_goes_on_when_they_come() -> None:
@@ -236,7 +236,7 @@ def test_a_vm_that_is_taken_while_it_boots_is_awaited_no_longer_and_replaced() -
     script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
     assert requested(script.tell(WorkerLost(worker="n3", cause="the provider has its VM no more"))) == [("job-2", 1)]
     assert "n3 never appeared: the provider has its VM no more" in script.sentence
-    assert set(script.state.requests["job-1"].granted) == {"n1", "n2", "n4"}
+    assert set(script.state.provisioning.requests["job-1"].granted) == {"n1", "n2", "n4"}
 
 
 def test_vms_that_die_while_they_boot_are_replaced_at_once_the_first_time_and_then_ever_less_often() -> None:

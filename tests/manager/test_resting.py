@@ -27,8 +27,8 @@ def test_after_so_many_generations_the_holders_write_what_they_hold_and_the_same
     assert sorted(written) == sorted(script.state.config.units)
     assert "10 generations in a row" in script.sentence
     saved(script)
-    assert script.state.checkpoint is not None
-    assert (script.state.phase, script.state.checkpoint.version) == (Phase.RESTING, 1)
+    assert script.state.saving.checkpoint is not None
+    assert (script.state.phase, script.state.saving.checkpoint.version) == (Phase.RESTING, 1)
     began_s = script.now_s
     actions = script.wake()
     assert script.now_s - began_s <= FIRST_PAUSE_S
@@ -36,7 +36,7 @@ def test_after_so_many_generations_the_holders_write_what_they_hold_and_the_same
     assert script.state.version == 1
     script.reshaped()
     script.prepared()
-    assert (script.state.version, script.state.num_fruitless, script.state.resting_since_s) == (2, 0, None)
+    assert (script.state.version, script.state.waits.num_fruitless, script.state.waits.resting_since_s) == (2, 0, None)
 
 
 def test_each_further_generation_that_comes_to_nothing_is_followed_by_a_longer_pause_and_saves_nothing_anew() -> None:
@@ -46,9 +46,9 @@ def test_each_further_generation_that_comes_to_nothing_is_followed_by_a_longer_p
     for _ in range(3):
         script.wake()
         script.aborted()
-        assert script.state.rest_until_s is not None
-        assert script.state.order is None
-        pauses.append(round(script.state.rest_until_s - script.now_s, 6))
+        assert script.state.waits.rest_until_s is not None
+        assert script.state.step.order is None
+        pauses.append(round(script.state.waits.rest_until_s - script.now_s, 6))
     assert pauses == [2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S, 8 * FIRST_PAUSE_S]
     assert pause_after(10**6) == LONGEST_PAUSE_S
 
@@ -57,7 +57,7 @@ def test_the_run_ends_when_the_users_limit_is_reached() -> None:
     script = script_in(Phase.RESTING)
     saved(script)
     limit_s = script.state.config.policy.give_up_after_s
-    began_s = script.state.resting_since_s
+    began_s = script.state.waits.resting_since_s
     assert began_s is not None
     while script.state.phase is not Phase.ENDED:
         script.wake()
@@ -92,6 +92,6 @@ def test_what_has_no_holder_is_not_written_and_goes_back_to_the_checkpoint_after
     script.ready("n5", "n6")
     script.aborted()
     assert script.state.phase is Phase.RESTING
-    assert script.state.order is None
+    assert script.state.step.order is None
     script.wake()
     assert (script.state.version, script.code) == (0, "set_back")

@@ -69,7 +69,7 @@ def test_a_damaged_version_is_passed_over_and_the_same_workers_go_on_from_the_on
     assert "back to version 3, the newest checkpoint, 3 steps are to be redone" in script.sentence
     script.reshaped()
     script.prepared()
-    assert (script.state.version, script.state.doubt) == (4, None)
+    assert (script.state.version, script.state.saving.doubt) == (4, None)
 
 
 def test_what_turns_out_whole_is_loaded_again_at_once_then_after_growing_pauses(script: Script) -> None:
@@ -92,8 +92,8 @@ def test_storage_that_does_not_answer_is_no_damage_and_is_asked_again_until_the_
     while script.state.phase is not Phase.ENDED:
         assert actions == (FindCheckpoint(doubted=6),)
         num_asked += 1
-        assert script.state.checkpoint is not None
-        assert script.state.checkpoint.version == 6
+        assert script.state.saving.checkpoint is not None
+        assert script.state.saving.checkpoint.version == 6
         actions = script.tell(CheckpointNotFound(error="storage took longer than 600 s", damaged=False))
         assert "whether version 6 is whole is not known" in script.sentence
         actions = actions or script.wake()
@@ -124,7 +124,7 @@ def test_what_one_worker_cannot_load_though_it_is_whole_is_read_for_it_by_anothe
     assert "others read what n3 could not" in script.sentence
     script.reshaped()
     script.prepared()
-    assert (script.state.version, script.state.doubt) == (7, None)
+    assert (script.state.version, script.state.saving.doubt) == (7, None)
 
 
 def test_where_nobody_turns_out_to_be_able_to_read_each_tries_again_itself(script: Script) -> None:

@@ -69,8 +69,8 @@ def test_a_setup_that_was_under_way_is_asked_for_again_with_all_its_time() -> No
 def test_the_last_checkpoint_is_asked_for_again_from_whoever_still_owes_units() -> None:
     script = script_in(Phase.COMMITTING)
     script.committed()
-    assert script.state.pending is not None
-    owing = set(script.state.pending.writers.values())
+    assert script.state.saving.pending is not None
+    owing = set(script.state.saving.pending.writers.values())
     actions = script.tell(ManagerResumed(living=ALL))
     assert {action.worker for action in actions if isinstance(action, SendCommit)} == owing
     script.committed()

@@ -24,7 +24,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.expected import ExpectedLosses
-from manager.controller.state.state import ControllerState, Phase
+from manager.controller.state.state import ControllerState, Phase, changed
 from morph.contract.messages import UnitWritten
 
 H = 3600.0
@@ -46,9 +46,9 @@ def training(size: int, **policy: object) -> Script:
 
 def seen(state: ControllerState, **times: object) -> ControllerState:
     """The same, with these times seen, and what is due by them worked out."""
-    state = state.model_copy(update={"saves": state.saves.model_copy(update=times)})
-    saves = state.saves.model_copy(update={"insurance": insurance_save(state, 0.0)})
-    return state.model_copy(update={"saves": saves})
+    state = changed(state, save_times=state.saving.save_times.model_copy(update=times))
+    saves = state.saving.save_times.model_copy(update={"insurance": insurance_save(state, 0.0)})
+    return changed(state, save_times=saves)
 
 
 def step_to(script: Script, time_s: float) -> list[SendStep]:
@@ -114,7 +114,7 @@ def test_the_interval_is_that_of_the_thesis_where_each_loss_is_fatal() -> None:
     config = state.config.model_copy(update={"expected_losses": once})
     assert state.reshape is not None
     alone = state.reshape.model_copy(update={"slots": state.slots[:1]})
-    state = state.model_copy(update={"config": config, "reshape": alone, "setup_s": 153.0})
+    state = changed(state, config=config, reshape=alone, setup_s=153.0)
     interval_s, why = cheapest_interval(state, 0.0)
     assert interval_s / 4.6 == pytest.approx(51.7, abs=0.05)
     assert "a save stalls training for 2.55 s" in why
@@ -144,7 +144,7 @@ def test_saves_keep_a_two_hundredth_from_training_only_where_stalls_are_long_for
     losses = LOSSES.model_copy(update={"per_vm_h": per_vm_h, "weight_vm_h": 1e6})
     state = state.model_copy(update={"config": state.config.model_copy(update={"expected_losses": losses})})
     state = seen(state, stall_s=stall_s, durable_s=0.0, step_s=0.0, allocation_s=100.0)
-    interval_s, why = cheapest_interval(state.model_copy(update={"setup_s": 50.0}), 0.0)
+    interval_s, why = cheapest_interval(changed(state, setup_s=50.0), 0.0)
     share = stall_s / interval_s
     mttf_s = mean_s_to_fatal_loss(state, 0.0)
     assert share == pytest.approx(math.sqrt(stall_s / 2 / (mttf_s + 150.0)))
@@ -158,7 +158,7 @@ def test_a_save_begins_at_the_boundary_nearest_to_when_it_is_due_and_the_journal
     save = next_save(script.state, script.now_s)
     assert save is not None
     assert save.kind == "insurance"
-    first_s = script.state.saves.since_s
+    first_s = script.state.saving.save_times.since_s
     assert first_s is not None
     assert save.due_s == first_s + save.interval_s
     assert not any(order.order.checkpoint_units for order in step_to(script, save.due_s - 0.6))
@@ -168,7 +168,7 @@ def test_a_save_begins_at_the_boundary_nearest_to_when_it_is_due_and_the_journal
     assert "one every" in script.sentence
     version = script.state.version
     script.written(version)
-    manifest = script.state.sealing[0]
+    manifest = script.state.saving.sealing[0]
     assert (manifest.kind, manifest.shape, manifest.version) == ("insurance", "2x1", version)
     (note,) = [act for act in script.tell(ManifestWritten(version=version)) if isinstance(act, NoteNextSave)]
     assert note.next_save.due_s > script.now_s
@@ -179,7 +179,7 @@ def test_what_a_save_took_is_measured() -> None:
     script.prepared()
     begun_s = script.now_s + 0.2
     script.prepared()
-    pending = script.state.pending
+    pending = script.state.saving.pending
     assert pending is not None
     for worker in ("n1", "n2"):
         units = [unit for unit, writer in pending.writers.items() if writer == worker]
@@ -190,11 +190,11 @@ def test_what_a_save_took_is_measured() -> None:
         )
         script.tell(UnitsWritten(worker=worker, written=written))
     num_first = sum(writer == "n1" for writer in pending.writers.values())
-    assert script.state.saves.stall_s == pytest.approx(0.5 * num_first)
-    assert script.state.sealing[0].saved_s == pytest.approx(begun_s)
+    assert script.state.saving.save_times.stall_s == pytest.approx(0.5 * num_first)
+    assert script.state.saving.sealing[0].saved_s == pytest.approx(begun_s)
     script.now_s = begun_s + 7.0 - 0.1
     script.tell(ManifestWritten(version=2))
-    assert script.state.saves.durable_s == pytest.approx(7.0)
+    assert script.state.saving.save_times.durable_s == pytest.approx(7.0)
 
 
 def test_what_a_user_asks_for_comes_first_and_insurance_only_where_nothing_comes_sooner() -> None:
@@ -221,37 +221,37 @@ def test_storage_that_takes_nothing_is_told_of_once_and_tried_again_ever_less_of
     codes: list[str] = []
     while len(tried_s) < 4:
         step_to(script, script.now_s + 1)
-        if script.state.pending is not None:
+        if script.state.saving.pending is not None:
             tried_s.append(script.now_s)
             script.tell(CheckpointFailed(worker="n1", error="disk full"))
             codes.append(script.code)
-            assert script.state.pending is None
+            assert script.state.saving.pending is None
     waits_s = [after - before for before, after in itertools.pairwise(tried_s)]
     assert waits_s == pytest.approx([10, 20, 40], abs=1.5)
     assert codes == ["checkpoint_abandoned", "units_noted", "units_noted", "units_noted"]
-    while script.state.pending is None:
+    while script.state.saving.pending is None:
         step_to(script, script.now_s + 1)
-    script.saved(script.state.pending.version)
+    script.saved(script.state.saving.pending.version)
     assert script.sentence.endswith("is complete, after 4 that storage did not take")
-    assert script.state.saves.num_refused == 0
+    assert script.state.saving.save_times.num_refused == 0
 
 
 def test_a_save_that_came_to_nothing_because_its_writer_was_lost_does_not_put_off_the_next_one() -> None:
     script = training(4)
     script.state = seen(script.state, stall_s=0.01, durable_s=1.0, step_s=1.0)
-    save = script.state.saves.insurance
+    save = script.state.saving.save_times.insurance
     assert save is not None
     step_to(script, save.due_s + 0.6)
-    assert script.state.pending is not None
-    since_s = script.state.saves.since_s
+    assert script.state.saving.pending is not None
+    since_s = script.state.saving.save_times.since_s
     assert since_s is not None
     assert since_s > save.due_s - 1
-    lost = next(iter(script.state.pending.debtors))
+    lost = next(iter(script.state.saving.pending.debtors))
     script.tell(WorkerLost(worker=lost, cause="killed"))
     script.aborted()
     script.reshaped()
     assert script.state.phase is Phase.TRAINING
-    again = script.state.saves.insurance
+    again = script.state.saving.save_times.insurance
     assert again is not None
     assert again.due_s < script.now_s  # it is due as if it had never begun
 
@@ -260,16 +260,16 @@ def test_a_lost_vm_counts_once_and_its_life_is_noted() -> None:
     script = training(4)
     born_s = script.state.workers["n4"].appeared_s
     script.tell(WorkerLost(worker="n4", cause="killed"), at_s=born_s + 50)
-    assert (script.state.saves.num_lost, script.state.saves.vm_s) == (1, pytest.approx(50))
+    assert (script.state.saving.save_times.num_lost, script.state.saving.save_times.vm_s) == (1, pytest.approx(50))
 
 
 def test_how_long_a_vm_took_to_come_is_measured() -> None:
     script = Script(target_nodes=2, expected_nodes=2)
     script.ready("own")
-    ((name, request),) = script.state.requests.items()
+    ((name, request),) = script.state.provisioning.requests.items()
     script.tell(NodesGranted(request=name, nodes=("new",)))
     script.tell(NodeAppeared(node="new", request=name), at_s=request.asked_s + 30)
-    assert script.state.saves.allocation_s == pytest.approx(30)
+    assert script.state.saving.save_times.allocation_s == pytest.approx(30)
 
 
 @pytest.mark.parametrize(("lead_s", "saved"), [(20.0, True), (3.0, False)])
@@ -290,9 +290,9 @@ def test_a_notice_is_used_for_few_saves_the_last_as_late_as_it_can_be_complete()
     while script.now_s < taken_s - 1:
         if any(order.order.checkpoint_units for order in step_to(script, script.now_s + 1)):
             begun_s.append(script.now_s)
-            assert script.state.pending is not None
-            assert script.state.pending.kind == "emergency"
-            script.saved(script.state.pending.version)
+            assert script.state.saving.pending is not None
+            assert script.state.saving.pending.kind == "emergency"
+            script.saved(script.state.saving.pending.version)
             script.state = seen(script.state, durable_s=2.0)
     left_s = [taken_s - at_s for at_s in begun_s]
     assert 3 <= len(begun_s) <= 7
@@ -347,14 +347,14 @@ def test_what_only_a_vm_holds_that_will_be_taken_is_saved_from_the_middle_of_a_l
     assert all(order.held and order.version == 1 for order in commits)
     script.committed()
     script.saved(1)
-    assert script.state.checkpoint is not None
-    assert (script.state.checkpoint.version, script.state.checkpoint.kind) == (1, "emergency")
+    assert script.state.saving.checkpoint is not None
+    assert (script.state.saving.checkpoint.version, script.state.saving.checkpoint.kind) == (1, "emergency")
 
 
 def test_requests_are_repeated_after_what_is_lost_is_given_back() -> None:
     script = Script(target_nodes=3, expected_nodes=2)
     script.ready("n1", "n2")
-    assert script.state.requests
+    assert script.state.provisioning.requests
     actions = script.tell(ManagerResumed(living=("n1",)))
     kinds = [action.kind for action in actions if action.kind in ("release_nodes", "request_nodes")]
     assert kinds[0] == "release_nodes"

@@ -33,7 +33,7 @@ def spared(aborted_s: float) -> int:
     names = [cluster.vm_came() for _ in range(4)]
     cluster.play(60.0)
     assert cluster.workers.formed is not None
-    begun_s = cluster.state.saves.ordered_s
+    begun_s = cluster.state.saving.save_times.ordered_s
     assert begun_s is not None
     cluster.agenda.put(begun_s + 1.0, lambda: cluster.vm_taken(names[-1]) or ())
     cluster.play(begun_s + 10.0)

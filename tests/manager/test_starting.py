@@ -101,7 +101,7 @@ def test_contradictions_in_the_configuration_are_refused(fields: dict[str, objec
 def test_patience_that_runs_out_while_workers_may_follow_one_that_is_lost_does_not_spin() -> None:
     script = Script(expected_nodes=9)
     script.ready("n1.d0", "n1.d1", "n2.d0", "n2.d1")
-    first_s = script.state.first_feasible_s
+    first_s = script.state.waits.first_feasible_s
     assert first_s is not None
     patience_s = first_s + script.state.config.policy.start_patience_s
     script.tell(WorkerLost(worker="n1.d0", cause="killed"), at_s=patience_s - 0.1)

@@ -82,14 +82,14 @@ def test_a_checkpoint_waits_for_the_one_before_it() -> None:
     script.reshaped()
     for _ in range(7):
         script.prepared()
-    assert script.state.pending is not None
-    assert script.state.pending.version == 3
+    assert script.state.saving.pending is not None
+    assert script.state.saving.pending.version == 3
     (write,) = script.written(3)
     assert isinstance(write, WriteManifest)
     assert {file.unit for file in write.manifest.units} == set(UNITS)
     script.tell(ManifestWritten(version=3))
     script.prepared()
-    assert script.state.pending.version == 8
+    assert script.state.saving.pending.version == 8
 
 
 def test_a_failed_checkpoint_is_tried_again_a_whole_interval_later() -> None:
@@ -102,20 +102,20 @@ def test_a_failed_checkpoint_is_tried_again_a_whole_interval_later() -> None:
     assert script.code == "checkpoint_abandoned"
     for _ in range(2):
         script.prepared()
-        assert script.state.pending is None
+        assert script.state.saving.pending is None
     script.prepared()
-    assert script.state.pending is not None
-    assert script.state.pending.version == 6
+    assert script.state.saving.pending is not None
+    assert script.state.saving.pending.version == 6
 
 
 def test_the_last_checkpoint_is_written_again_by_whom_storage_refused_until_it_is_there() -> None:
     script = script_in(Phase.COMMITTING)
     script.committed()
-    assert script.state.pending is not None
-    generation, (owing, *others) = script.state.generation, sorted(set(script.state.pending.writers.values()))
+    assert script.state.saving.pending is not None
+    generation, (owing, *others) = script.state.generation, sorted(set(script.state.saving.pending.writers.values()))
     for writer in others:
-        script.written(2, [unit for unit, by in script.state.pending.writers.items() if by == writer])
-    pauses_s, owed = [], tuple(unit for unit, writer in script.state.pending.writers.items() if writer == owing)
+        script.written(2, [unit for unit, by in script.state.saving.pending.writers.items() if by == writer])
+    pauses_s, owed = [], tuple(unit for unit, writer in script.state.saving.pending.writers.items() if writer == owing)
     for _ in range(8):
         failed_s = script.now_s
         script.tell(CheckpointFailed(worker=owing, error="No space left on device"))
@@ -227,22 +227,22 @@ def test_a_stop_while_nobody_works_ends_at_once(phase: Phase) -> None:
 def test_only_who_was_told_to_write_a_unit_is_believed_to_have_written_it() -> None:
     script = script_in(Phase.COMMITTING)
     script.committed()
-    assert script.state.pending is not None
-    writer = script.state.pending.writers["s0"]
+    assert script.state.saving.pending is not None
+    writer = script.state.saving.pending.writers["s0"]
     for other, author in (("n9", "n9"), ("n9", writer), (writer, "n9")):
         script.tell(UnitsWritten(worker=other, written=(unit_written(author, 2, "s0"),)))
         assert script.last is not None
         assert script.last.reason.code is ReasonCode.IGNORED
-    assert script.state.pending.written == {}
+    assert script.state.saving.pending.written == {}
     script.tell(UnitsWritten(worker=writer, written=(unit_written(writer, 2, "s0"),)))
-    assert set(script.state.pending.written) == {"s0"}
+    assert set(script.state.saving.pending.written) == {"s0"}
 
 
 def test_a_writer_lost_after_its_commit_has_the_version_committed_again() -> None:
     script = script_in(Phase.COMMITTING)
     script.committed()
-    assert script.state.pending is not None
-    actions = script.tell(WorkerLost(worker=script.state.pending.writers["s0"], cause="killed"))
+    assert script.state.saving.pending is not None
+    actions = script.tell(WorkerLost(worker=script.state.saving.pending.writers["s0"], cause="killed"))
     assert len(receivers(actions, SendReshape)) == 3
     assert len(receivers(script.reshaped(), SendCommit)) == 3
     script.committed()

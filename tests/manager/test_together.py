@@ -50,7 +50,7 @@ def done(actions: Sequence[Action]) -> Counter[str]:
 def answers_to(state: ControllerState) -> list[Answer]:
     """What may be answered to the present order, right and wrong."""
     generation, version = state.generation, state.version
-    step = Prepared(worker="", generation=generation, step=version, attempt=state.attempt, times=TIMES)
+    step = Prepared(worker="", generation=generation, step=version, attempt=state.step.attempt, times=TIMES)
     return [
         step,
         step.model_copy(update={"overflowed": True}),
@@ -67,7 +67,7 @@ def test_what_many_workers_answer_alike_changes_what_it_changes_one_by_one() -> 
     for seed in SEEDS:
         for _, state, _, _ in (entry for entry in played(seed).log[::7] if not isinstance(entry, str)):
             for answer in answers_to(state):
-                everybody = tuple(sorted(state.awaited)) or tuple(state.workers)
+                everybody = tuple(sorted(state.step.awaited)) or tuple(state.workers)
                 for workers in (everybody, everybody[1:], (*everybody, "stranger")):
                     if not workers:
                         continue

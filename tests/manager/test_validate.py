@@ -13,16 +13,10 @@ from simulated_job import MANIFEST, UNITS
 from manager.controller.state.actions import Finish
 from manager.controller.state.draft import Draft
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import (
-    ControllerState,
-    Failing,
-    KeptNotice,
-    NodeRequest,
-    Phase,
-    PreCopy,
-    Probation,
-)
+from manager.controller.state.provisioning import KeptNotice, NodeRequest
+from manager.controller.state.state import ControllerState, Phase, PreCopy, changed
 from manager.controller.state.validate import INVARIANTS, BrokenState, validate
+from manager.controller.state.workers import Failing, Probation
 from morph.contract.decided import Decided
 from morph.contract.messages import PreCopyMove
 
@@ -31,12 +25,17 @@ Break = Callable[[ControllerState], ControllerState]
 
 def having(**fields: Any) -> Break:
     """Replace fields of the state."""
-    return lambda state: state.model_copy(update=fields)
+    return lambda state: changed(state, **fields)
 
 
 def inside(name: str, **fields: Any) -> Break:
     """Replace fields of a part of the state."""
-    return lambda state: having(**{name: getattr(state, name).model_copy(update=fields)})(state)
+
+    def broken(state: ControllerState) -> ControllerState:
+        part = next(getattr(slice_, name) for slice_ in (state, state.step, state.saving) if hasattr(slice_, name))
+        return changed(state, **{name: part.model_copy(update=fields)})
+
+    return broken
 
 
 def worker(name: str, **fields: Any) -> Break:
@@ -112,7 +111,7 @@ BROKEN: dict[str, tuple[Phase, Break]] = {
         Phase.RESHAPING,
         lambda state: having(
             workers={name: entry for name, entry in state.workers.items() if name != "n1"},
-            awaited=state.awaited - {"n1"},
+            awaited=state.step.awaited - {"n1"},
         )(state),
     ),
     "in training somebody holds each unit": (Phase.TRAINING, nobody_holds_a_unit),

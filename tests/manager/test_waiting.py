@@ -8,7 +8,7 @@ from simulated_job import PLANS, RULES, make_config, make_plan
 
 from manager.controller.state.actions import Abort, EndWorker, Finish, SendReshape, SendStep
 from manager.controller.state.events import NobodyHeard, NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost
-from manager.controller.state.state import Phase
+from manager.controller.state.state import Phase, changed
 from morph.contract.messages import Aborted, WorkerReady
 from morph.contract.rules import Rules
 from morph.contract.salvage import LOSSES, KeptSums, partial_sum
@@ -29,7 +29,7 @@ def test_after_a_loss_training_stands_for_a_node_that_is_about_to_be_ready() -> 
 
 def test_it_stands_no_longer_than_taking_the_node_in_later_would_cost() -> None:
     script = script_in(Phase.HOLDING)
-    until_s = script.state.hold_until_s
+    until_s = script.state.waits.hold_until_s
     now, then = PLANS[3].expected.examples_per_s, PLANS[4].expected.examples_per_s
     assert until_s == pytest.approx(script.now_s + 1.0 * then / now)
     assert script.last is not None
@@ -48,9 +48,9 @@ def test_a_node_that_is_overdue_is_not_waited_for() -> None:
 
 def test_further_losses_do_not_prolong_the_wait() -> None:
     script = script_in(Phase.HOLDING)
-    until_s = script.state.hold_until_s
+    until_s = script.state.waits.hold_until_s
     script.tell(WorkerLost(worker="n2", cause="killed"))
-    assert (script.state.phase, script.state.hold_until_s) == (Phase.HOLDING, until_s)
+    assert (script.state.phase, script.state.waits.hold_until_s) == (Phase.HOLDING, until_s)
     assert receivers(script.tell(Tick(), at_s=until_s), SendReshape) == ["n3", "n4"]
 
 
@@ -87,13 +87,13 @@ def test_a_join_waits_no_longer_than_a_second_change_would_cost() -> None:
     script.reshaped()
     script.ready("n3")
     script.tell(NodeAppeared(node="n4"))
-    script.state = script.state.model_copy(update={"setup_s": 1.5})
+    script.state = changed(script.state, setup_s=1.5)
     script.prepared()
     gain = PLANS[3].expected.examples_per_s / PLANS[2].expected.examples_per_s - 1
-    assert script.state.join_since_s is not None
-    script.now_s = script.state.join_since_s + 1.0 / gain - 0.5
+    assert script.state.waits.join_since_s is not None
+    script.now_s = script.state.waits.join_since_s + 1.0 / gain - 0.5
     assert receivers(script.prepared(), SendStep) == ["n1", "n2"]
-    script.now_s = script.state.join_since_s + 1.0 / gain
+    script.now_s = script.state.waits.join_since_s + 1.0 / gain
     assert receivers(script.prepared(), SendReshape) == ["n1", "n2", "n3"]
 
 
@@ -128,8 +128,8 @@ def test_a_time_in_which_nobody_could_be_heard_counts_for_no_wait() -> None:
     script.reshaped()
     script.tell(WorkerLost(worker="n2", cause="killed"))
     assert script.state.phase is Phase.ABORTING
-    assert script.state.order is not None
-    late_s = script.now_s + 40.0 + script.state.order.give_up_s
+    assert script.state.step.order is not None
+    late_s = script.now_s + 40.0 + script.state.step.order.give_up_s
     script.tell(NobodyHeard(lasted_s=40.0), at_s=script.now_s + 40.0)
     assert script.tell(Tick(), at_s=late_s - 0.1) == ()
     assert EndWorker(worker="n1") in script.tell(Tick(), at_s=late_s + 0.1)
@@ -156,7 +156,7 @@ def test_a_long_step_is_given_up_for_newcomers_and_what_is_summed_stays() -> Non
     script.now_s = 5.0
     assert [type(action) for action in is_ready(script, "n4")] == [Abort, Abort]
     assert "100.0% faster" in script.sentence
-    assert script.state.num_fruitless == 0
+    assert script.state.waits.num_fruitless == 0
     for worker, stage in (("n1", range(3)), ("n2", range(3, 6))):
         sums = [partial_sum(f"s{section}", {section: 0b1111}) for section in stage]
         sums.append(partial_sum("s0+s5", {stage[0] and 5: 0b1111}))

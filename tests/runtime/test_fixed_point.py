@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,11 +49,17 @@ def back_from(total: torch.Tensor, exponent: int, divisor: int, dtype: torch.dty
     return mean
 
 
-@pytest.fixture(params=["processor", "device"])
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(params=["processor", "device", *["fused"] * INTERPRETED])
 def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled loops, and the operations that a device runs instead."""
-    if request.param == "device":
+    """The compiled loops, the operations that a device runs instead, and its fused kernels, which Triton interprets."""
+    if request.param != "processor":
         monkeypatch.setattr(fixed_point, "_on_processor", lambda _tensor: False)
+    if request.param == "fused":
+        fused = importlib.import_module("morph.runtime.state.fused_sums")
+        monkeypatch.setattr(fixed_point, "_fused", lambda _device: fused)
 
 
 @pytest.mark.parametrize(("count", "bits"), [(1, 62), (2, 61), (3, 60), (4, 60), (5, 59), (8192, 49)])
@@ -147,6 +159,7 @@ def test_a_transposed_gradient_is_added_in_its_own_order() -> None:
     assert to_fixed(gradient.T, 1).tolist() == [0, 6, 2, 8, 4, 10]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of Triton's interpreter
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
@@ -182,3 +195,43 @@ def test_sums_that_have_the_same_means_are_found_again(
     to_sums(means, exponent, divisor, again)
     back = back_from(again, exponent, divisor, dtype)
     assert torch.equal(back[means.isfinite()], means[means.isfinite()])  # what float16 can hold
+
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="needs Triton, which torch's builds for GPUs bring: pip install triton",
+)
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from morph.runtime.state import fused_sums
+
+common = {"num": "i32", "size": "constexpr"}
+for capability in (70, 80, 90):
+    for dtype in ("*fp32", "*fp64", "*bf16", "*fp16"):
+        add = {"sums": "*i64", "values": dtype, "largest": "*i64", "scale": "fp32", "scale_too": "fp32"}
+        mean = {"sums": "*i64", "means": dtype, "scale": "fp32", "divisor": "i32", "stride": "i32", "members": "i32"}
+        for kernel, types in ((fused_sums._add, add), (fused_sums._mean, mean)):
+            source = ASTSource(kernel, types | common, constexprs={"size": fused_sums.ELEMENTS})
+            print(len(compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]))
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_fused_kernels_can_be_compiled_for_devices(tmp_path: Path) -> None:
+    made = run([sys.executable, "-c", COMPILE], {"TRITON_CACHE_DIR": str(tmp_path)})
+    assert len([size for size in made.split() if int(size) > 0]) == 24
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="is run by itself")
+def test_the_fused_kernels_find_the_same_bits() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", "fused-", __file__]
+    assert " passed" in run(command, {"TRITON_INTERPRET": "1"})
+
+
+def run(command: list[str], environment: dict[str, str]) -> str:
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=280, check=True).stdout

@@ -285,7 +285,7 @@ class Kills:
         assert now.state.reshape is not None
         plan = now.state.reshape.plan
         places = {(unit, section): 0 for unit, sections in state.config.units.items() for section in sections}
-        for sums in state.kept.values():
+        for sums in state.step.kept.values():
             for total in sums:
                 for section, mask in counted_in(total).items():
                     if (total.unit, section) in places:

@@ -82,7 +82,7 @@ class Undertaker:
             due = isinstance(observed.event, ManagerResumed)
         else:
             due = state.phase == death.phase and state.version >= death.version
-            due = due and (state.checkpoint is not None or not death.saved)
+            due = due and (state.saving.checkpoint is not None or not death.saved)
         if due and not self._over:
             self._over = True
             if death.worker is not None:

@@ -87,9 +87,9 @@ class Vandal:
             self.present.append(set(state.workers))
         others = len(complete_versions(self.url)) - 1
         if isinstance(event, ManifestWritten) and others and len(self.killed) == len(self.found) < len(DAMAGES):
-            assert state.checkpoint is not None
+            assert state.saving.checkpoint is not None
             (slot,) = (slot for slot in state.slots if slot.stage == 1)
-            self._damage(state.checkpoint, set(state.member_units[slot.worker]))
+            self._damage(state.saving.checkpoint, set(state.member_units[slot.worker]))
             self.killed.append(slot.worker)
             os.kill(self.pids[slot.worker], signal.SIGKILL)
 

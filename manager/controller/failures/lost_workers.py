@@ -57,15 +57,15 @@ def dissolve(draft: Draft, *, planned: bool = False) -> None:
     """
     state = draft.state
     busy = state.busy_workers
-    order = state.order
+    order = state.step.order
     if order is not None:
         order = order.model_copy(update={"abort_sent_s": draft.now_s, "give_up_s": give_up_bound_s(state)})
-    pending = state.pending.model_copy(update={"stale": True}) if state.pending is not None else None
+    pending = state.saving.pending.model_copy(update={"stale": True}) if state.saving.pending is not None else None
     draft.change(
         phase=Phase.ABORTING,
         order=order,
         pending=pending,
-        num_fruitless=state.num_fruitless + (not planned),
+        num_fruitless=state.waits.num_fruitless + (not planned),
         morph_began_s=None,
     )
     shape_left(draft)
@@ -80,14 +80,14 @@ def dissolve(draft: Draft, *, planned: bool = False) -> None:
 def settle(draft: Draft) -> None:
     """While aborting: re-form once nobody has an order; after a rest, if too many generations in a row did nothing."""
     state = draft.state
-    if state.awaited:
-        workers = counted(len(state.awaited), "worker has", "workers have")
+    if state.step.awaited:
+        workers = counted(len(state.step.awaited), "worker has", "workers have")
         draft.say(ReasonCode.ABORTING, f"{workers} still to give up what was ordered")
         return
     note_prepared(draft)
     if in_doubt(state):
         find_whole(draft)
-    elif state.num_fruitless >= state.config.policy.max_fruitless_generations:
+    elif state.waits.num_fruitless >= state.config.policy.max_fruitless_generations:
         rest(draft)
     elif not save_before_waiting(draft):
         form_or_hold(draft)
@@ -97,8 +97,8 @@ def _is_needed(state: ControllerState, worker: WorkerId) -> bool:
     """Whether the present generation cannot go on without this worker."""
     if state.phase not in FORMED_PHASES:
         return False
-    if worker in state.awaited:
+    if worker in state.step.awaited:
         return True
     if state.phase is Phase.COMMITTING:
-        return state.pending is not None and worker in state.pending.debtors
+        return state.saving.pending is not None and worker in state.saving.pending.debtors
     return worker in state.member_units

@@ -7,7 +7,8 @@ from manager.controller.shape.choosing import choose
 from manager.controller.state.actions import EndWorker
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, Failing, Phase
+from manager.controller.state.state import ControllerState, Phase
+from manager.controller.state.workers import Failing
 from manager.controller.steps.restoring import note_doubt
 from morph.contract.messages import Failed, WorkerId
 
@@ -20,9 +21,9 @@ def failed(draft: Draft, worker: WorkerId, answer: Failed) -> None:
     where these suffice; what comes again at the same step ends the run, as does what nothing would mend. What is held
     is saved before the end. A checkpoint that cannot be loaded ends nothing: a whole one is looked for.
     """
-    assert draft.state.order is not None, "nobody has an order"
-    version, known = draft.state.order.version, draft.state.failing
-    of_checkpoint = answer.cause == "checkpoint" and draft.state.order.kind == "reshape"
+    assert draft.state.step.order is not None, "nobody has an order"
+    version, known = draft.state.step.order.version, draft.state.failing
+    of_checkpoint = answer.cause == "checkpoint" and draft.state.step.order.kind == "reshape"
     draft.answered(worker)
     state = draft.state
     if of_checkpoint:

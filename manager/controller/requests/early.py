@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import NoticeGiven
+from manager.controller.state.provisioning import KeptNotice
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, KeptNotice
+from manager.controller.state.state import ControllerState
 from morph.contract.messages import WorkerId
 from morph.contract.vm_names import vm_of
 
@@ -15,14 +16,14 @@ def keeps(draft: Draft, event: NoticeGiven) -> bool:
     if not is_awaited(draft.state):
         return False
     entry = KeptNotice(notice=event.notice, taken_s=draft.now_s + event.lead_s)
-    draft.change(kept_notices={**draft.state.kept_notices, event.worker: entry})
+    draft.change(kept_notices={**draft.state.provisioning.kept_notices, event.worker: entry})
     draft.say(ReasonCode.NOTICE_KEPT, f"{event.worker} will be taken in {event.lead_s:.3g} s and is not known yet")
     return True
 
 
 def notice_of(state: ControllerState, node: WorkerId, now_s: float) -> NoticeGiven | None:
     """Return the notice that was kept of a node which is known now; None: there is none, or it is void by now."""
-    entry = state.kept_notices.get(node)
+    entry = state.provisioning.kept_notices.get(node)
     if entry is None or now_s >= entry.taken_s + state.config.policy.rules.requests.notice_grace_s:
         return None
     return NoticeGiven(worker=node, lead_s=max(0.0, entry.taken_s - now_s), notice=entry.notice)
@@ -35,13 +36,14 @@ def forget_kept(draft: Draft, *nodes: WorkerId) -> None:
     workers may still come.
     """
     state = draft.state
-    if not state.kept_notices:
+    provisioning = state.provisioning
+    if not provisioning.kept_notices:
         return
-    known = {vm_of(node) for request in state.requests.values() for node in request.granted}
+    known = {vm_of(node) for request in provisioning.requests.values() for node in request.granted}
     known.update(map(vm_of, state.workers))
     left = {
         node: entry
-        for node, entry in state.kept_notices.items()
+        for node, entry in provisioning.kept_notices.items()
         if node not in nodes and (is_awaited(state) or vm_of(node) in known)
     }
     draft.change(kept_notices=left)
@@ -49,4 +51,4 @@ def forget_kept(draft: Draft, *nodes: WorkerId) -> None:
 
 def is_awaited(state: ControllerState) -> bool:
     """Whether a request is open, so that VMs may come that nobody has named."""
-    return any(request.count for request in state.requests.values())
+    return any(request.count for request in state.provisioning.requests.values())

@@ -16,8 +16,9 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.nodes import NodeState
+from manager.controller.state.provisioning import NodeRequest
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, NodeRequest, Phase
+from manager.controller.state.state import ControllerState, Phase
 from morph.contract.messages import WorkerId
 
 MAX_SENT = 8
@@ -33,10 +34,11 @@ def request_name(config: ControllerConfig, number: int) -> RequestId:
 def ask_missing(draft: Draft) -> None:
     """Ask for the nodes that are missing after a decision, those that will be taken included, if it is time to."""
     state, now_s = draft.state, draft.now_s
+    provisioning = state.provisioning
     if not state.config.target_nodes or state.phase in ENDING or state.stop_reason is not None:
         return
     living = sum(entry.node in COUNTED for entry in state.workers.values())
-    coming = sum(request.count + len(request.granted) for request in state.requests.values())
+    coming = sum(request.count + len(request.granted) for request in provisioning.requests.values())
     missing = state.config.target_nodes - living - coming
     if missing <= 0 or asks_no_more(state):
         return
@@ -44,12 +46,12 @@ def ask_missing(draft: Draft) -> None:
     if until_s is not None:  # else two workers of one VM would be replaced by a VM each
         draft.wake_by(until_s)
         return
-    if state.ask_at_s is not None and now_s < state.ask_at_s:
-        draft.wake_by(state.ask_at_s)
+    if provisioning.ask_at_s is not None and now_s < provisioning.ask_at_s:
+        draft.wake_by(provisioning.ask_at_s)
         return
-    name = request_name(state.config, state.num_requests + 1)
+    name = request_name(state.config, provisioning.num_requests + 1)
     keep_request(draft, name, NodeRequest(count=missing, asked_s=now_s))
-    draft.change(num_requests=state.num_requests + 1)
+    draft.change(num_requests=provisioning.num_requests + 1)
     draft.wake_by(now_s + state.config.policy.rules.requests.answer_s)
     sentence = f"{missing} of {state.config.target_nodes} workers are missing: asked for as {name}"
     draft.add(sentence, RequestNodes(request=name, count=missing))
@@ -58,7 +60,7 @@ def ask_missing(draft: Draft) -> None:
 def nodes_granted(draft: Draft, event: NodesGranted) -> None:
     """Note VMs that boot; fewer than asked for count as a refusal of the rest."""
     state, now_s = draft.state, draft.now_s
-    request = state.requests.get(event.request)
+    request = state.provisioning.requests.get(event.request)
     if request is None or not request.count:
         return draft.say(ReasonCode.IGNORED, f"{event.request} is not open")
     new = {node: now_s for node in event.nodes if node not in state.workers and node not in request.granted}
@@ -83,7 +85,7 @@ def nodes_granted(draft: Draft, event: NodesGranted) -> None:
 
 def request_refused(draft: Draft, event: RequestRefused) -> None:
     """Forget what was asked for, and ask again after a while: longer with each refusal in a row."""
-    request = draft.state.requests.get(event.request)
+    request = draft.state.provisioning.requests.get(event.request)
     if request is None or not request.count:
         return draft.say(ReasonCode.IGNORED, f"{event.request} is not open")
     keep_request(draft, event.request, request.model_copy(update={"count": 0}))
@@ -95,7 +97,7 @@ def request_refused(draft: Draft, event: RequestRefused) -> None:
 def note_appeared(draft: Draft, event: NodeAppeared) -> NodeFacts:
     """Take a node that is up out of what is awaited, whether its grant was heard of or not; returns what it is."""
     draft.change(num_absent=0)
-    requests = draft.state.requests
+    requests = draft.state.provisioning.requests
     for name, request in requests.items():
         if event.node in request.granted:
             keep_request(draft, name, without_granted(request, event.node))
@@ -113,7 +115,7 @@ def lost_booting(draft: Draft, event: WorkerLost) -> None:
     is not fit for a worker counts as one that never appeared.
     """
     forget_kept(draft, *event.workers)
-    for name, request in draft.state.requests.items():
+    for name, request in draft.state.provisioning.requests.items():
         if event.worker in request.granted:
             keep_request(draft, name, without_granted(request, event.worker))
             sentence = f"{event.worker} never appeared: {event.cause}"
@@ -124,21 +126,21 @@ def lost_booting(draft: Draft, event: WorkerLost) -> None:
 
 def asks_no_more(state: ControllerState) -> bool:
     """Whether VMs were granted and never appeared so often that further ones would only cost money."""
-    return state.num_absent >= state.config.policy.rules.requests.max_absent
+    return state.provisioning.num_absent >= state.config.policy.rules.requests.max_absent
 
 
 def why_no_more(state: ControllerState) -> str:
     """Say so, and what to look at."""
     return (
-        f"{state.num_absent} times in a row VMs were granted and none of them joined: no further one is asked for; "
-        "look at the log of such a VM's first boot, at what vms.environment installs, and at whether it reaches the "
-        "manager's ports (docs/azure.md)"
+        f"{state.provisioning.num_absent} times in a row VMs were granted and none of them joined: "
+        "no further one is asked for; look at the log of such a VM's first boot, at what vms.environment installs, "
+        "and at whether it reaches the manager's ports (docs/azure.md)"
     )
 
 
 def nothing_comes(state: ControllerState) -> bool:
     """Whether there will be no more workers than are ready: none is asked for, awaited or being set up."""
-    coming = state.requests or any(entry.node is NodeState.WARMING for entry in state.workers.values())
+    coming = state.provisioning.requests or any(entry.node is NodeState.WARMING for entry in state.workers.values())
     return asks_no_more(state) and not coming
 
 
@@ -149,14 +151,15 @@ def pause_asking(draft: Draft, since_s: float, num_absent: int = 0) -> None:
     is of use.
     """
     state, now_s = draft.state, draft.now_s
+    provisioning = state.provisioning
     rules = state.config.policy.rules.requests
-    if state.setup_lost_s is not None and since_s < state.setup_lost_s:
+    if provisioning.setup_lost_s is not None and since_s < provisioning.setup_lost_s:
         return
-    num_lost = state.num_setups_lost + 1
-    draft.change(num_setups_lost=num_lost, setup_lost_s=now_s, num_absent=state.num_absent + num_absent)
+    num_lost = provisioning.num_setups_lost + 1
+    draft.change(num_setups_lost=num_lost, setup_lost_s=now_s, num_absent=provisioning.num_absent + num_absent)
     if num_lost > 1:
         wait_s = min(rules.backoff_s * float(2 ** min(num_lost - 2, 64)), rules.backoff_max_s)
-        draft.change(ask_at_s=max(state.ask_at_s or 0.0, now_s + wait_s))
+        draft.change(ask_at_s=max(provisioning.ask_at_s or 0.0, now_s + wait_s))
         draft.wake_by(now_s + wait_s)
     if num_absent and asks_no_more(draft.state):
         draft.say(ReasonCode.NODE_ABSENT, why_no_more(draft.state))
@@ -164,7 +167,7 @@ def pause_asking(draft: Draft, since_s: float, num_absent: int = 0) -> None:
 
 def gives_back(draft: Draft, event: NoticeGiven) -> bool:
     """Give a VM back that will be taken before it is of use, if it is one that boots."""
-    for name, request in draft.state.requests.items():
+    for name, request in draft.state.provisioning.requests.items():
         if event.worker in request.granted:
             keep_request(draft, name, without_granted(request, event.worker))
             sentence = f"{event.worker} will be taken in {event.lead_s:.3g} s and is not up yet: it is given back"
@@ -177,7 +180,7 @@ def look_after_requests(draft: Draft) -> None:
     """Send requests without an answer again, and give up VMs that do not appear."""
     state, now_s = draft.state, draft.now_s
     rules = state.config.policy.rules.requests
-    for name, request in state.requests.items():
+    for name, request in state.provisioning.requests.items():
         late = tuple(node for node, since_s in request.granted.items() if now_s >= since_s + rules.boot_s)
         if late:
             keep_request(draft, name, without_granted(request, *late))
@@ -196,7 +199,7 @@ def resend_at_s(state: ControllerState, request: NodeRequest) -> float:
 
 def keep_request(draft: Draft, name: RequestId, request: NodeRequest) -> None:
     """Replace a request, or forget it once nothing of it is awaited."""
-    others = {other: entry for other, entry in draft.state.requests.items() if other != name}
+    others = {other: entry for other, entry in draft.state.provisioning.requests.items() if other != name}
     draft.change(requests={**others, name: request} if request.count or request.granted else others)
 
 
@@ -208,7 +211,7 @@ def without_granted(request: NodeRequest, *nodes: WorkerId) -> NodeRequest:
 
 
 def _ask_again(draft: Draft, name: RequestId) -> None:
-    request = draft.state.requests[name]
+    request = draft.state.provisioning.requests[name]
     if request.num_sent >= MAX_SENT:
         keep_request(draft, name, request.model_copy(update={"count": 0}))
         forget_kept(draft)
@@ -223,7 +226,7 @@ def _ask_again(draft: Draft, name: RequestId) -> None:
 def _refuse(draft: Draft, why: str) -> None:
     state, now_s = draft.state, draft.now_s
     rules = state.config.policy.rules.requests
-    wait_s = min(rules.backoff_s * float(2 ** min(state.num_refused, 64)), rules.backoff_max_s)
-    draft.change(num_refused=state.num_refused + 1, ask_at_s=now_s + wait_s)
+    wait_s = min(rules.backoff_s * float(2 ** min(state.provisioning.num_refused, 64)), rules.backoff_max_s)
+    draft.change(num_refused=state.provisioning.num_refused + 1, ask_at_s=now_s + wait_s)
     draft.wake_by(now_s + wait_s)
     draft.say(ReasonCode.REQUEST_REFUSED, f"{why}; the next request in {wait_s:g} s")

@@ -31,13 +31,13 @@ def emergency_due(draft: Draft) -> bool:
     state, now_s = draft.state, draft.now_s
     if not draining_members(state) or not lacks_others(draft) or not fits(state, now_s):
         return False
-    since_s = now_s if state.saves.since_s is None else state.saves.since_s
+    since_s = now_s if state.saving.save_times.since_s is None else state.saving.save_times.since_s
     return now_s - since_s >= taken_s(state) - save_seconds(state) - step_seconds(state) - now_s
 
 
 def fits(state: ControllerState, now_s: float) -> bool:
     """Whether a save that begins now is complete before the first VM that drains is taken, as far as is known."""
-    unknown = state.saves.durable_s is None  # then it is tried
+    unknown = state.saving.save_times.durable_s is None  # then it is tried
     return unknown or now_s + save_seconds(state) <= taken_s(state)
 
 
@@ -47,8 +47,8 @@ def step_outlasts(draft: Draft) -> bool:
     That is a planned change where others can take over, else a save. The step would be lost with the VM in any case.
     """
     state, now_s = draft.state, draft.now_s
-    ordered_s = state.saves.ordered_s
-    if state.phase is not Phase.TRAINING or ordered_s is None or state.saves.step_s is None:
+    ordered_s = state.saving.save_times.ordered_s
+    if state.phase is not Phase.TRAINING or ordered_s is None or state.saving.save_times.step_s is None:
         return False
     leaving = draining_members(state)
     if not leaving:

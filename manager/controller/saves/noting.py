@@ -9,7 +9,9 @@ from manager.controller.saves.timing import insurance_save, periodic_save, retry
 from manager.controller.state.actions import NoteNextSave
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import NodeAppeared
-from manager.controller.state.state import PendingCheckpoint, Phase, WorkerState, mean_of
+from manager.controller.state.saves import PendingCheckpoint
+from manager.controller.state.state import Phase, mean_of
+from manager.controller.state.workers import WorkerState
 from morph.contract.checkpoint import Manifest, SaveKind
 from morph.contract.messages import WorkerId
 from morph.contract.vm_names import vm_of
@@ -18,13 +20,13 @@ from morph.contract.vm_names import vm_of
 def step_ordered(draft: Draft) -> None:
     """A step begins; with the first one there is something to lose."""
     _note(draft, ordered_s=draft.now_s)
-    if draft.state.saves.since_s is None:
+    if draft.state.saving.save_times.since_s is None:
         _note(draft, saved_s=draft.now_s, since_s=draft.now_s)
 
 
 def step_decided(draft: Draft) -> None:
     """Take the time of a step into the mean."""
-    times = draft.state.saves
+    times = draft.state.saving.save_times
     if times.ordered_s is not None:
         _note(draft, step_s=mean_of(times.step_s, draft.now_s - times.ordered_s), ordered_s=None)
 
@@ -55,12 +57,12 @@ def units_complete(draft: Draft, pending: PendingCheckpoint) -> None:
     stall_s: dict[WorkerId, float] = {}
     for entry in pending.written.values():
         stall_s[entry.worker] = stall_s.get(entry.worker, 0.0) + entry.stall_s
-    _note(draft, stall_s=mean_of(draft.state.saves.stall_s, max(stall_s.values(), default=0.0)))
+    _note(draft, stall_s=mean_of(draft.state.saving.save_times.stall_s, max(stall_s.values(), default=0.0)))
 
 
 def save_complete(draft: Draft, manifest: Manifest) -> str:
     """A checkpoint is complete; returns what is to be told of those before it that storage did not take."""
-    times = draft.state.saves
+    times = draft.state.saving.save_times
     if manifest.saved_s is not None:
         saved_s = manifest.saved_s if times.saved_s is None else max(times.saved_s, manifest.saved_s)
         _note(draft, durable_s=mean_of(times.durable_s, draft.now_s - manifest.saved_s), saved_s=saved_s)
@@ -70,7 +72,7 @@ def save_complete(draft: Draft, manifest: Manifest) -> str:
 
 def save_refused(draft: Draft) -> bool:
     """Storage did not take a save: the next one is tried after a while. Returns whether it is the first in a row."""
-    num = draft.state.saves.num_refused + 1
+    num = draft.state.saving.save_times.num_refused + 1
     _note(draft, num_refused=num, retry_s=draft.now_s + retry_after_s(num))
     return num == 1
 
@@ -80,16 +82,16 @@ def vms_lost(draft: Draft, lost: Mapping[WorkerId, WorkerState]) -> None:
     left = {vm_of(worker) for worker in draft.state.workers}
     appeared_s = {vm_of(worker): entry.appeared_s for worker, entry in lost.items() if vm_of(worker) not in left}
     if appeared_s:
-        times = draft.state.saves
+        times = draft.state.saving.save_times
         lived_s = sum(max(0.0, draft.now_s - since_s) for since_s in appeared_s.values())
         _note(draft, num_lost=times.num_lost + len(appeared_s), vm_s=times.vm_s + lived_s)
 
 
 def vm_came(draft: Draft, event: NodeAppeared) -> None:
     """Take the time from a request to its VM into the mean."""
-    request = draft.state.requests.get(event.request) if event.request is not None else None
+    request = draft.state.provisioning.requests.get(event.request) if event.request is not None else None
     if request is not None:
-        _note(draft, allocation_s=mean_of(draft.state.saves.allocation_s, draft.now_s - request.asked_s))
+        _note(draft, allocation_s=mean_of(draft.state.saving.save_times.allocation_s, draft.now_s - request.asked_s))
 
 
 def tell_next(draft: Draft) -> None:
@@ -97,8 +99,9 @@ def tell_next(draft: Draft) -> None:
     if draft.state.phase is not Phase.TRAINING:
         return
     state = draft.state
-    if not state.sealing and (state.pending is None or state.pending.stale):  # what was under way came to nothing
-        _note(draft, since_s=state.saves.saved_s)
+    saving = state.saving
+    if not saving.sealing and (saving.pending is None or saving.pending.stale):  # what was under way came to nothing
+        _note(draft, since_s=saving.save_times.saved_s)
     insurance = insurance_save(draft.state, draft.now_s)
     _note(draft, insurance=insurance)
     save = sooner(periodic_save(draft.state, draft.now_s), insurance)
@@ -107,4 +110,4 @@ def tell_next(draft: Draft) -> None:
 
 
 def _note(draft: Draft, **fields: Any) -> None:
-    draft.change(saves=draft.state.saves.model_copy(update=fields))
+    draft.change(save_times=draft.state.saving.save_times.model_copy(update=fields))

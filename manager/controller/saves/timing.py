@@ -32,19 +32,20 @@ def sooner(one: NextSave | None, other: NextSave | None) -> NextSave | None:
 
 def periodic_save(state: ControllerState, now_s: float) -> NextSave | None:
     """Return when a checkpoint is due because it was asked for so often; None: nothing trains, or none was."""
+    saving = state.saving
     every = state.config.policy.checkpoint_every_steps
-    if state.saves.since_s is None or not state.slots or every is None:
+    if saving.save_times.since_s is None or not state.slots or every is None:
         return None
-    if state.checkpoint_base + every >= state.config.num_steps:
+    if saving.checkpoint_base + every >= state.config.num_steps:
         return None
     step_s = step_seconds(state)
-    due_s = now_s + max(0, every - (state.version - state.checkpoint_base)) * step_s
+    due_s = now_s + max(0, every - (state.version - saving.checkpoint_base)) * step_s
     return NextSave(due_s=due_s, interval_s=every * step_s, kind="periodic", why=_asked_for(every))
 
 
 def insurance_save(state: ControllerState, now_s: float) -> NextSave | None:
     """Return when a checkpoint is due because it costs least to save that often; None: nothing trains, or none is."""
-    times, policy = state.saves, state.config.policy
+    times, policy = state.saving.save_times, state.config.policy
     wanted = policy.rules.checkpoints.insurance
     if wanted is None:
         wanted = policy.checkpoint_every_steps is None
@@ -62,12 +63,12 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
 
     Never shorter than a save takes to be complete, so that one version is on its way at a time, nor than a step.
     """
-    times, expected = state.saves, state.config.expected_losses
+    times, expected = state.saving.save_times, state.config.expected_losses
     mttf_s = mean_s_to_fatal_loss(state, now_s)
     most_bytes = _most_bytes(state)
     stall_s = most_bytes / SAVE_COPY_BYTES_PER_S if times.stall_s is None else times.stall_s
     allocation_s = expected.allocation_s if times.allocation_s is None else times.allocation_s
-    again_s = allocation_s + (expected.preparation_s if state.setup_s is None else state.setup_s)
+    again_s = allocation_s + (expected.preparation_s if state.measured.setup_s is None else state.measured.setup_s)
     tau_s = math.sqrt(2 * stall_s * (mttf_s + again_s))
     durable_s = save_seconds(state)
     interval_s = max(tau_s, durable_s, step_seconds(state))
@@ -85,8 +86,8 @@ def is_due(state: ControllerState, now_s: float) -> tuple[SaveKind, str] | None:
 
     That of insurance is the one that was told last: with many workers it is not worked out at each step.
     """
-    every, insurance = state.config.policy.checkpoint_every_steps, state.saves.insurance
-    if every is not None and state.version - state.checkpoint_base >= every:
+    every, insurance = state.config.policy.checkpoint_every_steps, state.saving.save_times.insurance
+    if every is not None and state.version - state.saving.checkpoint_base >= every:
         return "periodic", _asked_for(every)
     if insurance is not None and now_s + step_seconds(state) / 2 >= insurance.due_s:  # the boundary that is nearest
         return insurance.kind, insurance.why
@@ -99,14 +100,18 @@ def _asked_for(every: int) -> str:
 
 def step_seconds(state: ControllerState) -> float:
     """Return what a step takes: as measured, else as the plan expects."""
-    if state.saves.step_s is not None:
-        return state.saves.step_s
+    if state.saving.save_times.step_s is not None:
+        return state.saving.save_times.step_s
     return state.plan.expected.mini_batch_s if state.plan is not None else 0.0
 
 
 def save_seconds(state: ControllerState) -> float:
     """Return what a save takes from the copy until it is complete: as measured, else as a slow storage would."""
-    return _most_bytes(state) / STORAGE_BYTES_PER_S if state.saves.durable_s is None else state.saves.durable_s
+    return (
+        _most_bytes(state) / STORAGE_BYTES_PER_S
+        if state.saving.save_times.durable_s is None
+        else state.saving.save_times.durable_s
+    )
 
 
 def retry_after_s(num_refused: int) -> float:

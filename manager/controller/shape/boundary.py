@@ -45,14 +45,14 @@ def change_due(draft: Draft) -> str | None:
     choice, state = chosen(draft), draft.state
     gain = gain_of(state, choice) if choice else 0.0
     if choice is None or gain <= 0 or gain < state.config.policy.min_join_gain:
-        if state.join_since_s is not None:
+        if state.waits.join_since_s is not None:
             draft.change(join_since_s=None)
         return None if choice is None else followers_due(draft)
     slow = [worker for worker in state.member_units if state.workers[worker].node is NodeState.SUSPECT]
     slow = [worker for worker in slow if worker not in choice.workers]
     if slow:
         return f"{', '.join(slow)} is slow and left out, {gain:.1%} faster"
-    if state.join_since_s is None:
+    if state.waits.join_since_s is None:
         draft.change(join_since_s=draft.now_s)
     if _next_is_near(draft.state, choice, gain, draft.now_s):
         return None
@@ -67,10 +67,10 @@ def worth_giving_up(draft: Draft) -> str | None:
     for its writers may change, nor before another node that is near.
     """
     state, choice, now_s = draft.state, chosen(draft), draft.now_s
-    order, formed = state.order, state.reshape
+    order, formed = state.step.order, state.reshape
     if choice is None or formed is None or order is None or state.phase is not Phase.TRAINING or order.kind != "step":
         return None
-    if not formed.keep_sums or state.attempt or state.pending or state.stop_reason or state.failing:
+    if not formed.keep_sums or state.step.attempt or state.saving.pending or state.stop_reason or state.failing:
         return None
     plan, gain = formed.plan, gain_of(state, choice)
     step_s, num = plan.expected.mini_batch_s, plan.num_micro_batches
@@ -88,9 +88,9 @@ def worth_giving_up(draft: Draft) -> str | None:
 
 
 def _next_is_near(state: ControllerState, choice: Choice, gain: float, now_s: float) -> bool:
-    assert state.join_since_s is not None, "nobody waits"
+    assert state.waits.join_since_s is not None, "nobody waits"
     patience_s = min(cost_of_morph_s(state) / gain, state.config.policy.rules.wait.join_patience_s)
-    until_s = state.join_since_s + patience_s
+    until_s = state.waits.join_since_s + patience_s
     coming = sum(time_s <= until_s for time_s in nodes_to_come(state, now_s))
     better = state.config.best_plan(len(choice.workers) + coming)
     return now_s < until_s and better is not None and better.expected.examples_per_s > choice.examples_per_s

@@ -71,14 +71,16 @@ def draining_members(state: ControllerState) -> tuple[WorkerId, ...]:
 
 def nodes_to_come(state: ControllerState, now_s: float) -> tuple[float, ...]:
     """Return when nodes that are being set up are expected to be ready (seconds), those that are overdue not."""
-    expected_s = state.setup_s if state.setup_s is not None else state.config.policy.rules.wait.setup_s
+    expected_s = (
+        state.measured.setup_s if state.measured.setup_s is not None else state.config.policy.rules.wait.setup_s
+    )
     times = [entry.appeared_s + expected_s for entry in state.workers.values() if entry.node is NodeState.WARMING]
     return tuple(sorted(time_s for time_s in times if now_s <= time_s + expected_s))
 
 
 def cost_of_morph_s(state: ControllerState) -> float:
     """Return what a planned change costs, as measured or as the policy says."""
-    return state.morph_s if state.morph_s is not None else state.config.policy.rules.wait.morph_s
+    return state.measured.morph_s if state.measured.morph_s is not None else state.config.policy.rules.wait.morph_s
 
 
 def _steady(state: ControllerState, now_s: float) -> tuple[tuple[WorkerId, ...], tuple[WorkerId, ...]]:

@@ -41,9 +41,9 @@ def followers_due(draft: Draft) -> str | None:
     formed.
     """
     state = draft.state
-    if not state.saves.weighs or state.reshape is None:
+    if not state.saving.save_times.weighs or state.reshape is None:
         return None
-    draft.change(saves=state.saves.model_copy(update={"weighs": False}))
+    draft.change(save_times=state.saving.save_times.model_copy(update={"weighs": False}))
     if not _sole_units(state.slots, state.config.units_of(state.reshape.plan)):
         return None
     held = {worker: state.workers[worker].holds for worker in state.ready_workers}
@@ -246,7 +246,7 @@ def _gain(state: ControllerState, plan: Plan, slots: Sequence[Slot], links: Sequ
     interval_s = 2 * plan.expected.mini_batch_s
     without_s = mean_s_to_fatal_loss(state, now_s, holders_of(slots, needed, ()))
     with_s = mean_s_to_fatal_loss(state, now_s, holders_of(slots, needed, links))
-    saves, most = state.saves, state.config.stage_bytes(plan) / plan.num_replicas
+    saves, most = state.saving.save_times, state.config.stage_bytes(plan) / plan.num_replicas
     stall_s = most / SAVE_COPY_BYTES_PER_S if saves.stall_s is None else saves.stall_s
     durable_s = most / STORAGE_BYTES_PER_S if saves.durable_s is None else saves.durable_s
     every_s = max(math.sqrt(2 * stall_s * without_s), durable_s, interval_s)

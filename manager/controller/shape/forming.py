@@ -15,7 +15,9 @@ from manager.controller.state.bounds import reshape_bound_s, step_bound_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, OutstandingOrder, Phase, Probation, WorkerState
+from manager.controller.state.state import ControllerState, Phase
+from manager.controller.state.steps import OutstandingOrder
+from manager.controller.state.workers import Probation, WorkerState
 from morph.contract.messages import ReshapeOrder, UnitId, WorkerId
 from morph.words import counted
 
@@ -28,12 +30,12 @@ def form_or_hold(draft: Draft) -> None:
     set when the wait begins, so that nodes that come one after the other cannot prolong it. Before that it is awaited
     whether a VM that lost a worker goes as a whole.
     """
-    if draft.state.torn and _await_torn_vms(draft):
+    if draft.state.waits.torn and _await_torn_vms(draft):
         return None
     state, now_s, choice = draft.state, draft.now_s, chosen(draft)
     if choice is None or state.stop_reason is not None or state.version >= state.config.num_steps:
         return form(draft)
-    held_until_s = state.hold_until_s if state.phase is Phase.HOLDING else None
+    held_until_s = state.waits.hold_until_s if state.phase is Phase.HOLDING else None
     until_s = _hold_until_s(state, choice, now_s) if held_until_s is None else held_until_s
     if until_s is None or now_s >= until_s or not _worth_holding(state, choice, now_s, until_s):
         return form(draft)
@@ -50,7 +52,7 @@ def _await_torn_vms(draft: Draft) -> bool:
     if until_s is None or chosen(draft) is None:
         return False
     draft.change(phase=Phase.HOLDING, hold_until_s=until_s, reshape=None, member_units={})
-    vms = ", ".join(draft.state.torn)
+    vms = ", ".join(draft.state.waits.torn)
     draft.say(ReasonCode.HOLDING, f"{vms} may go as a whole: waiting {until_s - draft.now_s:.1f} s at most")
     return True
 
@@ -112,9 +114,18 @@ def next_order(draft: Draft) -> tuple[ReshapeOrder, str]:
     followers.
     """
     state, choice = draft.state, chosen(draft)
+    saving = state.saving
     assert choice is not None, "no plan fits"
-    of_time = state.generation, state.version, state.decided, state.checkpoint, state.doubt, state.kept, state.saves
-    return draft.once(_OrderOf(choice), choice, state.workers, *of_time, state.state_bytes_per_s)
+    of_time = (
+        state.generation,
+        state.version,
+        state.decided,
+        saving.checkpoint,
+        saving.doubt,
+        state.step.kept,
+        saving.save_times,
+    )
+    return draft.once(_OrderOf(choice), choice, state.workers, *of_time, state.measured.state_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -133,8 +144,8 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
     held = {worker: state.workers[worker].holds for worker in state.ready_workers}
     needed = state.config.units_of(choice.plan)
     slots = place(choice.plan, choice.workers, held, needed, state.config.unit_bytes)
-    kept = {worker: sums for worker, sums in state.kept.items() if worker in held}
-    unable = frozenset[WorkerId]() if state.doubt is None else state.doubt.unable
+    kept = {worker: sums for worker, sums in state.step.kept.items() if worker in held}
+    unable = frozenset[WorkerId]() if state.saving.doubt is None else state.saving.doubt.unable
     redundancy = redundancy_of(state, choice.plan, slots, held, now_s)
     order = ReshapeOrder.model_construct(  # of thousands of values, all of them checked
         generation=state.generation + 1,
@@ -173,7 +184,7 @@ def _spared(order: ReshapeOrder) -> str:
 def _wait(draft: Draft) -> None:
     """No plan fits: wait for more workers, or end if a stop was asked for."""
     state = draft.state
-    since_s = draft.now_s if state.waiting_since_s is None else state.waiting_since_s
+    since_s = draft.now_s if state.waits.waiting_since_s is None else state.waits.waiting_since_s
     draft.change(
         phase=Phase.WAITING,
         reshape=None,
@@ -211,8 +222,8 @@ def _go_by_what_was_learned(draft: Draft) -> None:
 
     Only while a shape has to be chosen anyway: what is learned is never the reason to leave one.
     """
-    correction = draft.state.correction
-    if correction is not None and correction.factors != draft.state.planned_with:
+    correction = draft.state.measured.correction
+    if correction is not None and correction.factors != draft.state.measured.planned_with:
         config = draft.state.config.corrected(correction.factors)
         draft.change(config=config, planned_with=correction.factors)
 
@@ -238,9 +249,9 @@ def _measure_anew(draft: Draft) -> None:
 
 def _restorable(state: ControllerState) -> tuple[int, str]:
     """Return the version that needs no living holder, and its kind of source."""
-    if state.checkpoint is None:
+    if state.saving.checkpoint is None:
         return 0, "initial"
-    return state.checkpoint.version, "checkpoint"
+    return state.saving.checkpoint.version, "checkpoint"
 
 
 def _set_back(draft: Draft) -> str:
@@ -258,8 +269,8 @@ def _set_back(draft: Draft) -> str:
         f"{where}, {counted(max(0, state.version - version), 'step is', 'steps are')} to be redone; "
     )
     times = {"saved_s": draft.now_s, "since_s": draft.now_s, "ordered_s": None, "insurance": None}
-    saves = state.saves.model_copy(update=times)
+    saves = state.saving.save_times.model_copy(update=times)
     draft.change(
-        version=version, decided=None, workers=workers, pending=None, checkpoint_base=version, saves=saves, kept={}
+        version=version, decided=None, workers=workers, pending=None, checkpoint_base=version, save_times=saves, kept={}
     )
     return sentence

@@ -38,11 +38,11 @@ def stays(draft: Draft) -> bool:
     no slower is not waited with, for VMs may be taken early.
     """
     state, choice = draft.state, chosen(draft)
-    if choice is None or state.plan is None or state.saves.step_s is None:
+    if choice is None or state.plan is None or state.saving.save_times.step_s is None:
         return False
     if choice.examples_per_s >= present_speed(state):
         return False
-    step_s = max(state.saves.step_s, state.plan.expected.mini_batch_s)
+    step_s = max(state.saving.save_times.step_s, state.plan.expected.mini_batch_s)
     left_s = _deadline_s(state) - draft.now_s - STEP_MARGIN * step_s
     return left_s > 0 and left_s > (_wait_s(state, choice, _moves(next_order(draft)[0])) or 0.0)
 
@@ -118,7 +118,7 @@ def _wait_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ..
     assert plan is not None, "no generation was formed"
     if rules.when == "never" or not moves:
         return None
-    transfer_s = _most_bytes(state, moves) / (state.state_bytes_per_s or rules.bytes_per_s)
+    transfer_s = _most_bytes(state, moves) / (state.measured.state_bytes_per_s or rules.bytes_per_s)
     step_s = plan.expected.mini_batch_s
     busy_share = GRADIENT_SHARE * transfer_s / step_s  # of the link, by the gradients of every unit
     wait_s = transfer_s / max(0.1, 1 - busy_share / 2) + step_s

@@ -79,7 +79,7 @@ def ahead_reported(draft: Draft, event: PreCopyReported) -> None:
 
 def measure_speed(draft: Draft, answers: Mapping[WorkerId, Reshaped]) -> None:
     """Measure how fast units came from peers; where some came otherwise, nothing is measured."""
-    order, sizes, mean = draft.state.reshape, draft.state.config.unit_bytes, draft.state.state_bytes_per_s
+    order, sizes, mean = draft.state.reshape, draft.state.config.unit_bytes, draft.state.measured.state_bytes_per_s
     if order is None:
         return
     for worker, answer in answers.items():
@@ -87,7 +87,7 @@ def measure_speed(draft: Draft, answers: Mapping[WorkerId, Reshaped]) -> None:
         if answer.generation == order.generation and all(source.kind == "peer" for source in lacked):
             num_bytes = sum(sizes[source.unit] for source in lacked)
             mean = mean_of(mean, num_bytes / answer.state_s) if num_bytes else mean
-    if mean != draft.state.state_bytes_per_s:
+    if mean != draft.state.measured.state_bytes_per_s:
         draft.change(state_bytes_per_s=mean)
 
 

@@ -17,7 +17,7 @@ def losses_per_vm_s(state: ControllerState, now_s: float) -> float:
 
     The mean of a Gamma distribution, after that many losses in that much time of VMs (Poisson).
     """
-    expected, seen = state.config.expected_losses, state.saves
+    expected, seen = state.config.expected_losses, state.saving.save_times
     appeared_s: dict[str, float] = {}
     for worker, entry in state.workers.items():
         vm = vm_of(worker)

@@ -80,13 +80,14 @@ def note_prepared(draft: Draft) -> None:
     Also of who had done so when it was told to give up.
     """
     state = draft.state
-    if not state.reports or state.attempt or not state.config.policy.keeps_sums:
+    step = state.step
+    if not step.reports or step.attempt or not state.config.policy.keeps_sums:
         return
     assert state.reshape is not None, "no generation was formed"
-    plan, kept = state.reshape.plan, dict(state.kept)
+    plan, kept = state.reshape.plan, dict(step.kept)
     salvage = state.reshape.salvage if state.version == state.reshape.version else None
     for slot in state.slots:
-        report = state.reports.get(slot.worker)
+        report = step.reports.get(slot.worker)
         if report is None or report.overflowed or report.non_finite:
             continue
         whole = (1 << plan.num_micro_batches) - 1

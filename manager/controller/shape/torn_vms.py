@@ -19,17 +19,17 @@ GATHER_S = 1.0
 def note_torn_vms(draft: Draft, lost: Iterable[WorkerId]) -> None:
     """Note the VMs of workers that are being lost, and forget those of which it is known."""
     state, gone = draft.state, set(lost)
-    torn = {vm: until_s for vm, until_s in state.torn.items() if draft.now_s < until_s}
+    torn = {vm: until_s for vm, until_s in state.waits.torn.items() if draft.now_s < until_s}
     for worker in gone:
         if not gone.issuperset(beside(worker, state.workers)):
             torn.setdefault(vm_of(worker), draft.now_s + GATHER_S)
-    if torn != state.torn:
+    if torn != state.waits.torn:
         draft.change(torn=torn)
 
 
 def torn_until_s(state: ControllerState, now_s: float) -> float | None:
     """Return until when workers are awaited whose VM lost another one; None: nobody is."""
-    if not state.torn:
+    if not state.waits.torn:
         return None
     living = {vm_of(worker) for worker in state.workers}
-    return max((until_s for vm, until_s in state.torn.items() if vm in living and now_s < until_s), default=None)
+    return max((until_s for vm, until_s in state.waits.torn.items() if vm in living and now_s < until_s), default=None)

@@ -102,7 +102,7 @@ def setup_bound_s(state: ControllerState) -> float:
     if state.config.policy.order_timeout_s is not None:
         return state.config.policy.order_timeout_s
     made_s = state.config.state_bytes / state.config.state_copies / PASS_BYTES_PER_S
-    return max(SETUP_FLOOR_S, HEADROOM * max(made_s, state.setup_s or 0.0))
+    return max(SETUP_FLOOR_S, HEADROOM * max(made_s, state.measured.setup_s or 0.0))
 
 
 def probe_bound_s(state: ControllerState, healthy_s: float) -> float:
@@ -150,12 +150,12 @@ def evaluation_s(state: ControllerState, plan: Plan, version: int | None) -> flo
 
 def link_bytes_per_s(state: ControllerState) -> float:
     """Return what a link carries, of state: as measured, else as a slow one."""
-    return state.state_bytes_per_s or LINK_BYTES_PER_S
+    return state.measured.state_bytes_per_s or LINK_BYTES_PER_S
 
 
 def storage_bytes_per_s(state: ControllerState) -> float:
     """Return at which speed one worker reads from storage, at least: that of a slow one, or as saves were if slower."""
-    durable_s = state.saves.durable_s
+    durable_s = state.saving.save_times.durable_s
     if not durable_s or state.plan is None:
         return STORAGE_BYTES_PER_S
     written_bytes = _stage_bytes(state, state.plan) / state.plan.num_replicas
@@ -164,7 +164,7 @@ def storage_bytes_per_s(state: ControllerState) -> float:
 
 def _mini_batch_s(state: ControllerState, plan: Plan) -> float:
     """As the plan expects, or as steps of this run took, if that is more."""
-    return max(plan.expected.mini_batch_s, state.saves.step_s or 0.0)
+    return max(plan.expected.mini_batch_s, state.saving.save_times.step_s or 0.0)
 
 
 def _stage_bytes(state: ControllerState, plan: Plan | None) -> int:
@@ -191,5 +191,5 @@ def _followed_s(state: ControllerState, order: ReshapeOrder) -> float:
 def _bounded(state: ControllerState, expected_s: float, *, doubled: bool = True) -> float:
     if state.config.policy.order_timeout_s is not None:
         return state.config.policy.order_timeout_s
-    times = 2 ** min(state.num_fruitless, MOST_DOUBLINGS) if doubled else 1
+    times = 2 ** min(state.waits.num_fruitless, MOST_DOUBLINGS) if doubled else 1
     return times * max(FLOOR_S, HEADROOM * expected_s)

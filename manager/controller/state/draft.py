@@ -9,7 +9,8 @@ from manager.controller.state import nodes
 from manager.controller.state.actions import Abort, Action, Finish, ReleaseNodes
 from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.reasons import Reason, ReasonCode
-from manager.controller.state.state import ControllerState, Decision, OutstandingOrder, Phase
+from manager.controller.state.state import ControllerState, Decision, Phase, changed
+from manager.controller.state.steps import OutstandingOrder
 from morph.contract.messages import WorkerId
 
 Answer = TypeVar("Answer")
@@ -59,8 +60,8 @@ class Draft:
         )
 
     def change(self, **fields: Any) -> None:
-        """Replace some fields of the state."""
-        self.state = self.state.model_copy(update=fields)
+        """Replace some fields of the state, each in the slice where it stands."""
+        self.state = changed(self.state, **fields)
 
     def change_worker(self, worker: WorkerId, **fields: Any) -> None:
         """Replace some fields of one worker."""
@@ -78,8 +79,8 @@ class Draft:
 
     def answered(self, worker: WorkerId, **fields: Any) -> None:
         """Take a worker's order from it, and replace other fields."""
-        awaited = self.state.awaited - {worker}
-        self.change(awaited=awaited, order=self.state.order if awaited else None, **fields)
+        awaited = self.state.step.awaited - {worker}
+        self.change(awaited=awaited, order=self.state.step.order if awaited else None, **fields)
 
     def forget(self, lost: Iterable[WorkerId]) -> None:
         """Forget workers, and give back what VMs they had of a provider.
@@ -88,17 +89,19 @@ class Draft:
         """
         state, gone = self.state, set(lost)
         workers = {worker: entry for worker, entry in state.workers.items() if worker not in gone}
-        pending, awaited = state.pending, state.awaited - gone
+        pending, awaited = state.saving.pending, state.step.awaited - gone
         if pending is not None and gone & pending.debtors:
             pending = pending.model_copy(update={"stale": True})
-        order = state.order if awaited else None
-        self.change(workers=workers, pending=pending, awaited=awaited, order=order, leaving=state.leaving - gone)
+        order = state.step.order if awaited else None
+        self.change(
+            workers=workers, pending=pending, awaited=awaited, order=order, leaving=state.provisioning.leaving - gone
+        )
         if state.config.target_nodes and gone:
             self.actions.append(ReleaseNodes(nodes=tuple(sorted(gone))))
 
     def wake_by(self, time_s: float) -> None:
         """Look at nodes and requests again at this time, at the latest."""
-        if self.state.nodes_wake_s is None or time_s < self.state.nodes_wake_s:
+        if self.state.provisioning.nodes_wake_s is None or time_s < self.state.provisioning.nodes_wake_s:
             self.change(nodes_wake_s=time_s)
 
     def once(self, question: Callable[[ControllerState, float], Answer], *depends_on: object) -> Answer:

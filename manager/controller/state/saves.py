@@ -1,11 +1,14 @@
-"""What saves take and how VMs fare, as it was seen: what the next save is timed by."""
+"""Checkpoints: what is on storage and on its way there, and what saves take, by which the next one is timed."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field
 
 from morph.contract.base import Value
-from morph.contract.checkpoint import SaveKind
+from morph.contract.checkpoint import Manifest, SaveKind
+from morph.contract.messages import UnitId, UnitWritten, Version, WorkerId
 
 
 class NextSave(Value):
@@ -40,3 +43,62 @@ class SaveTimes(Value):
     vm_s: float = 0.0
     insurance: NextSave | None = Field(default=None, description="that costs least, as it was worked out last")
     weighs: bool = Field(default=False, description="one is complete since followers were weighed")
+
+
+class Doubt(Value):
+    """That a checkpoint can be loaded: a worker could not, and no step was decided since.
+
+    ``open``: a whole one has to be found before the next shape is formed; ``asked``: storage is being read for it;
+    ``answered``: one was found. ``num_tries``: how often storage was read. ``failed``: who could not load it since that
+    was last found whole; ``unable``: who could not load what is whole, so that others read it for them.
+    """
+
+    version: Version
+    sentence: str
+    status: Literal["open", "asked", "answered"] = "open"
+    num_tries: int = 0
+    failed: frozenset[WorkerId] = frozenset()
+    unable: frozenset[WorkerId] = frozenset()
+
+
+class PendingCheckpoint(Value):
+    """A checkpoint on its way to storage: who writes which unit, and what is there already.
+
+    ``stale``: a writer was lost or its generation dissolved, so it may never be completed and another may begin.
+    ``refused``: writers whose storage took nothing; they are told to write again. ``started_s``: since when it is
+    waited for; with each unit that is written the wait begins anew.
+    """
+
+    version: Version
+    writers: dict[UnitId, WorkerId]
+    written: dict[UnitId, UnitWritten] = Field(default_factory=dict)
+    started_s: float
+    copied_s: float | None = Field(default=None, description="when its state was copied; None: when it was started")
+    kind: SaveKind = "periodic"
+    shape: str = Field(default="", description="PxD in which it was copied")
+    stale: bool = False
+    refused: frozenset[WorkerId] = frozenset()
+
+    @property
+    def complete(self) -> bool:
+        """Every unit is on storage."""
+        return len(self.written) == len(self.writers)
+
+    @property
+    def debtors(self) -> set[WorkerId]:
+        """The workers that still have units to write."""
+        return {worker for unit, worker in self.writers.items() if unit not in self.written}
+
+
+class Saving(Value):
+    """Where the state is safe, and what is being made so."""
+
+    checkpoint: Manifest | None = Field(default=None, description="newest complete checkpoint")
+    checkpoint_base: Version = Field(default=0, description="the next checkpoint is counted from this version")
+    doubt: Doubt | None = Field(default=None, description="that the newest checkpoint can be loaded")
+    pending: PendingCheckpoint | None = None
+    sealing: tuple[Manifest, ...] = Field(default=(), description="manifests being written")
+    sealing_since_s: float | None = None
+    unsaved_since_s: float | None = Field(default=None, description="since when storage refuses what the end waits for")
+    save_again_s: float | None = Field(default=None, description="when that is tried again")
+    save_times: SaveTimes = SaveTimes()

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Any
 
 from pydantic import Field
 
-from manager.controller.state.actions import Action, Finish, RequestId
+from manager.controller.state.actions import Action, Finish
 from manager.controller.state.config import ControllerConfig
-from manager.controller.state.events import NodeFacts
 from manager.controller.state.learned import Correction, StageRatios
-from manager.controller.state.nodes import NodeState
+from manager.controller.state.provisioning import Provisioning
 from manager.controller.state.reasons import Reason
-from manager.controller.state.saves import SaveTimes
+from manager.controller.state.saves import Saving
+from manager.controller.state.steps import StepProgress
+from manager.controller.state.workers import Failing, WorkerState
 from morph.contract.base import Value
-from morph.contract.checkpoint import Manifest, SaveKind
-from morph.contract.decided import Decided, LossScale
-from morph.contract.messages import (
-    EvaluationSize,
-    FailureCause,
-    PreCopyMove,
-    ReshapeOrder,
-    Slot,
-    UnitId,
-    UnitWritten,
-    Version,
-    WorkerId,
-)
+from morph.contract.decided import Decided
+from morph.contract.messages import EvaluationSize, PreCopyMove, ReshapeOrder, Slot, UnitId, Version, WorkerId
 from morph.contract.plan import Plan
-from morph.contract.salvage import PartialSum
 
 
 class Phase(StrEnum):
@@ -68,183 +57,6 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-class OutstandingOrder(Value):
-    """The order that ``ControllerState.awaited`` have not answered yet. ``version`` is the step of a step order.
-
-    It is to be answered within ``limit_s``, and once it was aborted within ``give_up_s`` (seconds).
-    """
-
-    kind: Literal["reshape", "step", "commit"]
-    generation: int
-    version: Version
-    attempt: int = 0
-    sent_s: float
-    limit_s: float
-    abort_sent_s: float | None = None
-    give_up_s: float = 0.0
-
-
-class StepReport(Value):
-    """What one member reported of the present attempt of the present step."""
-
-    overflowed: bool
-    unit_norms_sq: dict[UnitId, float]
-    non_finite: bool
-    followed: bool = False
-
-
-class Yardstick(Value):
-    """What a healthy worker took (seconds) for a micro-batch's forward and backward on these sections.
-
-    ``usual``: how all workers compared with the profile then, where that was known.
-    """
-
-    first_section: int
-    end_section: int
-    healthy_s: float
-    usual: float | None = None
-
-
-class Pace(Value):
-    """How fast a worker computes.
-
-    ``samples_s``: micro-batches of the window that is being filled; ``median_s``: of the last full one, and
-    ``error_s`` its standard error; ``past_s``: medians of the last windows in this generation. ``streak``: windows in a
-    row in which it was slow, or, negative, well. ``slowdown``: 1 is as fast as expected. ``yardstick``: what it was
-    held against when it was last judged.
-    """
-
-    samples_s: tuple[float, ...] = ()
-    median_s: float | None = None
-    error_s: float = 0.0
-    past_s: tuple[float, ...] = ()
-    yardstick: Yardstick | None = None
-    streak: int = 0
-    slowdown: float = 1.0
-
-
-class Probation(Value):
-    """Of a slow worker that was left out. ``asked_s``: when the probe was sent that is not answered yet."""
-
-    num_asked: int = 0
-    num_passed: int = 0
-    num_failed: int = 0
-    due_s: float
-    asked_s: float | None = None
-
-
-class WorkerState(Value):
-    """One VM and its worker. ``holds``: units whose state at the decided version it certainly has.
-
-    ``ready_s``: when it was set up, None before that. ``eligible_s``: it is not taken in earlier, for its machine
-    came and went too often. ``drain_until_s``: while draining, when its notice counts as void.
-    """
-
-    appeared_s: float
-    node: NodeState = NodeState.WARMING
-    host: str = ""
-    facts: NodeFacts = NodeFacts()
-    ready_s: float | None = None
-    eligible_s: float | None = None
-    notice: str | None = None
-    drain_until_s: float | None = None
-    pace: Pace = Pace()
-    probation: Probation | None = None
-    holds: frozenset[UnitId] = frozenset()
-
-    @property
-    def ready(self) -> bool:
-        """Whether it is set up, and so can be given an order."""
-        return self.ready_s is not None
-
-
-class Failing(Value):
-    """An error inside a worker, until the step at which it came is decided.
-
-    ``final``: it came again, or nothing would mend it: what is held is saved, and the run ends.
-    """
-
-    version: Version
-    generation: int
-    worker: WorkerId
-    sentence: str
-    traceback: str = ""
-    cause: FailureCause = "run"
-    final: bool = False
-
-
-class Doubt(Value):
-    """That a checkpoint can be loaded: a worker could not, and no step was decided since.
-
-    ``open``: a whole one has to be found before the next shape is formed; ``asked``: storage is being read for it;
-    ``answered``: one was found. ``num_tries``: how often storage was read. ``failed``: who could not load it since that
-    was last found whole; ``unable``: who could not load what is whole, so that others read it for them.
-    """
-
-    version: Version
-    sentence: str
-    status: Literal["open", "asked", "answered"] = "open"
-    num_tries: int = 0
-    failed: frozenset[WorkerId] = frozenset()
-    unable: frozenset[WorkerId] = frozenset()
-
-
-class NodeRequest(Value):
-    """VMs that were asked for and are not up.
-
-    ``count``: not granted yet; ``granted``: booting (name -> since when); ``facts``: what kind these are.
-    """
-
-    count: int
-    asked_s: float
-    num_sent: int = 1
-    granted: dict[WorkerId, float] = Field(default_factory=dict)
-    facts: dict[WorkerId, NodeFacts] = Field(default_factory=dict)
-
-
-class KeptNotice(Value):
-    """A notice of a VM that may be one of those that are asked for: its agent can be faster than the grant."""
-
-    notice: str
-    taken_s: float
-
-
-class Flaps(Value):
-    """How often a machine came back lately."""
-
-    num: int
-    last_s: float
-
-
-class PendingCheckpoint(Value):
-    """A checkpoint on its way to storage: who writes which unit, and what is there already.
-
-    ``stale``: a writer was lost or its generation dissolved, so it may never be completed and another may begin.
-    ``refused``: writers whose storage took nothing; they are told to write again. ``started_s``: since when it is
-    waited for; with each unit that is written the wait begins anew.
-    """
-
-    version: Version
-    writers: dict[UnitId, WorkerId]
-    written: dict[UnitId, UnitWritten] = Field(default_factory=dict)
-    started_s: float
-    copied_s: float | None = Field(default=None, description="when its state was copied; None: when it was started")
-    kind: SaveKind = "periodic"
-    shape: str = Field(default="", description="PxD in which it was copied")
-    stale: bool = False
-    refused: frozenset[WorkerId] = frozenset()
-
-    @property
-    def complete(self) -> bool:
-        """Every unit is on storage."""
-        return len(self.written) == len(self.writers)
-
-    @property
-    def debtors(self) -> set[WorkerId]:
-        """The workers that still have units to write."""
-        return {worker for unit, worker in self.writers.items() if unit not in self.written}
-
-
 class PreCopy(Value):
     """A planned change whose units are sent ahead, while the present generation goes on training.
 
@@ -281,73 +93,60 @@ class PreCopy(Value):
         )
 
 
-class ControllerState(Value):
-    """Everything that ``decide`` knows. ``version`` is the decided version; ``workers`` are in order of appearance."""
+class Waits(Value):
+    """Since when, and until when at the latest, something is waited for, and how often in vain."""
 
-    config: ControllerConfig
-    phase: Phase = Phase.STARTING
-    version: Version
-    generation: int = 0
-    attempt: int = 0
-    decided: Decided | None = Field(default=None, description="of the last step; None: ``version`` was restored")
-    loss_scale: LossScale | None = Field(default=None, description="of the present step, if the job has one")
-    reshape: ReshapeOrder | None = Field(default=None, description="that formed the present generation")
-    member_units: dict[WorkerId, frozenset[UnitId]] = Field(default_factory=dict, description="by present member")
-    workers: dict[WorkerId, WorkerState] = Field(default_factory=dict)
-    order: OutstandingOrder | None = None
-    awaited: frozenset[WorkerId] = Field(default=frozenset(), description="who has ``order`` and has not answered")
-    reports: dict[WorkerId, StepReport] = Field(default_factory=dict)
-    kept: dict[WorkerId, tuple[PartialSum, ...]] = Field(
-        default_factory=dict, description="of the step from ``version``, which was given up, while none is run"
-    )
-    num_appeared: int = 0
-    first_feasible_s: float | None = None
-    num_fruitless: int = Field(default=0, description="generations dissolved since the last decided step")
-    resting_since_s: float | None = Field(default=None, description="of the first rest since the last decided step")
-    rest_until_s: float | None = None
-    checkpoint: Manifest | None = Field(default=None, description="newest complete checkpoint")
-    doubt: Doubt | None = Field(default=None, description="that the newest checkpoint can be loaded")
-    pending: PendingCheckpoint | None = None
-    sealing: tuple[Manifest, ...] = Field(default=(), description="manifests being written")
-    sealing_since_s: float | None = None
-    unsaved_since_s: float | None = Field(default=None, description="since when storage refuses what the end waits for")
-    save_again_s: float | None = Field(default=None, description="when that is tried again")
-    saves: SaveTimes = SaveTimes()
-    checkpoint_base: Version = Field(default=0, description="the next checkpoint is counted from this version")
-    stop_reason: str | None = None
-    failing: Failing | None = Field(default=None, description="the last error inside a worker")
-    finish: Finish | None = None
+    first_feasible_s: float | None = Field(default=None, description="when a plan first fitted, before the first shape")
     waiting_since_s: float | None = Field(default=None, description="for VMs, before the start or with too few")
     hold_until_s: float | None = None
     torn: dict[str, float] = Field(
         default_factory=dict, description="VMs that lost a worker: until when its other workers may follow"
     )
     join_since_s: float | None = Field(default=None, description="since when a better shape could be formed")
+    num_fruitless: int = Field(default=0, description="generations dissolved since the last decided step")
+    resting_since_s: float | None = Field(default=None, description="of the first rest since the last decided step")
+    rest_until_s: float | None = None
+
+
+class Measured(Value):
+    """What the run has taught, in place of what was taken for granted. Means are of the kind that forgets."""
+
+    setup_s: float | None = Field(default=None, description="mean of setups")
     morph_began_s: float | None = None
     morph_s: float | None = Field(default=None, description="mean of planned changes")
-    ahead: PreCopy | None = Field(default=None, description="sent ahead now; gone with the generation, or a party")
-    num_ahead: int = 0
     state_bytes_per_s: float | None = Field(default=None, description="mean, of units from peers to one worker")
-    setup_s: float | None = Field(default=None, description="mean of setups")
-    evaluation: EvaluationSize | None = Field(default=None, description="of the job, as its workers say")
-    leaving: frozenset[WorkerId] = Field(
-        default=frozenset(), description="who drains by a notice that is to be acknowledged"
-    )
-    requests: dict[RequestId, NodeRequest] = Field(default_factory=dict)
-    kept_notices: dict[WorkerId, KeptNotice] = Field(
-        default_factory=dict, description="of nodes that are not known: of open requests, or of VMs that came"
-    )
-    num_requests: int = 0
-    num_refused: int = Field(default=0, description="refusals since the last grant")
-    num_setups_lost: int = Field(default=0, description="VMs in a row that came to nothing before one got ready")
-    setup_lost_s: float | None = Field(default=None, description="when the last of these was")
-    num_absent: int = Field(default=0, description="times in a row that granted VMs did not appear at all")
-    ask_at_s: float | None = Field(default=None, description="no further request before that")
     stage_ratios: tuple[StageRatios, ...] = Field(default=(), description="of compute times to the profile's")
     correction: Correction | None = Field(default=None, description="of the profile, as it was told last")
     planned_with: tuple[float, ...] = Field(default=(), description="``config.factors`` now")
-    flaps: dict[str, Flaps] = Field(default_factory=dict, description="by machine")
-    nodes_wake_s: float | None = Field(default=None, description="no wait for a node runs out before that")
+
+
+class ControllerState(Value):
+    """Everything that ``decide`` knows. ``version`` is the decided version; ``workers`` are in order of appearance.
+
+    What belongs to one concern stands in a slice of it. No two have a field of the same name, so that ``changed`` finds
+    it.
+    """
+
+    config: ControllerConfig
+    phase: Phase = Phase.STARTING
+    version: Version
+    generation: int = 0
+    decided: Decided | None = Field(default=None, description="of the last step; None: ``version`` was restored")
+    reshape: ReshapeOrder | None = Field(default=None, description="that formed the present generation")
+    member_units: dict[WorkerId, frozenset[UnitId]] = Field(default_factory=dict, description="by present member")
+    workers: dict[WorkerId, WorkerState] = Field(default_factory=dict)
+    num_appeared: int = 0
+    step: StepProgress = StepProgress()
+    saving: Saving = Saving()
+    waits: Waits = Waits()
+    provisioning: Provisioning = Provisioning()
+    measured: Measured = Measured()
+    ahead: PreCopy | None = Field(default=None, description="sent ahead now; gone with the generation, or a party")
+    num_ahead: int = 0
+    evaluation: EvaluationSize | None = Field(default=None, description="of the job, as its workers say")
+    failing: Failing | None = Field(default=None, description="the last error inside a worker")
+    stop_reason: str | None = None
+    finish: Finish | None = None
     recent: tuple[str, ...] = Field(default=(), description="the last events, for the error of an impossible one")
 
     @property
@@ -358,7 +157,7 @@ class ControllerState(Value):
     @property
     def busy_workers(self) -> tuple[WorkerId, ...]:
         """The workers with an outstanding order, in order of appearance."""
-        return tuple(worker for worker in self.workers if worker in self.awaited) if self.awaited else ()
+        return tuple(worker for worker in self.workers if worker in self.step.awaited) if self.step.awaited else ()
 
     @property
     def plan(self) -> Plan | None:
@@ -371,14 +170,35 @@ class ControllerState(Value):
         return self.reshape.slots if self.reshape else ()
 
 
+SLICES: dict[str, type[Value]] = {
+    "step": StepProgress,
+    "saving": Saving,
+    "waits": Waits,
+    "provisioning": Provisioning,
+    "measured": Measured,
+}
+_SLICE_OF = {field: name for name, kind in SLICES.items() for field in kind.model_fields}
+
+
+def changed(state: ControllerState, **fields: Any) -> ControllerState:
+    """Return the state with some fields replaced, each in the slice where it stands."""
+    update: dict[str, Any] = {}
+    slices: dict[str, dict[str, Any]] = {}
+    for field, value in fields.items():
+        name = _SLICE_OF.get(field)
+        if name is None:
+            update[field] = value
+        else:
+            slices.setdefault(name, {})[field] = value
+    for name, values in slices.items():
+        update[name] = getattr(state, name).model_copy(update=values)
+    return state.model_copy(update=update)
+
+
 def initial_state(config: ControllerConfig) -> ControllerState:
     """Return the state before the first event."""
-    return ControllerState(
-        config=config,
-        version=config.initial_version,
-        checkpoint=config.initial_checkpoint,
-        checkpoint_base=config.initial_version,
-    )
+    saving = Saving(checkpoint=config.initial_checkpoint, checkpoint_base=config.initial_version)
+    return ControllerState(config=config, version=config.initial_version, saving=saving)
 
 
 def mean_of(before: float | None, sample_s: float) -> float | None:

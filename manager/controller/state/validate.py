@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import ControllerState, Phase, WorkerState
+from manager.controller.state.state import ControllerState, Phase
+from manager.controller.state.workers import WorkerState
 from morph.contract.errors import MorphError
 
 ORDER_KIND = {
@@ -46,17 +47,19 @@ def _of_each(holds: Callable[[WorkerState], bool]) -> Callable[[ControllerState]
 
 
 def _answers(state: ControllerState) -> bool:
+    step = state.step
     return state.phase is not Phase.TRAINING or (
-        set(state.reports) | state.awaited == set(state.member_units) and state.awaited.isdisjoint(state.reports)
+        set(step.reports) | step.awaited == set(state.member_units) and step.awaited.isdisjoint(step.reports)
     )
 
 
 def _kind(state: ControllerState) -> bool:
-    return state.order is None or state.order.kind == ORDER_KIND.get(state.phase, state.order.kind)
+    step = state.step
+    return step.order is None or step.order.kind == ORDER_KIND.get(state.phase, step.order.kind)
 
 
 def _commits(state: ControllerState) -> bool:
-    missing = bool(state.awaited) or (state.pending is not None and not state.pending.complete)
+    missing = bool(state.step.awaited) or (state.saving.pending is not None and not state.saving.pending.complete)
     return missing or state.phase is not Phase.COMMITTING
 
 
@@ -79,7 +82,7 @@ def _members_hold(state: ControllerState) -> bool:
 
 
 def _pending(state: ControllerState) -> bool:
-    pending = state.pending
+    pending = state.saving.pending
     return pending is None or (
         pending.version <= state.version
         and set(pending.writers) == set(state.config.units)
@@ -96,11 +99,14 @@ def _probed(state: ControllerState) -> bool:
 
 
 def _leaving(state: ControllerState) -> bool:
-    return all(worker in state.workers and state.workers[worker].node is NodeState.DRAINING for worker in state.leaving)
+    return all(
+        worker in state.workers and state.workers[worker].node is NodeState.DRAINING
+        for worker in state.provisioning.leaving
+    )
 
 
 def _granted(state: ControllerState) -> bool:
-    granted = [node for request in state.requests.values() for node in request.granted]
+    granted = [node for request in state.provisioning.requests.values() for node in request.granted]
     return len(granted) == len(set(granted)) and _strangers(state, granted)
 
 
@@ -130,20 +136,20 @@ def _moves(state: ControllerState) -> bool:
 
 INVARIANTS: dict[str, Callable[[ControllerState], bool]] = {
     # orders
-    "there is an order while somebody has it": lambda state: (state.order is not None) == bool(state.awaited),
-    "only known workers have orders": lambda state: state.awaited <= state.workers.keys(),
+    "there is an order while somebody has it": lambda state: (state.step.order is not None) == bool(state.step.awaited),
+    "only known workers have orders": lambda state: state.step.awaited <= state.workers.keys(),
     "no worker has an order before a shape, in a pause or at the end": lambda state: (
-        state.order is None or state.phase not in WITHOUT_ORDERS
+        state.step.order is None or state.phase not in WITHOUT_ORDERS
     ),
     "somebody has an order while a shape is formed, trains or is dissolved": lambda state: (
-        state.order is not None or state.phase not in WITH_ORDERS
+        state.step.order is not None or state.phase not in WITH_ORDERS
     ),
     "an order is of the present generation": lambda state: (
-        state.order is None or state.order.generation == state.generation
+        state.step.order is None or state.step.order.generation == state.generation
     ),
     "an order is of its phase's kind": _kind,
     "orders are told to abort while a generation is dissolved, and never else": lambda state: (
-        state.order is None or (state.order.abort_sent_s is not None) == (state.phase is Phase.ABORTING)
+        state.step.order is None or (state.step.order.abort_sent_s is not None) == (state.phase is Phase.ABORTING)
     ),
     "in training a member has the step's order or has prepared it, and nobody else": _answers,
     "while committing, a commit or a unit of the last checkpoint is missing": _commits,
@@ -163,12 +169,12 @@ INVARIANTS: dict[str, Callable[[ControllerState], bool]] = {
     "in training a member holds its stage's units": _members_hold,
     # waits
     "a wait for a node that is about to be ready has an end": lambda state: (
-        state.phase is not Phase.HOLDING or state.hold_until_s is not None
+        state.phase is not Phase.HOLDING or state.waits.hold_until_s is not None
     ),
     "a wait for VMs has a beginning": lambda state: (
-        state.phase is not Phase.WAITING or state.waiting_since_s is not None
+        state.phase is not Phase.WAITING or state.waits.waiting_since_s is not None
     ),
-    "a rest has an end": lambda state: state.phase is not Phase.RESTING or state.rest_until_s is not None,
+    "a rest has an end": lambda state: state.phase is not Phase.RESTING or state.waits.rest_until_s is not None,
     "a run that is over has an outcome, and no other has": lambda state: (
         (state.finish is not None) == (state.phase is Phase.ENDED)
     ),
@@ -180,10 +186,14 @@ INVARIANTS: dict[str, Callable[[ControllerState], bool]] = {
         state.failing is None or not state.failing.final or state.stop_reason is not None
     ),
     "a checkpoint under way is of all units, of a version that is decided, written by its writers": _pending,
-    "no partial sums are kept while a step is run": lambda state: not state.kept or state.phase is not Phase.TRAINING,
-    "while sealing, a manifest is being written": lambda state: bool(state.sealing) or state.phase is not Phase.SEALING,
+    "no partial sums are kept while a step is run": lambda state: (
+        not state.step.kept or state.phase is not Phase.TRAINING
+    ),
+    "while sealing, a manifest is being written": lambda state: (
+        bool(state.saving.sealing) or state.phase is not Phase.SEALING
+    ),
     "manifests are being written since a time": lambda state: (
-        bool(state.sealing) == (state.sealing_since_s is not None)
+        bool(state.saving.sealing) == (state.saving.sealing_since_s is not None)
     ),
     # nodes and requests
     "a worker is warming, ready, suspect or draining": _of_each(lambda entry: entry.node in LIVING),
@@ -198,10 +208,10 @@ INVARIANTS: dict[str, Callable[[ControllerState], bool]] = {
     "who is probed is suspect and no member": _probed,
     "whose notice is to be acknowledged drains": _leaving,
     "something of each request is awaited": lambda state: all(
-        request.count or request.granted for request in state.requests.values()
+        request.count or request.granted for request in state.provisioning.requests.values()
     ),
     "a node boots for one request, and is not up": _granted,
-    "a notice is kept of nodes that are not up": lambda state: _strangers(state, state.kept_notices),
+    "a notice is kept of nodes that are not up": lambda state: _strangers(state, state.provisioning.kept_notices),
     # units sent ahead
     "units are sent ahead while training, under their number, by known workers": _ahead,
     "units are sent ahead by who holds them to who lacks them": _moves,

@@ -8,7 +8,8 @@ from manager.controller.shape.forming import form, form_or_hold
 from manager.controller.state.bounds import commit_bound_s, retry_bound_s, why_retried_no_longer
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, OutstandingOrder, Phase
+from manager.controller.state.state import ControllerState, Phase
+from manager.controller.state.steps import OutstandingOrder
 from manager.controller.steps.stepping import commit_orders
 from morph.contract.messages import UnitId, WorkerId
 
@@ -23,20 +24,21 @@ def rest(draft: Draft) -> None:
     decided for ``policy.give_up_after_s`` since the first of these pauses, or at a stop once everything is saved.
     """
     state, now_s = draft.state, draft.now_s
+    waits = state.waits
     policy = state.config.policy
-    since_s = now_s if state.resting_since_s is None else state.resting_since_s
+    since_s = now_s if waits.resting_since_s is None else waits.resting_since_s
     sentence = (
-        f"{state.num_fruitless} generations in a row were dissolved without a new step "
+        f"{waits.num_fruitless} generations in a row were dissolved without a new step "
         f"(version {state.version} is decided)"
     )
     limit_s = retry_bound_s(state)
     if now_s >= since_s + limit_s:
-        saved = 0 if state.checkpoint is None else state.checkpoint.version
+        saved = 0 if state.saving.checkpoint is None else state.saving.checkpoint.version
         limit = f"for {limit_s:g} s, {why_retried_no_longer(state)}"
         return draft.end("failed", f"{sentence}, {limit}; version {saved} is saved")
     if state.stop_reason is not None and is_saved(state):
         return draft.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
-    pause_s = pause_after(state.num_fruitless - policy.max_fruitless_generations)
+    pause_s = pause_after(waits.num_fruitless - policy.max_fruitless_generations)
     draft.change(
         phase=Phase.RESTING,
         resting_since_s=since_s,
@@ -56,9 +58,10 @@ def save_before_waiting(draft: Draft) -> bool:
     some unit has no holder, and not twice.
     """
     state = draft.state
-    known = {manifest.version for manifest in state.sealing}
-    if state.pending is not None and not state.pending.stale:
-        known.add(state.pending.version)
+    saving = state.saving
+    known = {manifest.version for manifest in saving.sealing}
+    if saving.pending is not None and not saving.pending.stale:
+        known.add(saving.pending.version)
     if chosen(draft) is not None or is_saved(state) or state.version in known or _writers(state) is None:
         return False
     draft.change(phase=Phase.RESTING, rest_until_s=draft.now_s, hold_until_s=None, waiting_since_s=None)
@@ -75,7 +78,7 @@ def pause_after(num_before: int) -> float:
 def rest_over(draft: Draft) -> None:
     """While resting: form the next generation once the pause is over and everybody answered."""
     state = draft.state
-    if not state.awaited and (state.rest_until_s is None or draft.now_s >= state.rest_until_s):
+    if not state.step.awaited and (state.waits.rest_until_s is None or draft.now_s >= state.waits.rest_until_s):
         draft.change(rest_until_s=None)
         form_or_hold(draft)
 
@@ -83,9 +86,10 @@ def rest_over(draft: Draft) -> None:
 def stop_while_resting(draft: Draft) -> None:
     """A stop was asked for: end if everything is saved, else once it is; or try what saves it."""
     state = draft.state
+    saving = state.saving
     if is_saved(state):
         return draft.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
-    if state.awaited or state.sealing or (state.pending is not None and not state.pending.stale):
+    if state.step.awaited or saving.sealing or (saving.pending is not None and not saving.pending.stale):
         return draft.say(ReasonCode.STOP_NOTED, f"{state.stop_reason}: the run ends when what is held is saved")
     draft.change(rest_until_s=None)
     return form(draft)
@@ -93,13 +97,13 @@ def stop_while_resting(draft: Draft) -> None:
 
 def is_saved(state: ControllerState) -> bool:
     """Whether the decided version is a complete checkpoint."""
-    return (0 if state.checkpoint is None else state.checkpoint.version) == state.version
+    return (0 if state.saving.checkpoint is None else state.saving.checkpoint.version) == state.version
 
 
 def _save_held(draft: Draft) -> None:
     """Have the decided version written by whoever holds it, without a generation, unless it is saved or not held."""
     state, now_s = draft.state, draft.now_s
-    if is_saved(state) or any(manifest.version == state.version for manifest in state.sealing):
+    if is_saved(state) or any(manifest.version == state.version for manifest in state.saving.sealing):
         return
     writers = _writers(state)
     if writers is None:

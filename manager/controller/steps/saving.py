@@ -23,7 +23,7 @@ def units_written(draft: Draft, event: UnitsWritten) -> None:
     Only who was told to write a unit is believed: what a worker of an earlier history wrote of the same version may be
     another state, unless accumulation is exact.
     """
-    pending = draft.state.pending
+    pending = draft.state.saving.pending
     if pending is None:
         return draft.say(ReasonCode.IGNORED, "no checkpoint is being written")
     new = {
@@ -50,19 +50,20 @@ def checkpoint_failed(draft: Draft, event: CheckpointFailed) -> None:
     The last checkpoint of a run, and its manifest, are tried again until storage takes them: nothing is lost by then.
     """
     state = draft.state
+    saving = state.saving
     sentence = f"{event.worker} could not write its part of a checkpoint: {event.error}"
-    if event.worker == MANIFEST_WRITER and state.sealing:
+    if event.worker == MANIFEST_WRITER and saving.sealing:
         if state.phase is Phase.SEALING and event.version in (None, state.version):
             told = f"the manifest of version {state.version} cannot be written: {event.error}"
             return _save_later(draft, told)
-        left = tuple(entry for entry in state.sealing if event.version not in (None, entry.version))
-        since_s = state.sealing_since_s if left else None
+        left = tuple(entry for entry in saving.sealing if event.version not in (None, entry.version))
+        since_s = saving.sealing_since_s if left else None
         draft.change(sealing=left, sealing_since_s=since_s, checkpoint_base=_last_try(state))
         return _abandon(draft, f"the manifest cannot be written: {event.error}")
-    if state.pending is None or event.worker not in state.pending.debtors:
+    if saving.pending is None or event.worker not in saving.pending.debtors:
         return draft.say(ReasonCode.IGNORED, f"{event.worker} had nothing to write: {event.error}")
     if state.phase is Phase.COMMITTING:
-        pending = state.pending.model_copy(update={"refused": state.pending.refused | {event.worker}})
+        pending = saving.pending.model_copy(update={"refused": saving.pending.refused | {event.worker}})
         draft.change(pending=pending)
         return _save_later(draft, sentence)
     draft.change(pending=None, checkpoint_base=_last_try(state))
@@ -79,18 +80,19 @@ def _abandon(draft: Draft, sentence: str) -> None:
 def manifest_written(draft: Draft, event: ManifestWritten) -> None:
     """A checkpoint is complete; the newest one is where lost state comes from."""
     state = draft.state
-    manifest = next((entry for entry in state.sealing if entry.version == event.version), None)
+    saving = state.saving
+    manifest = next((entry for entry in saving.sealing if entry.version == event.version), None)
     if manifest is None:
         return draft.say(ReasonCode.IGNORED, f"no manifest of version {event.version} is awaited")
-    left = tuple(entry for entry in state.sealing if entry.version != event.version)
+    left = tuple(entry for entry in saving.sealing if entry.version != event.version)
     newest = manifest
-    if state.checkpoint is not None and state.checkpoint.version > manifest.version:
-        newest = state.checkpoint
+    if saving.checkpoint is not None and saving.checkpoint.version > manifest.version:
+        newest = saving.checkpoint
     draft.change(
         sealing=left,
-        sealing_since_s=state.sealing_since_s if left else None,
+        sealing_since_s=saving.sealing_since_s if left else None,
         checkpoint=newest,
-        checkpoint_base=max(state.checkpoint_base, min(manifest.version, state.version)),
+        checkpoint_base=max(saving.checkpoint_base, min(manifest.version, state.version)),
     )
     if state.phase is Phase.RESTING and state.stop_reason is not None and is_saved(draft.state):
         return draft.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
@@ -105,11 +107,12 @@ def manifest_written(draft: Draft, event: ManifestWritten) -> None:
 def _save_later(draft: Draft, sentence: str) -> None:
     """Try again after a pause as long as what was waited already, between ``FIRST_PAUSE_S`` and ``MOST_PAUSE_S``."""
     state, now_s = draft.state, draft.now_s
-    since_s = now_s if state.unsaved_since_s is None else state.unsaved_since_s
+    saving = state.saving
+    since_s = now_s if saving.unsaved_since_s is None else saving.unsaved_since_s
     again_s = now_s + min(MOST_PAUSE_S, max(FIRST_PAUSE_S, now_s - since_s))
-    code = ReasonCode.CHECKPOINT_ABANDONED if state.unsaved_since_s is None else ReasonCode.UNITS_NOTED  # told once
-    pending = None if state.pending is None else state.pending.model_copy(update={"started_s": again_s})
-    sealing_since_s = None if state.sealing_since_s is None else again_s
+    code = ReasonCode.CHECKPOINT_ABANDONED if saving.unsaved_since_s is None else ReasonCode.UNITS_NOTED  # told once
+    pending = None if saving.pending is None else saving.pending.model_copy(update={"started_s": again_s})
+    sealing_since_s = None if saving.sealing_since_s is None else again_s
     draft.change(pending=pending, sealing_since_s=sealing_since_s)
     draft.change(unsaved_since_s=since_s, save_again_s=again_s)
     draft.say(code, f"{sentence}; it is tried again until it can be")
@@ -118,7 +121,8 @@ def _save_later(draft: Draft, sentence: str) -> None:
 def save_if_due(draft: Draft) -> None:
     """Try again to write what the end of the run waits for, if it is time."""
     state, now_s = draft.state, draft.now_s
-    since_s, again_s = state.unsaved_since_s, state.save_again_s
+    saving = state.saving
+    since_s, again_s = saving.unsaved_since_s, saving.save_again_s
     if state.phase not in SAVING or since_s is None or again_s is None or now_s < again_s:
         return None
     limit_s = state.config.policy.rules.wait.vms_patience_s
@@ -127,11 +131,11 @@ def save_if_due(draft: Draft) -> None:
     draft.change(save_again_s=None)
     sentence = f"version {state.version} is written once more"
     if state.phase is Phase.SEALING:
-        manifests = [WriteManifest(manifest=manifest) for manifest in state.sealing]
+        manifests = [WriteManifest(manifest=manifest) for manifest in saving.sealing]
         return draft.say(ReasonCode.CHECKPOINT_SEALED, sentence, *manifests)
-    if state.pending is None:
+    if saving.pending is None:
         return None
-    pending = state.pending
+    pending = saving.pending
     owed = {unit: worker for unit, worker in pending.writers.items() if unit not in pending.written}
     orders = commit_orders(state, owed, sorted(pending.refused & pending.debtors))
     draft.change(pending=pending.model_copy(update={"refused": frozenset()}))
@@ -140,7 +144,8 @@ def save_if_due(draft: Draft) -> None:
 
 def _last_try(state: ControllerState) -> int:
     """The next checkpoint is due a whole interval after the one that failed, so bad storage is not hammered."""
-    tried = [entry.version for entry in state.sealing]
-    if state.pending is not None:
-        tried.append(state.pending.version)
-    return max(state.checkpoint_base, min(max(tried), state.version))
+    saving = state.saving
+    tried = [entry.version for entry in saving.sealing]
+    if saving.pending is not None:
+        tried.append(saving.pending.version)
+    return max(saving.checkpoint_base, min(max(tried), state.version))

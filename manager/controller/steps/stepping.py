@@ -16,14 +16,10 @@ from manager.controller.state.actions import SendCommit, SendStep, WriteManifest
 from manager.controller.state.bounds import commit_bound_s, save_bound_s, step_bound_s
 from manager.controller.state.draft import Draft
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import (
-    ControllerState,
-    OutstandingOrder,
-    PendingCheckpoint,
-    Phase,
-    WorkerState,
-    mean_of,
-)
+from manager.controller.state.saves import PendingCheckpoint
+from manager.controller.state.state import ControllerState, Phase, mean_of
+from manager.controller.state.steps import OutstandingOrder
+from manager.controller.state.workers import WorkerState
 from morph.contract.checkpoint import Manifest, SaveKind, UnitFile
 from morph.contract.decided import decided_step
 from morph.contract.errors import TrainingStopped
@@ -36,8 +32,9 @@ MAX_ATTEMPTS = 8
 def begin(draft: Draft) -> None:
     """Everybody is reshaped: give the first order of the generation; members drop what their stage does not need."""
     state = draft.state
-    if state.morph_began_s is not None:
-        draft.change(morph_s=mean_of(state.morph_s, draft.now_s - state.morph_began_s), morph_began_s=None)
+    measured = state.measured
+    if measured.morph_began_s is not None:
+        draft.change(morph_s=mean_of(measured.morph_s, draft.now_s - measured.morph_began_s), morph_began_s=None)
     leaving = drain_due(draft) if not _is_last(state) else None
     if leaving is not None:  # nobody was given an order yet, so nobody dropped anything
         draft.say(ReasonCode.FORMED, leaving)
@@ -55,8 +52,8 @@ def decide_step(draft: Draft) -> None:
     A gradient that is not finite fits no scale: then the step is decided as skipped, whatever overflowed.
     """
     state = draft.state
-    overflowed = [worker for worker in state.member_units if state.reports[worker].overflowed]
-    if overflowed and not any(report.non_finite for report in state.reports.values()):
+    overflowed = [worker for worker in state.member_units if state.step.reports[worker].overflowed]
+    if overflowed and not any(report.non_finite for report in state.step.reports.values()):
         return _retry(draft, overflowed)
     try:
         _decide_facts(draft)
@@ -86,17 +83,18 @@ def decide_step(draft: Draft) -> None:
 def seal_if_complete(draft: Draft) -> None:
     """While committing: write the last manifest once every commit is answered and every unit written."""
     state = draft.state
-    if state.awaited:
-        workers = counted(len(state.awaited), "worker has", "workers have")
+    saving = state.saving
+    if state.step.awaited:
+        workers = counted(len(state.step.awaited), "worker has", "workers have")
         return draft.say(ReasonCode.COMMIT_WAIT, f"{workers} still to commit")
-    if state.pending is None:
+    if saving.pending is None:
         return _end(draft)
-    missing = len(state.pending.writers) - len(state.pending.written)
+    missing = len(saving.pending.writers) - len(saving.pending.written)
     if missing:
         units = counted(missing, "unit is", "units are")
         return draft.say(ReasonCode.COMMIT_WAIT, f"{units} still to be written of the last checkpoint")
     draft.change(phase=Phase.SEALING)
-    return seal(draft, state.pending)
+    return seal(draft, saving.pending)
 
 
 def seal(draft: Draft, pending: PendingCheckpoint) -> None:
@@ -114,7 +112,7 @@ def seal(draft: Draft, pending: PendingCheckpoint) -> None:
             UnitFile.model_construct(**{key: getattr(file, key) for key in UnitFile.model_fields}) for file in files
         ),
     )
-    draft.change(pending=None, sealing=(*state.sealing, manifest), sealing_since_s=draft.now_s)
+    draft.change(pending=None, sealing=(*state.saving.sealing, manifest), sealing_since_s=draft.now_s)
     draft.change(unsaved_since_s=None, save_again_s=None)
     sentence = f"every unit of version {pending.version} is written: its manifest follows"
     draft.say(ReasonCode.CHECKPOINT_SEALED, sentence, WriteManifest(manifest=manifest))
@@ -123,20 +121,21 @@ def seal(draft: Draft, pending: PendingCheckpoint) -> None:
 def end_if_saved(draft: Draft) -> None:
     """While sealing: end once the decided version is a complete checkpoint."""
     state = draft.state
-    if state.checkpoint is not None and state.checkpoint.version == state.version:
+    if state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version:
         return _end(draft)
     return draft.say(ReasonCode.CHECKPOINT_COMPLETE, "an earlier checkpoint is complete; the last one is awaited")
 
 
 def send_again(state: ControllerState) -> tuple[SendStep | SendCommit, ...]:
     """Build the step or commit orders that are not answered once more, as they were."""
-    assert state.order is not None, "nothing is outstanding"
-    pending = state.pending
+    step = state.step
+    assert step.order is not None, "nothing is outstanding"
+    pending = state.saving.pending
     share = pending.writers if pending is not None and pending.version == state.version else {}
     receivers = state.busy_workers
-    if state.order.kind == "commit":
+    if step.order.kind == "commit":
         return commit_orders(state, share, receivers)
-    return _step_orders(state, share if state.attempt == 0 and not state.order.abort_sent_s else {}, receivers)
+    return _step_orders(state, share if step.attempt == 0 and not step.order.abort_sent_s else {}, receivers)
 
 
 def commit_orders(
@@ -159,14 +158,15 @@ def commit_orders(
 def _decide_facts(draft: Draft) -> None:
     """Note what is decided of the step that is prepared, and the loss scale of the next one."""
     state = draft.state
-    reports = [state.reports[slot.worker] for slot in state.slots]
+    step = state.step
+    reports = [step.reports[slot.worker] for slot in state.slots]
     decided = decided_step(
         state.version + 1,
         [report.unit_norms_sq for report in reports],
         [report.non_finite for report in reports],
         state.config.units,
     )
-    scale = state.loss_scale.after(skipped=decided.skipped) if state.loss_scale is not None else None
+    scale = step.loss_scale.after(skipped=decided.skipped) if step.loss_scale is not None else None
     draft.change(decided=decided, loss_scale=scale)
 
 
@@ -180,7 +180,7 @@ def _settle_holdings(draft: Draft, *, others_keep: bool) -> None:
     follows = () if state.reshape is None else state.reshape.follows
     kept: dict[WorkerId, frozenset[UnitId]] = {}
     for follow in follows:
-        if follow.units and (others_keep or state.reports[follow.worker].followed):
+        if follow.units and (others_keep or state.step.reports[follow.worker].followed):
             units = follow.known if others_keep else follow.units
             kept[follow.follower] = kept.get(follow.follower, nothing).union(units)
     changed: dict[WorkerId, WorkerState] = {}
@@ -219,7 +219,7 @@ def _step(draft: Draft, code: ReasonCode) -> None:
 
 def _retry(draft: Draft, overflowed: list[WorkerId]) -> None:
     state = draft.state
-    attempt = state.attempt + 1
+    attempt = state.step.attempt + 1
     sentence = f"a gradient of step {state.version} overflowed on {', '.join(overflowed)}"
     if attempt >= MAX_ATTEMPTS:
         return draft.end("failed", f"{sentence}, {attempt} times in a row")
@@ -235,7 +235,7 @@ def _send_step(draft: Draft, share: dict[UnitId, WorkerId], sentence: str, code:
         kind="step",
         generation=state.generation,
         version=state.version,
-        attempt=state.attempt,
+        attempt=state.step.attempt,
         sent_s=draft.now_s,
         limit_s=step_bound_s(state, state.reshape, state.version),
     )
@@ -249,9 +249,9 @@ def _step_orders(
     plain = StepOrder(
         generation=state.generation,
         step=state.version,
-        attempt=state.attempt,
+        attempt=state.step.attempt,
         decided=state.decided,
-        loss_scale=state.loss_scale,
+        loss_scale=state.step.loss_scale,
         record_timeline=state.version == state.config.timeline_step,
     )
     units = _units_of(share)
@@ -269,7 +269,7 @@ def _step_orders(
 def _commit(draft: Draft) -> None:
     """Order every member to apply the decided version, and to write it unless it is a complete checkpoint already."""
     state, now_s = draft.state, draft.now_s
-    saved = state.checkpoint is not None and state.checkpoint.version == state.version
+    saved = state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version
     share = {} if saved else _shares(state)
     draft.change(unsaved_since_s=None, save_again_s=None, phase=Phase.COMMITTING, pending=None, kept={})
     if not saved:
@@ -299,9 +299,10 @@ def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
 def _begin_checkpoint_if_due(draft: Draft) -> tuple[dict[UnitId, WorkerId], str]:
     """Begin a checkpoint when one is due, one at a time; return who writes what, and why."""
     state, now_s = draft.state, draft.now_s
-    pending = state.pending
+    saving = state.saving
+    pending = saving.pending
     under_way = pending is not None and not pending.stale and now_s < pending.started_s + save_bound_s(state)
-    if under_way or state.sealing or state.version == state.checkpoint_base:
+    if under_way or saving.sealing or state.version == saving.checkpoint_base:
         return {}, ""
     kind: SaveKind
     if emergency_due(draft):

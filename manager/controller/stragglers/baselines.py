@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import ControllerState, Yardstick
+from manager.controller.state.state import ControllerState
+from manager.controller.state.workers import Yardstick
 from manager.controller.stragglers.outliers import Usual, usual
 from morph.contract.messages import WorkerId
 

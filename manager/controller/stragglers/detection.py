@@ -10,7 +10,8 @@ from manager.controller.state.draft import Draft
 from manager.controller.state.events import ComputeTimesSeen
 from manager.controller.state.nodes import NodeEvent, NodeState
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, Pace, WorkerState, Yardstick
+from manager.controller.state.state import ControllerState
+from manager.controller.state.workers import Pace, WorkerState, Yardstick
 from manager.controller.stragglers.baselines import members_by_stage, usual_now
 from manager.controller.stragglers.learning import learn
 from manager.controller.stragglers.outliers import PEERS, Judgement, Usual, error_of_median, judge, spread

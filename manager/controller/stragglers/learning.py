@@ -18,6 +18,7 @@ def learn(draft: Draft, event: ComputeTimesSeen) -> None:
     One observation of each stage, the median of its micro-batches.
     """
     state, profiled_s = draft.state, draft.state.config.section_compute_s
+    measured = state.measured
     if state.plan is None or not all(profiled_s) or not profiled_s:
         return
     stage_of = {slot.worker: slot.stage for slot in state.slots}
@@ -27,17 +28,17 @@ def learn(draft: Draft, event: ComputeTimesSeen) -> None:
         well = entry is not None and entry.node is NodeState.READY
         if well and times.generation == state.generation and times.worker in stage_of:
             samples_s.setdefault(stage_of[times.worker], []).extend(times.device_s or times.compute_s)
-    seen = state.stage_ratios
+    seen = measured.stage_ratios
     for stage, times_s in sorted(samples_s.items()):
         sections = state.plan.stages[stage].sections
         median_s = statistics.median(times_s) if times_s else 0.0
         if median_s > 0:
             ratio = median_s / sum(profiled_s[sections.start : sections.stop])
             seen = with_observation(seen, sections, math.log(ratio))
-    if seen is state.stage_ratios:
+    if seen is measured.stage_ratios:
         return
     draft.change(stage_ratios=seen)
     found = correction_of(seen, profiled_s)
-    if is_material(state.correction, found, seen, profiled_s):
+    if is_material(measured.correction, found, seen, profiled_s):
         draft.change(correction=found)
         draft.add(found.sentence, NoteCorrection(correction=found))

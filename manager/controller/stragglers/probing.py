@@ -10,7 +10,8 @@ from manager.controller.state.draft import Draft
 from manager.controller.state.events import WorkerProbed
 from manager.controller.state.nodes import NodeEvent
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import ControllerState, Pace, WorkerState
+from manager.controller.state.state import ControllerState
+from manager.controller.state.workers import Pace, WorkerState
 from manager.controller.stragglers.baselines import healthy_now_s
 from morph.contract.messages import WorkerId
 from morph.words import counted

@@ -86,8 +86,10 @@ def watch_joining(
 
     ``appeared``: workers of whose VMs the controller was told by an earlier manager.
     """
-    booting = {node for request in state.requests.values() for node in request.granted}
-    provisioning.begin({*state.workers, *booting}, [name for name, request in state.requests.items() if request.count])
+    booting = {node for request in state.provisioning.requests.values() for node in request.granted}
+    provisioning.begin(
+        {*state.workers, *booting}, [name for name, request in state.provisioning.requests.items() if request.count]
+    )
     joiner = Joiner(provided.joined, provisioning.request_of, event_queue, appeared, provisioning.known_of)
     joiner.start()
     return joiner

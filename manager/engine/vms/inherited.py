@@ -31,10 +31,10 @@ def inherited(state: ControllerState, up: Collection[str]) -> Inherited:
     """
     if not state.config.target_nodes:
         return Inherited()
-    names = [request_name(state.config, number + 1) for number in range(state.num_requests)]
+    names = [request_name(state.config, number + 1) for number in range(state.provisioning.num_requests)]
     request_of = {request_part(name): name for name in names}
-    awaited = [node for request in state.requests.values() for node in request.granted]
-    unanswered = {name for name, request in state.requests.items() if request.count}
+    awaited = [node for request in state.provisioning.requests.values() for node in request.granted]
+    unanswered = {name for name, request in state.provisioning.requests.items() if request.count}
     coming = [node for node in up if _request(node, request_of) in unanswered]
     wanted = dict.fromkeys([*(node for node in state.workers if node in up), *awaited, *coming])
     vms = tuple(Vm(name=node, request=request) for node in wanted if (request := _request(node, request_of)))

@@ -11,7 +11,7 @@ from manager.controller.deadlines import wake_at_s
 from manager.controller.saves.timing import is_due
 from manager.controller.state.bounds import save_bound_s
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import ControllerState, Phase, mean_of
+from manager.controller.state.state import ControllerState, Phase, changed, mean_of
 from morph.contract.decided import Decided
 
 
@@ -24,22 +24,23 @@ def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: fl
         step_s: What each of the steps takes until it is decided.
         until_s: When something else happens, whatever it is.
     """
+    saving = state.saving
     if not _is_steady(state, now_s):
         return 0
-    quiet_s = min(until_s, wake_at_s(state.model_copy(update={"order": None})) or math.inf)
-    under_way = state.pending is not None and not state.pending.stale
-    if state.pending is not None and under_way:
-        quiet_s = min(quiet_s, state.pending.started_s + save_bound_s(state))
+    quiet_s = min(until_s, wake_at_s(changed(state, order=None)) or math.inf)
+    under_way = saving.pending is not None and not saving.pending.stale
+    if saving.pending is not None and under_way:
+        quiet_s = min(quiet_s, saving.pending.started_s + save_bound_s(state))
     most = state.config.num_steps - 1 - state.version
     if quiet_s < math.inf:
         most = min(most, math.ceil((quiet_s - now_s) / step_s) - 1)
-    if under_way or state.sealing:  # no other save begins
+    if under_way or saving.sealing:  # no other save begins
         return max(0, most)
     every = state.config.policy.checkpoint_every_steps
     if every is not None:
-        most = min(most, state.checkpoint_base + every - state.version - 1)
-    if state.saves.insurance is not None:
-        most = min(most, math.ceil((state.saves.insurance.due_s - now_s) / step_s))
+        most = min(most, saving.checkpoint_base + every - state.version - 1)
+    if saving.save_times.insurance is not None:
+        most = min(most, math.ceil((saving.save_times.insurance.due_s - now_s) / step_s))
     while most > 0 and is_due(*_passed(state, now_s, step_s, most)) is not None:
         most -= 1
     return max(0, most)
@@ -52,33 +53,35 @@ def passed(state: ControllerState, now_s: float, step_s: float, num_steps: int) 
 
 
 def _passed(state: ControllerState, now_s: float, step_s: float, num_steps: int) -> tuple[ControllerState, float]:
-    assert state.order is not None, "a step is ordered"
-    version, saves = state.version + num_steps, state.saves
+    assert state.step.order is not None, "a step is ordered"
+    version, saves = state.version + num_steps, state.saving.save_times
     mean_s = saves.step_s
     for _ in range(min(num_steps, 128)):  # by then it stands still
         mean_s = mean_of(mean_s, step_s)
     now_s += num_steps * step_s
-    update = {
-        "version": version,
-        "decided": Decided(version=version),
-        "order": state.order.model_copy(update={"version": version, "sent_s": now_s}),
-        "saves": saves.model_copy(update={"step_s": mean_s, "ordered_s": now_s}),
-        "num_fruitless": 0,
-        "resting_since_s": None,
-    }
-    return state.model_copy(update=update), now_s
+    later = changed(
+        state,
+        version=version,
+        decided=Decided(version=version),
+        order=state.step.order.model_copy(update={"version": version, "sent_s": now_s}),
+        save_times=saves.model_copy(update={"step_s": mean_s, "ordered_s": now_s}),
+        num_fruitless=0,
+        resting_since_s=None,
+    )
+    return later, now_s
 
 
 def _is_steady(state: ControllerState, now_s: float) -> bool:
     """Whether the step under way is one of many: no change of shape and no save is near, and nobody is about to go."""
-    if state.phase is not Phase.TRAINING or state.order is None or state.order.version != state.version:
+    step = state.step
+    if state.phase is not Phase.TRAINING or step.order is None or step.order.version != state.version:
         return False
-    if state.attempt or state.stop_reason is not None or state.failing is not None or state.ahead is not None:
+    if step.attempt or state.stop_reason is not None or state.failing is not None or state.ahead is not None:
         return False
-    if state.join_since_s is not None or state.loss_scale is not None or state.saves.weighs:
+    if state.waits.join_since_s is not None or step.loss_scale is not None or state.saving.save_times.weighs:
         return False
     for entry in state.workers.values():
         waits = entry.eligible_s is not None and entry.eligible_s > now_s
         if waits or entry.node is NodeState.DRAINING or entry.node is NodeState.SUSPECT:
             return False
-    return state.saves.retry_s is None
+    return state.saving.save_times.retry_s is None

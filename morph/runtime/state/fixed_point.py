@@ -7,14 +7,17 @@ replicas and tied sections are the same bits in every shape.
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import cache
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 SUM_BITS = 62
 """A sum must stay below 2**62 in magnitude."""
@@ -27,6 +30,8 @@ FIRST_LARGEST_EXPONENT = 4
 
 MIN_EXPONENT, MAX_EXPONENT = -120, 120
 """2**e stays an ordinary float32, and every finite float32 gradient fits at the smallest scale."""
+
+_HOST = torch.device("cpu")
 
 BLOCK = 1 << 22
 """Elements that are turned back at a time on a device, so that what lies between takes little of its memory."""
@@ -73,16 +78,24 @@ def add_fixed(total: Tensor, gradient: Tensor, exponent: int, largest: Tensor) -
         largest: A float64 of shape (1,), on the same device; grows to the largest magnitude, NaN if one is NaN.
     """
     values = gradient.detach().reshape(-1)
-    if values.dtype not in (torch.float32, torch.float64):
-        values = values.to(torch.float32)
     if values.numel() == 0:
         return
+    fused = _fused(values.device)
+    if fused is not None:
+        fused.add(total, values, exponent, largest)
+        return
+    if values.dtype not in (torch.float32, torch.float64):
+        values = values.to(torch.float32)
     if _on_processor(values):
         array = values.numpy()
         bits = np.array([2**31 - 1], np.uint32) if values.dtype == torch.float32 else np.array([2**63 - 1], np.uint64)
         sums, scale, top = total.numpy(), 2.0**exponent, bits.view(array.dtype)
         _loops().add(sums, array, array.view(bits.dtype), scale, largest.numpy(), bits, top)
         return
+    _add_by_torch(total, values, exponent, largest)
+
+
+def _add_by_torch(total: Tensor, values: Tensor, exponent: int, largest: Tensor) -> None:
     # with a loss scale on top, the factor may be no ordinary float32
     wide = values if MIN_EXPONENT <= exponent <= MAX_EXPONENT else values.to(torch.float64)
     total.add_((wide * 2.0**exponent).round_().to(torch.int64))
@@ -98,10 +111,19 @@ def from_fixed(totals: Tensor, exponent: int, divisor: int, into: Tensor) -> Non
         divisor: N.
         into: Flat, of so many elements, on the device of ``totals``.
     """
+    if into.dtype in (torch.float32, torch.float64) and into.numel():
+        fused = _fused(totals.device)
+        if fused is not None:
+            fused.mean(totals, exponent, divisor, into)
+            return
+        if _on_processor(totals):
+            _loops().mean(totals.numpy(), 2.0**-exponent / divisor, into.numpy())
+            return
+    _mean_by_torch(totals, exponent, divisor, into)
+
+
+def _mean_by_torch(totals: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
     scale = 2.0**-exponent / divisor
-    if _on_processor(totals) and into.dtype in (torch.float32, torch.float64):
-        _loops().mean(totals.numpy(), scale, into.numpy())
-        return
     for rows, some in zip(torch.split(totals, BLOCK, dim=1), torch.split(into, BLOCK), strict=True):
         some.copy_(rows.sum(0).to(torch.float64).mul_(scale))
 
@@ -125,6 +147,46 @@ def to_fixed(means: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
         wrong = (found * scale).to(means.dtype) != means
         found = torch.where(wrong, guess + steps * spacing, found)
     into.copy_(found)
+
+
+@cache
+def _fused(device: torch.device) -> ModuleType | None:
+    """One kernel of Triton for each pass, on a CUDA device on which they find the bits that torch's kernels find.
+
+    None where they do not, or cannot be compiled: torch's do the same, more slowly.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        from morph.runtime.state import fused_sums  # Triton is there with torch's builds for GPUs alone
+
+        _compare(fused_sums, device)
+    except Exception as error:
+        log.warning(
+            "gradients are summed by several kernels on %s, not one: %s: %s", device, type(error).__name__, error
+        )
+        return None
+    return fused_sums
+
+
+def _compare(fused: ModuleType, device: torch.device) -> None:
+    """Try the fused kernels.
+
+    Raises:
+        ValueError: they find other bits than torch's kernels.
+    """
+    values = (torch.arange(-4096, 4096, device=device) / 64).to(torch.float32).exp2_()
+    values[::3] *= -1
+    found = []
+    for add, mean in ((fused.add, fused.mean), (_add_by_torch, _mean_by_torch)):
+        total = torch.ones(len(values), dtype=torch.int64, device=device)
+        largest, means = torch.zeros(1, dtype=torch.float64, device=device), torch.empty_like(values)
+        for exponent in (-40, -3, 0):
+            add(total, values, exponent, largest)
+        mean(total.view(2, -1), 5, 12, means[: len(values) // 2])
+        found.append((total.tolist(), largest.tolist(), means[: len(values) // 2].tolist()))
+    if found[0] != found[1]:
+        raise ValueError("the kernel finds other bits than torch's")
 
 
 def _on_processor(tensor: Tensor) -> bool:
@@ -155,10 +217,10 @@ def _mean(totals: Any, scale: Any, into: Any) -> None:
         into[i] = np.float64(total) * scale
 
 
-def prepare() -> None:
-    """Load what adding float32 gradients on the processor needs (half a second), so that no step has to."""
-    total, mean = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
-    add_fixed(total, mean, 0, torch.zeros(1, dtype=torch.float64))
+def prepare(device: torch.device = _HOST) -> None:
+    """Load and compile what adding float32 gradients there needs (half a second), so that no step has to."""
+    total, mean = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    add_fixed(total, mean, 0, torch.zeros(1, dtype=torch.float64, device=device))
     from_fixed(total.view(1, 1), 0, 1, mean)
 
 

@@ -70,8 +70,8 @@ class JobWorkload:
         if setup.known_by != JobFacts():
             facts = JobFacts(data=data_facts(self._job), settings=settings(self._job, self._model))
             require_same(facts, setup.known_by, setup.job_path)
-        if self._job.accumulation == "exact" and self._device.type == "cpu":
-            prepare()
+        if self._job.accumulation == "exact":
+            prepare(self._device)
         warm_up()  # here, and not in a change of shape, for which every worker waits
         data = data_of(self._job)
         self._loader = MicroBatchLoader(data, self._job.seed, self._job.batch_size, setup.micro_batch_size)
