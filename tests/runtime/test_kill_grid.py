@@ -1,7 +1,7 @@
 """Workers die at every phase of a step, at every stage, in every shape: nothing that somebody holds is lost.
 
-One run for each shape, of the real controller and real workers, with dropout; in it one case after the other: when the
-shape is formed and its followers are in step, some members die, the rest go on, and others take their place. A case
+Runs of one shape each, of the real controller and real workers, with dropout; in each one case after the other: when
+the shape is formed and its followers are in step, some members die, the rest go on, and others take their place. A case
 fails when a decided step is lost although somebody holds every unit, when a unit that nobody holds is not named, when
 more is run again than was summed since the last copy, or when the final weights differ in a bit from those of a worker
 that trained alone.
@@ -9,7 +9,6 @@ that trained alone.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +29,8 @@ from morph.contract.faults import Fault
 from morph.contract.messages import ReshapeOrder
 from morph.contract.plan import Plan
 from morph.contract.salvage import counted_in
-from tests.grids import IS_LONG, cells
+from tests.grids import IS_LONG
+from tests.runtime.kill_cases import CHANGING, FILLING, LAST, Case, runs
 from tests.runtime.managed_crew import ManagedCrew
 from tests.runtime.worker_crew import Crew
 from tests.system.harness import JOB, TinyJob, load_tiny_job
@@ -44,94 +44,7 @@ PERIOD_S = 1.0
 """Of a micro-batch, as plans expect it: so slow that with so many losses sums are copied after each one."""
 SLOW_S = 0.3
 MOST_STEPS = 100
-MOST_CASES = 12
-"""Of one run: the first that fails ends it."""
 LONG_NOTICE_S, SHORT_NOTICE_S = 3600.0, 1.0
-LAST = -1
-
-DEPTHS = (4, 3, 6, 5)
-REPLICAS = (1, 2)
-VICTIMS = ("middle", "last", "first", "two adjacent", "two apart", "two of a stage")
-NOTICED = (False, True)
-FILLING = ("send_ahead", "receive_ahead")
-"""While the state of what only one VM drives travels to followers: at the beginning of a run, for some steps."""
-CHANGING = ("reshape", "transfer")
-"""While the shape changes because another VM is about to be taken."""
-MOMENTS = (
-    ("forward", 2),
-    ("backward", 1),
-    ("backward", LAST),
-    ("before_commit", 0),
-    ("share_gradients", 0),
-    ("reduce", 0),
-    ("after_commit", 0),
-    ("checkpoint", 0),
-    ("send_ahead", 0),
-    ("share_sums", 0),
-    ("receive_ahead", 0),
-    ("applied", 0),
-    ("transfer", 0),
-    ("reshape", 0),
-)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Who dies when: ``phase`` and its ``nth`` time in a step, as of ``Fault``."""
-
-    depth: int
-    replicas: int
-    moment: tuple[str, int]
-    victims: str
-    noticed: bool
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether these workers come to this phase, and somebody is left.
-
-        With replicas nobody is sent the state of what these drive; and while the shape changes one more leaves.
-        """
-        if self.moment[0] in CHANGING and len(self.stages()) + 1 == self.depth * self.replicas:
-            return False
-        if self.replicas == 1:
-            return self.victims != "two of a stage"
-        return self.moment[0] not in (*FILLING, "share_gradients")
-
-    def stages(self) -> tuple[tuple[int, int], ...]:
-        """The victims' stages and replicas."""
-        last = self.depth - 1
-        return {
-            "first": ((0, 0),),
-            "last": ((last, 0),),
-            "middle": ((1, 0),),
-            "two adjacent": ((1, 0), (2, 0)),
-            "two apart": ((0, 0), (2, 0)),
-            "two of a stage": ((1, 0), (1, 1)),
-        }[self.victims]
-
-    def __str__(self) -> str:
-        return f"{self.victims} at {self.moment[0]} {self.moment[1]}{', noticed' if self.noticed else ''}"
-
-
-ALWAYS = (
-    Case(4, 1, ("backward", LAST), "middle", noticed=True),  # its follower has nothing to do but to prepare the step
-)
-"""Whatever the grid is: what once was lost."""
-
-
-def runs() -> list[list[Case]]:
-    """The grid: the cases of each run, which are of one shape."""
-    grid = dict.fromkeys([*itertools.starmap(Case, cells(DEPTHS, REPLICAS, MOMENTS, VICTIMS, NOTICED)), *ALWAYS])
-    cases = [case for case in grid if case.is_reached]
-    found = []
-    for shape in dict.fromkeys((case.depth, case.replicas) for case in cases):
-        of_shape = [case for case in cases if (case.depth, case.replicas) == shape]
-        begin = [[case] for case in of_shape if case.moment[0] in FILLING] or [[]]
-        others = [case for case in of_shape if case.moment[0] not in FILLING]
-        begin[0] += others[:MOST_CASES]
-        found += begin
-        found += [others[index : index + MOST_CASES] for index in range(MOST_CASES, len(others), MOST_CASES)]
-    return found
 
 
 @dataclass
