@@ -25,10 +25,12 @@ from morph.runtime.state.accumulators import (
     change_of,
 )
 from morph.runtime.state.fixed_point import first_exponent
+from morph.runtime.state.parts import Memory
 from morph.runtime.state.reducing import Reduction
 
 Accumulation = Literal["exact", "fast"]
-BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""At least; as DistributedDataParallel's, the first one is small, so that links are busy early in the backward."""
 LOSS, JOINING = "/loss", "/joining"
 """Names of what is summed beside gradients and buffers; a parameter's cannot begin so."""
 
@@ -36,10 +38,11 @@ LOSS, JOINING = "/loss", "/joining"
 def buckets_of(parameters: Mapping[str, Parameter]) -> list[list[str]]:
     """Names by bucket, in the order in which a backward usually meets them: the last first."""
     buckets: list[list[str]] = []
-    size = BUCKET_BYTES
+    size = least = 0
     for name in reversed(list(parameters)):
         one = parameters[name]
-        if size >= BUCKET_BYTES:
+        if size >= least:
+            least = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
             buckets.append([])
             size = 0
         buckets[-1].append(name)
@@ -85,13 +88,20 @@ class StepSums:
         ring: What reduces them; None: this member is alone.
         interrupt: The ring's.
         divisor: By how many the sums are divided.
+        memory: Of a step before this one whose gradients are applied.
     """
 
     def __init__(
-        self, kind: Kind, exponents: Mapping[str, int], ring: Ring | None, interrupt: Interrupt, divisor: int
+        self,
+        kind: Kind,
+        exponents: Mapping[str, int],
+        ring: Ring | None,
+        interrupt: Interrupt,
+        divisor: int,
+        memory: Memory,
     ) -> None:
-        self._kind, self._ring, self._divisor = kind, ring, divisor
-        self._reduction = Reduction(interrupt, divisor)
+        self._kind, self._ring, self._divisor, self.memory = kind, ring, divisor, memory
+        self._reduction = Reduction(interrupt, divisor, memory)
         first = first_exponent(kind.num_contributions)
         is_exact = kind.accumulation == "exact"
         self._aside = {name: change_like(buffer, exact=is_exact) for name, buffer in kind.buffers.items()}
@@ -110,9 +120,9 @@ class StepSums:
         self, named: Mapping[str, Tensor], exponents: Mapping[str, int], first: int, changes: frozenset[str]
     ) -> Accumulator:
         if self._kind.accumulation == "fast":
-            return FastAccumulator(named, changes=changes)
+            return FastAccumulator(named, changes=changes, memory=self.memory)
         scales = {name: exponents.get(name, first) for name in named}
-        return ExactAccumulator(named, scales, self._kind.num_contributions, changes=changes)
+        return ExactAccumulator(named, scales, self._kind.num_contributions, changes=changes, memory=self.memory)
 
     def add_gradient(self, name: str, parameter: Parameter) -> None:
         """Take a parameter's gradient of one share; with the last share's, its bucket may be complete."""
