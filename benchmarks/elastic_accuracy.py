@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--syncs", nargs="+", default=list(SYNCS), choices=list(SYNCS))
     parser.add_argument("--goal", type=float, default=None, help="an accuracy instead of the undisturbed run's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="the curves as JSON; those of other tasks there stay")
+    parser.add_argument("--out", type=Path, default=None, help="the curves as JSON; others there stay")
     parser.add_argument("--picture", type=Path, default=None)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
@@ -200,12 +200,12 @@ def main() -> None:
     print(f"{'':>26}{'lost':>6}{'loss':>8}{'accuracy':>10}{'steps until the undisturbed accuracy':>40}")
     for name in options.tasks:
         torch.manual_seed(1)
-        found[name], goal, task = {}, options.goal, TASKS[name]()
+        curves, goal, task = found.setdefault(name, {}), options.goal, TASKS[name]()
         undisturbed = [] if goal else [("s-sgd", None)]
         for sync, every in [*undisturbed, *((sync, options.every) for sync in options.syncs)]:
             points, num_lost = curve(task, sync, options, every)
             label = sync if every else f"{sync}, undisturbed"
-            found[name][label] = points
+            curves[label] = points
             goal = goal or points[-1][2] - options.slack
             first = first_at(points, goal)
             print(

@@ -372,7 +372,7 @@ class Optimizer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         assert self._sums is not None
-        self._left = self._sums.memory.used
+        self._left = list(self._sums.memory.used.values())
         aside = reduced[-1].gradients
         for name, buffer in self._state.buffers().items():
             apply_change(name, buffer, aside[name])

@@ -29,8 +29,7 @@ from morph.runtime.state.parts import Memory
 from morph.runtime.state.reducing import Reduction
 
 Accumulation = Literal["exact", "fast"]
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-"""At least; as DistributedDataParallel's, the first one is small, so that links are busy early in the backward."""
+BUCKET_BYTES = 25 * 2**20
 LOSS, JOINING = "/loss", "/joining"
 """Names of what is summed beside gradients and buffers; a parameter's cannot begin so."""
 
@@ -38,11 +37,10 @@ LOSS, JOINING = "/loss", "/joining"
 def buckets_of(parameters: Mapping[str, Parameter]) -> list[list[str]]:
     """Names by bucket, in the order in which a backward usually meets them: the last first."""
     buckets: list[list[str]] = []
-    size = least = 0
+    size = BUCKET_BYTES
     for name in reversed(list(parameters)):
         one = parameters[name]
-        if size >= least:
-            least = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
+        if size >= BUCKET_BYTES:
             buckets.append([])
             size = 0
         buckets[-1].append(name)

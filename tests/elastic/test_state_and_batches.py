@@ -21,7 +21,7 @@ from morph.elastic.journal import SNAPSHOT, STEP, Journal
 from morph.elastic.mini_batches import batches
 from morph.elastic.shelf import Shelf
 from morph.elastic.state import TrainingState
-from morph.elastic.sums import BUCKET_BYTES, FIRST_BUCKET_BYTES, buckets_of
+from morph.elastic.sums import BUCKET_BYTES, buckets_of
 
 
 def trained(seed: int, num_steps: int) -> TrainingState:
@@ -132,10 +132,10 @@ def test_what_is_no_message_is_refused(body: bytes) -> None:
         decode(body)
 
 
-def test_buckets_are_filled_from_the_last_parameter_on_and_the_first_is_small() -> None:
-    sizes = {"a": 10, "b": BUCKET_BYTES // 4, "c": 10, "d": 10, "e": FIRST_BUCKET_BYTES // 4, "f": 10}
+def test_buckets_are_filled_from_the_last_parameter_on() -> None:
+    sizes = {"a": 10, "b": BUCKET_BYTES // 4, "c": 10, "d": 10}
     parameters = {name: nn.Parameter(torch.empty(size)) for name, size in sizes.items()}
-    assert buckets_of(parameters) == [["f", "e"], ["d", "c", "b"], ["a"]]
+    assert buckets_of(parameters) == [["d", "c", "b"], ["a"]]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
 import torch
@@ -22,28 +22,24 @@ class Memory:
         left: What nothing reads or writes any more.
     """
 
-    def __init__(self, device: torch.device = _HOST, left: Sequence[Tensor] = ()) -> None:
+    def __init__(self, device: torch.device = _HOST, left: Iterable[Tensor] = ()) -> None:
         self.device = device
         self._free = list(left)
-        self.used: list[Tensor] = []
-        """All that was taken, and may be left to the next step when this one is over."""
+        self.used: dict[int, Tensor] = {}
+        """By address, all that was taken, and may be left to the next step when this one is over."""
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Return a flat tensor of so many elements, of which nothing is read before it is written to."""
         device = device or self.device
         fits = [one for one in self._free if (one.dtype, one.device) == (dtype, device) and len(one) >= size]
-        if fits:
-            found = min(fits, key=len)
-            self._free = [one for one in self._free if one is not found]
-        else:
-            found = torch.empty(size, dtype=dtype, device=device)
-        if all(one is not found for one in self.used):
-            self.used.append(found)
+        found = min(fits, key=len) if fits else torch.empty(size, dtype=dtype, device=device)
+        self._free = [one for one in self._free if one is not found]
+        self.used[found.data_ptr()] = found
         return found[:size]
 
     def give_back(self, taken: Tensor) -> None:
         """What was taken is not needed any more within this step."""
-        self._free.append(next(one for one in self.used if one.data_ptr() == taken.data_ptr()))
+        self._free.append(self.used[taken.data_ptr()])
 
 
 class Part:
