@@ -5,9 +5,9 @@
 Two real data sets: scikit-learn's digits (a package that this alone needs) with an MLP, and the next character of
 the standard library's source. Workers are forks of this process. After every --every steps one of --workers is killed
 at a random moment (seeded), and another one joins. Each way is compared with s-sgd that nothing disturbs; every run
-has the same seed, steps and learning rate. Prints the held-out accuracy at the end, and after how many steps the
-undisturbed run's (less --slack), or --goal, was first reached. Curves are those of whichever worker is the first;
-under sma and ad-psgd of its own replica, whose mean with the others' is the last point.
+has the same seed and steps, and the same learning rate but for --own-rate. Prints the held-out accuracy at the end, and
+after how many steps the undisturbed run's (less --slack), or --goal, was first reached. Curves are those of whichever
+worker is the first; under sma and ad-psgd of its own replica, whose mean with the others' is the last point.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -186,9 +186,10 @@ def main() -> None:
     parser.add_argument("--slack", type=float, default=0.01, help="of accuracy, below the undisturbed run's")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--syncs", nargs="+", default=list(SYNCS), choices=list(SYNCS))
+    parser.add_argument("--own-rate", type=float, default=1.0, help="times the rate, for sma and ad-psgd")
     parser.add_argument("--goal", type=float, default=None, help="an accuracy instead of the undisturbed run's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="the curves as JSON; those of other tasks there stay")
+    parser.add_argument("--out", type=Path, default=None, help="the curves as JSON; others there stay")
     parser.add_argument("--picture", type=Path, default=None)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
@@ -197,19 +198,20 @@ def main() -> None:
     found = json.loads(options.out.read_text()) if options.out is not None and options.out.exists() else {}
     load = os.getloadavg()[0]
     print(f"{options.workers} workers, one lost after every {options.every} of {options.steps} steps; load {load:.1f}")
-    print(f"{'':>26}{'lost':>6}{'loss':>8}{'accuracy':>10}{'steps until the undisturbed accuracy':>40}")
+    print(f"{'':>28}{'lost':>6}{'loss':>8}{'accuracy':>10}{'steps until the undisturbed accuracy':>40}")
     for name in options.tasks:
         torch.manual_seed(1)
-        found[name], goal, task = {}, options.goal, TASKS[name]()
+        curves, goal, task = found.setdefault(name, {}), options.goal, TASKS[name]()
         undisturbed = [] if goal else [("s-sgd", None)]
         for sync, every in [*undisturbed, *((sync, options.every) for sync in options.syncs)]:
-            points, num_lost = curve(task, sync, options, every)
-            label = sync if every else f"{sync}, undisturbed"
-            found[name][label] = points
+            factor = options.own_rate if sync in ("sma", "ad-psgd") else 1.0
+            points, num_lost = curve(replace(task, rate=factor * task.rate), sync, options, every)
+            label = f"{sync}{'' if every else ', undisturbed'}{'' if factor == 1.0 else f', rate x {factor:g}'}"
+            curves[label] = points
             goal = goal or points[-1][2] - options.slack
             first = first_at(points, goal)
             print(
-                f"{name:>7} {label:>18}{num_lost:>6}{points[-1][1]:8.3f}{points[-1][2]:10.3f}{first!s:>12}", flush=True
+                f"{name:>7} {label:>20}{num_lost:>6}{points[-1][1]:8.3f}{points[-1][2]:10.3f}{first!s:>12}", flush=True
             )
             if options.out is not None:
                 options.out.write_text(json.dumps(found) + "\n", encoding="utf-8")

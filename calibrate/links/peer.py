@@ -24,6 +24,7 @@ from morph.runtime.device.links import link_over
 from morph.runtime.groups.channels import Channel, GlooRing, GroupSpec, connect_store, form_group, open_device
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator
+from morph.runtime.state.parts import Memory
 from morph.runtime.state.reducing import Reduction
 from morph.runtime.step.links import Receiver, Sender
 
@@ -132,8 +133,8 @@ class Peer:
     def _accumulator(self, size: int) -> Accumulator:
         like = {"": torch.zeros(max(1, size), device=self._device)}
         if self._element == torch.int64:
-            return ExactAccumulator(like, {"": 0}, 1, device=self._device)
-        return FastAccumulator(like, device=self._device)
+            return ExactAccumulator(like, {"": 0}, 1, memory=Memory(self._device))
+        return FastAccumulator(like, memory=Memory(self._device))
 
 
 class _Messages:

@@ -13,6 +13,7 @@ from morph.data import MicroBatchLoader
 from morph.job import Job, Precision
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, change_like
 from morph.runtime.state.fixed_point import first_exponent
+from morph.runtime.state.parts import Memory
 from morph.runtime.step.section_run import SectionRun, run_section, section_backward
 from morph.runtime.step.stage import seed_section
 
@@ -96,6 +97,6 @@ def _accumulator(
     exact = job.accumulation == "exact"
     summed = {**parameters, **{name: change_like(buffer, exact=exact) for name, buffer in buffers.items()}}
     if not exact:
-        return FastAccumulator(summed, device=device)
+        return FastAccumulator(summed, memory=Memory(device))
     exponents = dict.fromkeys(summed, first_exponent(job.batch_size))
-    return ExactAccumulator(summed, exponents, job.batch_size, device=device)
+    return ExactAccumulator(summed, exponents, job.batch_size, memory=Memory(device))

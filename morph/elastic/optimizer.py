@@ -35,11 +35,15 @@ from morph.elastic.strategy import (
 from morph.elastic.sums import JOINING, LOSS, Accumulation, Kind, Signals, StepSums, buckets_of
 from morph.runtime.groups.channels import Ring
 from morph.runtime.state.accumulators import Reduced, apply_change
+from morph.runtime.state.parts import Memory
 
 log = logging.getLogger("morph.elastic")
 
 MOST_WORKERS = 4096
 """With a loop's own batches each worker contributes once: exact sums leave room for so many."""
+
+KEPT_BYTES = 31 * 2**20
+"""glibc returns what is freed to the system above twice the largest block so far that it mapped, of at most 32 MiB."""
 
 MODEL = "model"
 """Under this name a replica of ad-psgd lies ready for others."""
@@ -70,6 +74,8 @@ class _Try(NamedTuple):
 
 class Optimizer:
     """Wraps a ``torch.optim`` optimizer; ``step`` runs the loss, sums gradients over all workers and applies them.
+
+    The optimizer's gradients lie in memory that the next step uses again: what is to be kept of them must be copied.
 
     Args:
         optimizer: Of all parameters that are trained; its ``step`` takes no closure.
@@ -104,6 +110,8 @@ class Optimizer:
         self._parameters = self._state.parameters()
         self._buckets = buckets_of(self._parameters)
         self._sums: StepSums | None = None
+        self._left: list[Tensor] = []
+        torch.empty(KEPT_BYTES, dtype=torch.uint8)  # freed at once, so that gradients come to pages that are there
         self._batch: Batch | None = None
         self._overflow: tuple[Place, dict[str, int]] | None = None
         self._rate: float | None = None
@@ -312,7 +320,9 @@ class Optimizer:
         buffers = {name: one.clone() for name, one in self._state.buffers().items()}
         try:
             while True:
-                self._sums = StepSums(kind, scales, ring, place.interrupt, num_summed)
+                # Of a step that was given up nothing is left: an operation of its ring may still write into it.
+                memory, self._left = Memory(left=self._left), []
+                self._sums = StepSums(kind, scales, ring, place.interrupt, num_summed, memory)
                 if is_shared and self._session.membership.has_ready_joiners:
                     self._sums.add_joining()
                 for index in mine:
@@ -361,6 +371,8 @@ class Optimizer:
                 self._parameters[name].grad = gradient
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        assert self._sums is not None
+        self._left = list(self._sums.memory.used.values())
         aside = reduced[-1].gradients
         for name, buffer in self._state.buffers().items():
             apply_change(name, buffer, aside[name])

@@ -25,6 +25,7 @@ from morph.runtime.state.accumulators import (
     change_of,
 )
 from morph.runtime.state.fixed_point import first_exponent
+from morph.runtime.state.parts import Memory
 from morph.runtime.state.reducing import Reduction
 
 Accumulation = Literal["exact", "fast"]
@@ -85,13 +86,20 @@ class StepSums:
         ring: What reduces them; None: this member is alone.
         interrupt: The ring's.
         divisor: By how many the sums are divided.
+        memory: Of a step before this one whose gradients are applied.
     """
 
     def __init__(
-        self, kind: Kind, exponents: Mapping[str, int], ring: Ring | None, interrupt: Interrupt, divisor: int
+        self,
+        kind: Kind,
+        exponents: Mapping[str, int],
+        ring: Ring | None,
+        interrupt: Interrupt,
+        divisor: int,
+        memory: Memory,
     ) -> None:
-        self._kind, self._ring, self._divisor = kind, ring, divisor
-        self._reduction = Reduction(interrupt, divisor)
+        self._kind, self._ring, self._divisor, self.memory = kind, ring, divisor, memory
+        self._reduction = Reduction(interrupt, divisor, memory)
         first = first_exponent(kind.num_contributions)
         is_exact = kind.accumulation == "exact"
         self._aside = {name: change_like(buffer, exact=is_exact) for name, buffer in kind.buffers.items()}
@@ -110,9 +118,9 @@ class StepSums:
         self, named: Mapping[str, Tensor], exponents: Mapping[str, int], first: int, changes: frozenset[str]
     ) -> Accumulator:
         if self._kind.accumulation == "fast":
-            return FastAccumulator(named, changes=changes)
+            return FastAccumulator(named, changes=changes, memory=self.memory)
         scales = {name: exponents.get(name, first) for name in named}
-        return ExactAccumulator(named, scales, self._kind.num_contributions, changes=changes)
+        return ExactAccumulator(named, scales, self._kind.num_contributions, changes=changes, memory=self.memory)
 
     def add_gradient(self, name: str, parameter: Parameter) -> None:
         """Take a parameter's gradient of one share; with the last share's, its bucket may be complete."""

@@ -54,8 +54,9 @@ class FakeCommunicator:
         device = self._library.device
         assert device.current is not device.at_once, "it would stand in the way of what is computed"
         self._library.launched(self._number, kind)
-        if into is not out:
-            poison(into)
+        given_now = out.clone()
+        poison(into)
+        out.copy_(given_now)  # what is gathered in place is sent from there
         keys: list[str] = []
 
         def act() -> bool:

@@ -23,6 +23,7 @@ from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.state import reducing
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, Reduced
+from morph.runtime.state.parts import Memory
 from morph.runtime.state.reducing import Reduction
 
 LOOPBACK = "127.0.0.1"
@@ -239,6 +240,6 @@ class LinkContract:
     def _sums(self, ends: Ends, kind: type[Accumulator], member: str, size: int) -> Accumulator:
         like = ends.place(torch.zeros(size))
         state: Any = {"w": like}, *(({"w": 40}, 2) if kind is ExactAccumulator else ())
-        accumulator = kind(*state, device=like.device)  # type: ignore[call-arg]
+        accumulator = kind(*state, memory=Memory(like.device))  # type: ignore[call-arg]
         accumulator.add("w", ends.place(torch.full((size,), 2.0 if member == "a" else 3.0)))
         return accumulator

@@ -47,8 +47,9 @@ def reduced_over(members: list[ExactAccumulator], num: int = NUM) -> Reduced:
     for index, part in enumerate(first.parts):
         sums = torch.stack([member.parts[index].shares(len(members)) for member in members])
         length = sums.shape[2]
-        means = [member.mean(part, sums[:, rank], rank * length, num) for rank, member in enumerate(members)]
-        part.means = torch.cat(means)
+        part.means = torch.empty(sums.shape[1] * length, dtype=part.mean_dtype)
+        for rank, means in enumerate(part.means.split(length)):
+            members[rank].mean(part, sums[:, rank], rank * length, num, means)
     for member in members[1:]:
         torch.maximum(first.largest, member.largest, out=first.largest)
     return first.finish(num, step=0)

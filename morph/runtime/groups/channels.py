@@ -182,7 +182,10 @@ class Ring(Protocol):
         """Send row i of a contiguous tensor to member i; row i of what is received is member i's."""
 
     def gather(self, gathered: Tensor, own: Tensor) -> Transfer:
-        """Send every member a flat tensor; what is gathered are those of all, one behind the other."""
+        """Send every member a flat tensor; what is gathered are those of all, one behind the other.
+
+        ``own`` may lie at its place in ``gathered``.
+        """
 
     def reduce(self, tensor: Tensor, operation: Any) -> Transfer:
         """All-reduce one tensor in place."""
@@ -226,9 +229,21 @@ class GlooRing:
     def gather(self, gathered: Tensor, own: Tensor) -> Pending:
         """See ``Ring.gather``."""
         into, out = as_bytes(gathered), as_bytes(own)
+        if self.size == 2:
+            return self._swap(into, out)
         options = AllgatherOptions()
         options.asyncOp = True
         return self._start(lambda: self._group._allgather_base(into, out, options), (gathered, into, own, out))
+
+    def _swap(self, into: Tensor, out: Tensor) -> Pending:
+        """``gather`` of two members, as bytes: gloo's own receives into new memory, and copies all of it once more."""
+        mine, theirs = into.view(2, -1)[self.rank], into.view(2, -1)[1 - self.rank]
+        if mine.data_ptr() != out.data_ptr():
+            mine.copy_(out)
+        lengths = [0, len(out)] if self.rank == 0 else [len(out), 0]
+        options = AllToAllOptions()
+        options.asyncOp = True
+        return self._start(lambda: self._group.alltoall_base(theirs, out, lengths, lengths, options), (into, out))
 
     def reduce(self, tensor: Tensor, operation: Any) -> Pending:
         """See ``Ring.reduce``."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,12 +19,7 @@ from torch import Tensor
 from morph.contract.decided import LossScale
 from morph.contract.errors import JobError, NonFiniteGradient
 from morph.runtime.state.fixed_point import add_fixed, fits, from_fixed, next_exponent, to_fixed
-
-SLACK = 64
-"""Elements behind a part's sums, so that they can be cut into equal shares for as many workers without a copy."""
-
-
-_HOST = torch.device("cpu")
+from morph.runtime.state.parts import Memory, Part
 
 
 @dataclass(frozen=True)
@@ -42,50 +36,12 @@ class Reduced:
     non_finite: bool = False
 
 
-class Part:
-    """Tensors of one unit whose means have one type: their sums lie one behind the other.
-
-    Args:
-        names: Of the tensors.
-        like: What each mean is like, in shape and type.
-        dtype: Of the sums.
-        device: Where they lie.
-    """
-
-    def __init__(
-        self, names: tuple[str, ...], like: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.names = names
-        self.mean_dtype = like[names[0]].dtype
-        self.sizes = [like[name].numel() for name in names]
-        self.size = sum(self.sizes)
-        self._memory = torch.zeros(self.size + SLACK, dtype=dtype, device=device)
-        self.sums = self._memory[: self.size]
-        self.slices = dict(zip(names, torch.split(self.sums, self.sizes), strict=True))
-        self.means: Tensor | None = None
-        """Flat; there once they are reduced."""
-
-    def shares(self, num: int) -> Tensor:
-        """The sums as so many equal shares: of shape (num, elements), with zeros behind the last."""
-        length = -(-self.size // num)
-        missing = max(0, num * length - len(self._memory))
-        memory = torch.nn.functional.pad(self._memory, (0, missing)) if missing else self._memory
-        return memory[: num * length].view(num, length)
-
-    def tensors_between(self, first: int, end: int) -> Iterator[tuple[str, int, int]]:
-        """The tensors, by name, that have elements in this range of the part, with the range of these."""
-        for name, tensor_end, size in zip(self.names, accumulate(self.sizes), self.sizes, strict=True):
-            begin, until = max(first, tensor_end - size), min(end, tensor_end)
-            if begin < until:
-                yield name, begin, until
-
-
 class Accumulator(ABC):
     """Sums gradients of one unit, part by part.
 
     Args:
         like: What each mean is like, in shape, type and device, by name.
-        device: Of the gradients, and so of the sums.
+        memory: From which the sums are taken, on the gradients' device.
         loss_scale: What gradients are multiplied by; the means are without.
         changes: Names what is no gradient, but the change of a buffer: it has no loss scale.
     """
@@ -93,19 +49,20 @@ class Accumulator(ABC):
     def __init__(
         self,
         like: Mapping[str, Tensor],
-        device: torch.device,
         loss_scale: LossScale | None,
         changes: frozenset[str],
+        memory: Memory | None,
     ) -> None:
-        self.device = device
+        memory = memory or Memory()
+        self.device = memory.device
         self._like = like
         self._loss_scale = loss_scale
         self._changes = changes
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in like.items():
             by_dtype.setdefault(tensor.dtype, []).append(name)
-        self.parts = tuple(Part(tuple(names), like, self._type(dtype), device) for dtype, names in by_dtype.items())
-        self._slices = {name: values for part in self.parts for name, values in part.slices.items()}
+        self.parts = tuple(Part(tuple(names), like, self._type(dtype), memory) for dtype, names in by_dtype.items())
+        self._part_of = {name: part for part in self.parts for name in part.names}
         self._reduced_by: int | None = None
         self._largest_of_all: Tensor | None = None
 
@@ -123,14 +80,15 @@ class Accumulator(ABC):
         """Magnitudes (float64) of which members of a ring must know the largest of them all; None: of nothing."""
 
     @abstractmethod
-    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int) -> Tensor:
-        """Mean gradients of a range of a part, in the part's ``mean_dtype``, on the device of ``sums``.
+    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
+        """Mean gradients of a range of a part.
 
         Args:
             part: Which.
             sums: Each member's of this range: of shape (members, elements), and there may be more than the part has.
             first: Where the range begins.
             num_micro_batches: N.
+            into: Flat, of so many elements, in the part's ``mean_dtype``, on the device of ``sums``.
         """
 
     @abstractmethod
@@ -181,7 +139,8 @@ class Accumulator(ABC):
         means: dict[str, Tensor] = {}
         for part in self.parts:
             if part.means is None:
-                part.means = self.mean(part, part.sums.unsqueeze(0), 0, num_micro_batches)
+                part.means = part.sums.new_empty(part.size, dtype=part.mean_dtype)
+                self.mean(part, part.sums.unsqueeze(0), 0, num_micro_batches, part.means)
             means |= zip(part.names, torch.split(part.means[: part.size], part.sizes), strict=True)
         gradients = {name: means[name].view(like.shape).to(like.device) for name, like in self._like.items()}
         return self._finished(gradients, step)
@@ -212,14 +171,14 @@ class ExactAccumulator(Accumulator):
         num_contributions: int,
         loss_scale: LossScale | None = None,
         changes: frozenset[str] = frozenset(),
-        device: torch.device = _HOST,
+        memory: Memory | None = None,
     ) -> None:
-        super().__init__(like, device, loss_scale, changes)
+        super().__init__(like, loss_scale, changes, memory)
         self._exponents = {name: exponents[name] for name in like}
         self._num_contributions = num_contributions
         loss_exponent = 0 if loss_scale is None else loss_scale.exponent
         self._loss_exponents = {name: 0 if name in changes else loss_exponent for name in like}
-        self._largest = torch.zeros(len(like), dtype=torch.float64, device=device)
+        self._largest = torch.zeros(len(like), dtype=torch.float64, device=self.device)
         self._largest_of = {name: self._largest[place : place + 1] for place, name in enumerate(like)}
 
     def _type(self, mean_dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002
@@ -228,20 +187,21 @@ class ExactAccumulator(Accumulator):
     def add(self, name: str, gradient: Tensor) -> None:
         """See ``Accumulator.add``."""
         exponent = self._exponents[name] - self._loss_exponents[name]
-        add_fixed(self._slices[name], gradient, exponent, self._largest_of[name])
+        into, is_first = self._part_of[name].sum_of(name)
+        if is_first:
+            into.zero_()
+        add_fixed(into, gradient, exponent, self._largest_of[name])
 
     @property
     def largest(self) -> Tensor | None:
         """See ``Accumulator.largest``."""
         return self._largest
 
-    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int) -> Tensor:
+    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``."""
-        found = torch.empty(sums.shape[1], dtype=part.mean_dtype, device=sums.device)
         for name, begin, end in part.tensors_between(first, first + sums.shape[1]):
             own = slice(begin - first, end - first)
-            from_fixed(sums[:, own], self._exponents[name], num_micro_batches, found[own])
-        return found
+            from_fixed(sums[:, own], self._exponents[name], num_micro_batches, into[own])
 
     def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
         """See ``Accumulator.whole``: other integers than were added up, where several have the same mean."""
@@ -290,25 +250,31 @@ class FastAccumulator(Accumulator):
         like: Mapping[str, Tensor],
         loss_scale: LossScale | None = None,
         changes: frozenset[str] = frozenset(),
-        device: torch.device = _HOST,
+        memory: Memory | None = None,
     ) -> None:
-        super().__init__(like, device, loss_scale, changes)
+        super().__init__(like, loss_scale, changes, memory)
 
     def _type(self, mean_dtype: torch.dtype) -> torch.dtype:
         return torch.float64 if mean_dtype == torch.float64 else torch.float32
 
     def add(self, name: str, gradient: Tensor) -> None:
         """See ``Accumulator.add``."""
-        self._slices[name].add_(gradient.detach().reshape(-1))
+        into, is_first = self._part_of[name].sum_of(name)
+        values = gradient.detach().reshape(-1)
+        into.copy_(values) if is_first else into.add_(values)
 
     @property
     def largest(self) -> Tensor | None:
         """See ``Accumulator.largest``."""
         return None
 
-    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int) -> Tensor:
+    def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``: members' sums are added in their order."""
-        total = sums[0] / num_micro_batches if len(sums) == 1 else sums[0] + sums[1]
+        total = into if into.dtype == sums.dtype else torch.empty_like(sums[0])
+        if len(sums) == 1:
+            torch.div(sums[0], num_micro_batches, out=total)
+        else:
+            torch.add(sums[0], sums[1], out=total)
         for more in sums[2:]:
             total += more
         if len(sums) > 1:
@@ -317,7 +283,8 @@ class FastAccumulator(Accumulator):
             for name, begin, end in part.tensors_between(first, first + len(total)):
                 if name not in self._changes:
                     total[begin - first : end - first] /= self._loss_scale.factor
-        return total.to(part.mean_dtype)
+        if total is not into:
+            into.copy_(total)
 
     def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
         """See ``Accumulator.whole``; but for the last bits, of which fast accumulation promises nothing."""
@@ -341,7 +308,9 @@ class FastAccumulator(Accumulator):
 
 
 def _is_finite(values: Tensor) -> bool:
-    return not values.numel() or all(map(math.isfinite, torch.stack(torch.aminmax(values)).tolist()))
+    if math.isfinite(values.sum()):  # the fastest pass; finite values may have an infinite sum
+        return True
+    return all(map(math.isfinite, torch.stack(torch.aminmax(values)).tolist()))
 
 
 _EXACT_IN_FLOAT64 = 2**52

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,7 +24,8 @@ from morph.runtime.device.rings import DeviceRing
 from morph.runtime.device.staging import Staging, staging_for
 from morph.runtime.groups.channels import Ring, Transfer
 from morph.runtime.groups.interrupt import Interrupt
-from morph.runtime.state.accumulators import Accumulator, Part
+from morph.runtime.state.accumulators import Accumulator
+from morph.runtime.state.parts import Memory, Part
 
 _WHAT = "the gradients' reduction"
 
@@ -107,18 +107,18 @@ class _Piece:
         """Compute where the ring's operations are in order."""
         return self.ring.computing() if isinstance(self.ring, DeviceRing) else nullcontext()
 
-    def scatter(self, spare: list[Tensor]) -> None:
-        """Send every member its share of the sums. ``spare``: memory that earlier pieces do not need any more."""
+    def scatter(self, memory: Memory) -> None:
+        """Send every member its share of the sums."""
         with self.computing():
             if self.largest is not None:
                 # the maximum of a number and NaN may be the number; infinity says too that the step is to be skipped
                 self.unit.largest = self.largest.nan_to_num(nan=math.inf, posinf=math.inf)
                 self.pending.append(self.ring.reduce(self.unit.largest, dist.ReduceOp.MAX))
             if self.sums is not None:
-                self.received = _memory_for(self.sums, spare)
+                self.received = memory.take(self.sums.numel(), self.sums.dtype, self.sums.device).view(self.sums.shape)
                 self.pending.append(self.ring.exchange(self.received, self.sums))
 
-    def gather(self, num_micro_batches: int, spare: list[Tensor]) -> None:
+    def gather(self, num_micro_batches: int, memory: Memory) -> None:
         """Turn this worker's share into means, and send them to every member."""
         self.wait()
         with self.computing():
@@ -128,33 +128,28 @@ class _Piece:
                 return
             length = self.received.shape[1]
             first = self.first + self.ring.rank * length
-            means = self.unit.accumulator.mean(self.part, self.received, first, num_micro_batches)
-            whole = self._all_means(means)[self.first : self.first + self.ring.size * length]
+            whole = self._all_means(self.part, memory)[self.first : self.first + self.ring.size * length]
+            means = whole.view(-1, length)[self.ring.rank]
+            self.unit.accumulator.mean(self.part, self.received, first, num_micro_batches, means)
             self.pending.append(self.ring.gather(whole, means))
-            spare.append(self.received)
+            memory.give_back(self.received)
             self.sums = self.received = None
 
-    def _all_means(self, like: Tensor) -> Tensor:
-        assert self.part is not None
-        if self.part not in self.unit.means:
-            shape, staging = (self.part_size,), self.unit.staging
-            found = like.new_empty(shape) if staging is None else staging.device.pinned(shape, like.dtype)
-            self.unit.means[self.part] = found
-        return self.unit.means[self.part]
+    def _all_means(self, part: Part, memory: Memory) -> Tensor:
+        assert self.received is not None
+        if part not in self.unit.means:
+            size, staging = self.part_size, self.unit.staging
+            if staging is None:
+                self.unit.means[part] = memory.take(size, part.mean_dtype, self.received.device)
+            else:
+                self.unit.means[part] = staging.device.pinned((size,), part.mean_dtype)
+        return self.unit.means[part]
 
     def wait(self) -> None:
         """Block until what is under way is done. Raises as ``Interrupt.wait_for``."""
         for pending in self.pending:
             pending.wait(_WHAT)
         self.pending.clear()
-
-
-def _memory_for(like: Tensor, spare: list[Tensor]) -> Tensor:
-    """Memory of the same kind and shape, of which nothing is read before it is written to."""
-    for index, found in enumerate(spare):
-        if (found.dtype, found.device) == (like.dtype, like.device) and found.numel() >= like.numel():
-            return spare.pop(index).view(-1)[: like.numel()].view(like.shape)
-    return torch.empty_like(like)
 
 
 class Reduction:
@@ -168,10 +163,12 @@ class Reduction:
     Args:
         interrupt: The generation's.
         num_micro_batches: N.
+        memory: For what is received and for means; all of it is new unless given.
     """
 
-    def __init__(self, interrupt: Interrupt, num_micro_batches: int) -> None:
+    def __init__(self, interrupt: Interrupt, num_micro_batches: int, memory: Memory | None = None) -> None:
         self._interrupt = interrupt
+        self._memory = memory or Memory()
         self._num_micro_batches = num_micro_batches
         self._units: list[_Unit] = []
         self._to_scatter: deque[_Piece] = deque()
@@ -195,12 +192,13 @@ class Reduction:
             self._num_on_host += 1
             self._interrupt.notify()
 
+        given = unit.given
         if isinstance(ring, DeviceRing):
             ring.catch_up()
         if staging is None:
-            begin(unit.given)
+            begin(given)
         else:
-            staging.to_host(unit.given, begin, self._fail)
+            staging.to_host(given, begin, self._fail)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="morph-reduce", daemon=True)
             self._thread.start()
@@ -243,7 +241,6 @@ class Reduction:
         self._interrupt.notify()
 
     def _reduce(self) -> None:
-        spare: list[Tensor] = []
         while not self._is_over():
             self._interrupt.wait_for(
                 lambda: bool(self._to_scatter) or self._failure is not None or self._is_over(),
@@ -256,19 +253,19 @@ class Reduction:
                 piece = self._to_scatter.popleft()
                 if self._scattered and self._scattered[0].ring.name != piece.ring.name:
                     # all of one ring before anything of the next: devices do one operation after the other
-                    self._gather_next(spare)
-                piece.scatter(spare)
+                    self._gather_next()
+                piece.scatter(self._memory)
                 self._scattered.append(piece)
             if len(self._scattered) > 1:
-                self._gather_next(spare)
+                self._gather_next()
         while self._scattered:
-            self._gather_next(spare)
+            self._gather_next()
         for piece in self._gathered:
             piece.wait()
 
-    def _gather_next(self, spare: list[Tensor]) -> None:
+    def _gather_next(self) -> None:
         piece = self._scattered.popleft()
-        piece.gather(self._num_micro_batches, spare)
+        piece.gather(self._num_micro_batches, self._memory)
         self._gathered.append(piece)
         if len(self._gathered) > 1:
             self._gathered.popleft().wait()

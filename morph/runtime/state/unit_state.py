@@ -36,6 +36,7 @@ from morph.runtime.state.optimizer_state import (
     optimizer_state,
     scheduler_numbers,
 )
+from morph.runtime.state.parts import Memory
 from morph.runtime.state.state_copy import StateCopy, to_host
 from morph.runtime.state.update_rules import UpdateRules
 
@@ -115,8 +116,8 @@ class UnitState:
         changes = frozenset(self.buffers)
         if self._exact:
             sums = self._summed, self.exponents, self._num_contributions
-            return ExactAccumulator(*sums, self.loss_scale, changes, self.device)
-        return FastAccumulator(self._summed, self.loss_scale, changes, self.device)
+            return ExactAccumulator(*sums, self.loss_scale, changes, Memory(self.device))
+        return FastAccumulator(self._summed, self.loss_scale, changes, Memory(self.device))
 
     def rescale(self, reduced: Reduced) -> None:
         """Take the scales that fit an overflowed step before it is run again."""
