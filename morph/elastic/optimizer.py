@@ -108,6 +108,11 @@ class Optimizer:
         self._optimizer, self._accumulation = optimizer, accumulation
         self._state = TrainingState(model, optimizer, pace=begun(sync))
         self._parameters = self._state.parameters()
+        devices = {str(parameter.device): parameter.device for parameter in self._parameters.values()}
+        if len(devices) > 1:
+            found = " and ".join(sorted(devices))
+            raise InputError("lies on several devices", field="model", value=found, allowed="one device for all of it")
+        self._device = next(iter(devices.values()), torch.device("cpu"))
         self._buckets = buckets_of(self._parameters)
         self._sums: StepSums | None = None
         self._left: list[Tensor] = []
@@ -321,7 +326,7 @@ class Optimizer:
         try:
             while True:
                 # Of a step that was given up nothing is left: an operation of its ring may still write into it.
-                memory, self._left = Memory(left=self._left), []
+                memory, self._left = Memory(self._device, self._left), []
                 self._sums = StepSums(kind, scales, ring, place.interrupt, num_summed, memory)
                 if is_shared and self._session.membership.has_ready_joiners:
                     self._sums.add_joining()

@@ -86,7 +86,7 @@ class StepSums:
         ring: What reduces them; None: this member is alone.
         interrupt: The ring's.
         divisor: By how many the sums are divided.
-        memory: Of a step before this one whose gradients are applied.
+        memory: On the parameters' device; what it has left is of a step before this one whose gradients are applied.
     """
 
     def __init__(
@@ -107,20 +107,25 @@ class StepSums:
         self._accumulators: list[Accumulator] = []
         for names in kind.buckets:
             named = {name: kind.parameters[name] for name in names}
-            self._accumulators.append(self._made(named, exponents, first, frozenset()))
-        self._accumulators.append(self._made(self._aside, exponents, first, frozenset(self._aside)))
+            self._accumulators.append(self._made(named, exponents, first, frozenset(), memory))
+        self._accumulators.append(self._made(self._aside, exponents, first, frozenset(self._aside), Memory()))
         self._bucket_of = {name: index for index, names in enumerate(kind.buckets) for name in names}
         self._missing = [set(names) for names in kind.buckets]
         self._num_started = 0
         self.is_last_share = False
 
     def _made(
-        self, named: Mapping[str, Tensor], exponents: Mapping[str, int], first: int, changes: frozenset[str]
+        self,
+        named: Mapping[str, Tensor],
+        exponents: Mapping[str, int],
+        first: int,
+        changes: frozenset[str],
+        memory: Memory,
     ) -> Accumulator:
         if self._kind.accumulation == "fast":
-            return FastAccumulator(named, changes=changes, memory=self.memory)
+            return FastAccumulator(named, changes=changes, memory=memory)
         scales = {name: exponents.get(name, first) for name in named}
-        return ExactAccumulator(named, scales, self._kind.num_contributions, changes=changes, memory=self.memory)
+        return ExactAccumulator(named, scales, self._kind.num_contributions, changes=changes, memory=memory)
 
     def add_gradient(self, name: str, parameter: Parameter) -> None:
         """Take a parameter's gradient of one share; with the last share's, its bucket may be complete."""
@@ -140,7 +145,7 @@ class StepSums:
     def add_changes(self, before: Mapping[str, Tensor]) -> None:
         """Add by how much one share changed the buffers."""
         for name, buffer in self._kind.buffers.items():
-            self._accumulators[-1].add(name, change_of(before[name], buffer))
+            self._accumulators[-1].add(name, change_of(before[name], buffer).cpu())
 
     def add_joining(self) -> None:
         """Say that somebody waits to be let in."""

@@ -19,9 +19,12 @@ from morph.elastic.agreement.words import Accept, Ballot, Excluded, Reconcile, R
 from morph.elastic.codec import Address, decode, encode
 from morph.elastic.journal import SNAPSHOT, STEP, Journal
 from morph.elastic.mini_batches import batches
+from morph.elastic.optimizer import Optimizer
 from morph.elastic.shelf import Shelf
 from morph.elastic.state import TrainingState
-from morph.elastic.sums import BUCKET_BYTES, buckets_of
+from morph.elastic.sums import BUCKET_BYTES, Accumulation, Kind, StepSums, buckets_of
+from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.state.parts import Memory
 
 
 def trained(seed: int, num_steps: int) -> TrainingState:
@@ -179,3 +182,25 @@ def test_importing_it_loads_no_torch() -> None:
     code = f"{imports}; print([name for name in ('torch', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("accumulation", ["exact", "fast"])
+def test_gradients_are_summed_where_they_are(accumulation: Accumulation) -> None:
+    """On torch's device without numbers, which like any device refuses to add what lies elsewhere."""
+    model = nn.Linear(4, 8, device="meta")
+    parameters = dict(model.named_parameters())
+    kind = Kind(accumulation, 4, parameters, {}, buckets_of(parameters))
+    memory = Memory(torch.device("meta"))
+    sums = StepSums(kind, {}, None, Interrupt(1), 2, memory)
+    for _ in range(2):
+        for name, parameter in parameters.items():
+            parameter.grad = torch.ones_like(parameter)
+            sums.add_gradient(name, parameter)
+        sums.add_loss(1.0)
+    assert {one.device.type for one in memory.used.values()} == {"meta"}
+
+
+def test_a_model_on_two_devices_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2, device="meta"))
+    with pytest.raises(InputError, match=r"several devices.*cpu and meta"):
+        Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
