@@ -109,6 +109,29 @@ class Trace(Value):
                 usd_per_h = price.usd_per_h
         return usd_per_h
 
+    def at_most(self, num_vms: int) -> Trace:
+        """The VMs of somebody who takes no more than so many at once: another one that is there for each that goes.
+
+        Of those that are there the one that came first is taken. A notice is as early as it was, or when a VM is taken.
+        """
+        waiting: dict[str, TraceEvent] = {}
+        taken: set[str] = set()
+        events: list[TraceEvent] = []
+        for event in self.events:
+            if event.event == "add":
+                waiting[event.node_id] = event
+            elif event.node_id in taken:
+                taken.remove(event.node_id)
+                events.append(event)
+            else:
+                del waiting[event.node_id]
+            while waiting and len(taken) < num_vms:
+                node, came = next(iter(waiting.items()))
+                del waiting[node]
+                taken.add(node)
+                events.append(came.model_copy(update={"time_s": event.time_s}))
+        return self.model_copy(update={"events": tuple(events), "end_s": self.duration_s})
+
     def scaled(self, factor: float) -> Trace:
         """The same trace with every time multiplied by ``factor`` (0.01 = a hundred times faster)."""
         events = tuple(

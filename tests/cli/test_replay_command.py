@@ -86,6 +86,37 @@ def test_morph_decides_by_the_policy_of_a_cluster_file(files: tuple[str, str], t
 
 
 @pytest.mark.parametrize(
+    ("vms", "same_as"),
+    [
+        ("keep: 4, usd_per_h: 2, on_demand_usd_per_h: 7", ["--vms", "4", "--price", "2", "--on-demand-price", "7"]),
+        ("keep: 9, usd_per_h: 2, limits: {usd_per_h: 9}", ["--vms", "4", "--price", "2"]),
+        ("keep: 4, usd_per_h: 2, limits: {budget_usd: 5}", ["--vms", "4", "--price", "2", "--until", "5usd"]),
+    ],
+)
+def test_vms_prices_and_limits_are_those_of_a_cluster_file(
+    files: tuple[str, str], tmp_path: Path, vms: str, same_as: list[str]
+) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(f"vms: {{{vms}}}")
+    alone = ["replay", files[0], "--hours", "4", "--seeds", "1", "--seed", "3", "--policy", "morph,ideal", "--json"]
+    by_file, by_options = (
+        RUNNER.invoke(app, [*alone, *more]) for more in (["--vms", "4", "--cluster", str(cluster)], same_as)
+    )
+    assert (by_file.exit_code, by_options.exit_code) == (0, 0), by_file.output + by_options.output
+    assert json.loads(by_file.stdout) == json.loads(by_options.stdout)
+
+
+def test_a_recorded_trace_has_no_more_vms_than_a_cluster_file_keeps(files: tuple[str, str], tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("vms: {keep: 2}")
+    command = ["replay", files[0], "--trace", files[1], "--policy", "ideal", "--json"]
+    few, all_of_them = (
+        json.loads(RUNNER.invoke(app, [*command, *more]).stdout)[0] for more in (["--cluster", str(cluster)], [])
+    )
+    assert few["vm_hours"] <= 4.01 < all_of_them["vm_hours"]
+
+
+@pytest.mark.parametrize(
     ("options", "told"),
     [
         (["--vms", "4", "--policy", "mix-100"], "--policy: is no policy (got 'mix-100')"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from morph.contract.errors import TraceError
 from morph.contract.trace import HEADER, Trace, TraceEvent, TracePrice, load_trace, parse_trace, write_trace
+from simulator import spot_model
 
 HEAD = "time_s,event,node_id\n"
 
@@ -195,3 +196,25 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     path.write_bytes(HEAD.encode() + b"0,add,\xff\xfe\n")
     with pytest.raises(TraceError, match=r"spot\.csv: is not UTF-8"):
         load_trace(path)
+
+
+@given(st.integers(0, 200), st.integers(1, 6))
+def test_who_takes_fewer_vms_has_as_many_as_there_are_up_to_that(seed: int, most: int) -> None:
+    trace = spot_model(8, losses_per_vm_h=6, bulk_share=0.3, replacement_s=600, noticed=0.5).draw(seed, 7200)
+    fewer = trace.at_most(most)
+    assert fewer.max_nodes <= most
+    assert fewer.duration_s == trace.duration_s
+    assert {(event.node_id, event.time_s) for event in fewer.events if event.event == "remove"} <= {
+        (event.node_id, event.time_s) for event in trace.events if event.event == "remove"
+    }
+    for time_s in {event.time_s for event in trace.events}:
+        assert alive(fewer, time_s) <= alive(trace, time_s)
+        assert len(alive(fewer, time_s)) == min(most, len(alive(trace, time_s)))
+
+
+def alive(trace: Trace, time_s: float) -> set[str]:
+    there: set[str] = set()
+    for event in trace.events:
+        if event.time_s <= time_s:
+            there = there | {event.node_id} if event.event == "add" else there - {event.node_id}
+    return there

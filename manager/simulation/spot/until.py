@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from datetime import datetime
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from morph.contract.base import Value
+from morph.contract.cluster import LocalVms, ProvidedVms
 from morph.contract.errors import InputError
 
 _FORM = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>h|d|usd|)")
@@ -68,3 +70,17 @@ class SpotPrices(Value):
 
     spot_usd_per_h: float | None = Field(default=None, ge=0)
     on_demand_usd_per_h: float | None = Field(default=None, ge=0)
+
+
+def most_vms(vms: LocalVms | ProvidedVms, usd_per_h: float | None) -> int | None:
+    """How many VMs of one worker a cluster file wants at once: what it keeps, within its limits. None: it does not say.
+
+    Raises:
+        InputError: its limits allow none.
+    """
+    limits = vms.limits
+    affordable = None if not usd_per_h or limits.usd_per_h is None else math.floor(limits.usd_per_h / usd_per_h)
+    if affordable == 0:
+        allowed = f"at least what one VM costs, {usd_per_h:g}"
+        raise InputError("allows no VM", field="vms.limits.usd_per_h", value=limits.usd_per_h, allowed=allowed)
+    return min((bound for bound in (vms.keep, limits.max_vms, affordable) if bound is not None), default=None)

@@ -51,8 +51,9 @@ def replay_command(
     like: LikeOption = None,
     model: ModelOption = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=_MOST_SEEDS, help="Traces to draw.")] = 10,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Of the first drawn trace.")] = 0,
     cluster: Annotated[
-        Path | None, typer.Option("--cluster", help="Cluster file (YAML): by its policy Morph decides.")
+        Path | None, typer.Option("--cluster", help="Cluster file (YAML): its policy, VMs, prices and limits.")
     ] = None,
     policy: Annotated[str, typer.Option("--policy", help="Which to compare: all, or names with commas.")] = "all",
     until: Annotated[
@@ -87,8 +88,8 @@ def replay_command(
     """
     from manager.simulation.replay import Replay, advice, frame_of, policies_of
     from manager.simulation.spot.job import Durations, job_from_profile, with_redundant_costs
-    from manager.simulation.spot.until import SpotPrices, Until
-    from morph.contract.cluster import Policy
+    from manager.simulation.spot.until import SpotPrices, Until, most_vms
+    from morph.contract.cluster import ClusterConfig
     from morph.contract.profile import load_profile
     from simulator import PlanRequest
 
@@ -101,22 +102,37 @@ def replay_command(
     names = policies_of(policy)
     bound = None if until is None else Until.parse(until, datetime.now().astimezone())
     measured = load_profile(profile)
-    decides = Policy() if cluster is None else load_cluster(cluster).policy
+    wanted = ClusterConfig() if cluster is None else load_cluster(cluster)
+    decides, limits = wanted.policy, wanted.vms.limits
+    price = wanted.vms.usd_per_h if price is None else price
+    on_demand_price = wanted.vms.on_demand_usd_per_h if on_demand_price is None else on_demand_price
+    most_wanted = None if cluster is None else most_vms(wanted.vms, price)
+    memory_bytes = wanted.vms.memory_bytes if memory_gib is None else memory_bytes_of(memory_gib)
+    if bound is None and limits.budget_usd is not None:
+        bound = Until(kind="usd", amount=limits.budget_usd)
     if traces and (vms is not None or like is not None or model is not None):
         raise ConfigError("cannot be combined with --vms, --like or --model", field="--trace")
     if traces:
         cases = _recorded(traces)
     else:
+        if vms is None and like is None and model is None:
+            vms = most_wanted
         drawn = model_of(vms, like, model, losses_per_vm_h, bulk_share, replacement_s, zones, notices)
-        cases = tuple((f"drawn {seed}", seed, drawn.draw(seed, hours * 3600)) for seed in range(seeds))
+        drawn_seeds = range(seed, seed + seeds)
+        cases = tuple((f"drawn {number}", number, drawn.draw(number, hours * 3600)) for number in drawn_seeds)
+    if most_wanted is not None:
+        cases = tuple((name, number, trace.at_most(most_wanted)) for name, number, trace in cases)
     priced = price is not None or all(trace.prices for _, _, trace in cases)
     if bound is not None and bound.kind == "usd" and (not priced or ("on-demand" in names and not on_demand_price)):
         raise ConfigError(
-            "needs prices", field="--until", value=until, allowed="with --price, and --on-demand-price for on-demand"
+            "needs prices",
+            field="--until",
+            value=until or f"{bound.amount:g}usd",
+            allowed="with --price, and --on-demand-price for on-demand",
         )
     durations = Durations(setup_s=setup_s, restart_s=restart_s)
     most = max(trace.max_nodes for _, _, trace in cases)
-    request = PlanRequest(memory_bytes=memory_bytes_of(memory_gib), redundancy=decides.redundancy)
+    request = PlanRequest(memory_bytes=memory_bytes, redundancy=decides.redundancy)
     job = job_from_profile(measured, most, request, durations=durations, policy=decides)
     job = with_redundant_costs(job, measured, most)
     longest = hours if not traces else min(trace.duration_s for _, _, trace in cases) / 3600
