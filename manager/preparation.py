@@ -141,6 +141,7 @@ def controller_config(
         target_nodes=vms.keep or 0,
         timeline_step=timeline_step,
         device_memory_bytes=memory.device_bytes,
+        host_memory_bytes=memory.host_bytes,
         section_compute_s=section_compute_s(profile, micro_batch_size),
         expected_losses=expected_losses,
     )
@@ -158,7 +159,13 @@ def _facts_of(profile: Profile) -> dict[str, Any]:
     }
 
 
-def redundancy_line(profile: Profile, best: Plan, redundancy: RedundancyName, memory_bytes: int | None) -> str:
+def redundancy_line(
+    profile: Profile,
+    best: Plan,
+    redundancy: RedundancyName,
+    memory_bytes: int | None,
+    host_memory_bytes: int | None = None,
+) -> str:
     """Say what a run of this plan does against losses at its beginning, and why, as its journal will.
 
     By the losses that are expected where nothing is known of the VMs.
@@ -172,6 +179,7 @@ def redundancy_line(profile: Profile, best: Plan, redundancy: RedundancyName, me
         policy=Policy(redundancy=redundancy),
         expected_nodes=best.num_workers,
         device_memory_bytes=memory_bytes,
+        host_memory_bytes=host_memory_bytes,
     )
     places = [(stage, replica) for stage in range(best.pipeline_depth) for replica in range(best.num_replicas)]
     nodes = [best.placement[replica][stage] if best.placement else i for i, (stage, replica) in enumerate(places)]

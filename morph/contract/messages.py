@@ -109,6 +109,7 @@ class ReshapeOrder(Value):
     ``ahead``: the number of the ``PreCopyOrder`` to which sources of kind "ahead" belong; whatever else was sent ahead
     is dropped. ``salvage``: what is there of the step from ``version``, which was given up; other partial sums go.
     ``keep_sums``: should a step be given up, what a worker has summed is kept. ``follows``: who has a follower;
+    ``follow_in_host``: its follower keeps that in host memory, and on its device only while it is updated.
     ``copy_sums_every``: after so many micro-batches of its own a worker's partial sums go to its follower; 0: never.
     ``limit_s``: of any wait for others in this generation; whoever gave the order gives it up earlier.
     """
@@ -123,6 +124,7 @@ class ReshapeOrder(Value):
     salvage: Salvage | None = None
     keep_sums: bool = False
     follows: tuple[Follow, ...] = ()
+    follow_in_host: bool = False
     copy_sums_every: int = Field(default=0, ge=0)
     limit_s: float = Field(default=DEFAULT_LIMIT_S, gt=0)
 

@@ -165,23 +165,29 @@ def test_a_run_on_shared_devices_has_only_plans_that_fit_in_the_shares() -> None
 
 
 @pytest.mark.parametrize(
-    ("replicas", "redundancy", "memory_bytes", "told"),
+    ("replicas", "redundancy", "memory_bytes", "host_bytes", "told"),
     [
-        (1, "off", None, "second holders: off"),
-        (1, "state", None, "second holders, state: 4 units are kept in step on a second VM"),
-        (1, "auto", None, "second holders, auto: 4 units are kept in step on a second VM; followers cost "),
-        (1, "auto", 1, "second holders, auto: followers cost "),
-        (2, "state", None, "second holders, state: replicas are enough"),
+        (1, "off", None, None, "second holders: off"),
+        (1, "state", None, None, "second holders, state: 4 units are kept in step on a second VM"),
+        (1, "auto", None, None, "second holders, auto: 4 units are kept in step on a second VM; followers cost "),
+        (1, "auto", 1, None, "second holders, auto: followers cost "),
+        (1, "auto", 1, 10**12, "second holders, auto: followers cost "),
+        (1, "auto", 0, 10**12, "second holders, auto: 4 units are kept in step on a second VM, in its host memory"),
+        (1, "auto", 0, 10**3, "second holders, auto: followers cost "),
+        (2, "state", None, None, "second holders, state: replicas are enough"),
     ],
 )
 def test_a_plan_tells_what_is_done_against_losses_and_why(
-    replicas: int, redundancy: RedundancyName, memory_bytes: int | None, told: str
+    replicas: int, redundancy: RedundancyName, memory_bytes: int | None, host_bytes: int | None, told: str
 ) -> None:
+    """0 bytes stand for as many as the plan takes, with a unit that is updated, and not with all that is followed."""
     profile = synthetic_profile(num_sections=4, forward_s=0.5, batch_size=64, tied=True, bandwidth_bytes_per_s=5e8)
     best = plan(profile, num_gpus=4, pipeline_depth=4 // replicas, num_replicas=replicas).best
-    line = redundancy_line(profile, best, redundancy, memory_bytes)
+    if memory_bytes == 0:
+        memory_bytes = best.expected.followed_memory_bytes - 1
+    line = redundancy_line(profile, best, redundancy, memory_bytes, host_bytes)
     assert line.startswith(told)
-    assert ("no room" in line) == (memory_bytes == 1)
+    assert ("no room" in line) == (memory_bytes == 1 or host_bytes == 10**3)
 
 
 def test_followers_are_weighed_by_the_link_that_was_profiled_until_the_run_has_seen_it() -> None:

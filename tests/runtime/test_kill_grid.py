@@ -44,6 +44,8 @@ PERIOD_S = 1.0
 """Of a micro-batch, as plans expect it: so slow that with so many losses sums are copied after each one."""
 SLOW_S = 0.3
 MOST_STEPS = 100
+ROOM_BYTES = 10**9
+"""Of a device and of host memory: with pipelines of even depth followers are said to have room in the latter alone."""
 LONG_NOTICE_S, SHORT_NOTICE_S = 3600.0, 1.0
 
 
@@ -153,6 +155,8 @@ class Kills:
         if now.case.noticed and not now.told and state.version > now.state.version:
             self._give_notice(now)
         for action in observed.decision.actions:
+            if isinstance(action, SendReshape) and any(follow.units for follow in action.order.follows):
+                assert action.order.follow_in_host == (now.case.depth % 2 == 0)
             if isinstance(action, SendReshape) and now.lost and now.formed is None:
                 now.formed = action.order
                 self._check_salvage(now, state, action.order)
@@ -291,7 +295,13 @@ def plans_of(job: TinyJob, depth: int, replicas: int) -> dict[int, Plan]:
         fewer = min(replicas, num)
         plan = job.plan(f"{num // fewer}x{fewer}")
         share = NUM_MICRO_BATCHES // fewer
-        update = {"examples_per_s": float(num), "mini_batch_s": PERIOD_S * share}
+        followed_bytes = ROOM_BYTES + 1 if depth % 2 == 0 else 0
+        update = {
+            "examples_per_s": float(num),
+            "mini_batch_s": PERIOD_S * share,
+            "peak_memory_bytes": 0,
+            "followed_memory_bytes": followed_bytes,
+        }
         plans[num] = plan.model_copy(update={"expected": plan.expected.model_copy(update=update)})
     return plans
 
@@ -309,6 +319,8 @@ def test_who_dies_where_and_when_changes_no_bit_and_loses_nothing_that_somebody_
         unit_bytes=dict.fromkeys(job.units, UNIT_BYTES),
         expected_losses=ExpectedLosses(per_vm_h=1e4, weight_vm_h=1e3),
         num_steps=100_000,
+        device_memory_bytes=ROOM_BYTES,
+        host_memory_bytes=ROOM_BYTES,
         policy=Policy(checkpoint_every_steps=CHECKPOINT_EVERY, redundancy="salvage"),
         expected_nodes=num_workers,
     )

@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.lr_scheduler import StepLR
 
 from morph.checkpoint.unit_files import from_payload, to_payload
 from morph.cutting.cuts.cut_model import ParameterUnit
+from morph.runtime.state import unit_state
 from morph.runtime.state.fixed_point import first_exponent
 from morph.runtime.state.unit_state import MakeOptimizer, UnitState
+from morph.runtime.state.update_rules import UpdateRules
 
 UNIT = ParameterUnit("s1+s4", (1, 4), ("tok.weight", "bias"))
 NUM_MICRO_BATCHES = 6
@@ -197,3 +200,54 @@ def test_loading_drops_gradients_that_were_held() -> None:
     state.reduced = accumulator.finish(NUM_MICRO_BATCHES, step=0)
     state.load(saved.tensors())
     assert state.reduced is None
+
+
+def half(parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [parameter], "lr": 0.02} for _, parameter in parameters], weight_decay=0.1)
+
+
+@pytest.mark.parametrize("in_host", [False, True])
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_parked_state_is_updated_as_any_other_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch, masters: bool, in_host: bool
+) -> None:
+    """Here each move leaves a copy elsewhere in memory: whoever still used what was there before would be off."""
+    moves: list[Tensor] = []
+
+    def elsewhere(tensor: Tensor, _device: torch.device) -> Tensor:
+        moved = tensor.clone()
+        tensor.fill_(7)
+        moves.append(tensor)
+        return moved
+
+    monkeypatch.setattr(unit_state, "_moved", elsewhere)
+    unit = ParameterUnit("s1", (1,), ("weight",), buffers=("seen",))
+    rules = UpdateRules(
+        make_scheduler=lambda optimizer: StepLR(optimizer, 1, 0.5),
+        master_weights=masters,
+        optimizer_in_host_memory=in_host,
+    )
+    values = {"weight": torch.randn(3, 4).to(torch.bfloat16 if masters else torch.float32), "seen": torch.zeros(2)}
+
+    def trained(parked: bool) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        state = UnitState(unit, values, half, num_micro_batches=2, exact=True, rules=rules)
+        for number in range(4):
+            if parked and number in (1, 3):
+                state.park()
+            accumulator = state.new_accumulator()
+            for _ in range(2):
+                accumulator.add("weight", torch.randn(3, 4, generator=generator))
+                accumulator.add("seen", torch.ones(2, dtype=torch.float64))
+            state.reduced = accumulator.finish(2, step=state.version)
+            if parked and number == 2:
+                state.unpark()
+                state.park()
+            state.apply()
+        state.unpark()
+        return state.tensors()
+
+    usual = trained(parked=False)
+    assert not moves
+    assert same(trained(parked=True), usual)
+    assert len(moves) > 10

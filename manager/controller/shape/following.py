@@ -33,12 +33,14 @@ class Redundancy(NamedTuple):
     copy_sums_every: int
     why: str
     worth: float = 0.0
+    in_host: bool = False
 
     @property
     def told(self) -> str:
         """What the journal says of it; empty: nothing is done, and why need not be said."""
         num = len({unit for follow in self.follows for unit in follow.units})
-        said = [f"{counted(num, 'unit is', 'units are')} kept in step on a second VM"] if num else []
+        where = ", in its host memory" if self.in_host else ""
+        said = [f"{counted(num, 'unit is', 'units are')} kept in step on a second VM{where}"] if num else []
         said += [self.why] if self.why else []
         if self.copy_sums_every:
             every = counted(self.copy_sums_every, "micro-batch", "micro-batches")
@@ -94,26 +96,51 @@ def redundancy_of(
     links = choose_follows(slots, needed, held, state.config.unit_bytes, sole, zones_of(state))
     why, worth = "", 0.0
     keeps = bool(sole)
+    in_host = not _fits_device(state, plan) and _fits_host(state, plan, links)
     if policy == "auto" and sole and step_s:
         kept = {follow.units for follow in links}
         exposed_s = max((sum(parameters[unit] for unit in units) for units in kept), default=0.0) / speed
         cost = exposed_s / step_s
         gain = _gain(state, plan, slots, links, now_s)
-        room = state.config.device_memory_bytes
-        fits = room is None or plan.expected.followed_memory_bytes <= room
+        fits = in_host or _fits_device(state, plan)
         worth = gain - cost
         keeps = worth > 0 and fits
         saved = f" and save {gain:.2%}" if gain < 1 else "; without them losses undo all progress"
         why = f"followers cost {cost:.2%} of the time{saved}"
         if not fits:
-            why += ", but there is no room for them on the devices"
+            why += (
+                ", but there is no room for them on the devices, nor in host memory with a unit at a time on a device"
+            )
     if not keeps:
         links = tuple(
             follow.model_copy(update={"units": (), "known": ()}) if follow.units else follow for follow in links
         )
     if not every:
         links = tuple(follow for follow in links if follow.units)
-    return Redundancy(links, every if links else 0, why, worth)
+    return Redundancy(links, every if links else 0, why, worth, in_host and _follows_state(links))
+
+
+def _fits_device(state: ControllerState, plan: Plan) -> bool:
+    room = state.config.device_memory_bytes
+    return room is None or plan.expected.followed_memory_bytes <= room
+
+
+def _fits_host(state: ControllerState, plan: Plan, links: Sequence[Follow]) -> bool:
+    """Whether followed state and gradients fit into host memory, and one unit on a device while it is updated."""
+    config, expected = state.config, plan.expected
+    if config.host_memory_bytes is None or config.device_memory_bytes is None:
+        return False
+    kept = [
+        sum(config.unit_bytes[unit] for link in links if link.follower == worker for unit in link.units)
+        for worker in {link.follower for link in links}
+    ]
+    with_gradients = (config.state_copies + 1) / config.state_copies
+    one = max(config.unit_bytes.values(), default=0) * with_gradients
+    most = max(kept, default=0) * with_gradients
+    return (
+        expected.host_memory_bytes + most <= config.host_memory_bytes
+        and expected.peak_memory_bytes + one <= config.device_memory_bytes
+    )
 
 
 def choose_follows(

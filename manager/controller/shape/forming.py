@@ -157,6 +157,7 @@ def _order(state: ControllerState, choice: Choice, now_s: float) -> tuple[Reshap
         salvage=choose_salvage(kept, choice.plan, slots, needed, state.config.units, state.config.unit_bytes),
         keep_sums=state.config.policy.keeps_sums,
         follows=redundancy.follows,
+        follow_in_host=redundancy.in_host,
         copy_sums_every=redundancy.copy_sums_every,
     )
     return order, redundancy.told

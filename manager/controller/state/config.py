@@ -45,6 +45,9 @@ class ControllerConfig(Value):
     device_memory_bytes: int | None = Field(
         default=None, ge=1, description="of one worker's device, as plans were made; absent: no limit"
     )
+    host_memory_bytes: int | None = Field(
+        default=None, ge=1, description="of one worker, where devices have memory of their own; absent: none to spare"
+    )
     link_bytes_per_s: float | None = Field(
         default=None, gt=0, description="from VM to VM, as it was profiled, until this run has seen it; absent: slow"
     )

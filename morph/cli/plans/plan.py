@@ -154,7 +154,8 @@ def plan_command(
     for line in tables.memory_lines(choice.best_simulation):
         console.print(line)
     memory_bytes = request.memory_bytes or measured.environment.device_memory_bytes
-    console.print(redundancy_line(measured, choice.best, request.redundancy, memory_bytes))
+    host_bytes = request.host_memory_bytes or measured.environment.host_memory_bytes
+    console.print(redundancy_line(measured, choice.best, request.redundancy, memory_bytes, host_bytes))
     if choice.runners_up:
         console.print(tables.ranking(choice))
     if output is not None:

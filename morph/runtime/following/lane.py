@@ -67,6 +67,11 @@ class FollowLane:
 
     def _open(self, order: ReshapeOrder) -> None:
         me, occasion = self._setup.worker, f"follow/{order.generation}"
+        for state in self._known.values():
+            if order.follow_in_host:
+                state.park()
+            else:
+                state.unpark()
         mine = next((follow for follow in order.follows if follow.worker == me), None)
         if mine is not None:
             fresh = [unit for unit in mine.units if unit not in mine.known]
@@ -89,7 +94,7 @@ class FollowLane:
             occasion,
             me,
             {unit: follow.worker for follow in others for unit in follow.units},
-            make_shadow=lambda unit: self._workload.make_shadow(unit, order.plan.num_micro_batches),
+            make_shadow=lambda unit: self._shadow(unit, order),
             arrive=self._workload.arrive,
             open_store=self._open_store,
             listen_host=self._setup.listen_host,
@@ -101,6 +106,12 @@ class FollowLane:
             take_sums=self._keep,
             limit_s=order.limit_s,
         )
+
+    def _shadow(self, unit: str, order: ReshapeOrder) -> UnitState:
+        shadow = self._workload.make_shadow(unit, order.plan.num_micro_batches)
+        if order.follow_in_host:
+            shadow.park()
+        return shadow
 
     def begin_step(self, units: Mapping[str, UnitState]) -> None:
         """Every unit is at the version of a step that begins: send further ones on their way."""

@@ -159,6 +159,7 @@ def take_units(sources: Sequence[Source], context: MoveContext) -> tuple[dict[st
     for source in own:
         if source.kind == "keep":
             units[source.unit] = context.held[source.unit]
+            units[source.unit].unpark()
             continue
         if source.kind == "ahead":
             units[source.unit] = context.adopt(source.unit)

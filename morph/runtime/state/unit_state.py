@@ -40,6 +40,7 @@ from morph.runtime.state.parts import Memory
 from morph.runtime.state.state_copy import StateCopy, to_host
 from morph.runtime.state.update_rules import UpdateRules
 
+_HOST = torch.device("cpu")
 _NUMBERS = "numbers"
 _CLIP_EPSILON = 1e-6
 """As in ``torch.nn.utils.clip_grad_norm_``."""
@@ -89,8 +90,12 @@ class UnitState:
         self._exact = exact
         self._num_contributions = num_micro_batches * len(unit.sections)
         self.exponents = dict.fromkeys(unit.names, first_exponent(self._num_contributions)) if exact else {}
-        changes = {name: change_like(buffer, exact=exact) for name, buffer in self.buffers.items()}
-        self._summed: Mapping[str, Tensor] = {**self._updated, **changes}
+        self._summed = self._all_summed()
+        self._home: torch.device | None = None
+
+    def _all_summed(self) -> Mapping[str, Tensor]:
+        changes = {name: change_like(buffer, exact=self._exact) for name, buffer in self.buffers.items()}
+        return {**self._updated, **changes}
 
     @property
     def values(self) -> dict[str, Tensor]:
@@ -125,6 +130,37 @@ class UnitState:
             self._scales_before = self.exponents
         self.exponents = dict(reduced.exponents)
 
+    def park(self) -> None:
+        """Keep all of it in host memory from now on, but while it is updated: nobody computes with it."""
+        if self._home is None:
+            self._home = self.device
+            self._move(self._home, _HOST)
+
+    def unpark(self) -> None:
+        """Bring it back to its device for good."""
+        if self._home is not None:
+            home, self._home = self._home, None
+            self._move(_HOST, home)
+
+    def _move(self, source: torch.device, target: torch.device) -> None:
+        """Move what lies on one device to another; what the optimizer keeps elsewhere stays there."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return _moved(tensor, target) if tensor.device == source else tensor
+
+        stays_here = {id(one) for one in self._updated.values() if self._rules.optimizer_in_host_memory}
+        for parameter in {id(one): one for one in (*self.parameters.values(), *self._updated.values())}.values():
+            if id(parameter) not in stays_here:
+                parameter.data = moved(parameter.data)
+        self.buffers = {name: moved(buffer) for name, buffer in self.buffers.items()}
+        if not stays_here:
+            for kept in self.optimizer.state.values():
+                kept.update({key: moved(value) for key, value in kept.items() if isinstance(value, Tensor)})
+        self._summed = self._all_summed()
+        if self.reduced is not None:
+            at = {name: _moved(value, self._summed[name].device) for name, value in self.reduced.gradients.items()}
+            self.reduced = replace(self.reduced, gradients=at)
+
     def drop_step(self) -> None:
         """Give up the step under way, which is not decided: everything is as it was when the step began."""
         self.reduced = None
@@ -154,12 +190,14 @@ class UnitState:
 
         A skipped step changes nothing but the version and the loss scale, buffers included.
         """
-        reduced, self.reduced = self.reduced, None
-        self._scales_before = None
-        assert reduced is not None
+        home = self._home
         if self._copy is not None:
             self._copy.finish()
             self._copy = None
+        self.unpark()
+        reduced, self.reduced = self.reduced, None
+        self._scales_before = None
+        assert reduced is not None
         skipped = decided is not None and decided.skipped
         if not skipped:
             assert not reduced.non_finite, "a step without gradients was not decided as skipped"
@@ -167,6 +205,8 @@ class UnitState:
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(skipped=skipped)
         self.version += 1
+        if home is not None:
+            self.park()
 
     def _update(self, reduced: Reduced, decided: Decided | None) -> None:
         shrink = self._shrink(decided)
@@ -276,6 +316,10 @@ def _updated(parameter: Parameter, rules: UpdateRules) -> Parameter:
     if rules.optimizer_in_host_memory:
         found = to_host(found)
     return parameter if found is parameter else Parameter(found)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device)
 
 
 def _take(parameter: Parameter, saved: Tensor, *, for_good: bool) -> None:
