@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 ANSWER_S = 300.0
@@ -30,20 +30,20 @@ class Remote:
 
     def __init__(self, make: Callable[[], object]) -> None:
         context = multiprocessing.get_context("spawn")
-        self.calls, theirs = context.Pipe()
+        self._calls, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(make, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
     def send(self, method: str, *arguments: object) -> None:
         """Start a call; ``answer`` has its result."""
-        self.calls.send((method, arguments))
+        self._calls.send((method, arguments))
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
         """Result of the call started last, within ``timeout_s``."""
-        if not self.calls.poll(timeout_s):
+        if not self._calls.poll(timeout_s):
             raise TimeoutError(f"waited {timeout_s:g} s for an answer")
-        good, result = self.calls.recv()
+        good, result = self._calls.recv()
         if not good:
             raise RuntimeError(result)
         return result
@@ -55,7 +55,7 @@ class Remote:
 
     def end(self) -> None:
         """End the process."""
-        self.calls.close()
+        self._calls.close()
         self._process.join(END_S)
         if self._process.is_alive():
             self._process.kill()
@@ -63,16 +63,7 @@ class Remote:
 
 
 def call_all(remotes: list[Remote], method: str, *arguments: object) -> list[Any]:
-    """The same call to all of them, at once; whoever fails first is told of, not those that wait for it."""
+    """The same call to all of them, at once."""
     for remote in remotes:
         remote.send(method, *arguments)
-    waiting = dict.fromkeys(remotes)
-    found: dict[Remote, Any] = {}
-    while waiting:
-        ready = wait([remote.calls for remote in waiting], ANSWER_S)
-        if not ready:
-            raise TimeoutError(f"waited {ANSWER_S:g} s for {len(waiting)} answers")
-        for remote in [remote for remote in waiting if remote.calls in ready]:
-            found[remote] = remote.answer()
-            del waiting[remote]
-    return [found[remote] for remote in remotes]
+    return [remote.answer() for remote in remotes]
