@@ -50,7 +50,7 @@ $(READY): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP_INSTALL) $(TORCH_PIP_ARGS) torch==2.13.0
 	$(PIP_INSTALL) --editable '.[dev,examples]'
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib morph calibrate simulator manager || true
+	$(BIN)/python -m compileall -q -j 0 -x py312_ $(VENV)/lib morph calibrate simulator manager || true
 	$(BIN)/morph plan configs/profiles/bert-large.json --gpus 4 > /dev/null
 	@touch $@
 
