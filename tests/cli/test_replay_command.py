@@ -106,6 +106,14 @@ def test_vms_prices_and_limits_are_those_of_a_cluster_file(
     assert json.loads(by_file.stdout) == json.loads(by_options.stdout)
 
 
+def test_limits_that_allow_no_vm_are_refused_by_file_and_field(files: tuple[str, str], tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("vms: {keep: 4, usd_per_h: 2, limits: {usd_per_h: 1}}")
+    done = RUNNER.invoke(app, ["replay", files[0], "--cluster", str(cluster)])
+    assert done.exit_code == 2, done.output
+    assert "cluster.yaml: vms.limits.usd_per_h: allows no VM (got 1.0)" in "".join(done.output.split("\n"))
+
+
 def test_a_recorded_trace_has_no_more_vms_than_a_cluster_file_keeps(files: tuple[str, str], tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("vms: {keep: 2}")

@@ -72,8 +72,10 @@ class SpotPrices(Value):
     on_demand_usd_per_h: float | None = Field(default=None, ge=0)
 
 
-def most_vms(vms: LocalVms | ProvidedVms, usd_per_h: float | None) -> int | None:
+def most_vms(vms: LocalVms | ProvidedVms, usd_per_h: float | None, source: str) -> int | None:
     """How many VMs of one worker a cluster file wants at once: what it keeps, within its limits. None: it does not say.
+
+    ``source`` names the file in errors.
 
     Raises:
         InputError: its limits allow none.
@@ -82,5 +84,6 @@ def most_vms(vms: LocalVms | ProvidedVms, usd_per_h: float | None) -> int | None
     affordable = None if not usd_per_h or limits.usd_per_h is None else math.floor(limits.usd_per_h / usd_per_h)
     if affordable == 0:
         allowed = f"at least what one VM costs, {usd_per_h:g}"
-        raise InputError("allows no VM", field="vms.limits.usd_per_h", value=limits.usd_per_h, allowed=allowed)
+        field, value = "vms.limits.usd_per_h", limits.usd_per_h
+        raise InputError("allows no VM", source=source, field=field, value=value, allowed=allowed)
     return min((bound for bound in (vms.keep, limits.max_vms, affordable) if bound is not None), default=None)

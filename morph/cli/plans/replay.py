@@ -106,7 +106,7 @@ def replay_command(
     decides, limits = wanted.policy, wanted.vms.limits
     price = wanted.vms.usd_per_h if price is None else price
     on_demand_price = wanted.vms.on_demand_usd_per_h if on_demand_price is None else on_demand_price
-    most_wanted = None if cluster is None else most_vms(wanted.vms, price)
+    most_wanted = None if cluster is None else most_vms(wanted.vms, price, str(cluster))
     memory_bytes = wanted.vms.memory_bytes if memory_gib is None else memory_bytes_of(memory_gib)
     if bound is None and limits.budget_usd is not None:
         bound = Until(kind="usd", amount=limits.budget_usd)
