@@ -193,6 +193,27 @@ def test_a_fast_stage_runs_ahead_of_a_slow_one_by_its_window_and_no_further(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_more_gradients_are_unsent_than_the_stage_before_has_in_its_window(schedule: Schedule) -> None:
+    stage, into, back = FakeStage(recompute=schedule == "gpipe"), Wire(), Wire()
+    window = planned(schedule, stage._recompute).stages[DEPTH - 2].window
+    sent = taken = 0
+
+    def neighbour_with_a_full_window() -> None:
+        """Takes a gradient only where its window lets it send nothing more."""
+        nonlocal sent, taken
+        if into.under_way and sent - taken < window:
+            into.complete()
+            sent += 1
+        else:
+            back.complete()
+            taken += 1
+
+    executor = run(schedule, DEPTH - 1, stage, last_stage(into, back), neighbour_with_a_full_window)
+    assert sent == COUNT
+    assert 0 < executor.peaks.unsent_gradients <= window
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_receiver_has_room_for_two_micro_batches_however_fast_they_come(schedule: Schedule) -> None:
     into, back = Wire(instant=True), Wire()
 

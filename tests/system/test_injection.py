@@ -72,11 +72,15 @@ def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(calibrated: Pa
         run.press_ctrl_c()
         assert run.wait_for_end() == 130, run.output
     told = morph("events", run_dir, "--verbose")
-    saved = re.findall(r"the checkpoint of version (\d+) is complete", told[: told.index("vm_killed")])
-    assert saved, told
+    complete = r"the checkpoint of version (\d+) is complete"
+    assert re.search(complete, told[: told.index("vm_killed")]), told
     report = read_report(run_dir)
-    assert report.steps_redone < int(saved[-1])
-    assert (report.steps_redone > 0) == (f"back to version {saved[-1]}, the newest checkpoint" in told), told
+    back = re.search(r"back to version (\d+), the newest checkpoint", told)
+    assert (report.steps_redone > 0) == (back is not None), told
+    if back:  # one that was under way may still become complete while the loss is dealt with
+        newest_saved = re.findall(complete, told[: back.start()])[-1]
+        assert back.group(1) == newest_saved, told
+        assert report.steps_redone < int(newest_saved)
     url = str(run_dir / "checkpoints")
     newest = read_manifest(url, complete_versions(url)[-1])
     assert (newest.kind, newest.version) == ("final", report.version)
