@@ -26,7 +26,7 @@ from tests.system.harness import TinyJob, constant_vms, managed, uninterrupted
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 SLOW = 1.3
-SLOW_FROM, WELL_FROM = 3, 30
+SLOW_FROM, WELL_FROM = 3, 60
 
 
 def _jittery(timing: Timing) -> Timing:

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 GONE_S = 60.0
 
 
-def test_killed_nodes_leave_no_zombie_and_no_thread_behind() -> None:
+def test_a_head_node_is_started_once_more_and_killed_nodes_leave_no_zombie_and_no_thread_behind() -> None:
     directory = prepare()
     stay_on_loopback()
     from manager.engine.on_ray.ray_cluster import RayCluster  # Ray is imported with it, in the environment made for it
@@ -32,8 +32,20 @@ def test_killed_nodes_leave_no_zombie_and_no_thread_behind() -> None:
     cluster = RayCluster(directory)
     try:
         with listen("127.0.0.1") as workers:  # the host keeps it
-            cluster.start(workers)
+            starting = threading.Thread(target=cluster.start, args=(workers,))
+            starting.start()
+            first: list[psutil.Process] = []
+
+            def found() -> bool:
+                first.extend(_raylets(cluster))
+                return bool(first)
+
+            _wait_until(found, "no head node was started")
+            first[0].kill()
+            starting.join(4 * GONE_S)
         assert cluster._line is not None
+        assert cluster.address
+        assert [raylet.pid for raylet in _raylets(cluster)] == [cluster._head["raylet"]] != [first[0].pid]
         host = psutil.Process(cluster._line.pid)
         threads, zombies = [], []
         for number in range(3):
@@ -93,12 +105,19 @@ def test_vms_boot_together_and_the_death_of_one_is_told_at_once_while_it_boots_a
         cluster.close()
 
 
+def _raylets(cluster: RayCluster) -> Iterator[psutil.Process]:
+    if cluster._line is not None:
+        for child in psutil.Process(cluster._line.pid).children():
+            with suppress(psutil.NoSuchProcess):
+                if child.name() == "raylet":
+                    yield child
+
+
 def _booting(cluster: RayCluster, names: Iterable[str]) -> Iterator[tuple[str, psutil.Process]]:
-    assert cluster._line is not None
-    for child in psutil.Process(cluster._line.pid).children():
+    for raylet in _raylets(cluster):
         with suppress(psutil.NoSuchProcess):
-            line = " ".join(child.cmdline()) if child.name() == "raylet" else ""
-            yield from ((name, child) for name in names if f"{VM_RESOURCE}{name}," in f"{line},")
+            line = " ".join(raylet.cmdline())
+            yield from ((name, raylet) for name in names if f"{VM_RESOURCE}{name}," in f"{line},")
 
 
 def _wait_until(reached: Callable[[], bool], otherwise: str) -> None:

@@ -34,7 +34,8 @@ from morph.runtime.process.serving import WorkerActor
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
+"""Of a head node, which may have to be started twice."""
 ADD_TIMEOUT_S = 60.0
 STORE_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 15.0

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
@@ -256,6 +257,23 @@ def _start_head(calls: socket.socket, host: str, port: int, first_port: int) -> 
     )
 
 
+def _started_head(calls: socket.socket, host: str, port: int, first_port: int) -> _Nodes:
+    """A head node; one that does not come up is started once more, for a raylet gives up agents that need 15 s.
+
+    Raises:
+        ClusterError: this version of Ray is not known.
+        Exception: whatever Ray raises the second time.
+    """
+    try:
+        return _start_head(calls, host, port, first_port)
+    except ClusterError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        _end_children()
+        return _start_head(calls, host, port, first_port)
+
+
 def _wait_longer() -> None:
     """Ray gives a node 30 s to be known to its head, which a busy machine may need to load its processes alone."""
     get_node: Any = services.get_node
@@ -266,6 +284,8 @@ def _wait_longer() -> None:
             try:
                 return get_node(*args)
             except RuntimeError:
+                if not any(map(_is_living_raylet, psutil.Process().children())):
+                    raise ChildProcessError("its raylet ended while it booted") from None  # Ray would ask on
                 if time.monotonic() > until_s:
                     raise
                 time.sleep(LOOK_EVERY_S)
@@ -273,16 +293,23 @@ def _wait_longer() -> None:
     vars(services)["get_node"] = patiently
 
 
+def _is_living_raylet(child: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def _pids(node: Any) -> dict[str, int]:
     return {name: info.process.pid for name, infos in node.all_processes.items() for info in infos}
 
 
 def _end_children() -> None:
-    children = psutil.Process().children(recursive=True)
+    own, children = psutil.Process().children(), psutil.Process().children(recursive=True)
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.send_signal(signal.SIGKILL)
     wait_gone(children, END_TIMEOUT_S)
+    psutil.wait_procs(own, END_TIMEOUT_S)  # reaps them
 
 
 def _attend(manager: socket.socket, nodes: _Nodes, control_socket: ControlSocket) -> bool:
@@ -316,7 +343,7 @@ def main() -> None:
     try:
         manager = control_socket.next()
         try:
-            nodes = _start_head(calls, sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
+            nodes = _started_head(calls, sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
         except Exception as error:
             if manager is not None:
                 tell(manager, error=f"{type(error).__name__}: {error}")
