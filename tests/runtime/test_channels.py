@@ -227,8 +227,8 @@ def test_a_collective_may_take_as_long_as_the_reshape_of_its_generation_says(sto
 class _Groups:
     """Stands for a ``GroupSet``: tells when it is closed."""
 
-    def __init__(self, *, broken: bool, limit_s: float = 2 * BOUND_S) -> None:
-        self.broken, self.limit_s = broken, limit_s
+    def __init__(self, *, broken: bool, limit_s: float = 2 * BOUND_S, is_idle: bool = False) -> None:
+        self.broken, self.limit_s, self.is_idle = broken, limit_s, is_idle
         self.closed = threading.Event()
 
     def clear(self) -> None:
@@ -249,3 +249,32 @@ def test_broken_groups_are_closed_once_their_operations_have_timed_out(monkeypat
     reaper, broken = Reaper(), _Groups(broken=True, limit_s=0.01)
     reaper.reap(broken)  # type: ignore[arg-type]
     assert broken.closed.wait(BOUND_S)
+
+
+def test_broken_groups_in_which_nothing_is_under_way_are_closed_once_what_was_sent_has_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("morph.runtime.groups.reaper.LINGER_S", 0.01)
+    reaper, busy, idle = Reaper(), _Groups(broken=True), _Groups(broken=True, is_idle=True)
+    reaper.reap(busy)  # type: ignore[arg-type]
+    reaper.reap(idle)  # type: ignore[arg-type]
+    assert idle.closed.wait(BOUND_S)
+    assert not busy.closed.is_set()
+    busy.is_idle = True
+    assert busy.closed.wait(BOUND_S)
+
+
+def test_groups_are_idle_but_while_an_operation_is_under_way_and_one_that_failed_is_over(store: StoreHost) -> None:
+    pair = Pair(store, next(GENERATIONS))
+    assert pair.groups["a"].is_idle
+    pending = pair.channel("b").transfer(torch.zeros(3))
+    assert not pair.groups["b"].is_idle
+    pair.channel("a").transfer(torch.ones(3)).wait("it to leave")
+    pending.wait("it to come")
+    poll_until(lambda: all(groups.is_idle for groups in pair.groups.values()), "callbacks that end them")
+    pair.channel("b").transfer(torch.zeros(3))
+    pair.interrupts["b"].abort()
+    assert not pair.groups["b"].is_idle
+    pair.groups["a"].clear()
+    poll_until(lambda: pair.groups["b"].is_idle, "the receive to fail")
+    assert pair.interrupts["b"]._lost is not None

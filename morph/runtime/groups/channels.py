@@ -109,17 +109,18 @@ class Pending:
         self.done = False
         self.done_at_s = 0.0
         """When it was done, on the clock of ``time.perf_counter``."""
+        interrupt.begun()
         work.get_future().add_done_callback(self._finished)
 
     def _finished(self, future: torch.futures.Future[object]) -> None:
         try:
             future.value()
+            self.done_at_s = time.perf_counter()
+            self.done = True
         except RuntimeError as error:
             self._interrupt.lose(f"{self._label}: {first_clause(error)}")
-            return
-        self.done_at_s = time.perf_counter()
-        self.done = True
-        self._interrupt.notify()
+        finally:
+            self._interrupt.ended()
 
     def wait(self, what: str, timeout_s: float | None = None) -> float:
         """Block until done; return the seconds waited. Raises as ``Interrupt.wait_for``."""
@@ -303,6 +304,11 @@ class GroupSet:
     def broken(self) -> bool:
         """Whether an operation that nobody can end may still be under way in one of the groups."""
         return self._interrupt.over
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no operation is under way in any of them; never known of a device's."""
+        return self._interrupt.is_idle and self.device_rings is None
 
     @property
     def limit_s(self) -> float:

@@ -32,6 +32,7 @@ class Interrupt:
         self._aborted = False
         self._lost: str | None = None
         self._at_end: list[Callable[[], None]] = []
+        self._num_under_way = 0
 
     def abort(self) -> None:
         """End every present and future wait with ``GenerationAborted``."""
@@ -57,6 +58,22 @@ class Interrupt:
             threading.Thread(target=act, name="morph-end", daemon=True).start()
         self._at_end.clear()
         self._condition.notify_all()
+
+    def begun(self) -> None:
+        """An operation of the generation's groups is under way, until ``ended`` is called for it."""
+        with self._condition:
+            self._num_under_way += 1
+
+    def ended(self) -> None:
+        """An operation is over, well or not: wake the waiting thread."""
+        with self._condition:
+            self._num_under_way -= 1
+            self._condition.notify_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no operation is under way."""
+        return self._num_under_way == 0
 
     def notify(self) -> None:
         """Wake the waiting thread so that it looks at its condition again."""

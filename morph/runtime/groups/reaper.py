@@ -1,7 +1,7 @@
 """Old groups are let go in the background: closing one takes 10-100 ms, which no morph should wait for.
 
 Groups of an aborted generation may still have an operation under way that nobody can end; they are
-kept, untouched, until its time-out has passed.
+kept, untouched, until it is over or its time-out has passed. All others hold sockets and threads for nothing.
 """
 
 from __future__ import annotations
@@ -13,27 +13,43 @@ import time
 from morph.runtime.groups.channels import GroupSet
 
 MARGIN_S = 5.0
+LINGER_S = 5.0
+"""What was sent last over broken groups has time to arrive before they are closed."""
+LOOK_EVERY_S = 0.5
 
 
 class Reaper:
     """Holds the groups of past generations until they can be closed."""
 
     def __init__(self) -> None:
-        self._clean: queue.Queue[tuple[float, GroupSet]] = queue.Queue()
-        self._broken: queue.Queue[tuple[float, GroupSet]] = queue.Queue()
-        for groups_due in (self._clean, self._broken):
-            threading.Thread(target=_close_when_due, args=(groups_due,), name="morph-reaper", daemon=True).start()
+        self._clean: queue.Queue[GroupSet] = queue.Queue()
+        self._broken: queue.Queue[GroupSet] = queue.Queue()
+        for close, given in ((_close_at_once, self._clean), (_close_when_due, self._broken)):
+            threading.Thread(target=close, args=(given,), name="morph-reaper", daemon=True).start()
 
     def reap(self, groups: GroupSet) -> None:
         """Take over groups that are no longer used; returns at once."""
-        if groups.broken:
-            self._broken.put((time.monotonic() + groups.limit_s + MARGIN_S, groups))
-        else:
-            self._clean.put((0.0, groups))
+        (self._broken if groups.broken else self._clean).put(groups)
 
 
-def _close_when_due(groups_due: queue.Queue[tuple[float, GroupSet]]) -> None:
+def _close_at_once(given: queue.Queue[GroupSet]) -> None:
     while True:
-        due_s, groups = groups_due.get()
-        time.sleep(max(0.0, due_s - time.monotonic()))
-        groups.clear()
+        given.get().clear()
+
+
+def _close_when_due(given: queue.Queue[GroupSet]) -> None:
+    held: list[tuple[float, GroupSet]] = []
+    while True:
+        if not held:
+            held.append((time.monotonic(), given.get()))
+        time.sleep(LOOK_EVERY_S)
+        while not given.empty():
+            held.append((time.monotonic(), given.get()))
+        since_s = time.monotonic()
+        held, looked_at = [], held
+        for given_s, groups in looked_at:
+            kept_s = since_s - given_s
+            if kept_s > groups.limit_s + MARGIN_S or (kept_s > LINGER_S and groups.is_idle):
+                groups.clear()
+            else:
+                held.append((given_s, groups))
