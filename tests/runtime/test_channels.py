@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -262,6 +264,24 @@ def test_broken_groups_in_which_nothing_is_under_way_are_closed_once_what_was_se
     assert not busy.closed.is_set()
     busy.is_idle = True
     assert busy.closed.wait(BOUND_S)
+
+
+def test_how_long_groups_are_kept_counts_from_when_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: clock_s[0], sleep=time.sleep)
+    monkeypatch.setattr("morph.runtime.groups.reaper.time", clock)
+    monkeypatch.setattr("morph.runtime.groups.reaper.LOOK_EVERY_S", 0.01)
+    reaper, early, busy, idle = Reaper(), *(_Groups(broken=True, is_idle=is_idle) for is_idle in (True, False, True))
+    reaper.reap(early)  # type: ignore[arg-type]
+    clock_s[0] = 10.0
+    assert early.closed.wait(BOUND_S)
+    clock_s[0] = 1e6
+    reaper.reap(busy)  # type: ignore[arg-type]
+    reaper.reap(idle)  # type: ignore[arg-type]
+    assert not idle.closed.wait(0.1)
+    clock_s[0] += 10.0
+    assert idle.closed.wait(BOUND_S)
+    assert not busy.closed.is_set()
 
 
 def test_groups_are_idle_but_while_an_operation_is_under_way_and_one_that_failed_is_over(store: StoreHost) -> None:

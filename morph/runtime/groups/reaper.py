@@ -17,38 +17,41 @@ LINGER_S = 5.0
 """What was sent last over broken groups has time to arrive before they are closed."""
 LOOK_EVERY_S = 0.5
 
+_Given = tuple[float, GroupSet]
+"""When, and what."""
+
 
 class Reaper:
     """Holds the groups of past generations until they can be closed."""
 
     def __init__(self) -> None:
-        self._clean: queue.Queue[GroupSet] = queue.Queue()
-        self._broken: queue.Queue[GroupSet] = queue.Queue()
+        self._clean: queue.Queue[_Given] = queue.Queue()
+        self._broken: queue.Queue[_Given] = queue.Queue()
         for close, given in ((_close_at_once, self._clean), (_close_when_due, self._broken)):
             threading.Thread(target=close, args=(given,), name="morph-reaper", daemon=True).start()
 
     def reap(self, groups: GroupSet) -> None:
         """Take over groups that are no longer used; returns at once."""
-        (self._broken if groups.broken else self._clean).put(groups)
+        (self._broken if groups.broken else self._clean).put((time.monotonic(), groups))
 
 
-def _close_at_once(given: queue.Queue[GroupSet]) -> None:
+def _close_at_once(given: queue.Queue[_Given]) -> None:
     while True:
-        given.get().clear()
+        given.get()[1].clear()
 
 
-def _close_when_due(given: queue.Queue[GroupSet]) -> None:
-    held: list[tuple[float, GroupSet]] = []
+def _close_when_due(given: queue.Queue[_Given]) -> None:
+    held: list[_Given] = []
     while True:
         if not held:
-            held.append((time.monotonic(), given.get()))
+            held.append(given.get())
         time.sleep(LOOK_EVERY_S)
         while not given.empty():
-            held.append((time.monotonic(), given.get()))
-        since_s = time.monotonic()
+            held.append(given.get())
+        now_s = time.monotonic()
         held, looked_at = [], held
         for given_s, groups in looked_at:
-            kept_s = since_s - given_s
+            kept_s = now_s - given_s
             if kept_s > groups.limit_s + MARGIN_S or (kept_s > LINGER_S and groups.is_idle):
                 groups.clear()
             else:
