@@ -149,7 +149,7 @@ def test_a_run_directory_that_gets_read_only_costs_no_step_and_is_saved_to_when_
             refused.append(0)
         if event.kind == "checkpoint_failed":
             refused.append(event.version)
-            if state.phase is Phase.SEALING:
+            if event.version == 12:  # an earlier manifest may fail as late as this
                 trouble.close()
 
     run.react = look
