@@ -1,7 +1,7 @@
 """Mini-batch simulator, planner, spot traces and synthetic profiles. Pure: no torch, Ray, sockets or clock.
 
 ``plan`` finds the best P x D for a number of GPUs, ``plan_table`` and ``plan_frame`` for every number up to one,
-``simulate`` answers for one shape; a ``PlanRequest`` says how.
+``simulate`` answers for one shape and ``simulate_plan`` for a plan as it stands; a ``PlanRequest`` says how.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from simulator.answers.answer import Simulation
 from simulator.given.request import PlanRequest
 from simulator.given.synthetic import synthetic_profile
-from simulator.search.mini_batch import simulate
+from simulator.search.mini_batch import simulate, simulate_plan
 from simulator.search.planner import PlanChoice, plan, plan_table
 from simulator.traces.model import TraceModel, spot_model
 
@@ -27,6 +27,7 @@ __all__ = [
     "plan_frame",
     "plan_table",
     "simulate",
+    "simulate_plan",
     "spot_model",
     "synthetic_profile",
 ]

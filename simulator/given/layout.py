@@ -59,7 +59,7 @@ def lone_workers(num_stages: int, rings_at_once: int = 1, factor: float = 1.0) -
 def lay_out(measured: tuple[Contention, ...], num_stages: int, num_replicas: int, conditions: Conditions) -> Layout:
     """Place the workers of one shape, on all nodes; see :func:`layouts`."""
     if conditions.compute_slots is None and conditions.node_sizes is not None:
-        return _placed(measured, place(num_stages, num_replicas, conditions.node_sizes))
+        return placed(measured, place(num_stages, num_replicas, conditions.node_sizes))
     return layouts(measured, num_stages, num_replicas, conditions)[0]
 
 
@@ -80,10 +80,11 @@ def layouts(
     if conditions.node_sizes is None:
         return [lone_workers(num_stages)]
     found = placements(num_stages, num_replicas, conditions.node_sizes)
-    return [_placed(measured, placement) for placement in found]
+    return [placed(measured, placement) for placement in found]
 
 
-def _placed(measured: tuple[Contention, ...], placement: Placement) -> Layout:
+def placed(measured: tuple[Contention, ...], placement: Placement) -> Layout:
+    """Workers where this says."""
     node = placement.array()
     inside = np.zeros(node.shape, np.bool_)
     inside[:-1] = node[1:] == node[:-1]

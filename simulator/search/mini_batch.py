@@ -8,12 +8,13 @@ from typing import Any
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
+from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from simulator.answers.answer import Simulation, deal, describe
 from simulator.answers.outcome import Rehearsal
 from simulator.given.conditions import check_slow
-from simulator.given.layout import lay_out
-from simulator.given.placement import node_sizes
+from simulator.given.layout import lay_out, placed
+from simulator.given.placement import Placement, node_sizes
 from simulator.given.request import PlanRequest
 from simulator.search.micro_batch import knee_micro_batch_size, num_micro_batches
 from simulator.search.setting import Setting
@@ -69,6 +70,41 @@ def simulate(
         moves=False,
     )
     return describe(trial.best(), rehearsal)
+
+
+def simulate_plan(profile: Profile, plan: Plan, request: PlanRequest = PlanRequest(), **more: Any) -> Simulation:  # noqa: B008 (frozen)
+    """Simulate one mini-batch of a plan as it stands, with its own cuts, schedule, windows and recompute.
+
+    Args:
+        profile: What calibration measured; its model is the plan's.
+        plan: Anything but its expectation counts.
+        request: The conditions; what it says of shapes, schedules and nodes is left aside. With ``compute_slots`` all
+            workers are on one machine, whatever the plan's nodes.
+        more: Fields of the request, in place of its own.
+
+    Raises:
+        PlanError: as :func:`simulate`.
+    """
+    request = replace(request, **more)
+    profile = request.on_its_host(profile)
+    boundaries = tuple(stage.first_section for stage in plan.stages)
+    depth, counts = plan.pipeline_depth, plan.micro_batches_per_replica
+    _check_shape(profile, boundaries, None, plan.num_replicas, num_micro_batches(profile, plan.micro_batch_size))
+    on_nodes = bool(plan.placement) and request.compute_slots is None
+    conditions = request.conditions(plan.node_sizes if on_nodes else None)
+    check_slow(conditions.slow, depth, plan.num_replicas)
+    layout = (
+        placed(profile.contention, Placement(plan.node_sizes, plan.placement))
+        if on_nodes
+        else lay_out(profile.contention, depth, plan.num_replicas, conditions)
+    )
+    recompute = any(stage.recompute for stage in plan.stages)
+    setting = Setting(profile, plan.micro_batch_size, recompute, (plan.schedule,), None, request.memory_rules)
+    windows = tuple(stage.window for stage in plan.stages)
+    costs = setting.windowed(plan.schedule, windows, boundaries, layout, single=len(counts) == 1)
+    assert costs is not None, "memory is no limit here"
+    rehearsal = Rehearsal(conditions)
+    return describe(rehearsal.full(costs, counts), rehearsal)
 
 
 def _check_shape(

@@ -5,7 +5,7 @@ import pytest
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
-from simulator import Simulation, simulate, synthetic_profile
+from simulator import PlanRequest, Simulation, plan, simulate, simulate_plan, synthetic_profile
 
 SHAPES = [(1, 1), (1, 3), (2, 2), (3, 2), (4, 1), (8, 3)]
 
@@ -145,3 +145,22 @@ def test_a_shape_that_cannot_be_is_refused_by_name(arguments: dict[str, object],
     with pytest.raises(PlanError) as caught:
         simulate(synthetic_profile(micro_batch_size=2), **arguments)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("schedule", ["varuna", "gpipe", "1f1b"])
+@pytest.mark.parametrize("nodes", [None, (2, 1, 3, 2)])
+def test_a_plan_as_it_stands_takes_what_it_was_expected_to_take(
+    recompute: bool, schedule: Schedule, nodes: tuple[int, ...] | None
+) -> None:
+    profile = synthetic_profile(num_sections=6, batch_size=40, micro_batch_size=2, latency_s=0.002)
+    request = PlanRequest(
+        schedule=schedule, recompute=recompute, pipeline_depth=3, num_replicas=2, num_gpus_per_node=nodes
+    )
+    found = plan(profile, request, num_gpus=8).best
+    assert any(stage.recompute for stage in found.stages) == recompute
+    assert simulate_plan(profile, found).plan == found
+    shared = simulate_plan(profile, found, compute_slots=2)
+    assert [stage.window for stage in shared.plan.stages] == [stage.window for stage in found.stages]
+    assert (shared.expected.parts_s["recompute"] > 0) == recompute
+    assert shared.expected.mini_batch_s > found.expected.mini_batch_s

@@ -10,7 +10,7 @@ from morph.contract.cluster import Policy
 from morph.contract.messages import UnitId
 from morph.contract.plan import Expectation, Plan, StagePlan
 from morph.contract.profile import Profile
-from simulator import PlanRequest, Simulation, plan_table, simulate
+from simulator import PlanRequest, Simulation, plan_table, simulate_plan
 from simulator.given.conditions import RedundantName
 
 FINGERPRINT = "simulated"
@@ -118,7 +118,7 @@ def job_from_profile(
 
 
 def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> SpotJob:
-    """The same, with what redundant computation takes in the best shape of so many workers; see ``simulate``.
+    """The same, with what redundant computation takes in the best shape of so many workers; see ``simulate_plan``.
 
     Of one stage, which has no neighbour to compute for it, nothing is changed.
     """
@@ -127,15 +127,7 @@ def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> Sp
         return job
 
     def step(redundant: RedundantName) -> Simulation:
-        return simulate(
-            profile,
-            boundaries=[stage.first_section for stage in plan.stages],
-            num_replicas=plan.num_replicas,
-            micro_batch_size=plan.micro_batch_size,
-            schedule=plan.schedule,
-            recompute=any(stage.recompute for stage in plan.stages),
-            redundant_computation=redundant,
-        )
+        return simulate_plan(profile, plan, redundant_computation=redundant)
 
     plain_s = step("off").expected.mini_batch_s
     modes: tuple[RedundantName, ...] = ("lflb", "eflb")

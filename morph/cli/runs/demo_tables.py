@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from simulator import simulate
+from simulator import simulate_plan
 
 if TYPE_CHECKING:
     from manager.report.values import MorphRecord, RunReport
@@ -87,13 +87,7 @@ def shared_expectations(
     """Expected mini-batch seconds of each shape of a run, when all VMs share this machine's cores."""
     by_shape = {plan.shape: plan for plan in plans.values()}
     return {
-        shape: simulate(
-            profile,
-            boundaries=[stage.first_section for stage in by_shape[shape].stages],
-            num_replicas=by_shape[shape].num_replicas,
-            micro_batch_size=by_shape[shape].micro_batch_size,
-            compute_slots=num_cores,
-        ).plan.expected.mini_batch_s
+        shape: simulate_plan(profile, by_shape[shape], compute_slots=num_cores).expected.mini_batch_s
         for shape in dict.fromkeys(span.shape for span in report.shapes if span.num_steps)
         if shape in by_shape
     }
