@@ -38,8 +38,12 @@ def worker_times(
         totals = {kind: _by_worker(costs, f"{kind}_ns", num_replicas)[:, :, None] for kind in _MESSAGES}
     else:
         totals = {kind: _drawn_messages(costs, counts, luck, kind) for kind in _MESSAGES}
+    handled = _handled_ns(totals, conditions)
     return ShapeTimes(
-        **{f"{kind}_ns": np.maximum(1, np.rint(tasks[kind] * slower)).astype(np.int64) for kind in _TASKS},
+        **{
+            f"{kind}_ns": np.maximum(1, np.rint(tasks[kind] * slower + handled.get(kind, 0))).astype(np.int64)
+            for kind in _TASKS
+        },
         **{f"{kind}_ns": np.maximum(0, totals[kind] - wires[kind][:, :, None]) for kind in _MESSAGES},
         **{f"{kind}_wire_ns": wires[kind] for kind in _MESSAGES},
         node=costs.layout.node(num_replicas),
@@ -47,6 +51,24 @@ def worker_times(
         share_links=conditions.share_links,
         **_redundant_times(costs, tasks, slower, conditions),
     )
+
+
+def _handled_ns(totals: Mapping[str, Ints], conditions: Conditions) -> dict[str, Floats]:
+    """What of its core a worker needs for the messages of a task, [P, D, 1 or most]: half of each at either end.
+
+    Nothing where each worker has a device of its own: a message on one machine takes its cores, which then wait for it.
+    """
+    if conditions.compute_slots is None:
+        return {}
+    halves = {kind: times / 2 for kind, times in totals.items()}
+    behind = {kind: np.zeros_like(half) for kind, half in halves.items()}
+    for kind, half in halves.items():
+        half[-1] = 0  # the last stage has no next one
+        behind[kind][1:] = half[:-1]
+    return {
+        "forward": halves["activation"] + behind["activation"],
+        "backward": halves["gradient"] + behind["gradient"],
+    }
 
 
 def _redundant_times(

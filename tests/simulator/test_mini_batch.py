@@ -164,3 +164,13 @@ def test_a_plan_as_it_stands_takes_what_it_was_expected_to_take(
     assert [stage.window for stage in shared.plan.stages] == [stage.window for stage in found.stages]
     assert (shared.expected.parts_s["recompute"] > 0) == recompute
     assert shared.expected.mini_batch_s > found.expected.mini_batch_s
+
+
+def test_messages_between_workers_that_share_one_core_take_it() -> None:
+    profile = synthetic_profile(num_sections=3, batch_size=8, micro_batch_size=1, latency_s=0.002)
+    alone = simulate(profile, num_stages=1, recompute=False).expected.parts_s
+    found = simulate(profile, num_stages=3, recompute=False, compute_slots=1)
+    times = found.costs.times
+    messages_s = 8 * int((times.activation_ns + times.gradient_ns)[:-1].sum()) / 1e9
+    assert messages_s > 8 * 4 * 0.002
+    assert found.expected.mini_batch_s >= alone["forward"] + alone["backward"] + messages_s
