@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from manager.report.account import Part
 from manager.simulation.replay import play_of
-from manager.simulation.spot.job import Durations, SpotJob, job_of_one_vm
+from manager.simulation.spot.job import OneVmJob, SpotJob
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
 from simulator import spot_model
@@ -41,15 +41,14 @@ class Inferred:
     @property
     def job(self) -> SpotJob:
         """What is simulated."""
-        durations = Durations(
-            stall_s=self.stall_s,
-            durable_s=self.durable_s,
-            setup_s=self.preparation_s,
-            manifest_s=0.0,
-            order_s=0.0,
-            restart_s=0.0,
+        numbers = OneVmJob(
+            name=self.name,
+            step_s=(self.step_s, self.step_s),
+            save_s=(self.stall_s, self.stall_s),
+            upload_s=(self.durable_s, self.durable_s),
+            preparation_s=(self.preparation_s, self.preparation_s),
         )
-        return job_of_one_vm(self.name, self.step_s, durations)
+        return numbers.drawn(0)
 
 
 def hours(days: int, clock: str) -> float:

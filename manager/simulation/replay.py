@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from manager.simulation.policies.bounds import play_ideal, play_on_demand
 from manager.simulation.policies.morph import play_mix, play_morph
 from manager.simulation.policies.pipelines import play_pipelines
 from manager.simulation.policies.restart import play_restart
-from manager.simulation.spot.job import SpotJob
+from manager.simulation.spot.job import OneVmJob, SpotJob
 from manager.simulation.spot.outcome import Outcome
 from manager.simulation.spot.until import SpotPrices, Until
 from morph.contract.errors import ConfigError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RESAMPLES = 2000
+Aim = Literal["examples", "dollars"]
 
 
 class Play(Protocol):
@@ -77,9 +78,9 @@ MOST = {"restart": 10**9, "mix": 99}
 
 @dataclass(frozen=True)
 class Replay:
-    """What to play: policies by name, traces by name, each with a seed."""
+    """What to play: policies by name, traces by name, each with a seed, by which numbers with bounds are drawn too."""
 
-    job: SpotJob
+    job: SpotJob | OneVmJob
     policies: tuple[str, ...]
     traces: tuple[tuple[str, int, Trace], ...]
     until: Until
@@ -107,7 +108,8 @@ class Replay:
 
     def play(self, policy: str, name: str, seed: int, trace: Trace) -> Outcome:
         """Play one policy on one trace."""
-        return play_of(policy)(self.job, trace, until=self.until, seed=seed, prices=self.prices, name=name)
+        job = self.job if isinstance(self.job, SpotJob) else self.job.drawn(seed)
+        return play_of(policy)(job, trace, until=self.until, seed=seed, prices=self.prices, name=name)
 
 
 def play_of(policy: str) -> Play:
@@ -181,13 +183,17 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, floa
     return float(array.mean()), float(low), float(high)
 
 
-def advice(outcomes: Sequence[Outcome]) -> str:
-    """Say which policy to take, and why: the most examples per dollar, or per second where nothing has a price.
+def advice(outcomes: Sequence[Outcome], aim: Aim | None = None) -> str:
+    """Say which policy to take, and why.
 
     Only one that trains with the batch that was asked for is taken.
+
+    Args:
+        outcomes: Of all policies.
+        aim: What counts, examples per second or per dollar; None: per dollar where everything has a price.
     """
     worth: dict[str, list[float]] = {}
-    priced = all(one.examples_per_usd is not None for one in outcomes)
+    priced = aim != "examples" and all(one.examples_per_usd is not None for one in outcomes)
     for one in outcomes:
         if one.policy != BOUND:
             value = one.examples_per_usd if priced else one.examples_per_s

@@ -150,3 +150,54 @@ def test_files_and_a_number_of_vms_exclude_each_other(files: tuple[str, str]) ->
     done = RUNNER.invoke(app, ["replay", files[0], "--trace", files[1], "--vms", "4"])
     assert done.exit_code == 2
     assert "--trace: cannot be combined with --vms" in done.output
+
+
+NUMBERS = {"name": "tiny", "step_s": [4.0, 5.0], "save_s": 2.5, "upload_s": 20, "preparation_s": [140, 166]}
+ONE_VM = ["--vms", "1", "--losses-per-vm-h", "0.5", "--replacement-s", "130", "--hours", "20"]
+
+
+def test_a_job_on_one_vm_is_given_by_what_it_takes_with_bounds(tmp_path: Path) -> None:
+    numbers, csv = tmp_path / "numbers.yaml", tmp_path / "out.csv"
+    numbers.write_text(json.dumps(NUMBERS))
+    options = [*ONE_VM, "--seeds", "6", "--until", "5000", "--policy", "restart,restart-10,ideal", "--csv", str(csv)]
+    done = RUNNER.invoke(app, ["replay", str(numbers), *options])
+    assert done.exit_code == 0, done.output
+    table = pd.read_csv(csv)
+    ideal = table[table["policy"] == "ideal"].set_index("seed")
+    assert (ideal["examples_per_s"] <= 1 / 4.0).all()
+    assert (ideal["examples_per_s"] > 1 / 5.5).all()  # and what VMs are missing
+    assert ideal["examples_per_s"].std() > 0.002  # each trace has numbers of its own
+    for policy in ("restart", "restart-10"):
+        assert (table[table["policy"] == policy].set_index("seed")["hours"] >= ideal["hours"]).all()
+    saving = table.groupby("policy")["share_checkpoint"].mean()
+    assert saving["restart-10"] > 2 * saving["restart"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"step_s": 0}, "step_s: Input should be greater than 0 (got 0)"),
+        ({"save_s": [3, 2]}, "save_s: the first of the two numbers is above the second"),
+        ({"upload_s": "fast"}, "upload_s: is neither a number of seconds nor a list of two, between which it is"),
+        ({"upload_s": [1, 2, 3]}, "upload_s: is neither a number of seconds nor a list of two, between which it is"),
+        ({"backup_s": 1}, "backup_s: unknown key"),
+    ],
+)
+def test_numbers_of_a_job_that_cannot_be_are_named(change: dict[str, object], told: str, tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers.yaml"
+    numbers.write_text(json.dumps(NUMBERS | change))
+    done = RUNNER.invoke(app, ["replay", str(numbers), *ONE_VM])
+    assert done.exit_code == 2, done.output
+    assert f"{numbers}: {told}" in " ".join(done.output.split())
+
+
+def test_the_advice_goes_by_what_is_wanted(files: tuple[str, str]) -> None:
+    prices = ["--price", "1", "--on-demand-price", "100"]
+    command = ["replay", files[0], "--trace", files[1], "--policy", "restart,on-demand", *prices]
+    dollars = RUNNER.invoke(app, command)
+    examples = RUNNER.invoke(app, [*command, "--objective", "examples"])
+    assert "Take restart" in dollars.stdout, dollars.output
+    assert "Take on-demand" in examples.stdout, examples.output
+    unpriced = RUNNER.invoke(app, ["replay", files[0], "--trace", files[1], "--objective", "dollars"])
+    assert unpriced.exit_code == 2
+    assert "--objective: needs prices" in " ".join(unpriced.output.split())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import random
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from manager.controller.state.expected import ExpectedLosses
 from morph.contract.base import Value
@@ -141,26 +144,70 @@ def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> Sp
     return job.model_copy(update={"redundant": costs})
 
 
-def job_of_one_vm(name: str, step_s: float, durations: Durations, *, state_bytes: int = 1) -> SpotJob:
-    """A job that one VM trains, given by what its steps and saves take, as the thesis on Spotify gives its two."""
-    expected = Expectation(
-        mini_batch_s=step_s, examples_per_s=1 / step_s, lower_bound_s=step_s, peak_memory_bytes=0, parts_s={}
-    )
-    plan = Plan(
-        fingerprint=FINGERPRINT,
-        schedule="varuna",
-        micro_batch_size=1,
-        num_micro_batches=1,
-        num_replicas=1,
-        stages=(StagePlan(first_section=0, end_section=1, window=1, recompute=False),),
-        orders={1: ("FB",)},
-        expected=expected,
-    )
-    return SpotJob(
-        name=name,
-        batch_size=1,
-        plans={1: plan},
-        units={"all": (0,)},
-        unit_bytes={"all": state_bytes},
-        durations=durations,
-    )
+def _bounds(value: object) -> object:
+    """One number is both bounds; two of them are given as a list in a file."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return (value, value)
+    if isinstance(value, list | tuple) and len(value) == 2:
+        return tuple(value)
+    raise ValueError("is neither a number of seconds nor a list of two, between which it is")
+
+
+def _in_order(bounds: tuple[float, float]) -> tuple[float, float]:
+    if bounds[0] > bounds[1]:
+        raise ValueError("the first of the two numbers is above the second")
+    return bounds
+
+
+_Seconds = Annotated[float, Field(ge=0, le=1e7)]
+_Positive = Annotated[float, Field(gt=0, le=1e7)]
+Between = Annotated[tuple[_Seconds, _Seconds], BeforeValidator(_bounds), AfterValidator(_in_order)]
+PositiveBetween = Annotated[tuple[_Positive, _Positive], BeforeValidator(_bounds), AfterValidator(_in_order)]
+
+
+class OneVmJob(Value):
+    """A job that one VM trains, given by what it takes (the thesis on Spotify, 6.2.2): seconds, or two bounds of them.
+
+    The thesis draws each latency anew every time it occurs, from a uniform distribution; here once for each trace, so
+    what is not known shows in how far the traces' outcomes lie apart.
+    """
+
+    name: str = Field(default="job", min_length=1)
+    step_s: PositiveBetween = Field(description="of one iteration, without a save")
+    save_s: Between = Field(description="for which training waits for a save")
+    upload_s: Between = Field(description="from a save until it outlives the VM")
+    preparation_s: Between = Field(description="from a VM that is up until it trains")
+    batch_size: int = Field(default=1, ge=1, description="examples of one iteration")
+
+    def drawn(self, seed: int) -> SpotJob:
+        """One job with numbers between the bounds."""
+        rng = random.Random(seed)
+        step_s, save_s, upload_s, preparation_s = (
+            rng.uniform(*bounds) for bounds in (self.step_s, self.save_s, self.upload_s, self.preparation_s)
+        )
+        plan = Plan(
+            fingerprint=FINGERPRINT,
+            schedule="varuna",
+            micro_batch_size=self.batch_size,
+            num_micro_batches=1,
+            num_replicas=1,
+            stages=(StagePlan(first_section=0, end_section=1, window=1, recompute=False),),
+            orders={1: ("FB",)},
+            expected=Expectation(
+                mini_batch_s=step_s,
+                examples_per_s=self.batch_size / step_s,
+                lower_bound_s=step_s,
+                peak_memory_bytes=0,
+                parts_s={},
+            ),
+        )
+        return SpotJob(
+            name=self.name,
+            batch_size=self.batch_size,
+            plans={1: plan},
+            units={"all": (0,)},
+            unit_bytes={"all": 1},
+            durations=Durations(
+                stall_s=save_s, durable_s=upload_s, setup_s=preparation_s, manifest_s=0.0, order_s=0.0, restart_s=0.0
+            ),
+        )

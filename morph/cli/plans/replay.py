@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,8 +24,8 @@ from morph.cli.plans.trace_options import (
     model_of,
     read_traces,
 )
-from morph.cli.reading.cluster_file import load_cluster
-from morph.cli.reading.options import JsonOption, ProfileArgument
+from morph.cli.reading.cluster_file import load_cluster, load_yaml
+from morph.cli.reading.options import JsonOption
 from morph.contract.errors import ConfigError
 from morph.contract.files import check_output, write_output
 
@@ -35,8 +36,22 @@ _MOST_SEEDS, _MOST_PROCESSES = 10_000, 256
 Cases = tuple[tuple[str, int, "Trace"], ...]
 
 
+class AimName(StrEnum):
+    """What a policy can be chosen by: examples per second, or per dollar."""
+
+    EXAMPLES = "examples"
+    DOLLARS = "dollars"
+
+
 def replay_command(
-    profile: ProfileArgument,
+    profile: Annotated[
+        Path,
+        typer.Argument(
+            help="Profile that `morph calibrate` wrote; or, of a job on one VM, a YAML file of what it takes.",
+            metavar="PROFILE",
+            show_default=False,
+        ),
+    ],
     traces: Annotated[
         list[Path] | None,
         typer.Option("--trace", help="When VMs come and go, in any format of `morph trace`; several times."),
@@ -56,6 +71,10 @@ def replay_command(
         Path | None, typer.Option("--cluster", help="Cluster file (YAML): its policy, VMs, prices and limits.")
     ] = None,
     policy: Annotated[str, typer.Option("--policy", help="Which to compare: all, or names with commas.")] = "all",
+    objective: Annotated[
+        AimName | None,
+        typer.Option("--objective", help="What the advice goes by. Default: dollars, where everything has a price."),
+    ] = None,
     until: Annotated[
         str | None, typer.Option("--until", help="100000 (steps), 48h, 2d, a date or 300usd. Default: the trace's end.")
     ] = None,
@@ -87,7 +106,7 @@ def replay_command(
       morph replay profile.json --vms 24 --hours 48 --seeds 20 --jobs 4 --until 20000 --price 0.9 --png replay.png
     """
     from manager.simulation.replay import Replay, advice, frame_of, policies_of
-    from manager.simulation.spot.job import Durations, job_from_profile, with_redundant_costs
+    from manager.simulation.spot.job import Durations, OneVmJob, SpotJob, job_from_profile, with_redundant_costs
     from manager.simulation.spot.until import SpotPrices, Until, most_vms
     from morph.contract.cluster import ClusterConfig
     from morph.contract.profile import load_profile
@@ -101,7 +120,8 @@ def replay_command(
         raise ConfigError("needs pyarrow", field="--parquet", value=str(parquet), allowed=allowed)
     names = policies_of(policy)
     bound = None if until is None else Until.parse(until, datetime.now().astimezone())
-    measured = load_profile(profile)
+    numbers = load_yaml(profile, OneVmJob) if profile.suffix in (".yaml", ".yml") else None
+    measured = load_profile(profile) if numbers is None else None
     wanted = ClusterConfig() if cluster is None else load_cluster(cluster)
     decides, limits = wanted.policy, wanted.vms.limits
     price = wanted.vms.usd_per_h if price is None else price
@@ -123,6 +143,9 @@ def replay_command(
     if most_wanted is not None:
         cases = tuple((name, number, trace.at_most(most_wanted)) for name, number, trace in cases)
     priced = price is not None or all(trace.prices for _, _, trace in cases)
+    if objective is AimName.DOLLARS and not (priced and (on_demand_price or "on-demand" not in names)):
+        allowed = "with --price, and --on-demand-price for on-demand"
+        raise ConfigError("needs prices", field="--objective", value=objective.value, allowed=allowed)
     if bound is not None and bound.kind == "usd" and (not priced or ("on-demand" in names and not on_demand_price)):
         raise ConfigError(
             "needs prices",
@@ -130,11 +153,16 @@ def replay_command(
             value=until or f"{bound.amount:g}usd",
             allowed="with --price, and --on-demand-price for on-demand",
         )
-    durations = Durations(setup_s=setup_s, restart_s=restart_s)
-    most = max(trace.max_nodes for _, _, trace in cases)
-    request = PlanRequest(memory_bytes=memory_bytes, redundancy=decides.redundancy)
-    job = job_from_profile(measured, most, request, durations=durations, policy=decides)
-    job = with_redundant_costs(job, measured, most)
+    job: SpotJob | OneVmJob
+    if measured is None:
+        assert numbers is not None
+        job = numbers
+    else:
+        durations = Durations(setup_s=setup_s, restart_s=restart_s)
+        most = max(trace.max_nodes for _, _, trace in cases)
+        request = PlanRequest(memory_bytes=memory_bytes, redundancy=decides.redundancy)
+        job = job_from_profile(measured, most, request, durations=durations, policy=decides)
+        job = with_redundant_costs(job, measured, most)
     longest = hours if not traces else min(trace.duration_s for _, _, trace in cases) / 3600
     if bound is not None and bound.kind == "hours" and bound.amount > longest:
         raise ConfigError("is after a trace's end", field="--until", value=until, allowed=f"at most {longest:.4g}h")
@@ -156,8 +184,8 @@ def replay_command(
         with Progress(transient=True) as progress:
             task = progress.add_task("simulating", total=len(names) * len(cases))
             outcomes = replay.run(jobs, lambda: progress.advance(task))
-        show(job, outcomes)
-        print(advice(outcomes))
+        show(job.name, outcomes)
+        print(advice(outcomes, None if objective is None else objective.value))
     if csv is not None:
         write_output(csv, frame_of(outcomes).to_csv(index=False, lineterminator="\n"), ConfigError)
     if parquet is not None:
@@ -165,7 +193,7 @@ def replay_command(
     if png is not None:
         from morph.cli.plans.replay_shown import draw
 
-        draw(job, outcomes, png)
+        draw(job.name, outcomes, png)
 
 
 def _recorded(files: list[Path]) -> Cases:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from manager.report.account import Part
 from manager.simulation.replay import interval
-from manager.simulation.spot.job import SpotJob
 from manager.simulation.spot.outcome import Outcome
 from morph.contract.errors import ConfigError
 from morph.pictures import picture, plain_axes
@@ -37,7 +36,7 @@ def by_policy(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     return found
 
 
-def show(job: SpotJob, outcomes: Sequence[Outcome]) -> None:
+def show(name: str, outcomes: Sequence[Outcome]) -> None:
     """Print a row for each policy: means, and between what the speeds lie with 95 % where there are several traces."""
     num = len({(one.trace, one.seed) for one in outcomes})
     rows = []
@@ -58,7 +57,7 @@ def show(job: SpotJob, outcomes: Sequence[Outcome]) -> None:
             ]
         )
     columns = ["policy", "hours", "steps", "examples/s", "lost time", "lost steps", "changes", "$", "examples/$"]
-    title = f"{job.name}: {num} trace{'s' if num > 1 else ''}" + (", means with 95 % intervals" if num > 1 else "")
+    title = f"{name}: {num} trace{'s' if num > 1 else ''}" + (", means with 95 % intervals" if num > 1 else "")
     wide_console(WIDTH).print(table(title, columns, rows, left=1, light=True))
 
 
@@ -74,7 +73,7 @@ def _spread(values: Sequence[float], form: str) -> str:
     return shown if low == high else f"{shown} ({format(low, form)}-{format(high, form)})"
 
 
-def draw(job: SpotJob, outcomes: Sequence[Outcome], path: Path) -> None:
+def draw(name: str, outcomes: Sequence[Outcome], path: Path) -> None:
     """Draw what the VMs' time went into by policy; below, the first trace: VMs, and examples per second by policy."""
     policies = by_policy(outcomes)
     size = (10.0, 8.5)
@@ -86,7 +85,7 @@ def draw(job: SpotJob, outcomes: Sequence[Outcome], path: Path) -> None:
                 above.barh(place, share, left=left, color=color, height=0.7)
                 left += share
         above.set(yticks=range(len(policies)), yticklabels=list(reversed(policies)), xlim=(0, 1))
-        above.set_title(f"{job.name}: what the VMs' time goes into", loc="left", fontsize=12)
+        above.set_title(f"{name}: what the VMs' time goes into", loc="left", fontsize=12)
         used = [part for part in COLORS if any(one.parts_s[part] > 1e-3 * one.vm_s for one in outcomes)]
         handles = [above.barh([0], [0], color=COLORS[part], label=part.value) for part in used]
         above.legend(handles=handles, ncols=len(used), loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
