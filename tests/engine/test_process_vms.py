@@ -30,10 +30,10 @@ BOUND_S = 150.0
 class Manager:
     """VMs, and the server at which their workers call."""
 
-    def __init__(self, log_path: Path, entrance: Entrance, job_path: str = "") -> None:
+    def __init__(self, log_path: Path, entrance: Entrance, job_path: str = "", patience_s: float = BOUND_S) -> None:
         self.told = Told()
         self.entrance = entrance
-        self.vms = ProcessVms(log_path, entrance.home, patience_s=1.0, job_path=job_path)
+        self.vms = ProcessVms(log_path, entrance.home, patience_s=patience_s, job_path=job_path)
 
     def open(self) -> None:
         self.server = LinkServer(self.entrance, self.told)
@@ -56,9 +56,10 @@ class Manager:
 
 
 @pytest.fixture
-def first(tmp_path: Path) -> Iterator[Manager]:
-    """One with little patience for its successor; a VM is up."""
-    manager = Manager(tmp_path / "log", Entrance(listen("127.0.0.1"), new_secret()))
+def first(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]:
+    """One whose successor is waited for, for as long as a test says; a VM is up."""
+    patience_s = getattr(request, "param", BOUND_S)
+    manager = Manager(tmp_path / "log", Entrance(listen("127.0.0.1"), new_secret()), patience_s=patience_s)
     manager.vms.start(manager.entrance.listening)
     manager.open()
     manager.vms.add_vm("vm0")
@@ -102,6 +103,7 @@ def test_a_worker_outlives_its_manager_and_serves_the_next_one_at_the_same_port(
     socket.create_server(address).close()  # nobody holds it any more
 
 
+@pytest.mark.parametrize("first", [1.0], indirect=True)
 def test_when_no_other_manager_comes_everything_ends(first: Manager) -> None:
     control_socket, (pid,) = first.vms.control_socket, first.vms.vm_pids("vm0")
     first.die()
