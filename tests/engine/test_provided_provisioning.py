@@ -261,17 +261,19 @@ def test_a_vm_of_an_earlier_manager_that_may_not_be_ended_is_no_reason_to_look_a
 
 def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent() -> None:
     world = World(look_every_s=0.02)
-    world.cloud.add("job-1", 2)
-    works, calls = world.cloud.list, list[int]()
+    works, begun, calls = world.cloud.list, threading.Event(), list[int]()
 
     def silent_at_first() -> tuple[Vm, ...]:
-        calls.append(1)
+        if begun.is_set():
+            calls.append(1)
         if len(calls) <= 3:
             raise Transient("no answer")
         return works()
 
     world.cloud.list = silent_at_first  # type: ignore[method-assign]
+    world.cloud.add("job-1", 2)
     world.shell.begin({"job-1-0"}, ())
+    begun.set()
     while (fact := world.next(Fact)) != Fact(
         name="vm_reconciled", detail="job-1-1 of job-1 was left by an earlier manager: ended"
     ):

@@ -325,13 +325,19 @@ def test_vms_that_came_meanwhile_are_not_ended_as_those_of_an_earlier_manager() 
         return works()
 
     cloud.list = silent_at_first  # type: ignore[method-assign]
-    shell = Provisioning(cloud, event_queue, Spending(Limits()), look_every_s=0.02)
+    shell = Provisioning(cloud, event_queue, Spending(Limits()))
+    told: list[object] = []
+
+    def until_told(item: object) -> None:
+        while item not in told:
+            stamped = event_queue.get(BOUND_S)
+            assert stamped is not None, told
+            told.append(stamped.item)
+
     shell.begin((), ())
     shell.request(RequestNodes(request="job-2", count=1))
-    told: list[object] = []
-    while Fact(name="vm_reconciled", detail="job-1-0 of job-1 was left by an earlier manager: ended") not in told:
-        stamped = event_queue.get(BOUND_S)
-        assert stamped is not None, told
-        told.append(stamped.item)
+    until_told(NodesGranted(request="job-2", nodes=("job-2-0",)))
+    shell._ends.put(shell._look)  # the first look since the provider answers
+    until_told(Fact(name="vm_reconciled", detail="job-1-0 of job-1 was left by an earlier manager: ended"))
     shell.close()
     assert cloud.calls == ["grant job-2", "end job-1-0", "dismantle"]
