@@ -79,6 +79,8 @@ def test_one_that_cannot_be_started_again_ends_the_session(
     monkeypatch.setattr(store_watch, "AGAIN_S", 0.0)
     watch = StoreWatch(FakeStore(dead, num_failures=10**9), event_queue)
     watch.check()
+    assert watch._starting is not None
+    watch._starting.join(BOUND_S)  # not closed before: that ends its tries
     watch.close()
     with pytest.raises(
         ClusterLost, match="the rendezvous store is gone and cannot be started again: the port is taken"
