@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from manager.controller.state.events import NodeAppeared, NodeFacts, NoticeGiven, Paid, Tick, WorkerLost
+from manager.engine.local_vms import vm_fleet
 from manager.engine.local_vms.trace_replayer import TraceReplayer
 from manager.engine.loop.event_queue import EventQueue
 from manager.journal.records import TRACE_PLAYED, VM_KILLED, VM_UP, Fact, TraceMoment
@@ -233,6 +235,13 @@ def test_closing_ends_the_play_and_its_threads_also_in_the_middle() -> None:
     assert all(isinstance(item, Fact) and item.name in ("vm_requested", TRACE_PLAYED) for item in seen)
 
 
+@pytest.fixture
+def standing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no time pass while a notice is told, from which its lead would be less."""
+    monkeypatch.setattr(vm_fleet, "time", SimpleNamespace(monotonic=lambda: 100.0))
+
+
+@pytest.mark.usefixtures("standing")
 def test_a_notice_comes_before_the_revocation_by_its_lead(played: list[Play]) -> None:
     one = play(played, "0,add,a,,,,", "0,add,b,,,,", "0.3,remove,a,,,0.25,", "0.4,add,c,,,,")
     one.start(clock=False)
@@ -272,6 +281,7 @@ def test_a_vm_comes_with_its_zone_its_instance_type_and_its_price_then(played: l
     assert prices == [Paid(usd_per_h=0.9), None, Paid(usd_per_h=1.1)]
 
 
+@pytest.mark.usefixtures("standing")
 def test_another_manager_gives_the_notices_that_are_in_force_again_and_those_to_come(played: list[Play]) -> None:
     """a is gone; b was given notice at 10, c is at 40; d, which was still to boot, has a price."""
     lines = ("0,price,,,,,2", *(f"0,add,{node},,,," for node in "abcd"), "20,remove,a,,,15,")
@@ -301,8 +311,10 @@ def test_how_far_the_trace_came_is_noted_before_it_is_played(played: list[Play])
 def test_another_manager_plays_the_rest_and_finishes_what_was_left_half_done(played: list[Play]) -> None:
     """Of what was played: b was not killed yet, a.2 was still booting, of c the controller was not told."""
     one = play(played, *LINES, begun=TraceMoment(num_played=6, clock_s=0.03))
+    boot = one.host.hold("a.2")
     one.replayer.resume(up=["b", "c"], appeared=["a", "b"])
     assert one.replayer.fleet.booting
+    boot.set()
     one.start()
     assert set(one.until("up c", "up a.2", "up d", "played")) >= {"vm_requested d"}
     assert one.host.killed == ["b"]
