@@ -97,7 +97,15 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Scene:
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the pool takes for the time; it stands, however slow this machine is."""
+    now_s = [silence.time.monotonic()]
+    monkeypatch.setattr(silence.time, "monotonic", lambda: now_s[0])
+    return now_s
+
+
+@pytest.fixture
+def scene(clock: list[float]) -> Scene:
     return Scene()
 
 
@@ -223,10 +231,8 @@ def test_a_worker_that_takes_no_orders_is_lost_instead_of_waited_for(scene: Scen
     assert len(scene.event_queue) == 0
 
 
-def test_a_silent_worker_is_lost(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_worker_is_lost(scene: Scene, clock: list[float]) -> None:
     scene.be_ready()
-    clock = [silence.time.monotonic()]
-    monkeypatch.setattr(silence.time, "monotonic", lambda: clock[0])
     for _ in range(11):
         clock[0] += 0.5
         scene.pool.watch()
@@ -238,10 +244,8 @@ def test_a_silent_worker_is_lost(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
     assert scene.line.is_over
 
 
-def test_a_worker_that_never_calls_is_lost(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_never_calls_is_lost(scene: Scene, clock: list[float]) -> None:
     scene.pool.start("vm0", "vm0")
-    clock = [silence.time.monotonic()]
-    monkeypatch.setattr(silence.time, "monotonic", lambda: clock[0])
     while clock[0] + 1 < scene.pool._handles["vm0"].beat_sent_s + CALL_TIMEOUT_S:
         clock[0] += 1
         scene.pool.watch()
@@ -301,12 +305,8 @@ def test_of_the_workers_that_another_manager_left_those_who_call_are_kept(
     assert "connection closed" in scene.lost()
 
 
-def test_a_worker_is_not_silent_for_the_time_in_which_the_manager_stood_still(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_is_not_silent_for_the_time_in_which_the_manager_stood_still(scene: Scene, clock: list[float]) -> None:
     scene.be_ready()
-    clock = [silence.time.monotonic()]
-    monkeypatch.setattr(silence.time, "monotonic", lambda: clock[0])
     for _ in range(10):
         clock[0] += 0.5
         assert scene.pool.watch()
