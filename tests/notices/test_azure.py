@@ -10,13 +10,15 @@ import pytest
 from manager.notices.azure import EVENTS_PATH, NAME_PATH, AzureNotices
 from manager.notices.source import NoticeUnavailable
 from manager.notices.watch import NoticeWatch
-from tests.notices.metadata_server import MetadataServer, Reply, json_reply
+from tests.notices.metadata_server import HANG_BOUND_S, MetadataServer, Reply, json_reply
 from tests.notices.test_contract import preempt
 
+BOUND_S = 100.0
 
-def source(server: MetadataServer, first_timeout_s: float = 10.0) -> AzureNotices:
+
+def source(server: MetadataServer) -> AzureNotices:
     server.script("GET", NAME_PATH, Reply(body="vm_3\n"))
-    return AzureNotices(server.url, first_timeout_s=first_timeout_s, timeout_s=0.3)
+    return AzureNotices(server.url, first_timeout_s=BOUND_S, timeout_s=BOUND_S)
 
 
 def document(incarnation: int, *events: dict[str, object]) -> Reply:
@@ -25,6 +27,7 @@ def document(incarnation: int, *events: dict[str, object]) -> Reply:
 
 def test_the_first_call_may_take_long_and_later_ones_may_not(metadata: MetadataServer) -> None:
     azure, held = source(metadata), threading.Event()
+    azure._vm, azure._timeout_s = "vm_3", 0.3  # its name is known: that call may not take long either
     metadata.script("GET", EVENTS_PATH, Reply(body='{"DocumentIncarnation": 1, "Events": []}', wait=held))
     threading.Timer(0.8, held.set).start()
     assert azure.standing() == ()
@@ -32,7 +35,7 @@ def test_the_first_call_may_take_long_and_later_ones_may_not(metadata: MetadataS
     begin_s = time.monotonic()
     with pytest.raises(NoticeUnavailable, match=r"no answer within 0\.3 s"):
         azure.standing()
-    assert time.monotonic() - begin_s < 5
+    assert time.monotonic() - begin_s < HANG_BOUND_S
 
 
 def test_every_request_carries_the_metadata_header_and_the_version(metadata: MetadataServer) -> None:
