@@ -203,7 +203,10 @@ def test_polling_goes_on_in_its_thread_until_it_is_closed(metadata: MetadataServ
     watch.start()
     assert given.wait(20)
     watch.close()
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("morph-notices")]
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("morph-notices"):
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
 
 
 def test_leaving_is_acknowledged_once_and_only_where_it_stands(metadata: MetadataServer, case: Case) -> None:
