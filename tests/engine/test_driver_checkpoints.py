@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from manager.controller.state.events import MANIFEST_WRITER, CheckpointFailed, UnitsWritten
+from manager.controller.state.events import MANIFEST_WRITER, CheckpointFailed, Event, ManifestWritten, UnitsWritten
 from manager.engine.loop import checkpoint_store
 from manager.engine.loop.driver import Observed
 from manager.journal.records import Fact
@@ -182,10 +182,18 @@ def test_ten_minutes_without_storage_cost_no_step_and_are_told_once(
         run.driver.state = run.driver.state.model_copy(update={"config": config})
         began: list[tuple[float, tuple[int, ...]]] = []
         still_there: list[tuple[int, ...]] = []
-        clock, passed_s = run.event_queue.now_s, [0.0]
-        run.event_queue.now_s = lambda: clock() + passed_s[0]
+        begin_s, passed_s = run.event_queue.now_s(), [0.0]
+        run.event_queue.now_s = lambda: begin_s + passed_s[0]
+        put, tried = run.event_queue.put, threading.Semaphore(0)
+
+        def note(item: Event | Fact) -> None:
+            put(item)
+            if isinstance(item, ManifestWritten) or getattr(item, "worker", "") == MANIFEST_WRITER:
+                tried.release()
 
         def look(observed: Observed) -> None:
+            if any(action.kind == "write_manifest" for action in observed.decision.actions):
+                assert tried.acquire(timeout=BOUND_S)  # steps take no time here: they could all be done meanwhile
             passed_s[0] = 10.0 * observed.decision.state.version
             if observed.event.kind == "manifest_written" and not began:
                 began.append((passed_s[0], complete_versions(url)))
@@ -195,6 +203,7 @@ def test_ten_minutes_without_storage_cost_no_step_and_are_told_once(
                     blobs.faults.clear()
                 still_there.append(complete_versions(url))
 
+        monkeypatch.setattr(run.event_queue, "put", note)
         run.react = look
         assert run.driver.run().outcome == "finished"
         kept = complete_versions(url)
