@@ -19,7 +19,7 @@ def found(url: str) -> Event:
     events = EventQueue()
     store = CheckpointStore(url, CheckpointRules(), events)
     store.find()
-    stamped = events.get(20.0)
+    stamped = events.get(100.0)
     store.close()
     assert stamped is not None
     assert isinstance(stamped.item, CheckpointFound | CheckpointNotFound)

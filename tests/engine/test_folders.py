@@ -72,7 +72,7 @@ def test_a_folder_stays_as_long_as_the_manager_or_the_owner_of_its_vms_lives(run
 def test_the_next_command_of_the_same_user_removes_what_was_left_by_processes_killed_together(run: Run) -> None:
     run.kill(run.owner, run.manager.pid)
     environment = {**os.environ, "TMPDIR": str(run.folder.parent), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*COMMAND, "status", "nowhere"], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*COMMAND, "status", "nowhere"], env=environment, capture_output=True, text=True, timeout=150)
     assert "nowhere" in done.stderr
     assert not run.folder.exists()
 

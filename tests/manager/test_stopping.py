@@ -45,7 +45,7 @@ def test_a_running_manager_is_asked_and_awaited(managed: tuple[Path, subprocess.
     run_dir, manager = managed
     assert holder_of(run_dir) == manager.pid
     assert ask_to_stop(run_dir) == manager.pid
-    wait_for_end(run_dir, 30.0)
+    wait_for_end(run_dir, 100.0)
     assert holder_of(run_dir) is None
     assert manager.stdout is not None
     assert manager.stdout.readline() == "asked\n"

@@ -201,7 +201,7 @@ def test_polling_goes_on_in_its_thread_until_it_is_closed(metadata: MetadataServ
     watch = NoticeWatch(source, lambda told: given.set() if isinstance(told, Given) else None, every_s=0.01)
     before = set(threading.enumerate())
     watch.start()
-    assert given.wait(20)
+    assert given.wait(PATIENCE_S)
     watch.close()
     for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("morph-notices"):
