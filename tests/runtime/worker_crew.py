@@ -34,6 +34,7 @@ from morph.contract.messages import (
 )
 from morph.contract.plan import Plan
 from morph.runtime.groups.store import StoreHost
+from morph.runtime.pre_copy.lane import PreCopyLane
 from tests.device.fake_device import FakeDevice, Ticking
 from tests.device.fake_nccl import FakeNccl
 from tests.system.harness import TinyJob
@@ -221,6 +222,11 @@ def poll_until(condition: Callable[[], bool], what: str, timeout_s: float = ANSW
     while not condition():
         assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
         time.sleep(0.01)
+
+
+def wait_for_updates(lane: PreCopyLane, most: int) -> None:
+    """Wait until no more updates than so many are still to leave: a stream that falls behind by more is given up."""
+    poll_until(lambda: all(stream._unsent_updates <= most for stream in lane._outgoing), "updates to leave")
 
 
 class Crew:
