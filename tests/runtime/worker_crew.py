@@ -33,6 +33,7 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.contract.plan import Plan
+from morph.contract.salvage import counted_in
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.pre_copy.lane import PreCopyLane
 from tests.device.fake_device import FakeDevice, Ticking
@@ -111,6 +112,14 @@ def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
     plan.reach = reach
 
 
+def _num_copied(worker: Any, sender: str, step: int) -> int:
+    """How many micro-batches of a step are in the copy of another worker's sums that a worker has."""
+    of, parts = worker._following._copies.get(sender, (-1, []))
+    return max(
+        (mask.bit_count() for part in parts for mask in counted_in(part.total).values() if of == step), default=0
+    )
+
+
 def _serve(orders: Connection, control: Connection) -> None:
     """Body of a worker's process: orders in this thread, control in another."""
     from morph.runtime.process.worker import Worker
@@ -130,7 +139,7 @@ def _serve(orders: Connection, control: Connection) -> None:
             "footprint": footprint,
             "arm": lambda faults, slow_s: _arm(workers[-1], faults, slow_s),
             "counted": lambda: getattr(workers[-1]._sums._running, "_num_counted", 0),
-            "copies": lambda step: bool(workers[-1]._following.copies(step)),
+            "copied": lambda sender, step: _num_copied(workers[-1], sender, step),
             "staged_bytes": lambda: 0 if _FAKE_DEVICE is None else _FAKE_DEVICE.copied_bytes,
             "launches": lambda: [] if _FAKE_NCCL is None else _FAKE_NCCL.launches,
             "waiting": lambda: bool(workers[-1]._interrupt._condition._waiters),  # type: ignore[attr-defined]
