@@ -32,7 +32,7 @@ SLOW_FROM, SLOW_STEPS = (int(part) for part in os.environ.get("SLOW", "0,0").spl
 JOINED_FROM = int(os.environ.get("JOINED_FROM", "1000000"))
 """From this step on, rank 0 ends as soon as there are three workers."""
 met_joined: list[bool] = []
-SLOW_S = 0.3
+SLOW_S, JOIN_SLOW_S = 1.0, 0.5
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -104,7 +104,7 @@ def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[in
     if SLOW_FROM <= step < SLOW_FROM + SLOW_STEPS:
         time.sleep(SLOW_S)
     if step >= JOINED_FROM and optimizer.num_workers < 3 and not any(met_joined):
-        time.sleep(0.1)  # there are steps left when it comes in
+        time.sleep(JOIN_SLOW_S)  # there are steps left when it comes in
     elif step >= JOINED_FROM and optimizer.num_workers == 3:
         met_joined.append(True)
         if first_rank == 0:
@@ -152,7 +152,8 @@ def main() -> None:
     told: dict[str, Any] = {"steps": optimizer.num_steps, "loss": mean, "weights": hash_of(model)}
     if sync != "s-sgd" or is_text:
         told |= {"syncs": syncs, "hashes": hashes, "loss": held_out_loss(model, data) if is_text else mean}
-    (FOLDER / f"end-{os.getpid()}").write_text(json.dumps(told))
+    (FOLDER / f"ending-{os.getpid()}").write_text(json.dumps(told))
+    (FOLDER / f"ending-{os.getpid()}").rename(FOLDER / f"end-{os.getpid()}")  # who looks for it finds it whole
 
 
 if __name__ == "__main__":
