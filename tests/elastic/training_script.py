@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,16 @@ def die_in_the_middle_of_a_model() -> None:
     Incoming.pour = pour  # type: ignore[method-assign]
 
 
+def die_together(step: int, num: int) -> None:
+    """End this process and the others that are to end at a step, once all are there: no ring is formed between."""
+    (FOLDER / f"dying-{step}-{os.getpid()}").touch()
+    while len(pids := [int(path.name.split("-")[-1]) for path in FOLDER.glob(f"dying-{step}-*")]) < num:
+        time.sleep(0.005)
+    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+        with suppress(ProcessLookupError):  # another one of them was here first
+            os.kill(pid, signal.SIGKILL)
+
+
 def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[int]) -> None:
     """``first_rank``: the one that the worker came in with, which later losses do not change."""
     step = optimizer.num_steps
@@ -95,7 +106,7 @@ def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[in
         return
     met.add(step)
     if first_rank in faults.get("kill", []):
-        os.kill(os.getpid(), signal.SIGKILL)
+        die_together(step, len(faults["kill"]))
     if first_rank in faults.get("stop", []):
         (FOLDER / "stopped").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
