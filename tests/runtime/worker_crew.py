@@ -36,6 +36,7 @@ from morph.contract.plan import Plan
 from morph.contract.salvage import counted_in
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.pre_copy.lane import PreCopyLane
+from morph.runtime.pre_copy.wire import Frame
 from tests.device.fake_device import FakeDevice, Ticking
 from tests.device.fake_nccl import FakeNccl
 from tests.system.harness import TinyJob
@@ -103,6 +104,8 @@ def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
         if slow_s and phase in ("send_ahead", "receive_ahead"):
             time.sleep(slow_s)
         elif not slow_s and stream is not None and threading.current_thread() is computes:
+            if stream._connection is not None:  # what came before is taken in when this arrives, not when it has left
+                stream._put(Frame({"kind": "follows"}, {}), 0)
             deadline_s = time.monotonic() + END_S
             while stream.error is None and (stream._queue or stream._sending) and time.monotonic() < deadline_s:
                 time.sleep(0.001)
