@@ -162,7 +162,7 @@ def test_storage_that_hangs_damages_nothing(local: str, monkeypatch: pytest.Monk
     answer = threading.Event()
     monkeypatch.setattr("morph.checkpoint.newest.read_file", lambda *_, **__: answer.wait(60))
     with pytest.raises(CheckpointError, match=r"v00000004.*storage took longer than 0.05 s") as caught:
-        newest_whole(local, every_byte=True, limit_s=lambda _: 0.05)
+        newest_whole(local, every_byte=True, limit_s=lambda num_bytes: 0.05 if num_bytes else 60.0)
     answer.set()
     assert not isinstance(caught.value, CheckpointDamaged)
     assert complete_versions(local) == (2, 4)

@@ -27,12 +27,14 @@ from tests.device.test_links import staged_ends
 
 
 class Members:
-    """The rings of both members of a pair, each on a device of its own."""
+    """The rings of both members of a pair, each on a device of its own; those of ``held`` form no communicator yet."""
 
-    def __init__(self, pair: Pair, store: StoreHost) -> None:
+    def __init__(self, pair: Pair, store: StoreHost, held: str = "") -> None:
         self.pair = pair
         self.devices = {name: FakeDevice() for name in "ab"}
         self.libraries = {name: FakeNccl(device, f"GPU-{name}") for name, device in self.devices.items()}
+        for name in held:
+            self.libraries[name].hold_forming.clear()
         open_store = partial(connect_store, LOOPBACK, store.port())
         self._specs = [GroupSpec(name, ("a", "b")) for name in pair.names[1:]]
         self.sets = {
@@ -150,8 +152,7 @@ def test_operations_wait_for_what_the_calling_thread_has_given_its_device_to_do(
 
 def test_a_ring_is_used_before_its_communicator_is_formed(pair: Pair, store: StoreHost) -> None:
     """As in the first step of a generation, which nothing holds up."""
-    made = Members(pair, store)
-    made.libraries["b"].hold_forming.clear()
+    made = Members(pair, store, held="b")
     ticking = Ticking(*made.devices.values())
     with ThreadPoolExecutor(1) as pool:
         whole = pool.submit(reduced, pair, (5,))
@@ -167,7 +168,7 @@ def test_whoever_waits_for_a_device_whose_peer_never_comes_hangs_until_the_gener
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(pending._event.wait)
         assert not waiting.done()
-        ticked.pair.interrupts["a"].wait_for(lambda: len(ticked.libraries["a"].formed) == 2, "forming", BOUND_S)
+        ticked.pair.interrupts["a"].wait_for(lambda: len(ticked.sets["a"]._formed) == 2, "forming", BOUND_S)
         ticked.pair.interrupts["a"].abort()
         waiting.result(BOUND_S)
     with pytest.raises(GenerationAborted):
@@ -178,9 +179,7 @@ def test_whoever_waits_for_a_device_whose_peer_never_comes_hangs_until_the_gener
 
 
 def test_a_generation_that_ends_while_a_communicator_is_formed_leaves_none(pair: Pair, store: StoreHost) -> None:
-    made = Members(pair, store)
-    for library in made.libraries.values():
-        library.hold_forming.clear()
+    made = Members(pair, store, held="ab")
     assert all(library.is_forming.wait(BOUND_S) for library in made.libraries.values())
     for interrupt in pair.interrupts.values():
         interrupt.abort()

@@ -13,7 +13,7 @@ from morph.contract.messages import Aborted, StepOrder
 from tests.runtime.worker_crew import Crew
 from tests.system.harness import JOB, TinyJob, load_tiny_job, uninterrupted
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 NAMES = ("w0", "w1", "w2", "w3")
 NUM_STEPS = 3

@@ -34,6 +34,7 @@ from morph.elastic.strategy import (
 )
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.listener import Caller, Listener
+from tests.runtime.worker_crew import poll_until
 
 
 def after(pace: Pace, rate: float, num_workers: int = 4, times: int = 1) -> tuple[Pace, list[str]]:
@@ -219,7 +220,8 @@ def test_a_partner_that_hangs_is_waited_for_no_longer_than_its_ring_lasts(
     faults.append("hang")
     fetcher, interrupt = Fetcher("secret"), Interrupt(1)
     fetch = fetcher.fetch(0, 1, where, "model", interrupt)
-    threading.Timer(0.05, interrupt.abort).start()
+    poll_until(lambda: not faults, "half of the model to be on its way")  # else the next fetch meets the fault
+    interrupt.abort()
     assert fetch.wait() is None
     found = fetcher.fetch(0, 1, where, "model", Interrupt(2)).wait()
     assert found is not None

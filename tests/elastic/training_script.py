@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ SLOW_FROM, SLOW_STEPS = (int(part) for part in os.environ.get("SLOW", "0,0").spl
 JOINED_FROM = int(os.environ.get("JOINED_FROM", "1000000"))
 """From this step on, rank 0 ends as soon as there are three workers."""
 met_joined: list[bool] = []
-SLOW_S = 0.3
+SLOW_S, JOIN_SLOW_S = 1.0, 0.5
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -87,6 +88,16 @@ def die_in_the_middle_of_a_model() -> None:
     Incoming.pour = pour  # type: ignore[method-assign]
 
 
+def die_together(step: int, num: int) -> None:
+    """End this process and the others that are to end at a step, once all are there: no ring is formed between."""
+    (FOLDER / f"dying-{step}-{os.getpid()}").touch()
+    while len(pids := [int(path.name.split("-")[-1]) for path in FOLDER.glob(f"dying-{step}-*")]) < num:
+        time.sleep(0.005)
+    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+        with suppress(ProcessLookupError):  # another one of them was here first
+            os.kill(pid, signal.SIGKILL)
+
+
 def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[int]) -> None:
     """``first_rank``: the one that the worker came in with, which later losses do not change."""
     step = optimizer.num_steps
@@ -95,7 +106,7 @@ def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[in
         return
     met.add(step)
     if first_rank in faults.get("kill", []):
-        os.kill(os.getpid(), signal.SIGKILL)
+        die_together(step, len(faults["kill"]))
     if first_rank in faults.get("stop", []):
         (FOLDER / "stopped").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -104,7 +115,7 @@ def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[in
     if SLOW_FROM <= step < SLOW_FROM + SLOW_STEPS:
         time.sleep(SLOW_S)
     if step >= JOINED_FROM and optimizer.num_workers < 3 and not any(met_joined):
-        time.sleep(0.1)  # there are steps left when it comes in
+        time.sleep(JOIN_SLOW_S)  # there are steps left when it comes in
     elif step >= JOINED_FROM and optimizer.num_workers == 3:
         met_joined.append(True)
         if first_rank == 0:
@@ -152,7 +163,8 @@ def main() -> None:
     told: dict[str, Any] = {"steps": optimizer.num_steps, "loss": mean, "weights": hash_of(model)}
     if sync != "s-sgd" or is_text:
         told |= {"syncs": syncs, "hashes": hashes, "loss": held_out_loss(model, data) if is_text else mean}
-    (FOLDER / f"end-{os.getpid()}").write_text(json.dumps(told))
+    (FOLDER / f"ending-{os.getpid()}").write_text(json.dumps(told))
+    (FOLDER / f"ending-{os.getpid()}").rename(FOLDER / f"end-{os.getpid()}")  # who looks for it finds it whole
 
 
 if __name__ == "__main__":

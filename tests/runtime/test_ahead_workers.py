@@ -29,7 +29,7 @@ from morph.contract.plan import Plan
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.worker import Worker
 from simulator import plan, synthetic_profile
-from tests.runtime.worker_crew import poll_until
+from tests.runtime.worker_crew import poll_until, wait_for_updates
 
 LOOPBACK = "127.0.0.1"
 M = 4
@@ -39,6 +39,7 @@ PROFILE = synthetic_profile(
 UNITS = {unit.id: unit.sections for unit in known_units(PROFILE)}
 SIZES = dict.fromkeys(UNITS, 1)
 BOUND_S = 150.0
+MOST_BEHIND = 2
 
 
 def plan_of(shape: str) -> Plan:
@@ -162,6 +163,8 @@ class Threads:
                     assert report.error is None
                     following.update((name, unit) for unit in report.following)
             if following != wanted:
+                for name in {move.sender for move in ahead.moves}:
+                    wait_for_updates(self.workers[name]._ahead, MOST_BEHIND)
                 self.step()
             return following == wanted
 

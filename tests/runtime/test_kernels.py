@@ -101,7 +101,7 @@ def test_a_worker_computes_with_these_kernels_and_cublas_has_its_workspace_befor
     given = [write_job(tmp_path, kind), "--steps", "1", "--micro-batch", "2", "--checkpoints", str(tmp_path / "out")]
     command = [sys.executable, "-m", "morph.runtime.process.single", *given]
     variables = {name: value for name, value in os.environ.items() if name != CUBLAS_VARIABLE}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=variables)
     assert done.returncode == 0, done.stderr
     seen = [json.loads(line.removeprefix("seen ")) for line in done.stderr.splitlines() if line.startswith("seen ")]
     kernels, workspace, started = seen[-1]

@@ -43,7 +43,7 @@ UNIT_BYTES = 40_000
 PERIOD_S = 1.0
 """Of a micro-batch, as plans expect it: so slow that with so many losses sums are copied after each one."""
 SLOW_S = 0.3
-MOST_STEPS = 100
+MOST_STEPS = 400
 ROOM_BYTES = 10**9
 """Of a device and of host memory: with pipelines of even depth followers are said to have room in the latter alone."""
 LONG_NOTICE_S, SHORT_NOTICE_S = 3600.0, 1.0
@@ -112,9 +112,8 @@ class Kills:
             return
         share = NUM_MICRO_BATCHES // case.replicas
         first = state.version + (0 if phase in (*FILLING, *CHANGING) else 2)
-        num = {"checkpoint": 3 * CHECKPOINT_EVERY, "reshape": 50, "transfer": 50}.get(
-            phase, 6 if phase in FILLING else 1
-        )
+        by_others = phase in (*CHANGING, "checkpoint")  # at whatever step a change or a thread that writes comes to it
+        num = MOST_STEPS if by_others else 6 if phase in FILLING else 1
         faults = tuple(
             Fault.model_validate(
                 {"worker": worker, "phase": phase, "step": step, "nth": share - 1 if nth == LAST else nth}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -153,8 +155,14 @@ def test_probes_between_steps_of_sections_held_or_not_change_no_bit(tiny_job: Ti
     assert probed.written(2) == plain.written(2)
 
 
-def test_a_probe_finds_a_slow_spell_and_its_end(tiny_job: TinyJob, tmp_path: Path) -> None:
-    """The quickest of several probes counts: others may compute on these cores meanwhile."""
+def test_a_probe_finds_a_slow_spell_and_its_end(
+    tiny_job: TinyJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what it computes and how long it stands still: what else runs on these cores changes from probe to probe."""
+    slept_s: list[float] = []
+    clock = SimpleNamespace(perf_counter=lambda: time.thread_time() + sum(slept_s))
+    monkeypatch.setattr("morph.runtime.device.task_clock.time", clock)
+    monkeypatch.setattr("morph.runtime.step.slowed.time", SimpleNamespace(sleep=slept_s.append))
     alone = Alone(tiny_job, tmp_path, (SlowSpell(worker="w", factor=12.0, first_step=3, end_step=5),))
     numbers = itertools.count(1)
 

@@ -62,11 +62,12 @@ def reshape(crew: Crew, shape: str, workers: tuple[str, ...], kept: dict[str, tu
 
 
 def give_up(
-    crew: Crew, victim: str | None, *, reduced: bool = False, copied: str = "", done: int = 0
+    crew: Crew, victim: str | None, *, reduced: bool = False, copied: str = "", num_copied: int = 0, done: int = 0
 ) -> dict[str, tuple[PartialSum, ...]]:
     """Run a step that fails on one worker, or that nobody decides; returns what the others have of it.
 
-    ``reduced``: it fails so late that the others can prepare the step. ``copied``: who has a copy of its sums by then.
+    ``reduced``: it fails so late that the others can prepare the step. ``copied``: who has a copy of its sums by then,
+    with ``num_copied`` micro-batches.
     ``done``: how many micro-batches everybody's backward has passed by then, at least.
     """
     order = StepOrder(generation=crew.generation, step=crew.version)
@@ -88,7 +89,7 @@ def give_up(
             ready = partial(answered, member) if ends else partial(is_through, crew, name, victim)
             poll_until(ready, f"{name} answers" if ends else f"{name} has done what it can without {victim}")
             if name == copied:
-                poll_until(partial(member.control, "copies", crew.version), f"{name} has a copy of {victim}'s sums")
+                poll_until(partial(has_copied, member, victim, crew.version, num_copied), f"{name} has {victim}'s sums")
             crew.members[name].control("abort", crew.generation)
     kept = {}
     for name in others:
@@ -122,6 +123,11 @@ def give_up_without(crew: Crew, late: str) -> dict[str, tuple[PartialSum, ...]]:
 def has_counted(member: Member, number: int) -> bool:
     """Whether a worker's backward has passed so many micro-batches."""
     return bool(member.control("counted") >= number)
+
+
+def has_copied(member: Member, sender: str, step: int, number: int) -> bool:
+    """Whether a worker has a copy of another one's sums with so many micro-batches."""
+    return bool(member.control("copied", sender, step) == number)
 
 
 def answered(member: Member) -> bool:
@@ -277,6 +283,14 @@ def train_followed(crew: Crew, order: ReshapeOrder, until: int) -> None:
                 crew.held[entry.follower] |= set(entry.units)
 
 
+def await_copies(crew: Crew) -> None:
+    """Let workers compute nothing while what their followers get is on its way: what is offered meanwhile is left out,
+    and the further a follower is behind, the later it is in step.
+    """
+    for member in crew.members.values():
+        member.control("arm", (), 0.0)
+
+
 def in_step(crew: Crew, order: ReshapeOrder) -> bool:
     """Whether every follower has what it is to follow."""
     return all(set(entry.units) <= crew.held[entry.follower] for entry in order.follows)
@@ -299,13 +313,16 @@ def test_with_one_replica_a_lost_stage_goes_on_from_its_follower_and_no_step_is_
     reference = uninterrupted(num_steps, tmp_path / "reference")
     faults = (Fault(worker=victim, phase=phase, step=given_up, nth=nth, kind="out_of_memory"),)  # type: ignore[arg-type]
     crew.set_up(JOB, crew.job.fingerprint, tmp_path, faults)
+    await_copies(crew)
     order = follow(crew, crew.order("4x1", NAMES), every=2)
     assert [entry.worker for entry in order.follows] == [slot.worker for slot in order.slots]
     form(crew, order)
     train_followed(crew, order, given_up)
     assert in_step(crew, order)
     follower = next(entry.follower for entry in order.follows if entry.worker == victim)
-    kept = give_up(crew, victim, reduced=phase == "before_commit", copied=follower if copied else "", done=done)
+    kept = give_up(
+        crew, victim, reduced=phase == "before_commit", copied=follower if copied else "", num_copied=copied, done=done
+    )
     rest = tuple(name for name in NAMES if name != victim)
     again = follow(crew, keeping(crew.order(next_shape, rest), kept, crew.job), every=2)
     assert again.version == given_up
@@ -323,6 +340,7 @@ def test_a_follower_that_is_known_is_not_sent_the_state_again(crew: Crew, tmp_pa
     num_steps = 9
     reference = uninterrupted(num_steps, tmp_path / "reference")
     crew.set_up(JOB, crew.job.fingerprint, tmp_path)
+    await_copies(crew)
     order = follow(crew, crew.order("4x1", NAMES))
     form(crew, order)
     train_followed(crew, order, 5)

@@ -89,7 +89,7 @@ def test_it_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "morph.runtime.process.single", JOB, "--steps", "2"]
     command += ["--sections", str(NUM_SECTIONS), "--micro-batch", str(MICRO_BATCH_SIZE)]
     done = subprocess.run(
-        [*command, "--checkpoints", str(tmp_path / "a")], capture_output=True, text=True, timeout=110, check=True
+        [*command, "--checkpoints", str(tmp_path / "a")], capture_output=True, text=True, timeout=250, check=True
     )
     assert [line[:9] for line in done.stdout.splitlines()] == ['{"step": ', '{"step": ']
     manifest = read_manifest(str(tmp_path / "a"), 2)

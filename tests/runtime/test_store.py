@@ -24,7 +24,7 @@ def test_the_store_serves_on_its_own_address_and_on_no_other() -> None:
     host = StoreHost("127.0.0.1")
     after = {entry.laddr for entry in psutil.Process().net_connections("tcp") if entry.status == psutil.CONN_LISTEN}
     assert [(new.ip, new.port) for new in after - before] == [("127.0.0.1", host.port())]
-    client = TCPStore("127.0.0.1", host.port(), is_master=False, timeout=timedelta(seconds=10))
+    client = TCPStore("127.0.0.1", host.port(), is_master=False, timeout=timedelta(seconds=100))
     client.set("key", "value")
     assert client.get("key") == b"value"
 
@@ -46,7 +46,7 @@ def test_workers_of_another_run_that_come_to_the_port_by_mistake_meet_nobody() -
 def test_the_name_under_which_a_runs_keys_stand_does_not_tell_its_secret() -> None:
     host = StoreHost("127.0.0.1")
     connect_store("127.0.0.1", host.port(), "of our run").set("key", b"value")
-    keys = TCPStore("127.0.0.1", host.port(), is_master=False, timeout=timedelta(seconds=10)).list_keys()
+    keys = TCPStore("127.0.0.1", host.port(), is_master=False, timeout=timedelta(seconds=100)).list_keys()
     assert any(key.endswith("/key") for key in keys)  # whoever is let to the port sees them: docs/safety.md says so
     assert "of our run" not in str(keys)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import threading
-import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,7 +144,7 @@ def test_a_slowed_stage_stands_still_by_what_its_own_work_took_and_not_by_what_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, slept_s = QueuedDevice(), []
-    monkeypatch.setattr(time, "sleep", slept_s.append)
+    monkeypatch.setattr("morph.runtime.step.slowed.time", SimpleNamespace(sleep=slept_s.append))  # others may sleep
     stage = FakeStage(lambda task: device.launch(TICKS[task], host_ticks=0.0), recompute=False)
     tasks: StageTasks = slowed(stage, 1.5, EventClock(device.recorded))
     device.launch(500.0)

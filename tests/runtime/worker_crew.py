@@ -33,7 +33,10 @@ from morph.contract.messages import (
     WorkerSetup,
 )
 from morph.contract.plan import Plan
+from morph.contract.salvage import counted_in
 from morph.runtime.groups.store import StoreHost
+from morph.runtime.pre_copy.lane import PreCopyLane
+from morph.runtime.pre_copy.wire import Frame
 from tests.device.fake_device import FakeDevice, Ticking
 from tests.device.fake_nccl import FakeNccl
 from tests.system.harness import TinyJob
@@ -101,6 +104,8 @@ def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
         if slow_s and phase in ("send_ahead", "receive_ahead"):
             time.sleep(slow_s)
         elif not slow_s and stream is not None and threading.current_thread() is computes:
+            if stream._connection is not None:  # what came before is taken in when this arrives, not when it has left
+                stream._put(Frame({"kind": "follows"}, {}), 0)
             deadline_s = time.monotonic() + END_S
             while stream.error is None and (stream._queue or stream._sending) and time.monotonic() < deadline_s:
                 time.sleep(0.001)
@@ -108,6 +113,14 @@ def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
 
     plan._faults += faults
     plan.reach = reach
+
+
+def _num_copied(worker: Any, sender: str, step: int) -> int:
+    """How many micro-batches of a step are in the copy of another worker's sums that a worker has."""
+    of, parts = worker._following._copies.get(sender, (-1, []))
+    return max(
+        (mask.bit_count() for part in parts for mask in counted_in(part.total).values() if of == step), default=0
+    )
 
 
 def _serve(orders: Connection, control: Connection) -> None:
@@ -129,7 +142,7 @@ def _serve(orders: Connection, control: Connection) -> None:
             "footprint": footprint,
             "arm": lambda faults, slow_s: _arm(workers[-1], faults, slow_s),
             "counted": lambda: getattr(workers[-1]._sums._running, "_num_counted", 0),
-            "copies": lambda step: bool(workers[-1]._following.copies(step)),
+            "copied": lambda sender, step: _num_copied(workers[-1], sender, step),
             "staged_bytes": lambda: 0 if _FAKE_DEVICE is None else _FAKE_DEVICE.copied_bytes,
             "launches": lambda: [] if _FAKE_NCCL is None else _FAKE_NCCL.launches,
             "waiting": lambda: bool(workers[-1]._interrupt._condition._waiters),  # type: ignore[attr-defined]
@@ -221,6 +234,11 @@ def poll_until(condition: Callable[[], bool], what: str, timeout_s: float = ANSW
     while not condition():
         assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
         time.sleep(0.01)
+
+
+def wait_for_updates(lane: PreCopyLane, most: int) -> None:
+    """Wait until no more updates than so many are still to leave: a stream that falls behind by more is given up."""
+    poll_until(lambda: all(stream._unsent_updates <= most for stream in lane._outgoing), "updates to leave")
 
 
 class Crew:
