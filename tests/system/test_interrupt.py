@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 STEPS = 100
 HELD_AFTER = 11
 """Steps: two checkpoints, and far fewer than are left."""
-FIRST_HELD_AFTER = 6
+FIRST_HELD_AFTER = 8
 """Steps: one checkpoint. The next one may begin only once that is complete."""
 STOPS = "SIGINT: the run ends at the next step boundary"
 CLUSTER = """
