@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 STEPS = 150
 SEED = 13
-BOUNDS = Bounds(faults_s=60.0, stuck_s=200.0, calm_s=(0.2, 1.0))
+BOUNDS = Bounds(faults_s=60.0, stuck_s=400.0, calm_s=(0.2, 1.0))
 
 
 def test_a_run_under_faults_from_outside_ends_with_the_weights_of_an_undisturbed_one(

@@ -26,6 +26,7 @@ def executed(request: pytest.FixtureRequest) -> nbformat.NotebookNode:
         client = NotebookClient(
             nbformat.read(FOLDER / request.param, as_version=4),
             timeout=CELL_TIMEOUT_S,
+            startup_timeout=CELL_TIMEOUT_S,
             kernel_name="python3",
             resources={"metadata": {"path": str(FOLDER)}},
             config=Config(KernelManager={"transport": "ipc", "connection_file": f"{folder}/kernel.json"}),

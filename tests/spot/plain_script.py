@@ -6,7 +6,7 @@ import os
 from datetime import timedelta
 
 import torch
-from spot_model import NUM_STEPS, SAVE_EVERY, Pauses, begins, characters, ends, model
+from spot_model import BOUND_S, NUM_STEPS, SAVE_EVERY, Pauses, begins, characters, ends, model
 from torch import nn
 
 import morph.spot
@@ -23,7 +23,7 @@ def main() -> None:
         torch.set_rng_state(saved["random"])
         first = saved["step"]
     if "WORLD_SIZE" in os.environ:
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=BOUND_S))
     begins(first)
     if "WORLD_SIZE" in os.environ:
         torch.distributed.barrier()

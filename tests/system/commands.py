@@ -25,10 +25,10 @@ from tests.system.exposure import RECORDED
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "morph.cli.main")
 KEPT = ("RAY_USAGE_STATS_ENABLED",)
-COMMAND_TIMEOUT_S = 300.0
-LINE_TIMEOUT_S = 300.0
+COMMAND_TIMEOUT_S = 500.0
+LINE_TIMEOUT_S = 500.0
 PROCESS_HOST = "manager.engine.on_processes.process_host"
-END_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 150.0
 
 
 def morph(*arguments: object, code: int = 0) -> str:
@@ -119,6 +119,12 @@ class RunningMorph:
             if part in line:
                 return line
         raise AssertionError(f"ended without a line with {part!r}:\n{self.output}")
+
+    def wait_for_lines(self, *parts: str) -> None:
+        """Block until each of these stands in a line, of those before or in whatever order they come."""
+        for part in parts:
+            if not any(part in line for line in self._seen):
+                self.wait_for_line(part)
 
     def press_ctrl_c(self) -> None:
         """What a terminal does: SIGINT to the whole foreground process group."""

@@ -107,7 +107,7 @@ def managed(
 ) -> Outcome:
     """Run the tiny job; ``shapes[G]`` is the shape for G workers."""
     vms = vms or LocalVms()
-    policy = Policy(checkpoint_every_steps=checkpoint_every, start_patience_s=60, rules=Rules(stutter=stutter))
+    policy = Policy(checkpoint_every_steps=checkpoint_every, start_patience_s=200, rules=Rules(stutter=stutter))
     policy = policy.model_copy(update={"heartbeat_timeout_s": heartbeat_timeout_s, "redundancy": redundancy})
     config = ControllerConfig(
         fingerprint=job.fingerprint,

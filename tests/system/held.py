@@ -11,24 +11,35 @@ from pathlib import Path
 from tests.system.harness import JOB
 
 CODE = """
+import sys
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 
 from neighbour import CountingText, TinyGPT, job, loss, optimizer
 
+IS_WORKER = "morph.cli.main" not in sys.modules  # the command reads samples too, where it cuts the job anew
+
+def most_read():
+    try:
+        return int(Path({allowed!r}).read_text())
+    except FileNotFoundError:
+        return {most_read}
+
 class HeldText(CountingText):
     num_read = 0
 
     def __getitem__(self, index):
         HeldText.num_read += 1
-        until_s = monotonic() + 120
-        while HeldText.num_read > {most_read} and not Path({gate!r}).exists() and monotonic() < until_s:
+        until_s = monotonic() + {bound_s}
+        while IS_WORKER and HeldText.num_read > most_read() and not Path({gate!r}).exists() and monotonic() < until_s:
             sleep(0.02)
         return super().__getitem__(index)
 
 job = replace(job, dataset=HeldText)
 """
+BOUND_S = 500
+"""Also the bound of orders in runs of such a job (``policy.order_timeout_s``), where it may be held for long."""
 
 
 class HeldJob:
@@ -39,12 +50,14 @@ class HeldJob:
     """
 
     def __init__(self, directory: Path, gate: Path, most_steps: int, batch_size: int = 12) -> None:
-        self._gate = gate
+        self._gate, self._batch_size = gate, batch_size
+        self._allowed = gate.with_name(f"{gate.name}-read")
         self.file = directory / "train.py"
         self.path = f"{self.file}:job"
         directory.mkdir()
         shutil.copy(JOB.rpartition(":")[0], directory / "neighbour.py")
-        code = CODE.format(gate=str(gate), most_read=most_steps * batch_size)
+        files = {"gate": str(gate), "allowed": str(self._allowed)}
+        code = CODE.format(**files, most_read=most_steps * batch_size, bound_s=BOUND_S)
         self.file.write_text(code, encoding="utf-8")
 
     def let_go(self) -> None:
@@ -54,3 +67,9 @@ class HeldJob:
     def hold(self) -> None:
         """Hold workers that begin from now on."""
         self._gate.unlink(missing_ok=True)
+
+    def allow(self, most_steps: int) -> None:
+        """Let each worker's process do so many steps in place of as many as was said before."""
+        written = self._allowed.with_suffix(".part")
+        written.write_text(str(most_steps * self._batch_size), encoding="ascii")
+        written.replace(self._allowed)

@@ -73,7 +73,10 @@ class Hosts:
 
     def temporary_of(self, node: str) -> set[Path]:
         """Folders outside of a living node's own that it made."""
-        lines = [part for process in self.processes(node) for part in process.cmdline()]
+        lines: list[str] = []
+        for process in self.processes(node):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                lines += process.cmdline()
         return {Path(part.partition("=")[2]) for part in lines if part.startswith(TEMPORARY)}
 
     def processes(self, node: str) -> list[psutil.Process]:

@@ -85,14 +85,17 @@ def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
     """Two VMs at the start; one is killed, another comes: the run goes on with what is there."""
     job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
     cluster, trace = folder / "cluster.yaml", folder / "trace.csv"
-    cluster.write_text("policy: {checkpoint_every_steps: 25}\n", encoding="utf-8")
+    cluster.write_text(
+        "policy: {checkpoint_every_steps: 25, heartbeat_timeout_s: 30, order_timeout_s: 500}\n", encoding="utf-8"
+    )
     trace.write_text(TRACE, encoding="utf-8")
     with RunningMorph(
         *("run", job.path, "--profile", profile, "--cluster", cluster, "--trace", trace),
         *("--steps", STEPS, "--run-dir", run_dir, "--verbose"),
     ) as command:
-        command.wait_for_line("vm2 appeared")
         command.wait_for_line("vm1 was lost")
+        job.allow(HELD_AFTER + 10)  # a step that is given up must end
+        command.wait_for_lines("vm2 appeared", "vm2 is ready")  # which may boot longer than vm1 lives
         job.let_go()
         command.wait_for_line(": finished")
         assert command.wait_for_end() == 0, command.output

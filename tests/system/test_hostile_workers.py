@@ -66,7 +66,7 @@ for call in done:
     except Exception as error:
         print("refused:", type(error).__name__, file=sys.stderr)
 on_vm = ray.remote(lambda: os.getpid()).options(num_cpus=0, resources={"morph_vm_vm0": 0.001}).remote()
-print(json.dumps({"stolen": sum(sys.argv[3] in text for text in stolen), "on_vm": ray.get(on_vm, timeout=60)}))
+print(json.dumps({"stolen": sum(sys.argv[3] in text for text in stolen), "on_vm": ray.get(on_vm, timeout=200)}))
 """
 """By all that Ray offers a client with its token: tasks and an actor on the head node, one with an environment."""
 
@@ -104,7 +104,7 @@ def test_nothing_of_a_client_with_the_token_runs_on_the_head_node(cluster: RayCl
     marker = tmp_path / "ran"
     done = subprocess.run(
         [sys.executable, "-c", ATTACK, cluster.address, str(marker), SECRET],
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
         env={name: value for name, value in os.environ.items() if name != SECRET_NAME},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -67,7 +67,7 @@ def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(calibrated: Pa
     vm = "tiny-gpt-1-0"
     with RunningMorph(*command, "--plain", "-P", 2) as run:
         run.wait_for_line("training  2x1  step ")
-        assert f"{vm}  taken, with a notice of 4 s" in morph("inject", run_dir, "--vm", vm, "--notice", "4s")
+        assert f"{vm}  taken, with a notice of 8 s" in morph("inject", run_dir, "--vm", vm, "--notice", "8s")
         run.wait_for_line(f"{vm} lost; 2x1 -> 2x1")
         run.press_ctrl_c()
         assert run.wait_for_end() == 130, run.output

@@ -15,7 +15,7 @@ from morph.checkpoint.stored import SET_ASIDE
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.profile import load_profile
 from tests.system.commands import RunningMorph
-from tests.system.harness import JOB, uninterrupted
+from tests.system.harness import uninterrupted
 from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -23,9 +23,12 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 STEPS = 100
 HELD_AFTER = 11
 """Steps: two checkpoints, and far fewer than are left."""
+FIRST_HELD_AFTER = 8
+"""Steps: one checkpoint. The next one may begin only once that is complete."""
+STOPS = "SIGINT: the run ends at the next step boundary"
 CLUSTER = """
 vms: {{num_vms: 2, launcher: {launcher}}}
-policy: {{checkpoint_every_steps: 5, takeover_patience_s: {patience_s}}}
+policy: {{checkpoint_every_steps: 5, takeover_patience_s: {patience_s}, order_timeout_s: 500}}
 """
 
 
@@ -101,10 +104,13 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
         assert "Traceback" not in command.output
     assert run.versions() == ()
 
+    run.job.hold()
     with run.start() as command:
         command.wait_for_line("the checkpoint of version")
         assert command.ports() != set()
         command.press_ctrl_c()
+        command.wait_for_line(STOPS)
+        run.job.let_go()
         assert command.wait_for_end() == 130, command.output
         assert command.ports() == set()
         stopped = run.versions()[-1]
@@ -114,10 +120,11 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
     assert read_report(run.directory).version == stopped  # nothing that was decided is lost
     assert run.steps() == list(range(stopped))
 
+    run.job.hold()
     with run.resume() as command:
         command.wait_for_line("the checkpoint of version")
         command.press_ctrl_c()
-        command.wait_for_line("SIGINT: the run ends at the next step boundary")
+        command.wait_for_line(STOPS)
         command.press_ctrl_c()
         assert command.wait_for_end() == 130, command.output
         assert "the same command goes on from" in command.output
@@ -125,9 +132,10 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
     stopped_again = run.versions()[-1]
     assert stopped < stopped_again < STEPS
 
-    run.job.hold()
+    run.job.allow(FIRST_HELD_AFTER)
     with run.start() as command:  # whose manager dies, and without patience takes all along
-        for _ in range(2):
+        for most_steps in (FIRST_HELD_AFTER, HELD_AFTER):
+            run.job.allow(most_steps)
             command.wait_for_line("the checkpoint of version")
         command.kill()
         assert command.wait_for_end() == -signal.SIGKILL
@@ -158,7 +166,8 @@ def test_another_command_takes_over_from_a_killed_one_and_loses_nothing(
     calibrated: Path, tmp_path: Path, reference: dict[str, str]
 ) -> None:
     """The same command from the first one, and ``morph resume`` from that."""
-    run = Run(tmp_path, calibrated, patience_s=60.0)
+    run = Run(tmp_path, calibrated, patience_s=200.0)
+    run.job.hold()
     with run.start() as first:
         first.wait_for_line("the checkpoint of version")
         first.kill()
@@ -169,6 +178,7 @@ def test_another_command_takes_over_from_a_killed_one_and_loses_nothing(
             with run.resume() as third:
                 assert "2 VMs of this run live: going on with them" in third.wait_for_line("of this run live")
                 assert "2 workers live" in third.wait_for_line("a new manager took over")
+                run.job.let_go()
                 third.wait_for_line("finished")
                 assert third.wait_for_exit() == 0, third.output
         assert first.wait_for_end() == -signal.SIGKILL  # and nothing of it is left
@@ -184,20 +194,22 @@ def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_
 ) -> None:
     lost, url = tmp_path / "lost", tmp_path / "storage"
     lost.mkdir()
+    job = HeldJob(tmp_path / "code", tmp_path / "gate", HELD_AFTER)
     shutil.copy(calibrated, lost / "profile.json")
     (lost / "cluster.yaml").write_text(CLUSTER.format(patience_s=0.0, launcher="processes"), encoding="utf-8")
     with RunningMorph(
-        *("run", JOB, "--profile", lost / "profile.json", "--cluster", lost / "cluster.yaml", "--steps", STEPS),
+        *("run", job.path, "--profile", lost / "profile.json", "--cluster", lost / "cluster.yaml", "--steps", STEPS),
         *("--run-dir", lost / "run", "--checkpoint-url", url, "--verbose"),
     ) as command:
         command.wait_for_line("the checkpoint of version")
         command.kill()
         assert command.wait_for_end() == -signal.SIGKILL
+    job.let_go()
     shutil.rmtree(lost)
     version = complete_versions(str(url))[-1]
     elsewhere = url.rename(tmp_path / "elsewhere")
     with RunningMorph(
-        *("resume", f"file://{elsewhere}", "--job", JOB, "--run-dir", tmp_path / "run", "--verbose")
+        *("resume", f"file://{elsewhere}", "--job", job.path, "--run-dir", tmp_path / "run", "--verbose")
     ) as command:
         command.wait_for_line(f"goes on in {tmp_path / 'run'}, from version {version}")
         command.wait_for_line("finished")
@@ -214,10 +226,12 @@ def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(
 ) -> None:
     run = Run(tmp_path, calibrated, launcher="ray")
     run.job.hold()
+    run.job.allow(FIRST_HELD_AFTER)
     with run.start() as command:
         command.wait_for_line("the checkpoint of version")
         for pid in command.running("dashboard.py"):
             os.kill(pid, signal.SIGKILL)  # which changes nothing
+        run.job.allow(HELD_AFTER)
         for part in HEAD_NODE:
             command.wait_for_line("the checkpoint of version")
             os.kill(command.running(part)[0], signal.SIGKILL)

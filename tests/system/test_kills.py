@@ -10,10 +10,11 @@ import pytest
 
 from manager.controller.state.events import WorkerAnswered
 from manager.controller.state.state import Phase
-from manager.engine.loop.driver import Observed
+from manager.engine.local_vms.vm_fleet import VmFleet
+from manager.engine.loop.driver import Observed, Observer
 from morph.contract.faults import Fault
 from morph.contract.messages import WorkerReady
-from morph.contract.trace import Trace, TraceEvent, parse_trace
+from morph.contract.trace import Trace, TraceEvent
 from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import TinyJob, constant_vms, managed, uninterrupted
 
@@ -40,12 +41,12 @@ HISTORIES = {
     "in a morph, while its state moves, and in a checkpoint": (
         fault("vm3", "backward", 3),
         fault("vm1", "reshape", 3),
-        *(fault("vm2", "checkpoint", version) for version in range(6, 14)),  # the next one that is due
+        *(fault("vm2", "checkpoint", version) for version in range(6, 15)),  # the next one that is due, or the last
     ),
     # the two may hold the only copies of a stage: then the run goes back to a checkpoint, and vm2 dies loading it
     "two at once, then while state moves": (
-        fault("vm0", "forward", 6),
-        fault("vm1", "forward", 6),
+        fault("vm0", "forward", 10),
+        fault("vm1", "forward", 10),
         *(fault("vm2", "transfer", version) for version in range(1, 14)),
     ),
 }
@@ -138,9 +139,26 @@ def test_with_one_replica_kill_after_kill_loses_no_decided_step(tiny_job: TinyJo
 
 
 def test_a_run_whose_last_vm_is_gone_for_good_stops_and_can_go_on(tiny_job: TinyJob, tmp_path: Path) -> None:
-    lines = ["0,add,vm0", "0,add,vm1", "2,remove,vm0", "2,remove,vm1"]
-    trace = parse_trace(["time_s,event,node_id\n", *(f"{line}\n" for line in lines)], "test")
-    first = managed(tiny_job, tmp_path / "run", shapes={2: "2x1"}, trace=trace, num_steps=100_000, checkpoint_every=2)
+    """They are taken once a checkpoint is complete, however long the first steps take."""
+    taken: list[str] = []
+
+    def attend(fleet: VmFleet) -> Observer:
+        def act(observed: Observed) -> None:
+            if not taken and observed.decision.state.saving.checkpoint is not None:
+                taken.extend(("vm0", "vm1"))
+                fleet.revoke(*taken)
+
+        return act
+
+    first = managed(
+        tiny_job,
+        tmp_path / "run",
+        shapes={2: "2x1"},
+        trace=constant_vms(2),
+        num_steps=100_000,
+        checkpoint_every=2,
+        attend=attend,
+    )
     assert first.outcome == "stopped"
     assert "the trace brings no more" in first.history[-1]
     saved = first.manifest.version

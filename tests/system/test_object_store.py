@@ -19,7 +19,8 @@ from tests.checkpoint.fake_blobs import CONTAINER, BlobService, blob_service
 from tests.checkpoint.fake_buckets import BucketService, bucket_service
 from tests.system.commands import COMMAND, ROOT, RunningMorph, environment_of_commands
 from tests.system.exposure import files_below, files_with, shown_by
-from tests.system.harness import JOB, uninterrupted
+from tests.system.harness import uninterrupted
+from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -74,11 +75,12 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
     place: Place, calibrated: Path, tmp_path: Path
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
+    job = HeldJob(tmp_path / "code", tmp_path / "gate", 15)  # one checkpoint
     named = ", ".join(place.environment)
     vms = f"{{num_vms: 2, launcher: ray, pass_variables: [{named}]}}"
-    cluster.write_text(f"vms: {vms}\npolicy: {{checkpoint_every_steps: 10}}\n", encoding="utf-8")
+    cluster.write_text(f"vms: {vms}\npolicy: {{checkpoint_every_steps: 10, order_timeout_s: 500}}\n", encoding="utf-8")
     arguments = (
-        *("run", JOB, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS),
+        *("run", job.path, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS),
         *("--checkpoint-url", place.url, "--plain", "--no-page"),
     )
     refused = subprocess.run(
@@ -92,10 +94,12 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
         run.wait_for_line("the checkpoint of version")
         with place.service.lock:
             place.service.faults += [place.expired] * MANY
+        job.allow(40)
         told = run.wait_for_line("could not write its part of a checkpoint: unit ")
         assert "Error: " in told
         with place.service.lock:
             place.service.faults.clear()
+        job.allow(120)
         run.wait_for_line("the checkpoint of version")
         directory = next(
             Path(found["RAY_TMPDIR"]) for found in shown_by(run.family()).environments.values() if "RAY_TMPDIR" in found
@@ -104,6 +108,7 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
         assert logs
         assert files_with(logs, [place.secret]) == set()
         run.press_ctrl_c()
+        job.let_go()
         assert run.wait_for_end() == 130, run.output
     stopped = read_report(run_dir).version
     assert complete_versions(place.url)[-1] == stopped < STEPS

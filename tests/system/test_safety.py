@@ -15,6 +15,7 @@ import pytest
 from manager.dashboard.server import read_address
 from manager.journal.journal import FILE_NAME as JOURNAL
 from manager.journal.journal import Journal
+from manager.machine.gone import lives
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions
 from tests.system.commands import ROOT, environment_of_commands, morph
@@ -25,13 +26,14 @@ from tests.system.watched import WatchedMorph
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 MANY_STEPS, HELD_AFTER = 1_000_000, 20
+POLICY = "{checkpoint_every_steps: 5, heartbeat_timeout_s: 30, order_timeout_s: 500}"
 PRIVATE = ("attach.json", "page.json")
 """Files of a run directory that hold a secret while the run goes on."""
 STRANGER = """
 import sys
 from ray._raylet import GcsClient
 try:
-    print("came in:", len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=20)), "nodes")
+    print("came in:", len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=60)), "nodes")
 except Exception as error:
     print(f"refused: {type(error).__name__}: {error}")
 """
@@ -63,7 +65,7 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("safety")
     run_dir, cluster = folder / "run", folder / "cluster.yaml"
     job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
-    cluster.write_text("vms: {num_vms: 3, launcher: ray}\npolicy: {checkpoint_every_steps: 5}\n", encoding="utf-8")
+    cluster.write_text(f"vms: {{num_vms: 3, launcher: ray}}\npolicy: {POLICY}\n", encoding="utf-8")
     arguments = (
         *("run", job.path, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir),
         *("--steps", MANY_STEPS, "--plain", "--verbose"),
@@ -97,9 +99,7 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         outputs["inject"] = morph("inject", run_dir, "--vm", "vm2", "--notice", "1s")
         command.wait_for("vm2 was lost")
         before = command.output.count("the checkpoint of version")
-        worker = next(
-            process for process in family if process.is_running() and process.name().startswith("ray::Worker")
-        )
+        worker = next(process for process in family if lives(process) and process.name().startswith("ray::Worker"))
         worker.kill()
         command.wait_for("its process is gone")
         assert before

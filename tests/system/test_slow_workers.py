@@ -115,9 +115,7 @@ class Slowness:
             observed.request_stop("it was not found, or is not taken back")
 
 
-POLICY = Policy(
-    checkpoint_every_steps=100_000, heartbeat_timeout_s=2.0, rules=Rules(stutter=StutterRules(probe_every_s=0.5))
-)
+POLICY = Policy(checkpoint_every_steps=100_000, rules=Rules(stutter=StutterRules(probe_every_s=0.5)))
 
 
 @pytest.mark.parametrize(("stages", "replicas"), [(3, 1), (2, 3)])

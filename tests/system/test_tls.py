@@ -11,6 +11,7 @@ from manager.enrolment.files import Certificates
 from morph.checkpoint.manifest import read_manifest
 from morph.contract.profile import load_profile
 from tests.system.encrypted import answered, visitors
+from tests.system.exposure import shown_by
 from tests.system.harness import uninterrupted
 from tests.system.held import HeldJob
 from tests.system.watched import WatchedMorph
@@ -25,14 +26,16 @@ def test_a_run_with_tls_has_the_same_weights_and_refuses_whoever_has_no_certific
     calibrated: Path, tmp_path: Path
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
-    cluster.write_text("vms: {num_vms: 2, tls: true}\npolicy: {checkpoint_every_steps: 10}\n", encoding="utf-8")
+    cluster.write_text(
+        "vms: {num_vms: 2, tls: true}\npolicy: {checkpoint_every_steps: 10, order_timeout_s: 500}\n", encoding="utf-8"
+    )
     arguments = ("--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS, "--plain")
     (tmp_path / "other").mkdir()
     job = HeldJob(tmp_path / "code", tmp_path / "gate", 15)
     other = make_certificates(tmp_path / "other", Tls())
     with WatchedMorph(tmp_path / "made", "run", job.path, *arguments) as command:
         command.wait_for("the checkpoint of version")
-        environments = [process.environ() for process in command.family() if process.is_running()]
+        environments = shown_by(command.family()).environments.values()
         shown = next(found for found in environments if found.get("RAY_USE_TLS") == "1")
         (head,) = [found.port for found in command.listening() if found.process == "gcs_server"]
         member = Certificates(*(Path(shown[name]) for name in SETTINGS), authority_key=Path("none"))
