@@ -15,10 +15,10 @@ from tests.cloud.region import Life
 
 HEARD_S = 6.5
 """The longest that a silent worker goes unnoticed (docs/manager.md)."""
-BEGIN_S = 1.0
-"""By which the first moment that is paid may differ: from when a grant is made to when it is written down."""
-CLOCK_S = 1.0
-"""By which the region's look at its VMs may be late."""
+BEGIN_S = 4.0
+"""By which the first moment that is paid may differ: from Azure's answer, which has its date, to when it is read."""
+CLOCK_S = 4.0
+"""By which the end of a VM, or the news of it, may be late on a busy machine."""
 
 
 @dataclass
