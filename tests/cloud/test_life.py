@@ -21,7 +21,7 @@ from tests.system.harness import uninterrupted
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(not_permitted()), reason=not_permitted() or "-"),
 ]
 KEEP, NOTICE_S, NUM_SECTIONS, FIRST_PORT, UID = 2, 30.0, 6, 20000, 50506
