@@ -55,6 +55,7 @@ def test_helpers_compute_beside_this_process_and_are_gone_afterwards(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contention, "_WINDOW_S", 0.05)
+    monkeypatch.setattr(contention, "_processes_that_fit", lambda: 99)  # others leave what memory they leave
     (found,) = measure_contention(subject, heaviest(subject), 2, num_cores=2)
     assert found.num_busy == 2
     assert 1.0 <= found.factor < 20.0
@@ -65,9 +66,10 @@ def test_with_one_core_there_is_nothing_to_measure(subject: Subject) -> None:
 
 
 @pytest.mark.slow
-def test_a_helper_that_cannot_load_the_job_is_reported(subject: Subject) -> None:
+def test_a_helper_that_cannot_load_the_job_is_reported(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
+    monkeypatch.setattr(contention, "_processes_that_fit", lambda: 99)
     missing = replace(subject, job_path="nowhere.py:job")
     with pytest.raises(ClusterError, match=r"measuring contention failed in process 0: .*nowhere\.py"):
         measure_contention(missing, heaviest(subject), 2, num_cores=2)

@@ -9,6 +9,7 @@ from calibrate.helpers import crew as crew_module
 from calibrate.helpers.crew import Crew
 from morph.contract.errors import ClusterError, WaitTimeout
 
+BOUND_S = 150.0
 HELPER = """
 import sys
 from calibrate.helpers.helper_end import serve
@@ -39,7 +40,7 @@ def test_each_helper_answers_and_what_it_prints_is_no_answer(helper: str) -> Non
         for round_number in (1, 10):
             for number in range(3):
                 crew.send(number, {"number": number * round_number})
-            found = crew.gather(range(3), "answers", 60.0)
+            found = crew.gather(range(3), "answers", BOUND_S)
             assert found == {number: {"twice": 2 * number * round_number} for number in range(3)}
 
 
@@ -48,7 +49,7 @@ def test_a_helper_that_fails_is_reported_with_its_last_words(helper: str) -> Non
         crew.send(0, {"quiet": True})
         crew.send(1, {"fail": "this and that"})
         with pytest.raises(ClusterError, match="testing failed in process 1: ValueError: this and that"):
-            crew.gather(range(2), "answers", 60.0)
+            crew.gather(range(2), "answers", BOUND_S)
         crew.send(1, {"number": 1})  # to one who is gone: no error of its own
 
 

@@ -3,10 +3,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -50,14 +52,22 @@ class Lent:
 
 
 @contextmanager
-def lent_node(wait_s: float = BOUND_S) -> Iterator[Lent]:
-    said = SimpleQueue[str]()
-    with PeerNode("127.0.0.1", 0, TOKEN, said.put) as node:
+def lent_node(*, once: bool = False) -> Iterator[Lent]:
+    """``once``: its time is over when it says of a node that it did not get to the end."""
+    said, passed_s = SimpleQueue[str](), [0.0]
+
+    def say(line: str) -> None:
+        said.put(line)
+        if once and ": " in line:
+            passed_s[0] = BOUND_S
+
+    with PeerNode("127.0.0.1", 0, TOKEN, say) as node, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_node, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0]))
         lent = Lent(node, said)
 
         def serve() -> None:
             try:
-                node.serve(wait_s)
+                node.serve(BOUND_S)
             except MorphError as error:
                 lent.errors.append(error)
 
@@ -96,9 +106,9 @@ def test_links_and_rings_are_measured_with_another_node_after_strangers_were_tur
 def test_a_node_of_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     old = own_hello().model_copy(update={"torch": "1.0"})
     monkeypatch.setattr(peer_node, "own_hello", lambda: old)
-    with lent_node(wait_s=1.0) as lent, pytest.raises(ClusterError, match=r"of another version: torch 1\.0 there, "):
+    with lent_node(once=True) as lent, pytest.raises(ClusterError, match=r"of another version: torch 1\.0 there, "):
         OtherNode(lent.address)
-    assert "waited 1 s for another node to measure with" in str(lent.errors[0])
+    assert f"waited {BOUND_S:g} s for another node to measure with" in str(lent.errors[0])
 
 
 def test_a_failure_on_the_other_node_is_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +120,7 @@ def test_a_failure_on_the_other_node_is_told_here(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(peer_node, "Crew", gone)
     monkeypatch.setattr(two_nodes, "WAIT_S", 1.0)
     with (
-        lent_node(wait_s=3.0) as lent,
+        lent_node(once=True) as lent,
         OtherNode(lent.address) as other,
         pytest.raises(ClusterError, match=r"the peer at 127\.0\.0\.1:\d+: no room for more processes"),
     ):
@@ -120,7 +130,7 @@ def test_a_failure_on_the_other_node_is_told_here(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_out_of_bounds_is_not_measured_for_anyone() -> None:
-    with lent_node(wait_s=3.0) as lent, call("127.0.0.1", lent.address.port, TOKEN) as session:
+    with lent_node(once=True) as lent, call("127.0.0.1", lent.address.port, TOKEN) as session:
         session.send({"hello": own_hello().model_dump()})
         assert Hello.model_validate(session.receive("hello", BOUND_S)["hello"]) == own_hello()
         session.send({"measure": {"message_sizes": [1 << 40]}, "store_port": 1})

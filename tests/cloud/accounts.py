@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manager.controller.state.actions import RequestNodes
+from manager.controller.state.events import EVENT, ManifestWritten, WorkerLost
 from manager.journal.journal import FILE_NAME, Journal
 from manager.journal.records import DecisionRecord, Fact
 from manager.report.reading import _Reader
@@ -15,10 +16,10 @@ from tests.cloud.region import Life
 
 HEARD_S = 6.5
 """The longest that a silent worker goes unnoticed (docs/manager.md)."""
-BEGIN_S = 1.0
-"""By which the first moment that is paid may differ: from when a grant is made to when it is written down."""
-CLOCK_S = 1.0
-"""By which the region's look at its VMs may be late."""
+BEGIN_S = 4.0
+"""By which the first moment that is paid may differ: from Azure's answer, which has its date, to when it is read."""
+CLOCK_S = 4.0
+"""By which the end of a VM, or the news of it, may be late on a busy machine."""
 
 
 @dataclass
@@ -96,6 +97,19 @@ def facts(run_dir: Path, name: str) -> list[str]:
     with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
         told = [Fact.model_validate_json(entry.payload_json) for entry in journal.read() if entry.kind == "fact"]
     return [fact.detail for fact in told if fact.name == name]
+
+
+def saved_before_loss(run_dir: Path, vm: str) -> int:
+    """The newest version that was wholly on storage when the loss of a VM was heard."""
+    saved = 0
+    with Journal.open(run_dir / FILE_NAME, read_only=True) as journal:
+        for event in [EVENT.validate_json(one.payload_json) for one in journal.read() if one.kind == "event"]:
+            for each in getattr(event, "events", (event,)):
+                if isinstance(each, ManifestWritten):
+                    saved = max(saved, each.version)
+                elif isinstance(each, WorkerLost) and vm in each.workers:
+                    return saved
+    raise AssertionError(f"{vm} was not lost")
 
 
 def requests(run_dir: Path) -> Asked:

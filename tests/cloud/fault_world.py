@@ -47,8 +47,8 @@ QUIET = re.compile(
 def config(**requests: float) -> ControllerConfig:
     """Of a run that keeps ``KEEP`` VMs, and never begins."""
     profile = synthetic_profile(num_sections=2, batch_size=8, micro_batch_size=2)
-    # time runs so fast that a busy machine would be late with every answer
-    rules = Rules(requests=RequestRules(**{"answer_s": 600.0, **requests}))
+    # time runs so fast that a busy machine would be late with every answer, and a replacement with any notice
+    rules = Rules(requests=RequestRules(**{"answer_s": 600.0, "notice_grace_s": 1e5, **requests}))
     return ControllerConfig(
         job="tiny",
         fingerprint=profile.job.fingerprint,
@@ -103,7 +103,7 @@ class World:
     told: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._begin_s = time.monotonic()
+        self._begin_s, self._skipped_s = time.monotonic(), 0.0
         self.wake_at_s: float | None = None
         self.over = threading.Event()
         self.waited_s: list[float] = []  # at the end, where time passes by waiting alone
@@ -121,7 +121,11 @@ class World:
 
     def now_s(self) -> float:
         """The controller's clock."""
-        return 1e6 + (time.monotonic() - self._begin_s) * self.scale
+        return 1e6 + (time.monotonic() - self._begin_s) * self.scale + self._skipped_s
+
+    def skip(self, passed_s: float) -> None:
+        """Let so many seconds pass at once for the controller; its waits are as long as ever."""
+        self._skipped_s += passed_s
 
     def pause(self, wait_s: float) -> bool:
         """What the thread that asks waits with."""

@@ -10,11 +10,10 @@ from pathlib import Path
 from time import time
 
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import initial_state
 from manager.engine.joining.notice_server import NoticeServer
 from manager.notices.agent import Agent
 from manager.notices.azure import AzureNotices
-from tests.cloud.fault_world import BOUND_S, World, config, world
+from tests.cloud.fault_world import BOUND_S, World, world
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
 from tests.providers.azure_world import NODE_SECRET
 from tests.providers.fake_arm import FakeArm
@@ -22,6 +21,7 @@ from tests.providers.fake_arm import FakeArm
 Case = Callable[[FakeArm, Path], list[str]]
 CASES: dict[str, Case] = {}
 EVENTS = "/metadata/scheduledevents"
+TIMEOUT_S = 60.0
 VM, OTHER = "tiny-1-0", "tiny-1-1"
 
 
@@ -48,24 +48,25 @@ def nothing(incarnation: int = 0) -> Reply:
 
 
 @contextmanager
-def watched(arm: FakeArm, directory: Path, **options: float) -> Iterator[tuple[World, MetadataServer]]:
+def watched(arm: FakeArm, directory: Path, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[World, MetadataServer]]:
     """A manager with its VMs, and the agent of one of them."""
-    state = initial_state(config(**options))
-    with served() as metadata, world(arm, directory, state=state) as run:
+    with served() as metadata, world(arm, directory) as run:
         metadata.script("GET", "/metadata/instance/compute/name", Reply(body=VM))
         metadata.script("GET", EVENTS, nothing())
         metadata.script("POST", EVENTS, Reply())
         run.begin()
         run.until_whole()
         run.told.clear()
-        with agent(run, metadata):
+        with agent(run, metadata, timeout_s=timeout_s):
             yield run, metadata
 
 
 @contextmanager
-def agent(run: World, metadata: MetadataServer, node: str = VM, secret: str = NODE_SECRET) -> Iterator[None]:
+def agent(
+    run: World, metadata: MetadataServer, node: str = VM, secret: str = NODE_SECRET, timeout_s: float = TIMEOUT_S
+) -> Iterator[None]:
     """The agent of a VM, as it runs there."""
-    source = AzureNotices(metadata.url, first_timeout_s=0.5, timeout_s=0.5)
+    source = AzureNotices(metadata.url, first_timeout_s=timeout_s, timeout_s=timeout_s)
     address = (run.server.host, run.server.port)
     it = Agent(address, node, secret, [source], lonely_s=600.0, end=lambda: None, every_s=0.05)
     thread = threading.Thread(target=it.run)
@@ -98,9 +99,10 @@ def taken(arm: FakeArm, directory: Path) -> list[str]:
 
 @case("a notice, and nobody comes")
 def false_alarm(arm: FakeArm, directory: Path) -> list[str]:
-    with watched(arm, directory, notice_grace_s=20.0) as (run, metadata):
+    with watched(arm, directory) as (run, metadata):
         metadata.script("GET", EVENTS, preempt(lead_s=20.0))
         until_draining(run)
+        run.skip(20.0 + run.state.config.policy.rules.requests.notice_grace_s)
         run.until(lambda: run.has("is taken back"), "the VM to be taken back")
         assert run.state.workers[VM].node is NodeState.READY
         return run.told
@@ -127,9 +129,9 @@ def withdrawn(arm: FakeArm, directory: Path) -> list[str]:
         return run.told
 
 
-def _troubled(arm: FakeArm, directory: Path, *replies: Reply) -> list[str]:
+def _troubled(arm: FakeArm, directory: Path, *replies: Reply, timeout_s: float = TIMEOUT_S) -> list[str]:
     """The service fails, is told of, and a notice after that is taken all the same."""
-    with watched(arm, directory) as (run, metadata):
+    with watched(arm, directory, timeout_s) as (run, metadata):
         metadata.script("GET", EVENTS, *replies)
         run.until(lambda: run.has("notice trouble"), "the trouble to be told")
         metadata.script("GET", EVENTS, preempt())
@@ -139,7 +141,7 @@ def _troubled(arm: FakeArm, directory: Path, *replies: Reply) -> list[str]:
 
 @case("the metadata service is silent, then back")
 def silent(arm: FakeArm, directory: Path) -> list[str]:
-    return _troubled(arm, directory, Reply(wait=threading.Event()))
+    return _troubled(arm, directory, Reply(wait=threading.Event()), timeout_s=0.5)
 
 
 @case("the metadata service answers 500, then well")

@@ -11,7 +11,7 @@ import pytest
 from manager.controller.state.nodes import NodeState
 from manager.engine.run.preempting import Asked, Preempting
 from manager.machine.folders import make_folder, remove
-from tests.cloud.fault_world import World, world
+from tests.cloud.fault_world import BOUND_S, World, world
 from tests.cloud.notice_faults import EVENTS, OTHER, VM, agent, nothing, preempt
 from tests.notices.metadata_server import Reply
 from tests.notices.metadata_server import served as metadata_served
@@ -66,7 +66,7 @@ def test_without_a_notice_the_vm_is_deleted_and_nobody_elses(
     (foreign,) = stranger.request("b", 1)
     answer = desk.answer(Asked(vms=(OTHER, foreign.name), why="a test"))
     assert (answer.taken, sorted(answer.left)) == ((OTHER,), [foreign.name])
-    assert ended.wait(30)
+    assert ended.wait(BOUND_S)
     opened.lose(OTHER)
     opened.until_whole(without=OTHER)
     assert foreign.name in opened.arm.machines

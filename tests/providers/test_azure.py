@@ -14,7 +14,7 @@ import pytest
 
 from manager.providers.azure.operations import Operations
 from manager.providers.interface.provider import CapacityShort, Misconfigured, QuotaExceeded, Throttled, Transient
-from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, Killed, Line, provider
+from tests.providers.azure_world import NODE_SECRET, RAY_TOKEN, SPEC, Hasty, Killed, Line, provider
 from tests.providers.fake_arm import FakeArm, Fault
 
 pytestmark = pytest.mark.slow
@@ -165,7 +165,7 @@ def test_a_throttled_call_says_how_long_to_wait_and_is_not_repeated_behind_our_b
         Fault("GET", "/operations/", 500),
         Fault("GET", "/operations/", drop=True),
         Fault("GET", "virtualMachines", 502),
-        Fault("PUT", "virtualMachines/", slow_s=1.2, carried_out=True, status=0),
+        Fault("PUT", "virtualMachines/", slow_s=20, carried_out=True, status=0),
     ],
     ids=lambda fault: f"{fault.method} {fault.kind} {fault.status} {fault.drop} {fault.slow_s}",
 )
@@ -173,7 +173,7 @@ def test_after_an_error_the_same_request_goes_on_and_makes_no_second_vm(
     arm: FakeArm, tmp_path: Path, fault: Fault
 ) -> None:
     arm.faults = [fault]
-    azure = provider(arm, tmp_path, read_timeout_s=0.6 if fault.slow_s else 20)
+    azure = provider(arm, tmp_path, Hasty() if fault.slow_s else None)
     with pytest.raises(Transient):
         azure.request("a", 2)
     assert sorted(names(azure.request("a", 2))) == ["a-0", "a-1"]
@@ -230,7 +230,7 @@ def test_operations_are_noted_and_forgotten_by_two_threads_at_once(tmp_path: Pat
     for number in range(50):
         kept.begun(f"new-{number}", "token")
         kept.answered(f"r-{number}", (f"new-{number}",))
-    ends.join(20)
+    ends.join()
     again = Operations(path)
     assert [again.token(f"old-{number}") for number in range(50)] == [None] * 50
     assert [again.token(f"new-{number}") for number in range(50)] == ["token"] * 50
