@@ -12,8 +12,8 @@ from manager.providers.interface.provider import Capabilities, CapacityShort, Pr
 class Fleet(Protocol):
     """What boots local VMs and ends them."""
 
-    def request(self, node: str, zone: str = "unknown") -> str:
-        """Ask for a VM; returns its id."""
+    def request(self, node: str, *, answers: str | None = None) -> str:
+        """Ask for a VM, which answers a request; returns its id."""
 
     def release(self, *nodes: str) -> None:
         """End VMs; one that is gone already is passed over."""
@@ -88,4 +88,5 @@ class LocalProvider:
         return Capabilities(spot=False, max_vms=self._max_vms)
 
     def _asked_for(self, name: str, request: str) -> Vm:
-        return Vm(name=self._fleet.request(name), request=request, provider="local", usd_per_h=self._usd_per_h)
+        vm = self._fleet.request(name, answers=request)
+        return Vm(name=vm, request=request, provider="local", usd_per_h=self._usd_per_h)

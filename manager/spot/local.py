@@ -25,9 +25,9 @@ class LocalMachines:
         self._scripts: dict[str, ScriptProcess] = {}
         self._offsets: dict[str, int] = {}
 
-    def request(self, node: str, zone: str = "unknown") -> str:
-        """Boot one; ``zone`` is of no account here."""
-        del zone
+    def request(self, node: str, *, answers: str | None = None) -> str:
+        """Boot one; which request it answers is of no account here."""
+        del answers
         (self._root / node / SCRIPT).mkdir(parents=True)
         if self._code is not None:
             shutil.copytree(self._code, self._root / node / "code", symlinks=True)

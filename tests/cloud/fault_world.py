@@ -168,7 +168,10 @@ class World:
             self.told.append(f"{fact.name.replace('_', ' ')}: {re.sub(r': $', ': over', fact.detail)}")
 
     def begin(self) -> None:
-        """Ask for the first VMs."""
+        """Go on with the VMs that the controller knows, and ask for the first ones."""
+        requests = self.state.provisioning.requests
+        booting = {node for request in requests.values() for node in request.granted}
+        self.shell.begin({*self.state.workers, *booting}, [name for name, request in requests.items() if request.count])
         self.tell(Tick())
 
     def lose(self, node: str, cause: str = "its connection closed") -> None:

@@ -163,6 +163,7 @@ def test_a_vm_is_known_while_its_request_is_under_way_and_no_more_once_it_was_gi
 
 def test_a_vm_that_is_gone_behind_our_back_is_told_of_as_lost() -> None:
     world = World(look_every_s=0.02)
+    world.shell.begin((), ())
     world.shell.request(RequestNodes(request="job-1", count=2))
     world.next(NodesGranted)
     world.cloud.delete(["job-1-1"])
@@ -199,6 +200,7 @@ def test_a_vm_with_several_devices_is_ended_once_none_of_its_workers_is_known_or
 
 def test_all_workers_of_a_vm_that_is_gone_behind_our_back_are_lost() -> None:
     world = World(look_every_s=0.02)
+    world.shell.begin((), ())
     world.cloud.num_devices = 2
     world.shell.request(RequestNodes(request="job-1", count=4))
     world.next(NodesGranted)
@@ -227,6 +229,7 @@ def test_a_manager_that_takes_over_ends_a_vm_with_the_last_worker_that_lived() -
 
 def test_a_vm_that_could_not_be_ended_is_ended_later() -> None:
     world = World(look_every_s=0.02)
+    world.shell.begin((), ())
     world.shell.request(RequestNodes(request="job-1", count=2))
     world.next(NodesGranted)
     works, calls = world.cloud.delete, list[Sequence[str]]()
@@ -280,6 +283,19 @@ def test_vms_of_an_earlier_manager_are_not_ended_because_the_provider_was_silent
         assert fact == Fact(name="provider_silent", detail="no answer")
     assert world.shell.request_of("job-1-0") == "job-1"
     assert set(world.cloud.there) == {"job-1-0"}
+    world.shell.close()
+
+
+def test_a_manager_that_takes_long_to_reach_the_workers_ends_none_of_their_vms() -> None:
+    """It may look before it has said which VMs it goes on with."""
+    world = World()
+    world.cloud.add("job-1", 2)
+    for _ in range(3):
+        world.shell._ends.put(world.shell._look)
+    assert world.there() == {"job-1-0", "job-1-1"}
+    world.shell.begin({"job-1-0"}, ())
+    world.next(Fact)
+    assert world.there() == {"job-1-0"}
     world.shell.close()
 
 

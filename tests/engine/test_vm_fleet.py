@@ -27,7 +27,7 @@ def test_vms_of_requests_go_on_boot_or_end_as_somebody_waits_for_them() -> None:
             if isinstance(stamped.item, NodeAppeared):
                 told.append(stamped.item)
         assert told[0] == NodeAppeared(node="job-1-1", request="job-1", facts=NodeFacts(provider="local"))
-        assert told[1] == NodeAppeared(node="job-1-2", facts=NodeFacts(provider="local"))
+        assert told[1] == NodeAppeared(node="job-1-2", request="job-1", facts=NodeFacts(provider="local"))
         assert (host.up, host.ended) == (["job-1-2"], ["job-0-0"])
         fleet.release("job-1-0", "job-1-2")
         assert host.ended == ["job-0-0", "job-1-0", "job-1-2"]

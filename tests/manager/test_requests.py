@@ -112,6 +112,17 @@ def test_grants_that_come_twice_or_after_the_vm_itself_change_nothing() -> None:
     assert script.code == "ignored"
 
 
+def test_a_node_that_is_lost_before_its_grant_is_heard_of_is_replaced_and_not_awaited() -> None:
+    script = asking()
+    script.tell(Tick())
+    for node in ("n1", "n2"):
+        script.tell(NodeAppeared(node=node, request="job-1"))
+    lost = script.tell(WorkerLost(worker="n1", cause="killed"))
+    actions = script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
+    assert set(script.state.provisioning.requests["job-1"].granted) == {"n3", "n4"}
+    assert requested([*lost, *actions]) == [("job-2", 1)]
+
+
 def test_a_vm_that_never_appears_is_given_back_and_replaced() -> None:
     script = asking()
     script.tell(Tick())

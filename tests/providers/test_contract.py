@@ -28,7 +28,7 @@ class Fleet:
         self.up: list[str] = []
         self.booted: list[str] = []
 
-    def request(self, node: str, zone: str = "unknown") -> str:
+    def request(self, node: str, *, answers: str | None = None) -> str:
         assert node not in self.booted
         self.booted.append(node)
         self.up.append(node)

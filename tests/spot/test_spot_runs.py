@@ -237,7 +237,7 @@ class Counted:
     def __init__(self) -> None:
         self.living, self.most = 0, 0
 
-    def request(self, node: str, zone: str = "unknown") -> str:
+    def request(self, node: str, *, answers: str | None = None) -> str:
         self.living += 1
         self.most = max(self.most, self.living)
         return node

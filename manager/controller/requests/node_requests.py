@@ -63,7 +63,8 @@ def nodes_granted(draft: Draft, event: NodesGranted) -> None:
     request = state.provisioning.requests.get(event.request)
     if request is None or not request.count:
         return draft.say(ReasonCode.IGNORED, f"{event.request} is not open")
-    new = {node: now_s for node in event.nodes if node not in state.workers and node not in request.granted}
+    known = state.workers.keys() | request.granted.keys() | request.appeared
+    new = {node: now_s for node in event.nodes if node not in known}
     short = len(new) < request.count
     notices = [notice for node in new if (notice := notice_of(state, node, now_s)) is not None]
     facts = {node: event.facts[node] for node in new if node in event.facts}
@@ -104,7 +105,11 @@ def note_appeared(draft: Draft, event: NodeAppeared) -> NodeFacts:
             return event.facts or request.facts.get(event.node) or NodeFacts()
     named = requests.get(event.request) if event.request is not None else None
     if event.request is not None and named is not None and named.count:
-        keep_request(draft, event.request, named.model_copy(update={"count": named.count - 1}))
+        update = {
+            "count": named.count - 1,
+            "appeared": named.appeared | {event.node},
+        }  # it may be lost before its grant
+        keep_request(draft, event.request, named.model_copy(update=update))
     return event.facts or NodeFacts()
 
 

@@ -13,7 +13,8 @@ from morph.contract.messages import WorkerId
 class NodeRequest(Value):
     """VMs that were asked for and are not up.
 
-    ``count``: not granted yet; ``granted``: booting (name -> since when); ``facts``: what kind these are.
+    ``count``: not granted yet; ``granted``: booting (name -> since when); ``facts``: what kind these are;
+    ``appeared``: who was up before its grant was heard of.
     """
 
     count: int
@@ -21,6 +22,7 @@ class NodeRequest(Value):
     num_sent: int = 1
     granted: dict[WorkerId, float] = Field(default_factory=dict)
     facts: dict[WorkerId, NodeFacts] = Field(default_factory=dict)
+    appeared: frozenset[WorkerId] = frozenset()
 
 
 class KeptNotice(Value):

@@ -50,6 +50,7 @@ class VmFleet:
         self._told: set[str] = set()
         self._taken_s: dict[str, float] = {}
         self._said: dict[str, tuple[NodeFacts, Paid | None]] = {}
+        self._asked: dict[str, str] = {}
         self._lock = threading.Lock()
         for _ in range(host.boots_at_once):
             threading.Thread(target=self._boot_loop, name="morph-vm-boot", daemon=True).start()
@@ -76,8 +77,8 @@ class VmFleet:
                     self._want(event.node_id, event.zone, event.instance_type, usd_per_h)
                 else:
                     self._wanted.pop(event.node_id, None)
-            for node in asked:
-                self._want(node)
+            for node, request in asked.items():
+                self._asked[self._want(node)] = request
             wanted = set(self._wanted.values())
             self._up |= wanted & set(up)
             self._told |= wanted & set(appeared)
@@ -85,16 +86,24 @@ class VmFleet:
         self._host.prepare_kill(sorted(set(up) - wanted))()
         for vm in sorted(wanted - set(appeared)):
             if vm in up:
-                self._appear(vm, asked.get(vm))
+                self._appear(vm)
             else:
                 self._boots.put(vm)
 
     def request(
-        self, node: str, zone: str = UNKNOWN, instance_type: str = UNKNOWN, usd_per_h: float | None = None
+        self,
+        node: str,
+        zone: str = UNKNOWN,
+        instance_type: str = UNKNOWN,
+        usd_per_h: float | None = None,
+        *,
+        answers: str | None = None,
     ) -> str:
-        """Ask for a VM; ``NodeAppeared`` follows when it is up. Returns its id."""
+        """Ask for a VM; ``NodeAppeared`` follows when it is up, with the request that it answers. Returns its id."""
         with self._lock:
             vm = self._want(node, zone, instance_type, usd_per_h)
+            if answers is not None:
+                self._asked[vm] = answers
         self._event_queue.put(Fact(name="vm_requested", worker=vm, detail=zone))
         self._boots.put(vm)
         return vm
@@ -168,10 +177,10 @@ class VmFleet:
         self._said[vm] = facts, None if usd_per_h is None else Paid(usd_per_h=usd_per_h)
         return vm
 
-    def _appear(self, vm: str, request: str | None = None) -> None:
+    def _appear(self, vm: str) -> None:
         with self._lock:  # so that no notice comes before
             facts, paid = self._said[vm]
-            self._event_queue.put(NodeAppeared(node=vm, request=request, facts=facts, paid=paid))
+            self._event_queue.put(NodeAppeared(node=vm, request=self._asked.get(vm), facts=facts, paid=paid))
             self._event_queue.put(Fact(name=VM_UP, worker=vm))
             self._told.add(vm)
             if vm in self._taken_s:

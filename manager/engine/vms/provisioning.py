@@ -84,6 +84,7 @@ class Provisioning:
         self._close_timeout_s = close_timeout_s
         self._end_all = end_all
         self._inherited: tuple[frozenset[str], frozenset[RequestId]] | None = None
+        self._has_begun = False
         self._nodes = frozenset(nodes)
         self._counting, self._adopting = threading.Lock(), threading.Lock()
         self._asks = SerialExecutor("morph-vm-requests", self._failed)
@@ -109,6 +110,7 @@ class Provisioning:
         Others are what a manager left that was killed, and of which this one knows nothing.
         """
         self._inherited = (frozenset(nodes), frozenset(requests))
+        self._has_begun = True
         self._asks.put(self._adopt)
 
     def request_of(self, node: str) -> RequestId | None:
@@ -218,8 +220,10 @@ class Provisioning:
     def _look(self) -> None:
         """Tell of VMs that were taken, or ended, behind our back: those that two looks in a row did not find.
 
-        And end those that should have been ended, where the provider failed.
+        And end those that should have been ended, where the provider failed. Before ``begin`` nothing is known of any.
         """
+        if not self._has_begun:
+            return
         if self._inherited is not None:  # the provider did not answer: until it does, nobody is known to be nobody's
             self._adopt()
             return

@@ -190,6 +190,8 @@ class Reduction:
         def begin(hosts: Sequence[Tensor]) -> None:
             self._to_scatter.extend(unit.pieces(hosts))
             self._num_on_host += 1
+            if self._failure is not None:  # all was let go of while this was copied
+                self._to_scatter.clear()
             self._interrupt.notify()
 
         given = unit.given
