@@ -79,7 +79,9 @@ def start_script(node: str, command: Sequence[str], directory: str = ".morph/nod
         f"umask 077; d={place}; mkdir -p $d && cat > $d/secret && "
         'if [ -s $d/pid ] && kill -s 0 -- -"$(cat $d/pid)" 2>/dev/null; then exit 0; fi; '
         f"MORPH_SECRET_FILE=$d/secret setsid {line} >$d/log 2>&1 </dev/null & echo $! > $d/pid; "
-        "for i in 1 2 3 4 5 6 7 8 9 10; do kill -s 0 -- -$! 2>/dev/null && break; sleep 0.1; done"  # its own group
+        # until it has a group of its own, by which it is ended
+        "i=0; while [ $i -lt 100 ] && kill -s 0 $! 2>/dev/null && ! kill -s 0 -- -$! 2>/dev/null; "
+        "do i=$((i+1)); sleep 0.1; done"
     )
 
 
