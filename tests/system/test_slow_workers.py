@@ -159,10 +159,20 @@ def test_a_worker_that_is_30_percent_slower_is_left_out_probed_and_taken_back(
 
 
 def test_nobody_is_found_slow_where_devices_only_jitter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends once workers were judged often enough: how many steps that takes hangs on how fast they are."""
     monkeypatch.setattr(driver, "TIMES_EVERY_S", 0.25)
     told, best = Told(), shape(PROFILE, 3, 1)
-    emulated = Emulated(PROFILE, [best], 24, num_vms=best.num_workers, policy=POLICY, observers=[told], jitter_seed=6)
-    emulated.run(tmp_path / "run")
+
+    def end_once_judged(observed: Observed) -> None:
+        state = observed.decision.state
+        enough = state.version >= 24 and told.num_judged >= 3
+        if (enough or state.version >= 2_000) and state.phase is Phase.TRAINING and state.stop_reason is None:
+            observed.request_stop("enough was judged")
+
+    observers = [told, end_once_judged]
+    Emulated(PROFILE, [best], 100_000, num_vms=best.num_workers, policy=POLICY, observers=observers, jitter_seed=6).run(
+        tmp_path / "run"
+    )
     assert told.num_judged >= 3
     assert told.slow == []
 
