@@ -92,7 +92,7 @@ def run(
 
 
 @pytest.mark.system
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("script", "package"), [("plain", "torch"), ("hugging_face", "accelerate"), ("lightning", "pytorch_lightning")]
 )
@@ -115,7 +115,7 @@ def test_a_script_whose_vms_are_taken_ends_with_the_weights_of_a_quiet_run(
 
 
 @pytest.mark.system
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_group_of_vms_goes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two is warned: both go, and two others go on from the backup of the first."""
     takings = [(25, 30.0)]
@@ -125,7 +125,7 @@ def test_a_group_of_vms_goes_together(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.system
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not IS_LONG, reason="two ranks of a Trainer, in two VMs, twice: only in make test-long")
 @pytest.mark.parametrize(("script", "package"), [("hugging_face", "accelerate"), ("lightning", "pytorch_lightning")])
 def test_a_trainer_of_two_ranks_on_two_vms_goes_on_bit_for_bit(
@@ -173,7 +173,7 @@ class Noting(Takings):
 
 
 @pytest.mark.system
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_hosts_over_ssh_get_the_code_run_it_and_are_given_back_with_nothing_on_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,7 +279,7 @@ def test_where_limits_allow_no_group_at_all_the_command_ends(limits: dict[str, f
 
 
 @pytest.mark.system
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_where_the_machine_is_the_vm_the_same_command_goes_on_on_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +291,7 @@ def test_where_the_machine_is_the_vm_the_same_command_goes_on_on_the_next_one(
 
 
 @pytest.mark.system
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_command_ends_with_the_script_s_code_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("storage: backups\n")
     (tmp_path / "fails.py").write_text("import sys; sys.exit(3)")

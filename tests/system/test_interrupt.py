@@ -18,7 +18,7 @@ from tests.system.commands import RunningMorph
 from tests.system.harness import uninterrupted
 from tests.system.held import HeldJob
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 STEPS = 100
 HELD_AFTER = 11

@@ -22,7 +22,7 @@ from tests.system.exposure import files_below, files_with, shown_by
 from tests.system.harness import uninterrupted
 from tests.system.held import HeldJob
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 STEPS, MANY = 600, 10_000
 CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"

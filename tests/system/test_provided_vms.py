@@ -28,7 +28,7 @@ from tests.system.harness import uninterrupted
 from tests.system.held import HeldJob
 from tests.system.hosts import Hosts
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 STEPS = 40
 LONG_STEPS = 400
