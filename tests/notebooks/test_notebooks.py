@@ -15,6 +15,7 @@ from traitlets.config import Config
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 PLAN, SPOT = "plan_a_job.ipynb", "spot_job.ipynb"
 CELL_TIMEOUT_S = 300
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module", params=[PLAN, SPOT])
