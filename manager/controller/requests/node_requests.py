@@ -105,10 +105,8 @@ def note_appeared(draft: Draft, event: NodeAppeared) -> NodeFacts:
             return event.facts or request.facts.get(event.node) or NodeFacts()
     named = requests.get(event.request) if event.request is not None else None
     if event.request is not None and named is not None and named.count:
-        update = {
-            "count": named.count - 1,
-            "appeared": named.appeared | {event.node},
-        }  # it may be lost before its grant
+        # noted by name: it may be lost before its grant is heard of
+        update = {"count": named.count - 1, "appeared": named.appeared | {event.node}}
         keep_request(draft, event.request, named.model_copy(update=update))
     return event.facts or NodeFacts()
 
