@@ -74,6 +74,14 @@ def test_few_observations_are_shrunk_to_one_and_uncertain() -> None:
     assert once.errors[0] > often.errors[0]
 
 
+def test_a_machine_that_grows_slower_after_long_is_found_slower() -> None:
+    entry = StageRatios(first_section=0, end_section=6)
+    for ratio in (0.0,) * 100_000 + (0.3,) * 2_000:
+        entry = entry.with_one(ratio)
+    assert correction_of((entry,), SECTIONS_S).factors[0] == pytest.approx(math.exp(0.3), rel=0.01)
+    assert entry.variance < 0.01**2
+
+
 def test_a_change_within_the_error_or_of_little_is_not_material() -> None:
     often, once = (StageRatios(first_section=0, end_section=1, num=num) for num in (400, 1))
     told = Correction(factors=(1.2,), errors=(0.01,))
@@ -177,3 +185,21 @@ def test_a_journal_with_corrections_is_replayed_to_the_same_state_and_tells_them
     report = read_report(tmp_path)
     assert report.correction == script.state.measured.correction
     assert "times of sections against the profile: 0-2 x" in summarise(report)
+
+
+def test_a_report_tells_the_times_of_each_shape_apart(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / FILE_NAME) as journal:
+        script = trained(partial(JournalledScript, journal))
+        tell_times(script, 1.0, 20)
+        before = script.state.generation
+        script.tell(WorkerLost(worker=script.members[-1], cause="revoked"))
+        while script.state.generation == before or script.state.phase is not Phase.TRAINING:
+            script.aborted() if script.state.phase is Phase.ABORTING else script.reshaped()
+        tell_times(script, 3.0, 20)
+        stale = WorkerTimes(worker=script.members[0], generation=before, compute_s=(99.0,))
+        script.tell(ComputeTimesSeen(times=(stale,)))
+        shapes = "2x2", script.state.plan.shape if script.state.plan else ""
+    found = read_report(tmp_path).corrections
+    assert tuple(found) == shapes
+    assert found[shapes[0]].factors[5] == pytest.approx(1.0, abs=0.02)
+    assert found[shapes[1]].factors[5] > 1.5

@@ -10,7 +10,8 @@ are of the node type that its profile is of.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from pydantic import Field
@@ -28,6 +29,8 @@ NOISE, NOISE_COUNTS = 0.1, 4
 MISFIT = 0.005
 """What more observations of the same stage do not tell."""
 MOST_STAGES = 16
+MOST_COUNTED = 400
+"""Observations of a stage count as no more than this: a machine's speed changes, and older ones are forgotten."""
 MATERIAL, ERRORS = 0.03, 3.0
 """A stage's time changes materially by more than this share, and by so many standard errors."""
 
@@ -42,10 +45,11 @@ class StageRatios(Value):
     squares: float = 0.0
 
     def with_one(self, log_ratio: float) -> StageRatios:
-        """The same, with one observation more (Welford)."""
-        num = self.num + 1
+        """The same, with one observation more (Welford), which takes the place of an average one beyond the most."""
+        num = min(self.num + 1, MOST_COUNTED)
+        kept = self.squares * (num - 1) / self.num if self.num else 0.0
         mean = self.mean + (log_ratio - self.mean) / num
-        squares = self.squares + (log_ratio - self.mean) * (log_ratio - mean)
+        squares = kept + (log_ratio - self.mean) * (log_ratio - mean)
         return self.model_copy(update={"num": num, "mean": mean, "squares": squares})
 
     @property
@@ -81,6 +85,28 @@ def with_observation(seen: tuple[StageRatios, ...], sections: range, log_ratio: 
     entry = known or StageRatios(first_section=sections.start, end_section=sections.stop)
     others = tuple(other for other in seen if other is not known)
     return (*others, entry.with_one(log_ratio))[-MOST_STAGES:]
+
+
+def with_times(
+    seen: tuple[StageRatios, ...],
+    sections: Mapping[int, range],
+    samples_s: Mapping[int, Sequence[float]],
+    section_compute_s: Sequence[float],
+) -> tuple[StageRatios, ...]:
+    """Take in what was heard of some stages at once: of each one observation, the median of its micro-batches.
+
+    Args:
+        seen: Before.
+        sections: Of each stage.
+        samples_s: Seconds of compute of micro-batches, by stage.
+        section_compute_s: The profile's seconds of each section.
+    """
+    for stage, times_s in sorted(samples_s.items()):
+        median_s = statistics.median(times_s) if times_s else 0.0
+        if median_s > 0:
+            profiled_s = sum(section_compute_s[sections[stage].start : sections[stage].stop])
+            seen = with_observation(seen, sections[stage], math.log(median_s / profiled_s))
+    return seen
 
 
 def correction_of(seen: Sequence[StageRatios], section_compute_s: Sequence[float]) -> Correction:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-
 from manager.controller.state.actions import NoteCorrection
 from manager.controller.state.draft import Draft
 from manager.controller.state.events import ComputeTimesSeen
-from manager.controller.state.learned import correction_of, is_material, with_observation
+from manager.controller.state.learned import correction_of, is_material, with_times
 from manager.controller.state.nodes import NodeState
 
 
 def learn(draft: Draft, event: ComputeTimesSeen) -> None:
-    """Take compute times of members that are well; tell what is known of the profile's when that changed materially.
-
-    One observation of each stage, the median of its micro-batches.
-    """
+    """Take compute times of members that are well; tell what is known of the profile's when that changed materially."""
     state, profiled_s = draft.state, draft.state.config.section_compute_s
     measured = state.measured
     if state.plan is None or not all(profiled_s) or not profiled_s:
@@ -28,13 +22,8 @@ def learn(draft: Draft, event: ComputeTimesSeen) -> None:
         well = entry is not None and entry.node is NodeState.READY
         if well and times.generation == state.generation and times.worker in stage_of:
             samples_s.setdefault(stage_of[times.worker], []).extend(times.device_s or times.compute_s)
-    seen = measured.stage_ratios
-    for stage, times_s in sorted(samples_s.items()):
-        sections = state.plan.stages[stage].sections
-        median_s = statistics.median(times_s) if times_s else 0.0
-        if median_s > 0:
-            ratio = median_s / sum(profiled_s[sections.start : sections.stop])
-            seen = with_observation(seen, sections, math.log(ratio))
+    sections = {stage: state.plan.stages[stage].sections for stage in samples_s}
+    seen = with_times(measured.stage_ratios, sections, samples_s, profiled_s)
     if seen is measured.stage_ratios:
         return
     draft.change(stage_ratios=seen)

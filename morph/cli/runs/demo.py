@@ -57,6 +57,7 @@ def demo_command(
     from morph.cli.models.checks import check_job
     from morph.cli.reading.cluster_file import load_cluster
     from morph.cli.runs.demo_tables import (
+        corrected,
         print_expectations,
         print_morphs,
         print_plans,
@@ -114,16 +115,15 @@ def demo_command(
     print_shapes(report)
     print_morphs(report)
     num_cores = os.cpu_count() or 1
-    shared = [shared_expectations(report, profile, plans, num_cores)]
     if report.correction is not None:
         print(report.correction.sentence)
-        refined = profile.corrected(report.correction.factors).model_copy(update={"contention": ()})  # it is in them
-        shared.append(shared_expectations(report, refined, plans, num_cores))
-    print_expectations(report, shared[0], shared[-1], num_cores)
+    shared_s = shared_expectations(report, lambda _shape: profile, plans, num_cores)
+    corrected_s = shared_expectations(report, lambda shape: corrected(profile, report, shape), plans, num_cores)
+    print_expectations(report, shared_s, corrected_s, num_cores)
     beside = (busy_s - own_s) / (lasted_s * num_cores)
     if beside > MATERIAL_SHARE:
         print(f"note: other programs took {beside:.0%} of this machine during the run: steps took longer than expected")
-    draw_run(with_expectations(report, shared[-1]), out / "run" / "run.png", f"expected on {num_cores} shared cores")
+    draw_run(with_expectations(report, corrected_s), out / "run" / "run.png", f"expected on {num_cores} shared cores")
     ok = _judge(report, out, reference, promised=(seed, seconds) == (SEED, SECONDS))
     print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")
     print(f"whole demo: {time.monotonic() - started_s:.0f} s")

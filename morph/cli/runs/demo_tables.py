@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -82,15 +82,23 @@ def _sources(morph: MorphRecord) -> str:
 
 
 def shared_expectations(
-    report: RunReport, profile: Profile, plans: Mapping[int, Plan], num_cores: int
+    report: RunReport, profile_of: Callable[[str], Profile], plans: Mapping[int, Plan], num_cores: int
 ) -> dict[str, float]:
-    """Expected mini-batch seconds of each shape of a run, when all VMs share this machine's cores."""
+    """Expected mini-batch seconds of each shape of a run, by its profile, when all VMs share this machine's cores."""
     by_shape = {plan.shape: plan for plan in plans.values()}
     return {
-        shape: simulate_plan(profile, by_shape[shape], compute_slots=num_cores).expected.mini_batch_s
+        shape: simulate_plan(profile_of(shape), by_shape[shape], compute_slots=num_cores).expected.mini_batch_s
         for shape in dict.fromkeys(span.shape for span in report.shapes if span.num_steps)
         if shape in by_shape
     }
+
+
+def corrected(profile: Profile, report: RunReport, shape: str) -> Profile:
+    """The profile with the section times that the run measured: in this shape, or else in all of them."""
+    correction = report.corrections.get(shape, report.correction)
+    if correction is None:
+        return profile
+    return profile.corrected(correction.factors).model_copy(update={"contention": ()})  # it is in what was measured
 
 
 def with_expectations(report: RunReport, expected_s: dict[str, float]) -> RunReport:
@@ -119,7 +127,7 @@ def print_expectations(
 ) -> None:
     """Expected against measured mini-batch time of the steady part of each shape; all workers share these cores.
 
-    ``corrected_s``: expected with the section times that the run itself measured.
+    ``corrected_s``: expected with the section times that the run measured in each shape.
     """
     table = Table(title=f"mini-batch time, ms, after a shape's first step; all VMs share {num_cores} cores")
     for column in ("P x D", "steps", "own devices", f"on {num_cores} cores", "corrected", "measured (median)", "error"):
