@@ -35,7 +35,7 @@ def start(job_path: str, num_sections: int | None) -> dict[str, float]:
     from morph.cutting.kept.cut_job import LoadedJob
     from morph.job_files import imported_once
     from morph.runtime.process.worker import Worker  # noqa: F401  # as a worker's process does
-    from morph.runtime.state.optimizer_state import warm_up
+    from morph.runtime.state.deferred_compiler import prepare_torch
     from morph.runtime.workloads.job_workload import JobWorkload  # noqa: F401
 
     told("import the worker")
@@ -57,8 +57,8 @@ def start(job_path: str, num_sections: int | None) -> dict[str, float]:
             told("keep")
         else:
             model, initial = kept.model, kept.initial
-        warm_up()
-        told("load what an optimizer needs")
+        prepare_torch()
+        told("load what a backward needs")
         for unit in model.units:
             for name in unit.names:
                 assert initial[name].numel()

@@ -21,8 +21,8 @@ from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.job_code import has_threads, imported_for_forks
 from morph.runtime.process.serving import serve, until_ended
 from morph.runtime.process.worker import Worker
+from morph.runtime.state.deferred_compiler import prepare_torch
 from morph.runtime.state.fixed_point import prepare
-from morph.runtime.state.optimizer_state import warm_up
 from morph.runtime.workloads.job_workload import JobWorkload
 
 HOST = "manager.engine.on_processes.process_host"
@@ -129,7 +129,7 @@ def main() -> None:
     calls = socket.socket(fileno=int(sys.argv[3]))
     calls.set_inheritable(False)
     prepare()
-    warm_up()
+    prepare_torch()
     children = _Children(control_socket, calls)
     asked_to_end = False
     assert not has_threads(), "a process with threads cannot be forked safely"

@@ -27,7 +27,6 @@ from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.fixed_point import prepare
-from morph.runtime.state.optimizer_state import warm_up
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.executor import Executor, Neighbours, finish_reduction
 from morph.runtime.step.generation import Generation
@@ -43,7 +42,6 @@ class EmulatedWorkload:
     def __init__(self, setup: WorkerSetup) -> None:
         assert setup.emulation is not None
         prepare()
-        warm_up()
         self._device: EmulatedDevice = setup.emulation
         self._units = {unit.id: unit for unit in self._device.units}
         self._patterns = gradient_patterns(self._device)

@@ -12,23 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from morph.checkpoint.manifest import ALIGNMENT
 from morph.contract.errors import JobError
+from morph.runtime.state.deferred_compiler import defer_compiler
 
 MakeOptimizer = Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 _NOT_HYPERPARAMETERS = ("params", "param_names")
-
-
-def warm_up() -> None:
-    """Load what torch loads with a process's first optimizer: its compiler, a second of CPU, once in its life."""
-    parameter = Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    Adam([parameter]).step()
 
 
 def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Parameter]) -> Optimizer:
@@ -37,6 +31,7 @@ def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Para
     Raises:
         JobError: it returns no optimizer, or one that wants to evaluate the loss itself.
     """
+    defer_compiler()
     if not parameters:
         return SGD([{"params": []}])
     optimizer = make_optimizer(list(parameters.items()))

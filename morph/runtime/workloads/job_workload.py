@@ -22,8 +22,8 @@ from morph.runtime.device.task_clock import clock_of
 from morph.runtime.groups.channels import Carrier, Channel
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
+from morph.runtime.state.deferred_compiler import prepare_torch
 from morph.runtime.state.fixed_point import prepare
-from morph.runtime.state.optimizer_state import warm_up
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.state.update_rules import update_rules
 from morph.runtime.step.compiled import compile_all, compiled
@@ -72,7 +72,7 @@ class JobWorkload:
             require_same(facts, setup.known_by, setup.job_path)
         if self._job.accumulation == "exact":
             prepare(self._device)
-        warm_up()  # here, and not in a change of shape, for which every worker waits
+        prepare_torch()  # here, and not in a change of shape, for which every worker waits
         data = data_of(self._job)
         self._loader = MicroBatchLoader(data, self._job.seed, self._job.batch_size, setup.micro_batch_size)
         self._run_model = self._model
