@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from pydantic import Field
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from morph.contract.base import Value
@@ -40,8 +41,8 @@ class Offer(Value):
     """A sender's mailbox: the hex digits of what it is opened by, and its slots; or why there is none."""
 
     handle: str = ""
-    num_slots: int = 0
-    slot_bytes: int = 0
+    num_slots: int = Field(default=0, ge=0)
+    slot_bytes: int = Field(default=0, ge=0)
     refused: str = ""
 
 
