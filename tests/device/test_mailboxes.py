@@ -282,3 +282,25 @@ def test_nothing_is_asked_of_a_device_where_tensors_go_through_the_host() -> Non
 def test_what_is_no_handle_of_cuda_memory_is_not_opened() -> None:
     with pytest.raises(ValueError, match="3 bytes are no handle"):
         CudaDevice(torch.device("cuda:0")).opened(b"abc")
+
+
+def test_torch_gets_back_what_it_gave_for_shared_memory_and_is_told_to_wait_for_no_event() -> None:
+    device, given = CudaDevice(torch.device("cuda:0")), []
+    device.kind = torch.device("cpu", 0)
+    memory = torch.UntypedStorage(4096)
+
+    def share(_storage: torch.UntypedStorage) -> tuple[object, ...]:
+        return 0, b"h" * 65, 4096, 512, b"/torch_7_1_2", 3, b"e" * 64, True
+
+    def open_shared(*arguments: object) -> torch.UntypedStorage:
+        given.extend(arguments)
+        return memory
+
+    with mock.patch.multiple(
+        torch.UntypedStorage, _share_cuda_=share, _new_shared_cuda=staticmethod(open_shared), create=True
+    ):
+        _, handle = device.shared(4096)
+        found = device.opened(handle)
+    assert given == [0, b"h" * 65, 4096, 512, b"/torch_7_1_2", 3, b"", False]
+    assert found.shape == (4096,)
+    assert found.data_ptr() == memory.data_ptr()
