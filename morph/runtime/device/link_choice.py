@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -22,13 +23,12 @@ from morph.contract.errors import ConfigError
 from morph.contract.messages import WorkerSetup
 from morph.runtime.device.devices import CudaDevice
 from morph.runtime.device.links import Link
-from morph.runtime.device.mailboxes import Mailbox, MailRoom, ReceivingEnd, SendingEnd
+from morph.runtime.device.mailboxes import LinkEnd, Mailbox, MailRoom, ReceivingEnd, SendingEnd
 from morph.runtime.device.rings import told_facts
 from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, first_clause
 from morph.runtime.groups.interrupt import Interrupt
 
 log = logging.getLogger(__name__)
-EndT = TypeVar("EndT", SendingEnd, ReceivingEnd)
 
 
 class Place(Value):
@@ -38,17 +38,14 @@ class Place(Value):
 
 
 class Offer(Value):
-    """A sender's mailbox: the hex digits of what it is opened by, and its slots; or why there is none."""
+    """A sender's mailbox: the hex digits of what it is opened by, and its slots. ``refused``: why there is none.
+
+    Its receiver answers with one without a handle; where ``refused`` is empty, it has opened the mailbox.
+    """
 
     handle: str = ""
     num_slots: int = Field(default=0, ge=0)
     slot_bytes: int = Field(default=0, ge=0)
-    refused: str = ""
-
-
-class Answer(Value):
-    """A receiver's: why there is no mailbox between them; empty where it opened it."""
-
     refused: str = ""
 
 
@@ -109,72 +106,67 @@ def mailboxes(
     return links
 
 
+@dataclass
 class Forming:
     """The forming of one worker's links in one generation; see ``mailboxes``.
 
     ``refused`` says of each edge within the machine that is staged all the same why that is.
     """
 
-    def __init__(
-        self, room: MailRoom, edges: Sequence[GroupSpec], worker: str, groups: GroupSet, interrupt: Interrupt
-    ) -> None:
-        self._room, self._edges, self._worker = room, edges, worker
-        self._groups, self._interrupt = groups, interrupt
-        self.refused: list[str] = []
+    room: MailRoom
+    edges: Sequence[GroupSpec]
+    worker: str
+    groups: GroupSet
+    interrupt: Interrupt
+    refused: list[str] = field(default_factory=list)
 
     def links(self, open_store: Callable[[], Store]) -> dict[str, Link]:
         """Tell and hear what there is; blocks until the neighbours have told. Raises RuntimeError as the store."""
-        store = PrefixStore(f"g{self._interrupt.generation}/links", open_store())
-        places = told_facts(store, self._edges, self._worker, Place(machine=this_machine()))
-        near = edges_within(self._edges, places)
-        out = [edge for edge in near if edge.members[0] == self._worker]
+        store = PrefixStore(f"g{self.interrupt.generation}/links", open_store())
+        places = told_facts(store, self.edges, self.worker, Place(machine=this_machine()))
+        near = edges_within(self.edges, places)
+        out = [edge for edge in near if edge.members[0] == self.worker]
         boxes = [self._offer(store, edge, index) for index, edge in enumerate(out)]
-        links: dict[str, Link | None] = {
-            edge.name: self._open(store, edge) for edge in near if edge.members[1] == self._worker
-        }
-        for edge, box in zip(out, boxes, strict=True):
-            answer = Answer.model_validate_json(store.get(f"{edge.name}/answer"))
-            if answer.refused:
-                self.refused.append(answer.refused)
-            elif box is not None:
-                links[edge.name] = self._ending(SendingEnd(box, *self._carriers(edge), self._interrupt))
-        return {name: link for name, link in links.items() if link is not None}
+        found = {edge.name: self._open(store, edge) for edge in near if edge.members[1] == self.worker}
+        found |= {edge.name: self._heard(store, edge, box) for edge, box in zip(out, boxes, strict=True)}
+        ends = {name: end for name, end in found.items() if end is not None}
+        self.groups.at_clear += [end.close for end in ends.values()]
+        return dict(ends)
 
     def _offer(self, store: Store, edge: GroupSpec, index: int) -> Mailbox | None:
         box = None
         try:
-            box = self._room.box(index)
+            box = self.room.box(index)
             offer = Offer(handle=box.handle.hex(), num_slots=box.num_slots, slot_bytes=box.slot_bytes)
         except RuntimeError as error:
-            offer = Offer(refused=f"{self._worker} cannot share its device's memory: {first_clause(error)}")
+            offer = Offer(refused=f"{self.worker} cannot share its device's memory: {first_clause(error)}")
         store.set(f"{edge.name}/offer", offer.model_dump_json())
         return box
 
-    def _open(self, store: Store, edge: GroupSpec) -> ReceivingEnd | None:
-        offer = Offer.model_validate_json(store.get(f"{edge.name}/offer"))
-        answer, link = Answer(refused=offer.refused), None
-        if not offer.refused:
+    def _open(self, store: Store, edge: GroupSpec) -> LinkEnd[Any] | None:
+        offer, end = Offer.model_validate_json(store.get(f"{edge.name}/offer")), None
+        refused = offer.refused
+        if not refused:
             try:
-                with self._room.reading.computing():
-                    memory = self._room.device.opened(bytes.fromhex(offer.handle))
-                    slots = memory.view(offer.num_slots, offer.slot_bytes)
-                link = self._ending(ReceivingEnd(slots, self._room, *self._carriers(edge), self._interrupt))
+                with self.room.reading.computing():
+                    memory = self.room.device.opened(bytes.fromhex(offer.handle))
+                slots = memory.view(offer.num_slots, offer.slot_bytes)
+                end = ReceivingEnd(slots, self.room, *self._carriers(edge), self.interrupt)
             except (RuntimeError, OSError, ValueError) as error:
-                answer = Answer(refused=f"{self._worker} cannot open {edge.members[0]}'s memory: {first_clause(error)}")
-        if answer.refused:
-            self.refused.append(answer.refused)
-        store.set(f"{edge.name}/answer", answer.model_dump_json())
-        return link
+                refused = f"{self.worker} cannot open {edge.members[0]}'s memory: {first_clause(error)}"
+        self.refused += [refused] if refused else []
+        store.set(f"{edge.name}/answer", Offer(refused=refused).model_dump_json())
+        return end
+
+    def _heard(self, store: Store, edge: GroupSpec, box: Mailbox | None) -> LinkEnd[Any] | None:
+        refused = Offer.model_validate_json(store.get(f"{edge.name}/answer")).refused
+        self.refused += [refused] if refused else []
+        return None if box is None or refused else SendingEnd(box, *self._carriers(edge), self.interrupt)
 
     def _carriers(self, edge: GroupSpec) -> tuple[Channel, Channel]:
         """From the sender to the receiver, and back."""
         sender, receiver = edge.members
-        return self._groups.channel(edge.name, sender), self._groups.channel(edge.name, receiver)
-
-    def _ending(self, end: EndT) -> EndT:
-        """The end, which ends with its groups."""
-        self._groups.at_clear.append(end.close)
-        return end
+        return self.groups.channel(edge.name, sender), self.groups.channel(edge.name, receiver)
 
 
 @cache

@@ -20,7 +20,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,18 +86,11 @@ _LEFT: list[object] = []
 """Mailboxes that were opened on a device that was lost since."""
 
 
-class _Asked(Protocol):
-    """What an end is asked for."""
-
-    def fail(self, error: Exception) -> None:
-        """It does not come."""
+AskedT = TypeVar("AskedT", bound=Begun)
 
 
-AskedT = TypeVar("AskedT", bound=_Asked)
-
-
-class _End(Generic[AskedT]):
-    """One end of a link. What it is asked for is carried out in order by a thread of its own, until ``close``.
+class LinkEnd(Generic[AskedT]):
+    """See ``Link``: one end, which sends or receives. A thread of its own does what it is asked for, until ``close``.
 
     The thread waits for the peer through the generation's ``Interrupt``, and for the device without a bound: where that
     hangs the thread is left behind, and goes on when what the device hangs in is aborted.
@@ -110,6 +103,14 @@ class _End(Generic[AskedT]):
         """Of the next piece."""
         interrupt.at_end(self.close)
         threading.Thread(target=self._follow, name="morph-mailbox", daemon=True).start()
+
+    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
+        """See ``Link.send``."""
+        raise NotImplementedError
+
+    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
+        """See ``Link.receive``."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Let the thread end behind what was asked for; returns at once."""
@@ -156,7 +157,7 @@ class _Message(Begun):
         self.tensors, self.ready = tensors, ready
 
 
-class SendingEnd(_End[_Message]):
+class SendingEnd(LinkEnd[_Message]):
     """See ``Link``: of a worker that fills its mailbox. ``forth``: to the receiver."""
 
     def __init__(self, box: Mailbox, forth: Carrier, back: Carrier, interrupt: Interrupt) -> None:
@@ -170,10 +171,6 @@ class SendingEnd(_End[_Message]):
         message = _Message(own_of(tensors, lent=lent), self._box.device.current.record(), self._interrupt)
         self._asked.put(message)
         return message
-
-    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
-        """See ``Link.receive``."""
-        raise AssertionError(f"this end sends; {specs} cannot come")
 
     def _carry(self, asked: _Message) -> None:
         told = []
@@ -224,7 +221,7 @@ class _Read(Begun):
         return tensors
 
 
-class ReceivingEnd(_End[_Read]):
+class ReceivingEnd(LinkEnd[_Read]):
     """See ``Link``: of a worker that reads its peer's mailbox. ``forth``: from the sender.
 
     ``slots`` is the peer's memory, a row for each slot; nobody else keeps it, so that the end's thread lets go of it.
@@ -237,10 +234,6 @@ class ReceivingEnd(_End[_Read]):
         self._unanswered: deque[tuple[Event, Tensor]] = deque()
         """The event behind each copy out of a slot, and the slot."""
         super().__init__(forth, back, interrupt)
-
-    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
-        """See ``Link.send``."""
-        raise AssertionError(f"this end receives; {len(tensors)} tensors cannot leave, {lent=}")
 
     def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
         """See ``Link.receive``."""
