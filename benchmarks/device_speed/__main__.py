@@ -3,8 +3,9 @@
     make bench-gpu
 
 Steps of GPT-2 355M and of a model like Llama 3.2 1B are timed in Morph at 1x1 and 2x1 (two workers that share the
-device, over staged links) and in a plain loop with the same precision and kernels. Rates are of the median of several
-runs. ``--device cpu --tiny`` runs all of it on a processor at sizes that say nothing, to see that it works.
+device, over staged links and through mailboxes) and in a plain loop with the same precision and kernels. Rates are of
+the median of several runs. ``--device cpu --tiny`` runs all of it but the mailboxes on a processor at sizes that say
+nothing, to see that it works.
 """
 
 from __future__ import annotations
@@ -96,9 +97,11 @@ def steps(device: str, name: str, job_path: str, num_steps: int, depths: tuple[i
     loop.end()
     print(f"{name}, plain loop: {plain_s:.3f} s a step")
     for depth in depths:
-        with tempfile.TemporaryDirectory() as folder:
-            took_s = statistics.median(morph_times_s(job_path, device, depth, num_steps, folder))
-        print(f"{name}, Morph {depth}x1: {took_s:.3f} s a step, {took_s / plain_s:.2f} of the plain loop")
+        for links in ("staged", "ipc") if depth > 1 and device == "cuda" else ("staged",):
+            with tempfile.TemporaryDirectory() as folder:
+                took_s = statistics.median(morph_times_s(job_path, device, depth, num_steps, folder, links))
+            way = f", links {links}" if depth > 1 else ""
+            print(f"{name}, Morph {depth}x1{way}: {took_s:.3f} s a step, {took_s / plain_s:.2f} of the plain loop")
 
 
 def main() -> None:

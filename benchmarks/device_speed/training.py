@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.step_time.remote import Remote, call_all
+from morph.contract.cluster import LinkSetting
 from morph.contract.decided import decided_step
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, Slot, Source, StepOrder, WorkerReady, WorkerSetup
 from morph.contract.plan import Expectation, Plan, StagePlan
@@ -75,8 +76,10 @@ def plan_of(depth: int, fingerprint: str, num_sections: int, micro_batch_size: i
     )
 
 
-def morph_times_s(job_path: str, device: str, depth: int, num_steps: int, folder: str) -> list[float]:
-    """Seconds of so many steps of ``depth`` workers, behind one to warm up; exact sums, staged links."""
+def morph_times_s(
+    job_path: str, device: str, depth: int, num_steps: int, folder: str, links: LinkSetting = "staged"
+) -> list[float]:
+    """Seconds of so many steps of ``depth`` workers, behind one to warm up; exact sums."""
     job = load_job(job_path)
     model = load_and_cut(job_path, num_sections=job.num_sections, micro_batch_size=job.micro_batch_size).model
     store = StoreHost(LOOPBACK)
@@ -96,6 +99,7 @@ def morph_times_s(job_path: str, device: str, depth: int, num_steps: int, folder
                     store_port=store.port(),
                     listen_host=LOOPBACK,
                     device="cuda" if device == "cuda" else "cpu",
+                    links=links,
                 ),
             )
         for worker in workers:

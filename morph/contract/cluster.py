@@ -32,6 +32,15 @@ Rings = Annotated[
         "devices and needs one for each worker; auto: nccl where it can, else gloo. nccl never ran on a device yet"
     ),
 ]
+LinkSetting = Literal["auto", "ipc", "staged"]
+Links = Annotated[
+    LinkSetting,
+    Field(
+        description="how tensors of CUDA devices travel between stages: staged, through host memory; ipc, from device "
+        "to device between workers of one machine, and staged between machines; auto: ipc where it can, else staged. "
+        "ipc never ran on a device yet"
+    ),
+]
 NUM_PORTS = 100
 """In the block that ``ProvidedVms.first_port`` begins."""
 JOB_UID = 50505
@@ -70,6 +79,7 @@ class LocalVms(Value):
     )
     device: Literal["cpu", "cuda"] = "cpu"
     rings: Rings = "gloo"
+    links: Links = "staged"
     tls: bool = Field(
         default=False, description="encrypt orders and answers (not tensors); wants the package cryptography"
     )
@@ -138,6 +148,7 @@ class ProvidedVms(Value):
     memory_bytes: Memory = Field(description="memory of one device")
     device: Literal["cpu", "cuda"] = "cuda"
     rings: Rings = "gloo"
+    links: Links = "staged"
     address: str = Field(
         description="this machine's IPv4 address as VMs reach it: Ray, the store and the notice server listen there"
     )

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from morph.contract.base import Value
-from morph.contract.cluster import RingSetting
+from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.decided import Decided, LossScale
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.faults import Fault, SlowSpell
@@ -64,6 +64,7 @@ class WorkerSetup(Value):
         default=(), description="of local VMs on CUDA: files, of which each worker locks one, named after a device"
     )
     rings: RingSetting = "gloo"
+    links: LinkSetting = "staged"
     num_threads: int = Field(default=1, ge=1)
     heartbeat_wait_s: float = Field(default=1.0, gt=0, description="between two heartbeats")
     checkpoints: CheckpointRules = CheckpointRules()

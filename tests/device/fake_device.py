@@ -7,6 +7,8 @@ lets go or changes before the copy comes out wrong, as on a real one.
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 import time
 import weakref
@@ -29,6 +31,10 @@ class DeviceLost(RuntimeError):
 def poison(tensor: Tensor) -> None:
     """Overwrite a contiguous tensor."""
     tensor.view(-1).view(torch.uint8).fill_(POISON)
+
+
+def _mapped(file: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
 
 
 class FakeEvent:
@@ -130,6 +136,9 @@ class FakeDevice:
         self.pinned_at: set[int] = set()
         self.num_copies = self.copied_bytes = self.num_syncs = 0
         self.failures: list[BaseException] = []
+        self.shares = self.opens = True
+        """Whether memory can be shared with other processes, and theirs opened."""
+        self._shared: list[int] = []
 
     @property
     def current(self) -> FakeStream:
@@ -152,6 +161,26 @@ class FakeDevice:
         made = torch.empty(tuple(shape), dtype=dtype)
         poison(made)
         return made
+
+    def shared(self, num_bytes: int) -> tuple[Tensor, bytes]:
+        """See ``SharingDevice.shared``: poisoned memory that has a name as long as this process lives."""
+        if not self.shares:
+            raise RuntimeError("memory of this device cannot be shared")
+        self._shared.append(os.memfd_create("fake-device"))
+        os.ftruncate(self._shared[-1], num_bytes)
+        made = _mapped(self._shared[-1])
+        poison(made)
+        return made, f"/proc/{os.getpid()}/fd/{self._shared[-1]}".encode()
+
+    def opened(self, handle: bytes) -> Tensor:
+        """See ``SharingDevice.opened``."""
+        if not self.opens:
+            raise RuntimeError("memory of another process cannot be opened")
+        file = os.open(handle, os.O_RDWR)
+        try:
+            return _mapped(file)
+        finally:
+            os.close(file)
 
     def tick(self) -> bool:
         """Let every stream do its next entry, if that can be done; returns whether one did."""

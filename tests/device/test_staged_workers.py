@@ -1,4 +1,7 @@
-"""Worker processes whose activations and gradients go by a fake device: equal bits, also after a kill in any phase."""
+"""Worker processes whose activations and gradients go by a fake device: equal bits, also after a kill in any phase.
+
+Both ways of a device's tensors are taken: staged, and from device to device by mailboxes.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from typing import Literal
 
 import pytest
 
+from morph.contract.cluster import LinkSetting
 from morph.contract.faults import Fault
 from morph.contract.messages import Aborted, StepOrder
+from tests.device.fake_mailboxes import FakeMailRoom
 from tests.runtime.worker_crew import Crew
 from tests.system.harness import JOB, TinyJob, load_tiny_job, uninterrupted
 
@@ -31,23 +36,33 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return uninterrupted(NUM_STEPS, tmp_path_factory.mktemp("reference"))
 
 
+@pytest.fixture(params=["staged", "ipc"])
+def links(request: pytest.FixtureRequest) -> LinkSetting:
+    found: LinkSetting = request.param
+    return found
+
+
 @pytest.fixture
 def crew(job: TinyJob) -> Iterator[Crew]:
     made = Crew(job, NAMES)
     for member in made.members.values():
-        member.send("fake_device")
+        member.send("fake_device", None, None, FakeMailRoom())
         member.answer()
     yield made
     made.close()
 
 
 def test_shapes_and_morphs_over_a_fake_device_end_with_the_same_bits(
-    crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path
+    crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, links: LinkSetting
 ) -> None:
-    crew.set_up(JOB, job.fingerprint, tmp_path)
+    crew.set_up(JOB, job.fingerprint, tmp_path, links=links)
     for shape in ("4x1", "2x2"):
         crew.begin()
         crew.reshape(shape, NAMES)
+        for slot in crew.slots:
+            num_neighbours = (slot.stage > 0) + (slot.stage + 1 < int(shape[0]))
+            ends = ["ReceivingEnd", "SendingEnd"] * num_neighbours if links == "ipc" else []
+            assert sorted(crew.members[slot.worker].control("ends")) == sorted(ends)
         crew.train(NUM_STEPS)
         assert crew.digests() == reference
     assert all(member.control("staged_bytes") for member in crew.members.values())
@@ -55,10 +70,10 @@ def test_shapes_and_morphs_over_a_fake_device_end_with_the_same_bits(
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "before_commit"])
 def test_workers_on_a_fake_device_go_on_without_one_that_was_killed(
-    crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, phase: Phase
+    crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, phase: Phase, links: LinkSetting
 ) -> None:
     lost = "w3"
-    crew.set_up(JOB, job.fingerprint, tmp_path, (Fault(worker=lost, phase=phase, step=1),))
+    crew.set_up(JOB, job.fingerprint, tmp_path, (Fault(worker=lost, phase=phase, step=1),), links=links)
     crew.reshape("2x2", NAMES)
     crew.train(1)
     order = StepOrder(generation=crew.generation, step=1)

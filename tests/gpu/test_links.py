@@ -22,20 +22,8 @@ def from_device(tensor: Tensor) -> Tensor:
     return tensor.cpu()
 
 
-class TestStagedOnCuda(LinkContract):
-    """Both members on one device, each with streams of its own."""
-
-    @pytest.fixture
-    def ends(self, pair: Pair) -> Ends:
-        staging = {name: Staging(CudaDevice(CUDA)) for name in "ab"}
-        interrupts = pair.interrupts
-        return Ends(
-            pair,
-            {name: StagedLink(pair.channel(name), staging[name], interrupts[name]) for name in "ab"},
-            staging["a"],
-            place=lambda tensor: tensor.to(CUDA),
-            read=from_device,
-        )
+class CudaContract(LinkContract):
+    """What a link does on a CUDA device beyond the contract."""
 
     def test_sending_waits_for_no_kernel_and_sends_what_the_kernels_before_it_make(self, ends: Ends) -> None:
         arriving = ends.links["b"].receive([Spec((1 << 20,))])
@@ -56,3 +44,19 @@ class TestStagedOnCuda(LinkContract):
             ends.await_done("b", arriving)
             (taken,) = arriving.take()
             assert bool((taken == number).all())
+
+
+class TestStagedOnCuda(CudaContract):
+    """Both members on one device, each with streams of its own."""
+
+    @pytest.fixture
+    def ends(self, pair: Pair) -> Ends:
+        staging = {name: Staging(CudaDevice(CUDA)) for name in "ab"}
+        interrupts = pair.interrupts
+        return Ends(
+            pair,
+            {name: StagedLink(pair.channel(name), staging[name], interrupts[name]) for name in "ab"},
+            staging["a"],
+            place=lambda tensor: tensor.to(CUDA),
+            read=from_device,
+        )

@@ -182,3 +182,12 @@ def test_a_stage_holds_its_own_units_and_the_tied_ones_it_uses(
     bounds: list[int], stage: int, expected: set[str]
 ) -> None:
     assert {unit.id for unit in units_of_stage(make_plan(bounds, 1), stage, UNITS)} == expected
+
+
+def test_each_edge_between_stages_is_a_group_that_is_named_with_its_sender_first() -> None:
+    layout = topology(make_order([2, 4], 2), UNITS)
+    assert len(layout.edges) == 2 * 2 * 2
+    groups = {group.name: group.members for group in layout.groups}
+    for edge in layout.edges:
+        before, behind = groups[edge.name]
+        assert edge.members == ((before, behind) if edge.name.endswith("act") else (behind, before))

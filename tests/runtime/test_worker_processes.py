@@ -14,7 +14,8 @@ from morph.checkpoint.unit_files import read_unit
 from morph.contract.messages import Aborted, Failed, Prepared, Reshaped, StepOrder
 from morph.cutting.kept.cut_job import load_and_cut
 from morph.job_files import imported_once
-from tests.runtime.worker_crew import Crew, Footprint, poll_until
+from tests.runtime.footprints import check_that_morphs_leave_nothing
+from tests.runtime.worker_crew import Crew, poll_until
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, uninterrupted
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -260,40 +261,7 @@ def test_a_late_abort_of_an_earlier_generation_changes_nothing(crew: Crew, refer
 
 
 def test_twenty_morphs_leave_no_threads_and_no_files_open(crew: Crew) -> None:
-    shapes = ("2x2", "1x3", "4x1", "1x2")
-
-    def footprints() -> list[Footprint]:
-        return [member.control("footprint") for member in crew.members.values()]
-
-    def morph(times: int) -> None:
-        for index in range(times):
-            crew.reshape(shapes[index % len(shapes)], NAMES)
-            crew.train(crew.version + 1)
-
-    def no_more_than(before: list[Footprint]) -> bool:
-        return all(
-            now.num_threads <= then.num_threads and now.num_descriptors <= then.num_descriptors
-            for now, then in zip(footprints(), before, strict=True)
-        )
-
-    def let_go() -> None:
-        for name in NAMES:  # a generation of one has no groups: the old ones are closed
-            crew.begin()
-            crew.reshape("1x1", [name])
-
-    morph(len(shapes))
-    let_go()
-    settled: list[list[Footprint]] = []
-
-    def settles() -> bool:
-        settled.append(footprints())
-        return len(settled) > 20 and all(entry == settled[-1] for entry in settled[-20:])
-
-    poll_until(settles, "the groups of the first morphs to be closed")
-    crew.begin()
-    morph(20)
-    let_go()
-    poll_until(lambda: no_more_than(settled[-1]), f"threads and files to go down to {settled[-1]}")
+    check_that_morphs_leave_nothing(crew, NAMES)
 
 
 FAST_JOB = """

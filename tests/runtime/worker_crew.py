@@ -18,7 +18,7 @@ from manager.controller.shape.placement import choose_sources, place, share_unit
 from manager.controller.state.config import units_by_stage
 from manager.engine.run.job_code import collect, pack
 from morph.contract.checkpoint import Manifest, UnitFile
-from morph.contract.cluster import RingSetting
+from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.faults import Fault
 from morph.contract.messages import (
     CommitOrder,
@@ -37,8 +37,7 @@ from morph.contract.salvage import counted_in
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.pre_copy.lane import PreCopyLane
 from morph.runtime.pre_copy.wire import Frame
-from tests.device.fake_device import FakeDevice, Ticking
-from tests.device.fake_nccl import FakeNccl
+from tests.device.worker_device import HERE, use_fake_device
 from tests.system.harness import TinyJob
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -60,36 +59,6 @@ class Footprint:
 
 def _fixed(exponent: int, _num_contributions: int) -> int:
     return exponent
-
-
-_FAKE_DEVICE: FakeDevice | None = None
-_FAKE_NCCL: FakeNccl | None = None
-
-
-def use_fake_device(nccl: str | None = None, kill_at: tuple[str, int] | None = None) -> None:
-    """From now on this process sends, receives and reduces as from a device, which completes its copies beside it.
-
-    ``nccl``: the device's uuid, where reductions stay on it; ``kill_at``: see ``FakeNccl``.
-    """
-    global _FAKE_DEVICE
-    from morph.runtime.device.links import StagedLink
-    from morph.runtime.device.staging import Staging
-    from morph.runtime.state import reducing
-    from morph.runtime.step import generation
-
-    _FAKE_DEVICE = FakeDevice()
-    staging = Staging(_FAKE_DEVICE)
-    Ticking(_FAKE_DEVICE)
-    generation.link_over = lambda carrier, _device, interrupt: StagedLink(carrier, staging, interrupt)
-    reducing.staging_for = lambda _device: staging
-    if nccl is not None:
-        from morph.runtime.device import nccl as by_nccl
-        from morph.runtime.device.rings import RingStream
-
-        global _FAKE_NCCL
-        _FAKE_NCCL = FakeNccl(_FAKE_DEVICE, nccl, kill_at)
-        chosen = _FAKE_NCCL, RingStream(_FAKE_DEVICE)
-        by_nccl.library_for = lambda _setting, _device: chosen
 
 
 def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
@@ -143,8 +112,9 @@ def _serve(orders: Connection, control: Connection) -> None:
             "arm": lambda faults, slow_s: _arm(workers[-1], faults, slow_s),
             "counted": lambda: getattr(workers[-1]._sums._running, "_num_counted", 0),
             "copied": lambda sender, step: _num_copied(workers[-1], sender, step),
-            "staged_bytes": lambda: 0 if _FAKE_DEVICE is None else _FAKE_DEVICE.copied_bytes,
-            "launches": lambda: [] if _FAKE_NCCL is None else _FAKE_NCCL.launches,
+            "ends": lambda: [type(one).__name__ for one in workers[-1]._generation.mailboxes.values()],  # type: ignore[union-attr]
+            "staged_bytes": lambda: 0 if HERE.device is None else HERE.device.copied_bytes,
+            "launches": lambda: [] if HERE.nccl is None else HERE.nccl.launches,
             "waiting": lambda: bool(workers[-1]._interrupt._condition._waiters),  # type: ignore[attr-defined]
         }
         while True:
@@ -265,6 +235,7 @@ class Crew:
         faults: tuple[Fault, ...] = (),
         device: Literal["cpu", "cuda"] = "cpu",
         rings: RingSetting = "gloo",
+        links: LinkSetting = "staged",
     ) -> None:
         """Begin anew with this job and checkpoint directory: no state, version 0."""
         code = pack(job_path, collect(job_path))
@@ -283,6 +254,7 @@ class Crew:
                 faults=faults,
                 device=device,
                 rings=rings,
+                links=links,
                 code=code,
             )
             member.send("setup", setup)

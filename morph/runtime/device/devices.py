@@ -6,6 +6,7 @@ What is enqueued on a stream runs in order, later; only an event says that it is
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -68,6 +69,26 @@ class Device(Protocol):
         """Host memory that the device copies from and to by itself.
 
         It is reused once it is let go and no copy uses it any more: asking costs nothing after the first step.
+        """
+
+
+class SharingDevice(Device, Protocol):
+    """A device whose memory other processes of the same machine can read."""
+
+    def shared(self, num_bytes: int) -> tuple[Tensor, bytes]:
+        """Device memory that another process can open, as bytes, and what it opens it by.
+
+        Raises:
+            RuntimeError: this device, or the way in which this process allocates, does not allow it.
+        """
+
+    def opened(self, handle: bytes) -> Tensor:
+        """Another process's memory, as bytes, to be read; it stays until it is let go, also if that process ends.
+
+        Letting it go may wait for the device: whoever holds it last is a thread that may be left behind.
+
+        Raises:
+            RuntimeError, OSError, ValueError: this process cannot open it, or the handle is none.
         """
 
 
@@ -191,3 +212,26 @@ class CudaDevice:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See ``Device.pinned``: torch's caching allocator is the ring of buffers."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def shared(self, num_bytes: int) -> tuple[Tensor, bytes]:
+        """See ``SharingDevice.shared``. torch keeps the memory for good if a process that opened it is killed."""
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.kind)
+        storage: Any = memory.untyped_storage()  # torch ships no types for it
+        _, handle, size, offset, counter, counter_at, _, _ = storage._share_cuda_()
+        return memory, _HANDLE.pack(size, offset, counter_at, len(handle), len(counter)) + handle + counter
+
+    def opened(self, handle: bytes) -> Tensor:
+        """See ``SharingDevice.opened``. It is mapped for this device, wherever it lies, and waits for no event."""
+        try:
+            size, offset, counter_at, *lengths = _HANDLE.unpack_from(handle)
+        except struct.error as error:
+            raise ValueError(f"{len(handle)} bytes are no handle") from error
+        end = _HANDLE.size + lengths[0]
+        memory, counter = handle[_HANDLE.size : end], handle[end : end + lengths[1]]
+        shared: Any = torch.UntypedStorage._new_shared_cuda  # torch ships no types for it
+        storage = shared(self.kind.index, memory, size, offset, counter, counter_at, b"", False)
+        return torch.empty(0, dtype=torch.uint8, device=self.kind).set_(storage, 0, (size,), (1,))
+
+
+_HANDLE = struct.Struct("<QQQHH")
+"""Size and offset in bytes, the number of torch's reference counter, and the lengths of the two names that follow."""

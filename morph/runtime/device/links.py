@@ -1,8 +1,9 @@
 """The seam for what travels between neighbours: ``send`` tensors, and ``receive`` some.
 
-Two implementations of a link, which every worker has one of for each direction to each neighbour, and one contract test
-for both: ``HostLink`` for tensors in host memory, and ``StagedLink`` for those of a device, whose copies to and from
-pinned memory go beside what the device computes. Both end up in a ``Carrier``, for host tensors. An abort of the
+Implementations of a link, which every worker has one of for each direction to each neighbour, and one contract test
+for all: ``HostLink`` for tensors in host memory, and ``StagedLink`` for those of a device, whose copies to and from
+pinned memory go beside what the device computes. Both end up in a ``Carrier``, for host tensors; mailboxes
+(``mailboxes.py``) are read from device to device, and a carrier has only numbers of theirs. An abort of the
 generation's ``Interrupt`` ends every wait.
 """
 
@@ -111,8 +112,7 @@ class StagedLink:
 
     def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
         """See ``Link.send``. The copy is within the device, so that what computes next waits for no host."""
-        own = [tensor.detach().contiguous() if lent else _copied(tensor) for tensor in tensors]
-        return Leaving(own, self._staging, self._carrier.transfer, self._interrupt)
+        return Leaving(own_of(tensors, lent=lent), self._staging, self._carrier.transfer, self._interrupt)
 
     def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
         """See ``Link.receive``."""
@@ -120,37 +120,33 @@ class StagedLink:
         return StagedArrival(hosts, [self._carrier.transfer(host) for host in hosts], self._staging)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+def own_of(tensors: Sequence[Tensor], *, lent: bool) -> list[Tensor]:
+    """Contiguous tensors of the same device that nobody changes: copies, except of what is ``lent``."""
+    found = [tensor.detach() for tensor in tensors]
+    return [tensor.contiguous() if lent else tensor.clone(memory_format=torch.contiguous_format) for tensor in found]
 
 
-class Leaving:
-    """Device tensors that are copied to the host, and whatever begins there with each copy, in this order."""
+class Begun:
+    """See ``Transfer``: what another thread begins, or fails to, when the device has come to it."""
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        staging: Staging,
-        begin: Callable[[Tensor], Transfer],
-        interrupt: Interrupt,
-    ) -> None:
-        self._begin, self._interrupt = begin, interrupt
+    def __init__(self, interrupt: Interrupt) -> None:
+        self._interrupt = interrupt
         self._begun: Several | None = None
         self._failure: Exception | None = None
-        staging.to_host(tensors, self._start, self._fail)
 
-    def _start(self, hosts: Sequence[Tensor]) -> None:
-        if not self._interrupt.over:
-            self._begun = Several([self._begin(host) for host in hosts])
-            self._interrupt.notify()
+    def begin(self, transfers: Sequence[Transfer]) -> None:
+        """It is over once these are."""
+        self._begun = Several(transfers)
+        self._interrupt.notify()
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Whoever asks for it is told this."""
         self._failure = error
         self._interrupt.notify()
 
     @property
     def done(self) -> bool:
-        """See ``Transfer.done``."""
+        """See ``Transfer.done``. Raises what it failed with."""
         if self._failure is not None:
             raise self._failure
         return self._begun is not None and self._begun.done
@@ -163,6 +159,25 @@ class Leaving:
     def wait(self, what: str, timeout_s: float | None = None) -> float:
         """See ``Transfer.wait``."""
         return self._interrupt.wait_for(lambda: self.done, what, timeout_s)
+
+
+class Leaving(Begun):
+    """Device tensors that are copied to the host, and whatever begins there with each copy, in this order."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        staging: Staging,
+        carry: Callable[[Tensor], Transfer],
+        interrupt: Interrupt,
+    ) -> None:
+        super().__init__(interrupt)
+        self._carry = carry
+        staging.to_host(tensors, self._start, self.fail)
+
+    def _start(self, hosts: Sequence[Tensor]) -> None:
+        if not self._interrupt.over:
+            self.begin([self._carry(host) for host in hosts])
 
 
 class StagedArrival(Several):

@@ -15,18 +15,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, PrefixStore, Store
 
+from morph.contract.base import Value
 from morph.runtime.device.devices import Device, Event, Stream
 from morph.runtime.device.ring_choice import DeviceFacts
 from morph.runtime.device.staging import EventThread
 from morph.runtime.groups.channels import GroupSpec, as_bytes, first_clause, ring_label
 from morph.runtime.groups.interrupt import Interrupt
 
+FactsT = TypeVar("FactsT", bound=Value)
 Communicator = Any
 """A ``ProcessGroupNCCL``, or what stands for one; torch ships no types for its collectives."""
 MEET_S = 0.01
@@ -240,8 +242,8 @@ class CommunicatorSet:
         self._library.abort([made])
 
 
-def told_facts(store: Store, rings: Sequence[GroupSpec], worker: str, facts: DeviceFacts) -> dict[str, DeviceFacts]:
-    """Tell the other members of a worker's rings of its device, and return what they tell; blocks until they have."""
+def told_facts(store: Store, groups: Sequence[GroupSpec], worker: str, facts: FactsT) -> dict[str, FactsT]:
+    """Tell the other members of a worker's groups of it, and return what they tell; blocks until they have."""
     store.set(worker, facts.model_dump_json())
-    members = sorted({member for ring in rings for member in ring.members})
-    return {member: DeviceFacts.model_validate_json(store.get(member)) for member in members}
+    members = sorted({member for group in groups for member in group.members})
+    return {member: type(facts).model_validate_json(store.get(member)) for member in members}

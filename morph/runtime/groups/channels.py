@@ -143,9 +143,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Channel:
-    """One direction between two workers: the root sends, the other receives, in order."""
+    """One direction between two workers: the root sends, the other receives, in order.
 
-    def __init__(self, group: Group, sender_rank: int, interrupt: Interrupt, label: str = "channel") -> None:
+    Two of them, one for each direction, may share a group whose two members begin their transfers in one order.
+    """
+
+    def __init__(
+        self, group: Group, sender_rank: int, interrupt: Interrupt, label: str = "channel", name: str = ""
+    ) -> None:
+        self.name = name
+        """Its group's, in its generation."""
         self._label = label
         self._group = group
         self._interrupt = interrupt
@@ -270,6 +277,8 @@ class GroupSet:
         self._groups: dict[str, tuple[GroupSpec, Group]] = {}
         self.device_rings: DeviceRings | None = None
         """Used in place of the gloo rings of the same names."""
+        self.at_clear: list[Callable[[], None]] = []
+        """Called before the groups are closed, by what uses them beside the training thread; returns at once."""
 
     def form(self, specs: Sequence[GroupSpec], worker: str, listen_host: str, open_store: Callable[[], Store]) -> None:
         """Form every group that ``worker`` belongs to, in the order given (the same on every worker).
@@ -319,14 +328,16 @@ class GroupSet:
         """Close every group: blocks for 10-100 ms, or until a broken operation times out."""
         if self.device_rings is not None:
             self.device_rings.close()
+        for end in self.at_clear:
+            end()
+        self.at_clear.clear()
         self._groups.clear()
 
     def channel(self, name: str, sender: str) -> Channel:
         """The channel over the two-member group ``name``."""
         spec, group = self._groups[name]
-        return Channel(
-            group, spec.members.index(sender), self._interrupt, f"{name} between {' and '.join(spec.members)}"
-        )
+        label = f"{name} between {' and '.join(spec.members)}"
+        return Channel(group, spec.members.index(sender), self._interrupt, label, name)
 
     def ring(self, name: str) -> Ring | None:
         """The ring ``name``; None when this worker is its only member."""

@@ -14,10 +14,14 @@ from morph.runtime.groups.channels import GroupSpec
 
 @dataclass(frozen=True)
 class Topology:
-    """Groups of one generation, in the global forming order, and each unit's reduction group."""
+    """Groups of one generation, in the global forming order, each unit's reduction group, and what joins stages.
+
+    ``edges`` are those of ``groups`` that stages send over, with the sender before the receiver.
+    """
 
     groups: tuple[GroupSpec, ...]
     unit_rings: dict[str, str]
+    edges: tuple[GroupSpec, ...] = ()
 
     @property
     def rings(self) -> tuple[GroupSpec, ...]:
@@ -71,10 +75,13 @@ def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
     """
     plan, slots, generation = order.plan, order.slots, order.generation
     groups = [GroupSpec(move_name(generation, *pair), pair) for pair in moves_of(order.sources, order.salvage)]
+    edges = []
     for replica in range(plan.num_replicas):
         for boundary in range(plan.pipeline_depth - 1):
             pair = (worker_at(slots, boundary, replica), worker_at(slots, boundary + 1, replica))
-            groups += [GroupSpec(edge_name(generation, replica, boundary, kind), pair) for kind in ("act", "grad")]
+            forth, back = (edge_name(generation, replica, boundary, kind) for kind in ("act", "grad"))
+            groups += [GroupSpec(forth, pair), GroupSpec(back, pair)]
+            edges += [GroupSpec(forth, pair), GroupSpec(back, pair[::-1])]
     rings: dict[str, GroupSpec] = {}
     unit_rings: dict[str, str] = {}
     for unit in units:
@@ -83,7 +90,7 @@ def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
         name = f"g{generation}/ring/{'+'.join(map(str, stages))}"
         rings.setdefault(name, GroupSpec(name, members))
         unit_rings[unit.id] = name
-    return Topology(groups=in_rounds((*groups, *rings.values())), unit_rings=unit_rings)
+    return Topology(groups=in_rounds((*groups, *rings.values())), unit_rings=unit_rings, edges=tuple(edges))
 
 
 def in_rounds(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:

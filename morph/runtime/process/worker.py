@@ -39,7 +39,7 @@ from morph.contract.messages import (
     WorkerReady,
     WorkerSetup,
 )
-from morph.runtime.device.nccl import communicators
+from morph.runtime.device.formed import form_on_devices
 from morph.runtime.following.known_sums import KnownSums
 from morph.runtime.following.lane import FollowLane
 from morph.runtime.groups.channels import Carrier, GroupSet, connect_store
@@ -257,10 +257,7 @@ class Worker:
     def _join(self, order: ReshapeOrder, layout: Topology, groups: GroupSet, start_s: float) -> Reshaped:
         setup, interrupt = self._setup, self._interrupt
         groups.form(layout.groups, setup.worker, setup.listen_host, self._open_store)
-        device = torch.device(setup.device)
-        groups.device_rings = communicators(
-            setup.rings, device, layout.rings, setup.worker, interrupt, self._open_store
-        )
+        links = form_on_devices(setup, layout, groups, interrupt, self._open_store)
         formed_s = time.perf_counter()
         self._faults.reach("transfer")
         context = MoveContext(
@@ -286,7 +283,9 @@ class Worker:
         at_version = {name: state for name, state in self._held.items() if state.version == order.version}
         self._held = {**at_version, **units}
         self._following.begin(order, at_version)
-        self._generation = Generation(order, slot_of(order.slots, setup.worker), layout, groups, interrupt, units)
+        self._generation = Generation(
+            order, slot_of(order.slots, setup.worker), layout, groups, interrupt, units, links
+        )
         return Reshaped(
             worker=setup.worker,
             generation=order.generation,

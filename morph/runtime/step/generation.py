@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from morph.contract.plan import Plan
 from morph.contract.salvage import Salvage, share_in
 from morph.contract.timeline import StepTimeline
 from morph.cutting.sections.section import BoundaryTensor, CutModel
-from morph.runtime.device.links import link_over
+from morph.runtime.device.links import Link, link_over
 from morph.runtime.groups.channels import Channel, GroupSet, Ring
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.groups.topology import Topology, edge_name, worker_at
@@ -30,6 +30,8 @@ class Generation:
     groups: GroupSet
     interrupt: Interrupt
     units: dict[str, UnitState]
+    mailboxes: Mapping[str, Link] = field(default_factory=dict)
+    """By the names of the channels that they are used in place of."""
 
     @property
     def plan(self) -> Plan:
@@ -43,7 +45,8 @@ class Generation:
     def neighbours(self, device: torch.device) -> Neighbours:
         """Links for a device's tensors to the stages before and behind this worker's."""
         activations_in, gradients_out, activations_out, gradients_in = (
-            None if channel is None else link_over(channel, device, self.interrupt) for channel in self.edges()
+            None if channel is None else self.mailboxes.get(channel.name) or link_over(channel, device, self.interrupt)
+            for channel in self.edges()
         )
         return Neighbours(activations_in, gradients_out, activations_out, gradients_in)
 

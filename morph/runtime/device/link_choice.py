@@ -1,0 +1,179 @@
+"""Which links go by mailboxes, which both ends of each agree on when a generation is formed.
+
+Workers tell each other where they are, by the rendezvous store; the sender of each edge within a machine tells what its
+mailbox is opened by, or why it has none, and the receiver whether it could open it. All of it is text, and checked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from morph.contract.base import Value
+from morph.contract.cluster import LinkSetting
+from morph.contract.errors import ConfigError
+from morph.contract.messages import WorkerSetup
+from morph.runtime.device.devices import CudaDevice
+from morph.runtime.device.links import Link
+from morph.runtime.device.mailboxes import LinkEnd, Mailbox, MailRoom, ReceivingEnd, SendingEnd
+from morph.runtime.device.rings import told_facts
+from morph.runtime.groups.channels import Channel, GroupSet, GroupSpec, first_clause
+from morph.runtime.groups.interrupt import Interrupt
+
+log = logging.getLogger(__name__)
+
+
+class Place(Value):
+    """What a worker says of where it is; memory can be shared between workers of one ``machine``."""
+
+    machine: str
+
+
+class Offer(Value):
+    """A sender's mailbox: the hex digits of what it is opened by, and its slots. ``refused``: why there is none.
+
+    Its receiver answers with one without a handle; where ``refused`` is empty, it has opened the mailbox.
+    """
+
+    handle: str = ""
+    num_slots: int = Field(default=0, ge=0)
+    slot_bytes: int = Field(default=0, ge=0)
+    refused: str = ""
+
+
+def this_machine() -> str:
+    """The machine as it was started, and the namespace within which its processes share memory."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/ipc').readlink()}"
+
+
+def edges_within(edges: Sequence[GroupSpec], places: Mapping[str, Place]) -> tuple[GroupSpec, ...]:
+    """The edges whose ends are on one machine, in their order. Pure; both ends come to the same answer."""
+    return tuple(edge for edge in edges if len({places[member].machine for member in edge.members}) == 1)
+
+
+def room_for(setting: LinkSetting, device: torch.device) -> MailRoom | None:
+    """The mailboxes of a device of this process; None where tensors go through the host."""
+    return None if setting == "staged" or device.type == "cpu" else _room(device)
+
+
+def mailboxes(
+    setup: WorkerSetup,
+    edges: Sequence[GroupSpec],
+    groups: GroupSet,
+    interrupt: Interrupt,
+    open_store: Callable[[], Store],
+) -> dict[str, Link]:
+    """Form the links of a worker that go by mailboxes, by the names of their groups; the others are staged.
+
+    Args:
+        setup: The worker's.
+        edges: All of a generation, the sender before the receiver.
+        groups: The generation's, which have a group for each edge.
+        interrupt: The generation's.
+        open_store: Connects to the rendezvous store.
+
+    Raises:
+        ConfigError: the setting is ``ipc``, and an edge within a machine cannot.
+        GenerationAborted, PeerLost, WaitTimeout: as ``Interrupt.call``.
+    """
+    worker = setup.worker
+    mine = [edge for edge in edges if worker in edge.members]
+    room = room_for(setup.links, torch.device(setup.device)) if mine else None
+    if room is None:
+        return {}
+    forming = Forming(room, mine, worker, groups, interrupt)
+
+    def formed() -> dict[str, Link]:
+        try:
+            return forming.links(open_store)
+        except RuntimeError as error:  # the store's
+            interrupt.lose(f"forming mailboxes: {first_clause(error)}")
+            return {}
+
+    links = interrupt.call(formed, "the mailboxes of neighbours")
+    for refused in forming.refused:
+        if setup.links == "ipc":
+            raise ConfigError(f"cannot be used: {refused}", field="vms.links", value="ipc", allowed="auto or staged")
+        _say_once(f"tensors go through host memory: {refused}")
+    return links
+
+
+@dataclass
+class Forming:
+    """The forming of one worker's links in one generation; see ``mailboxes``.
+
+    ``refused`` says of each edge within the machine that is staged all the same why that is.
+    """
+
+    room: MailRoom
+    edges: Sequence[GroupSpec]
+    worker: str
+    groups: GroupSet
+    interrupt: Interrupt
+    refused: list[str] = field(default_factory=list)
+
+    def links(self, open_store: Callable[[], Store]) -> dict[str, Link]:
+        """Tell and hear what there is; blocks until the neighbours have told. Raises RuntimeError as the store."""
+        store = PrefixStore(f"g{self.interrupt.generation}/links", open_store())
+        places = told_facts(store, self.edges, self.worker, Place(machine=this_machine()))
+        near = edges_within(self.edges, places)
+        out = [edge for edge in near if edge.members[0] == self.worker]
+        boxes = [self._offer(store, edge, index) for index, edge in enumerate(out)]
+        found = {edge.name: self._open(store, edge) for edge in near if edge.members[1] == self.worker}
+        found |= {edge.name: self._heard(store, edge, box) for edge, box in zip(out, boxes, strict=True)}
+        ends = {name: end for name, end in found.items() if end is not None}
+        self.groups.at_clear += [end.close for end in ends.values()]
+        return dict(ends)
+
+    def _offer(self, store: Store, edge: GroupSpec, index: int) -> Mailbox | None:
+        box = None
+        try:
+            box = self.room.box(index)
+            offer = Offer(handle=box.handle.hex(), num_slots=box.num_slots, slot_bytes=box.slot_bytes)
+        except RuntimeError as error:
+            offer = Offer(refused=f"{self.worker} cannot share its device's memory: {first_clause(error)}")
+        store.set(f"{edge.name}/offer", offer.model_dump_json())
+        return box
+
+    def _open(self, store: Store, edge: GroupSpec) -> LinkEnd[Any] | None:
+        offer, end = Offer.model_validate_json(store.get(f"{edge.name}/offer")), None
+        refused = offer.refused
+        if not refused:
+            try:
+                with self.room.reading.computing():
+                    memory = self.room.device.opened(bytes.fromhex(offer.handle))
+                slots = memory.view(offer.num_slots, offer.slot_bytes)
+                end = ReceivingEnd(slots, self.room, *self._carriers(edge), self.interrupt)
+            except (RuntimeError, OSError, ValueError) as error:
+                refused = f"{self.worker} cannot open {edge.members[0]}'s memory: {first_clause(error)}"
+        self.refused += [refused] if refused else []
+        store.set(f"{edge.name}/answer", Offer(refused=refused).model_dump_json())
+        return end
+
+    def _heard(self, store: Store, edge: GroupSpec, box: Mailbox | None) -> LinkEnd[Any] | None:
+        refused = Offer.model_validate_json(store.get(f"{edge.name}/answer")).refused
+        self.refused += [refused] if refused else []
+        return None if box is None or refused else SendingEnd(box, *self._carriers(edge), self.interrupt)
+
+    def _carriers(self, edge: GroupSpec) -> tuple[Channel, Channel]:
+        """From the sender to the receiver, and back."""
+        sender, receiver = edge.members
+        return self.groups.channel(edge.name, sender), self.groups.channel(edge.name, receiver)
+
+
+@cache
+def _room(device: torch.device) -> MailRoom:
+    return MailRoom(CudaDevice(device))
+
+
+@cache
+def _say_once(text: str) -> None:
+    log.warning(text)

@@ -1,0 +1,278 @@
+"""Links over mailboxes: slots in the sender's device memory, which the receiver, on the same machine, opens and reads.
+
+The sender copies a piece of a message into a free slot, waits for that copy's event, and tells the receiver its number
+over the carrier. The receiver copies the piece to where it is used, waits for that copy's event, and tells its number
+back, which frees the slot. So each end waits for its own device alone, and no device waits for another process: a peer
+that is killed leaves nothing on a stream. Nobody writes into another process's memory, so what comes too late, from an
+aborted generation, writes into no memory that is used for something else.
+
+The two directions share the carrier's group, so both ends begin the same transfers in one order: piece n, then the
+answer to piece n - ``num_slots`` + 1. At rest nothing is under way.
+
+A slot ring belongs to its process for good (``MailRoom``), so that morphs neither allocate nor export anything; each
+generation's link takes it over from the last one's, and what that one still wants to copy is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from morph.contract.errors import GenerationAborted
+from morph.runtime.device.devices import Device, Event, SharingDevice
+from morph.runtime.device.links import Arrival, Begun, TensorSpec, own_of
+from morph.runtime.groups.channels import Carrier, Transfer, as_bytes
+from morph.runtime.groups.interrupt import Interrupt
+
+NUM_SLOTS = 4
+SLOT_BYTES = 8 << 20
+"""A larger tensor goes in pieces."""
+
+
+class Mailbox:
+    """A ring of slots of one process, for the life of the process; one link at a time fills it."""
+
+    def __init__(self, device: SharingDevice, num_slots: int, slot_bytes: int) -> None:
+        self.device, self.num_slots, self.slot_bytes = device, num_slots, slot_bytes
+        memory, self.handle = device.shared(num_slots * slot_bytes)
+        self._slots = memory.view(num_slots, slot_bytes)
+        self._stream = device.stream()
+        self._taken: tuple[int, object] = -1, None
+        self._lock = threading.Lock()
+
+    def take(self, generation: int, owner: object) -> None:
+        """Nobody but ``owner`` fills it from now on, unless a later generation has taken it."""
+        with self._lock:
+            if generation >= self._taken[0]:
+                self._taken = generation, owner
+
+    def fill(self, owner: object, number: int, piece: Tensor, ready: Event) -> Event:
+        """Enqueue the copy of piece ``number`` (bytes) behind ``ready``; returns at once, with the event after.
+
+        Raises:
+            GenerationAborted: a later generation has taken it.
+        """
+        with self._lock:
+            if owner is not self._taken[1]:
+                raise GenerationAborted("a later generation has its mailbox")
+            self._stream.wait(ready)
+            self._stream.copy(self._slots[number % self.num_slots, : len(piece)], piece)
+            return self._stream.record()
+
+
+class MailRoom:
+    """The mailboxes of one device of this process: those it fills, and a stream on which it reads those of others."""
+
+    def __init__(self, device: SharingDevice, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
+        self.device, self._size = device, (num_slots, slot_bytes)
+        self.reading = device.stream()
+        self._boxes: list[Mailbox] = []
+
+    def box(self, index: int) -> Mailbox:
+        """The mailbox for the n-th direction in which this worker sends. Raises RuntimeError as ``shared``."""
+        while index >= len(self._boxes):
+            self._boxes.append(Mailbox(self.device, *self._size))
+        return self._boxes[index]
+
+
+_LEFT: list[object] = []
+"""Mailboxes that were opened on a device that was lost since."""
+
+
+AskedT = TypeVar("AskedT", bound=Begun)
+
+
+class LinkEnd(Generic[AskedT]):
+    """See ``Link``: one end, which sends or receives. A thread of its own does what it is asked for, until ``close``.
+
+    The thread waits for the peer through the generation's ``Interrupt``, and for the device without a bound: where that
+    hangs the thread is left behind, and goes on when what the device hangs in is aborted.
+    """
+
+    def __init__(self, forth: Carrier, back: Carrier, interrupt: Interrupt) -> None:
+        self._forth, self._back, self._interrupt = forth, back, interrupt
+        self._asked: SimpleQueue[AskedT | None] = SimpleQueue()
+        self._number = 0
+        """Of the next piece."""
+        interrupt.at_end(self.close)
+        threading.Thread(target=self._follow, name="morph-mailbox", daemon=True).start()
+
+    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
+        """See ``Link.send``."""
+        raise NotImplementedError
+
+    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
+        """See ``Link.receive``."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let the thread end behind what was asked for; returns at once."""
+        self._asked.put(None)
+
+    def _follow(self) -> None:
+        failure: Exception | None = None
+        while (asked := self._asked.get()) is not None:
+            try:
+                if failure is None:
+                    self._carry(asked)
+            except Exception as error:  # whoever waits for it is told
+                failure = error
+                traceback.clear_frames(error.__traceback__)  # they hold slots of a peer, and are kept with the error
+            if failure is not None:
+                asked.fail(failure)
+            del asked
+        self._let_go()
+        del self._forth, self._back  # with them the group, which nobody else may hold any more
+
+    def _carry(self, asked: AskedT) -> None:
+        raise NotImplementedError
+
+    def _let_go(self) -> None:
+        """What the thread does last."""
+
+
+def _number(number: int) -> Tensor:
+    return torch.tensor([number], dtype=torch.int64)
+
+
+def _pieces(tensors: Sequence[Tensor], slot_bytes: int) -> Iterator[Tensor]:
+    for tensor in tensors:
+        if tensor.numel():
+            flat = as_bytes(tensor)
+            yield from (flat[start : start + slot_bytes] for start in range(0, len(flat), slot_bytes))
+
+
+class _Message(Begun):
+    """A message that is to leave: its tensors, once the device has come to ``ready``."""
+
+    def __init__(self, tensors: Sequence[Tensor], ready: Event, interrupt: Interrupt) -> None:
+        super().__init__(interrupt)
+        self.tensors, self.ready = tensors, ready
+
+
+class SendingEnd(LinkEnd[_Message]):
+    """See ``Link``: of a worker that fills its mailbox. ``forth``: to the receiver."""
+
+    def __init__(self, box: Mailbox, forth: Carrier, back: Carrier, interrupt: Interrupt) -> None:
+        self._box = box
+        self._answer: tuple[Tensor, Transfer] | None = None
+        box.take(interrupt.generation, self)
+        super().__init__(forth, back, interrupt)
+
+    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
+        """See ``Link.send``."""
+        message = _Message(own_of(tensors, lent=lent), self._box.device.current.record(), self._interrupt)
+        self._asked.put(message)
+        return message
+
+    def _carry(self, asked: _Message) -> None:
+        told = []
+        for piece in _pieces(asked.tensors, self._box.slot_bytes):
+            self._await_slot()
+            self._interrupt.check()
+            self._box.fill(self, self._number, piece, asked.ready).wait()
+            self._interrupt.check()
+            told.append(self._forth.transfer(_number(self._number)))
+            self._number += 1
+            if self._number >= self._box.num_slots:
+                answer = torch.zeros(1, dtype=torch.int64)
+                self._answer = answer, self._back.transfer(answer)
+        asked.tensors = ()
+        asked.begin(told)
+
+    def _await_slot(self) -> None:
+        """Wait until the slot of the next piece is free."""
+        if self._answer is not None:
+            answer, transfer = self._answer
+            transfer.wait("a mailbox to be read")
+            assert int(answer) == self._number - self._box.num_slots
+            self._answer = None
+
+
+class _Read(Begun):
+    """See ``Arrival``: tensors that are read from a peer's mailbox."""
+
+    def __init__(self, specs: Sequence[TensorSpec], device: Device, interrupt: Interrupt) -> None:
+        super().__init__(interrupt)
+        self.specs, self._device = specs, device
+        self._read: tuple[tuple[Tensor, ...], Event] | None = None
+
+    def arrive(self, tensors: tuple[Tensor, ...], event: Event, told: Sequence[Transfer]) -> None:
+        """They are there once the device has come to ``event``."""
+        self._read = tensors, event
+        self.begin(told)
+
+    def take(self) -> tuple[Tensor, ...]:
+        """See ``Arrival.take``."""
+        assert self.done
+        assert self._read is not None
+        tensors, event = self._read
+        current = self._device.current
+        current.wait(event)
+        for tensor in tensors:
+            current.use(tensor)
+        return tensors
+
+
+class ReceivingEnd(LinkEnd[_Read]):
+    """See ``Link``: of a worker that reads its peer's mailbox. ``forth``: from the sender.
+
+    ``slots`` is the peer's memory, a row for each slot; nobody else keeps it, so that the end's thread lets go of it.
+    """
+
+    def __init__(self, slots: Tensor, room: MailRoom, forth: Carrier, back: Carrier, interrupt: Interrupt) -> None:
+        self._slots: Tensor | None = slots
+        self._num_slots, self._slot_bytes = slots.shape
+        self._device, self._stream = room.device, room.reading
+        self._unanswered: deque[tuple[Event, Tensor]] = deque()
+        """The event behind each copy out of a slot, and the slot."""
+        super().__init__(forth, back, interrupt)
+
+    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
+        """See ``Link.receive``."""
+        arrival = _Read(specs, self._device, self._interrupt)
+        self._asked.put(arrival)
+        return arrival
+
+    def _carry(self, asked: _Read) -> None:
+        assert self._slots is not None
+        tensors = tuple(self._stream.empty(spec.shape, spec.dtype) for spec in asked.specs)
+        told = []
+        for piece in _pieces(tensors, self._slot_bytes):
+            self._answer()
+            number = torch.zeros(1, dtype=torch.int64)
+            told.append(self._forth.transfer(number))
+            told[-1].wait("a mailbox to be filled")
+            assert int(number) == self._number
+            slot = self._slots[self._number % self._num_slots, : len(piece)]
+            self._stream.copy(piece, slot)
+            self._unanswered.append((self._stream.record(), slot))
+            self._number += 1
+        asked.arrive(tensors, self._stream.record(), told)
+        self._answer()
+
+    def _answer(self) -> None:
+        """Free the oldest slot where that is due."""
+        if len(self._unanswered) == self._num_slots:
+            self._unanswered[0][0].wait()
+            self._unanswered.popleft()
+            self._interrupt.check()
+            self._back.transfer(_number(self._number - self._num_slots))
+
+    def _let_go(self) -> None:
+        """Let go of the mailbox once the device reads it no more; that waits for this stream, and ends the mapping."""
+        try:
+            if self._unanswered:
+                self._unanswered[-1][0].wait()
+        except Exception:  # the device is lost: it is not touched
+            _LEFT.append(self._slots)
+        self._unanswered.clear()
+        with self._stream.computing():
+            self._slots = None

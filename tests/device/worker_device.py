@@ -1,0 +1,52 @@
+"""A worker's process that takes a fake device for its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.device.fake_device import FakeDevice, Ticking
+from tests.device.fake_mailboxes import FakeMailRoom
+from tests.device.fake_nccl import FakeNccl
+
+
+@dataclass
+class WorkerDevice:
+    """What this process has of fakes."""
+
+    device: FakeDevice | None = None
+    nccl: FakeNccl | None = None
+
+
+HERE = WorkerDevice()
+
+
+def use_fake_device(
+    nccl: str | None = None, kill_at: tuple[str, int] | None = None, boxes: FakeMailRoom | None = None
+) -> None:
+    """From now on this process sends, receives and reduces as from a device, which completes its copies beside it.
+
+    ``nccl``: the device's uuid, where reductions stay on it; ``kill_at``: see ``FakeNccl``. ``boxes``: those of the
+    device, where tensors are to stay on devices between stages.
+    """
+    from morph.runtime.device.links import StagedLink
+    from morph.runtime.device.staging import Staging
+    from morph.runtime.state import reducing
+    from morph.runtime.step import generation
+
+    HERE.device = device = FakeDevice()
+    staging = Staging(device)
+    Ticking(device)
+    generation.link_over = lambda carrier, _device, interrupt: StagedLink(carrier, staging, interrupt)
+    reducing.staging_for = lambda _device: staging
+    if boxes is not None:
+        from morph.runtime.device import link_choice
+
+        room = boxes.opened_on(device)
+        link_choice.room_for = lambda setting, _device: None if setting == "staged" else room
+    if nccl is not None:
+        from morph.runtime.device import nccl as by_nccl
+        from morph.runtime.device.rings import RingStream
+
+        HERE.nccl = FakeNccl(device, nccl, kill_at)
+        chosen = HERE.nccl, RingStream(device)
+        by_nccl.library_for = lambda _setting, _device: chosen
