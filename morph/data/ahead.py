@@ -82,8 +82,8 @@ class DataWorkers:
         """Say what samples look like. Torch's setting of deterministic kernels becomes theirs."""
         entries = {key: (str(value.dtype).removeprefix("torch."), tuple(value.shape)) for key, value in sample.items()}
         self._slots = Slots(micro_batch_size, entries)
-        for reader in self._readers:
-            reader.begin(self._slots)
+        for reader in tuple(self._readers):
+            self._begin(reader, self._slots)
 
     def expect(self, batches: Iterable[Batch], samples_of: SamplesOf, over: Callable[[], bool]) -> None:
         """Read these micro-batches, in this order, and forget what was expected before.
@@ -127,7 +127,14 @@ class DataWorkers:
             return
         self._readers.append(reader)
         if self._slots is not None:
-            reader.begin(self._slots)
+            self._begin(reader, self._slots)
+
+    def _begin(self, reader: _Reader, slots: Slots) -> None:
+        try:
+            reader.begin(slots)
+        except OSError as error:
+            log.warning("a data worker gets no memory: %s", error)
+            self._end(reader)
 
     def _look_through(self) -> None:
         """See what is wanted and asked of nobody."""
@@ -229,15 +236,20 @@ class _Reader:
         return 0 if self._slots is None else int(self._slots.num_read(self._memory))
 
     def begin(self, slots: Slots) -> None:
-        """Say how it is to lay out what it reads."""
+        """Say how it is to lay out what it reads.
+
+        Raises:
+            OSError: there is no memory for that.
+        """
         os.ftruncate(self._memory_fd, slots.num_bytes)
-        self._slots, self._memory = (
-            slots,
-            torch.frombuffer(mmap.mmap(self._memory_fd, slots.num_bytes), dtype=torch.uint8),
-        )
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        shared = mmap.mmap(self._memory_fd, slots.num_bytes)
+        self._slots, self._memory = slots, torch.frombuffer(shared, dtype=torch.uint8)
         self._say(
-            {"micro_batch_size": slots.micro_batch_size, "entries": slots.entries, "deterministic": deterministic}
+            {
+                "micro_batch_size": slots.micro_batch_size,
+                "entries": slots.entries,
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+            }
         )
 
     def has(self, batch: Batch) -> bool:

@@ -131,7 +131,8 @@ class JobWorkload:
         """See ``Workload.executor``."""
         assert current.slot is not None
         plan = current.plan.stages[current.slot.stage]
-        self._expect(current, order)
+        if self._data_workers is not None:
+            self._expect(current, order)
         stage = Stage(
             self._run_model,
             plan.sections,
