@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from morph.contract.job_file import DataFacts
+from morph.contract.job_file import DataFacts, JobFacts
 from morph.data.slots import NUM_SLOTS, Slots
 from morph.job_files import held
 
@@ -47,7 +47,7 @@ class DataWorkers:
     Args:
         count: How many.
         job_path: path/to/file.py:name, which each of them loads.
-        known: What its data set must show; None: not compared.
+        known: What their data sets must show, by the job's fields.
         pinned: Micro-batches go to pinned memory.
         patience_s: See ``PATIENCE_S``.
     """
@@ -56,12 +56,12 @@ class DataWorkers:
         self,
         count: int,
         job_path: str,
-        known: DataFacts | None = None,
         *,
+        known: Mapping[str, DataFacts] | None = None,
         pinned: bool = False,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self._setup = _setup_message(job_path, known)
+        self._setup = _setup_message(job_path, known or {})
         self._pinned, self._patience_s = pinned, patience_s
         self._readers: list[_Reader] = []
         self._slots: Slots | None = None
@@ -306,7 +306,7 @@ def _end_all(readers: list[_Reader], pid: int) -> None:
         readers.pop().end()
 
 
-def _setup_message(job_path: str, known: DataFacts | None) -> bytes:
+def _setup_message(job_path: str, known: Mapping[str, DataFacts]) -> bytes:
     """What a data worker needs to load the job as this process did."""
     files = held(Path(job_path.rpartition(":")[0]))
     return json.dumps({
@@ -316,5 +316,5 @@ def _setup_message(job_path: str, known: DataFacts | None) -> bytes:
         "growing": files is not None and files.growing,
         "path": sys.path,
         "num_threads": torch.get_num_threads(),
-        "known": None if known is None else known.model_dump(mode="json"),
+        "known": JobFacts(data=dict(known)).model_dump(mode="json"),
     }).encode()  # fmt: skip

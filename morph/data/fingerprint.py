@@ -20,18 +20,14 @@ def data_facts(job: Job) -> dict[str, DataFacts]:
     Raises:
         JobError: a sample that is none.
     """
-    found = {"dataset": facts_of(data_of(job), job.seed)}
+    found = {"dataset": _facts(data_of(job), job.seed)}
     if job.eval_data is not None:
-        found["eval_data"] = facts_of(data_of(job, "eval_data"), job.seed)
+        found["eval_data"] = _facts(data_of(job, "eval_data"), job.seed)
     return found
 
 
-def facts_of(dataset: MapDataset, seed: int) -> DataFacts:
-    """Look at one data set: its length, and samples spread evenly from the first to the last.
-
-    Raises:
-        JobError: a sample that is none.
-    """
+def _facts(dataset: MapDataset, seed: int) -> DataFacts:
+    """Length, and samples spread evenly from the first to the last."""
     length = len(dataset)
     indices = sorted({place * (length - 1) // (NUM_SAMPLED - 1) for place in range(NUM_SAMPLED)}) if length else []
     samples = zip(indices, read_samples(dataset, seed, [(0, index) for index in indices]), strict=True)

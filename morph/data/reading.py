@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from morph.contract.job_file import DataFacts, JobFacts, require_same
+from morph.contract.job_file import JobFacts, require_same
 from morph.data.evaluation import EPOCH
-from morph.data.fingerprint import facts_of
+from morph.data.fingerprint import data_facts
 from morph.data.loader import data_of, read_samples, require_alike, stack_entry
 from morph.data.slots import Slots
 from morph.job import Job, load_job
@@ -67,7 +67,7 @@ def _tell(line: Connection, message: Message) -> None:
 
 
 def _load(setup: Message) -> Job:
-    """Load the job as the worker did, and build its data set.
+    """Load the job as the worker did, and build its data sets.
 
     Raises:
         JobError: a job that cannot be loaded, or data that is not what the run began with.
@@ -78,11 +78,10 @@ def _load(setup: Message) -> Job:
         files = {name: content.encode("latin-1") for name, content in setup["files"].items()}
         JobFiles(Path(setup["folder"]), files, growing=setup["growing"]).install()
     job = load_job(setup["job_path"])
-    dataset = data_of(job)
-    if setup["known"] is not None:
-        known = DataFacts.model_validate(setup["known"])
-        found = facts_of(dataset, job.seed)
-        require_same(JobFacts(data={"dataset": found}), JobFacts(data={"dataset": known}), setup["job_path"])
+    data_of(job)
+    known = JobFacts.model_validate(setup["known"])
+    if known.data:
+        require_same(JobFacts(data=data_facts(job)), known, setup["job_path"])
     return job
 
 

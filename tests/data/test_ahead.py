@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.contract.job_file import DataFacts
 from morph.data import DataWorkers, MicroBatchLoader
 from morph.data.evaluation import EvaluationLoader
-from morph.data.fingerprint import facts_of
+from morph.data.fingerprint import data_facts
 from morph.job import load_job
 from tests.data import read_jobs
 from tests.data.read_jobs import BROKEN, Drawn
@@ -117,6 +116,14 @@ def test_what_was_wrongly_expected_is_forgotten_and_what_was_not_is_read_here(dr
     drawn.expect([])
     drawn.same(101, 0)
     assert drawn.dataset.num_reads == 2 * M
+
+
+def test_a_step_that_is_run_again_is_read_again_or_remembered(drawn: Reading) -> None:
+    for places in (step_of(40), step_of(40), [(40, 1)], step_of(41) + step_of(40), step_of(40)):
+        drawn.expect(places)
+        for place in places:
+            drawn.same(*place)
+    assert drawn.dataset.num_reads == 0
 
 
 def test_an_entry_that_was_not_expected_is_read_here(drawn: Reading) -> None:
@@ -220,12 +227,11 @@ def test_an_error_in_a_sample_is_the_loaders_own(job: str, kind: type[Exception]
 
 
 def test_a_data_worker_that_finds_other_data_is_not_used() -> None:
-    known = facts_of(read_jobs.Elsewhere(), 3)
-    with reading("elsewhere", 1, known=known) as found:
+    with reading("elsewhere", 1, known=data_facts(read_jobs.elsewhere)) as found:
         assert found.workers.pids == ()
         found.expect(step_of(0), ["x"])
         found.same(0, 0, ["x"])
-    with reading("drawn", 1, known=DataFacts.model_validate(facts_of(Drawn(), 3))) as found:
+    with reading("evaluated", 1, known=data_facts(read_jobs.evaluated)) as found:
         assert found.workers.pids
 
 

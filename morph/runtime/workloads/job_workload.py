@@ -191,8 +191,8 @@ class JobWorkload:
 
     def _start_data_workers(self, setup: WorkerSetup) -> DataWorkers:
         """Start them as soon as the job is known: what they import and build takes as long as the rest of a setup."""
-        known = setup.known_by.data.get("dataset")
-        return DataWorkers(self._job.data_workers, setup.job_path, known, pinned=self._device.type != "cpu")
+        pinned = self._device.type != "cpu"
+        return DataWorkers(self._job.data_workers, setup.job_path, known=setup.known_by.data, pinned=pinned)
 
     def _expect(self, current: Generation, order: StepOrder) -> None:
         """Have this step's micro-batches read ahead, and those of the next step, if that comes in this shape."""
