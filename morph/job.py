@@ -31,6 +31,7 @@ Accumulation = Literal["exact", "fast"]
 Precision = Literal["fp32", "bf16", "fp16"]
 OptimizerDevice = Literal["same", "cpu"]
 Boundary = Literal["same", "bf16"]
+MOST_DATA_WORKERS = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -96,6 +97,8 @@ class Job:
         loss_scaling: Dynamic loss scaling; None: none, but for ``fp16``, which then has its defaults.
         compile: Sections are compiled by torch.compile.
         optimizer_device: ``cpu`` keeps the optimizer's state and its step in host memory.
+        data_workers: Processes beside each worker that read its next micro-batches while it computes: ``num_workers``
+            of torch's DataLoader; each builds the data set for itself. 0: the worker reads them between its tasks.
         eval_data: Builds the data set to evaluate on.
         eval_every_steps: Evaluate whenever so many steps were applied.
         eval_samples: How many of its first samples to take; None: as many whole micro-batches as there are.
@@ -125,6 +128,7 @@ class Job:
     loss_scaling: LossScaling | None = None
     compile: bool = False
     optimizer_device: OptimizerDevice = "same"
+    data_workers: int = 0
     eval_data: Callable[[], MapDataset] | None = None
     eval_every_steps: int | None = None
     eval_samples: int | None = None
@@ -181,6 +185,8 @@ class Job:
         _require(scaling is None or isinstance(scaling, LossScaling), "loss_scaling", scaling, allowed)
         where = self.optimizer_device
         _require(where in get_args(OptimizerDevice), "optimizer_device", where, "'same' or 'cpu'")
+        few = _is_int(self.data_workers) and 0 <= self.data_workers <= MOST_DATA_WORKERS
+        _require(few, "data_workers", self.data_workers, f"a whole number from 0 to {MOST_DATA_WORKERS}")
 
     def _check_evaluation(self) -> None:
         data, every, samples = self.eval_data, self.eval_every_steps, self.eval_samples

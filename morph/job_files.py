@@ -36,7 +36,7 @@ class JobFiles:
     def __init__(self, folder: Path, files: Mapping[str, bytes], *, growing: bool = False) -> None:
         self.folder = folder
         self.files = dict(files)
-        self._growing = growing
+        self.growing = growing
         self._known: dict[str, str | None] = {}
         self._real_folders: dict[str, str] = {}
 
@@ -111,7 +111,7 @@ class JobFiles:
         if spec is None or spec.origin is None or (inside := self.inside(spec.origin)) is None:
             return spec
         content = Path(spec.origin).read_bytes()
-        if self._growing:
+        if self.growing:
             self.files[inside] = content
         elif self.files.get(inside) != content:
             raise ImportError(f"{spec.origin} is not what the run began with", name=fullname, path=spec.origin)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from morph.contract.errors import JobError
+from morph.data.ahead import DataWorkers
 from morph.data.loader import check_map_style, read_samples, require_alike, stack_entry
 from morph.job import MapDataset
 
-_EPOCH = -1
+EPOCH = -1
 """Not one of training's; every evaluation draws alike, so that they can be compared."""
 
 
@@ -23,6 +24,7 @@ class EvaluationLoader:
         training_sample: What samples must look like, for sections were made for that.
         micro_batch_size: m.
         num_samples: How many samples to take at most; None: all.
+        ahead: Reads what is expected.
 
     Raises:
         JobError: too few samples, or a first sample that differs from those of training.
@@ -35,6 +37,7 @@ class EvaluationLoader:
         training_sample: Mapping[str, Tensor],
         micro_batch_size: int,
         num_samples: int | None,
+        ahead: DataWorkers | None = None,
     ) -> None:
         available = check_map_style(dataset, "eval_data")
         self.num_micro_batches = min(available, num_samples or available) // micro_batch_size
@@ -49,7 +52,17 @@ class EvaluationLoader:
         self._seed = seed
         self._micro_batch_size = micro_batch_size
         self._training_sample = training_sample
+        self._ahead = ahead
+        self._expected: tuple[str, ...] = ()
+        self._taken: tuple[int, dict[str, Tensor]] = -1, {}
         self._read(range(1))
+
+    def expect(self, micro_batches: Sequence[int], keys: Iterable[str], over: Callable[[], bool]) -> None:
+        """Have these read ahead. See ``DataWorkers.expect``."""
+        if self._ahead is not None:
+            self._expected = tuple(sorted(keys))
+            batches = [(EPOCH, micro_batch, self._expected) for micro_batch in micro_batches]
+            self._ahead.expect(batches, lambda _, micro_batch: self._samples(micro_batch), over)
 
     def load(self, micro_batch: int, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return the wanted entries, each [micro_batch_size, ...].
@@ -59,12 +72,20 @@ class EvaluationLoader:
         """
         if not keys:
             return {}
-        first = micro_batch * self._micro_batch_size
-        samples = self._read(range(first, first + self._micro_batch_size))
+        if self._ahead is not None and self._taken[0] != micro_batch:
+            self._taken = micro_batch, self._ahead.take((EPOCH, micro_batch, self._expected))
+        if self._taken[0] == micro_batch and self._taken[1].keys() >= set(keys):
+            return {key: self._taken[1][key] for key in keys}
+        samples = self._read(index for _, index in self._samples(micro_batch))
         return {key: stack_entry(samples, key) for key in keys}
 
-    def _read(self, indices: range) -> list[dict[str, Tensor]]:
-        samples = read_samples(self._dataset, self._seed, [(_EPOCH, index) for index in indices])
+    def _samples(self, micro_batch: int) -> list[tuple[int, int]]:
+        first = micro_batch * self._micro_batch_size
+        return [(EPOCH, index) for index in range(first, first + self._micro_batch_size)]
+
+    def _read(self, indices: Iterable[int]) -> list[dict[str, Tensor]]:
+        indices = tuple(indices)
+        samples = read_samples(self._dataset, self._seed, [(EPOCH, index) for index in indices])
         for index, sample in zip(indices, samples, strict=True):
             require_alike(sample, self._training_sample, f"eval_data()[{index}]", "as in training")
         return samples

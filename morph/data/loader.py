@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from morph.contract.errors import JobError
+from morph.data.ahead import DataWorkers
 from morph.data.order import sample_indices
 from morph.data.seeding import own_generators, seed_of
 from morph.job import Job, MapDataset
 
 DataField = Literal["dataset", "eval_data"]
 _CACHED_MICRO_BATCHES = 8
+_MOST_CACHED = 64
 _BUILT = "_built_data"
 """The attribute of a job that holds its data sets."""
 
@@ -25,17 +27,58 @@ class MicroBatchLoader:
     """Loads micro-batch ``j`` of step ``t``: samples ``j*m .. (j+1)*m - 1`` of that mini-batch.
 
     The last few micro-batches are remembered, so that several sections of one stage load a sample once.
+
+    Args:
+        dataset: The data set.
+        seed: The job's.
+        batch_size: M.
+        micro_batch_size: m.
+        ahead: Reads what is expected. It is told what samples look like, so the first one is read now.
+
+    Raises:
+        JobError: something else than a data set, or a first sample that is none.
     """
 
-    def __init__(self, dataset: MapDataset, seed: int, batch_size: int, micro_batch_size: int) -> None:
+    def __init__(
+        self,
+        dataset: MapDataset,
+        seed: int,
+        batch_size: int,
+        micro_batch_size: int,
+        ahead: DataWorkers | None = None,
+    ) -> None:
         check_map_style(dataset, "dataset")
         self._dataset = dataset
         self._first: dict[str, Tensor] | None = None
         self._seed = seed
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
-        self._samples: OrderedDict[tuple[int, int], list[dict[str, Tensor]]] = OrderedDict()
-        self._stacked: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._num_kept = _CACHED_MICRO_BATCHES
+        self._samples: dict[tuple[int, int], list[dict[str, Tensor]]] = {}
+        self._stacked: OrderedDict[tuple[int, int], dict[str, Tensor]] = OrderedDict()
+        self._ahead = ahead
+        self._expected: tuple[str, ...] = ()
+        if ahead is not None:
+            ahead.begin(self._first_sample(), micro_batch_size)
+
+    def expect(
+        self, places: Iterable[tuple[int, int]], keys: Iterable[str], over: Callable[[], bool], window: int
+    ) -> None:
+        """Have these micro-batches read ahead, if anything reads ahead, and forget what was expected before.
+
+        Args:
+            places: Step and number of each, in the order in which they will be loaded.
+            keys: The entries that will be wanted.
+            over: Says that nobody waits for them any more.
+            window: How many are in use at once: each is loaded again before its backward.
+        """
+        if self._ahead is None:
+            return
+        self._num_kept = min(max(_CACHED_MICRO_BATCHES, 2 * window), _MOST_CACHED)
+        self._expected = tuple(sorted(keys))
+        missing = [place for place in places if not self._stacked.get(place, {}).keys() >= set(self._expected)]
+        batches = [(*place, self._expected) for place in missing if self._expected]
+        self._ahead.expect(batches, self._samples_of, over)
 
     def load(self, step: int, micro_batch: int, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return the wanted entries, each [micro_batch_size, ...]. They are shared: do not write to them.
@@ -48,37 +91,48 @@ class MicroBatchLoader:
         if not wanted:
             return {}
         place = (step, micro_batch)
-        samples = self._load_samples(place)
-        stacked = self._stacked[place]
+        stacked = self._remembered(place)
+        if self._ahead is not None and not stacked.keys() >= set(wanted):
+            stacked |= self._ahead.take((*place, self._expected))
         for key in wanted:
             if key not in stacked:
-                stacked[key] = stack_entry(samples, key)
+                stacked[key] = stack_entry(self._load_samples(place), key)
         return {key: stacked[key] for key in wanted}
 
+    def _remembered(self, place: tuple[int, int]) -> dict[str, Tensor]:
+        """The entries of a micro-batch that were stacked so far; those of others are let go in its favour."""
+        stacked = self._stacked.setdefault(place, {})
+        self._stacked.move_to_end(place)
+        while len(self._stacked) > self._num_kept:
+            oldest, _ = self._stacked.popitem(last=False)
+            self._samples.pop(oldest, None)
+        return stacked
+
     def _load_samples(self, place: tuple[int, int]) -> list[dict[str, Tensor]]:
-        if place in self._samples:
-            self._samples.move_to_end(place)
-            return self._samples[place]
-        step, micro_batch = place
+        if place not in self._samples:
+            places = self._samples_of(*place)
+            samples = read_samples(self._dataset, self._seed, places)
+            first = self._first_sample()
+            for (_, index), sample in zip(places, samples, strict=True):
+                field = f"dataset()[{index}]"
+                require_alike(sample, first, field, "as in item 0; pad or crop samples in the data set")
+            self._samples[place] = samples
+        return self._samples[place]
+
+    def _samples_of(self, step: int, micro_batch: int) -> list[tuple[int, int]]:
+        """Epoch and index of each sample."""
         first = micro_batch * self._micro_batch_size
         indices = sample_indices(self._seed, step, self._batch_size, len(self._dataset))
         position = step * self._batch_size + first
-        places = [
+        return [
             ((position + offset) // len(self._dataset), int(index))
             for offset, index in enumerate(indices[first : first + self._micro_batch_size])
         ]
-        samples = read_samples(self._dataset, self._seed, places)
+
+    def _first_sample(self) -> dict[str, Tensor]:
         if self._first is None:
             (self._first,) = read_samples(self._dataset, self._seed, [(0, 0)])
-        for (_, index), sample in zip(places, samples, strict=True):
-            field = f"dataset()[{index}]"
-            require_alike(sample, self._first, field, "as in item 0; pad or crop samples in the data set")
-        self._samples[place] = samples
-        self._stacked[place] = {}
-        while len(self._samples) > _CACHED_MICRO_BATCHES:
-            oldest, _ = self._samples.popitem(last=False)
-            del self._stacked[oldest]
-        return samples
+        return self._first
 
 
 def require_alike(sample: Mapping[str, Tensor], like: Mapping[str, Tensor], field: str, allowed: str) -> None:

@@ -92,6 +92,24 @@ def _num_copied(worker: Any, sender: str, step: int) -> int:
     )
 
 
+def _data_workers(worker: Any) -> tuple[tuple[int, ...], int]:
+    """Wait until a worker's data workers can read; returns their ids, and how many micro-batches it has read itself."""
+    workload = worker._workload
+    found, loader = workload._data_workers, workload._loader
+    if found is None:
+        return (), 0
+    poll_until(lambda: found._hear(0.0) or all(reader.ready for reader in found._readers), "data workers")
+    if not hasattr(loader, "num_own"):
+        loader.num_own, samples_of = 0, loader._load_samples
+
+        def counted(place: tuple[int, int]) -> Any:
+            loader.num_own += 1
+            return samples_of(place)
+
+        loader._load_samples = counted
+    return found.pids, loader.num_own
+
+
 def _serve(orders: Connection, control: Connection) -> None:
     """Body of a worker's process: orders in this thread, control in another."""
     from morph.runtime.process.worker import Worker
@@ -133,10 +151,15 @@ def _serve(orders: Connection, control: Connection) -> None:
             use_fake_device(*arguments)
             orders.send(None)
             continue
+        if name == "data_workers":
+            orders.send(_data_workers(workers[-1]))
+            continue
         if name == "setup":  # a worker is set up once in its life
             before = workers[-1]._generation
             if before is not None:  # else whoever collects garbage waits for what is under way in its groups
                 workers[-1]._reaper.reap(before.groups)
+            if beside := getattr(getattr(workers[-1], "_workload", None), "_data_workers", None):
+                beside.close()
             workers[:] = [Worker()]
         orders.send(getattr(workers[-1], name)(*arguments))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,7 @@ class Trained:
     commits: list[Committed] = field(default_factory=list)
     directory: Path = Path()
     num_sent_ahead: int = 0
+    num_own_reads: int = 0
 
     @property
     def digests(self) -> dict[str, str]:
@@ -140,6 +143,7 @@ class ShapesCrew:
         *,
         lose: bool = False,
         ahead: bool = False,
+        kill_readers_at: int | None = None,
     ) -> Trained:
         """Train a job from its seed.
 
@@ -150,6 +154,7 @@ class ShapesCrew:
             lose: The first worker of a shape with replicas does not come along into the next one. The others are
                 told of the last decided step only then, and roll forward.
             ahead: In every step, each worker is sent all units of another ahead, which it then drops.
+            kill_readers_at: Before this step, one data worker of each worker is killed.
         """
         spec = spec_of(job)
         with imported_once(spec):
@@ -158,7 +163,9 @@ class ShapesCrew:
         names = list(self.members)[: max(_width(shape) for shape, _ in spans) + lose]
         try:
             self._set_up(names, spec, model.fingerprint, directory)
-            return self._run(_Run(self, units, names), spans, model.fingerprint, directory, lose=lose, ahead=ahead)
+            run = _Run(self, units, names, kill_readers_at)
+            trained = self._run(run, spans, model.fingerprint, directory, lose=lose, ahead=ahead)
+            return replace(trained, num_own_reads=sum(self._data_workers(name)[1] for name in run.present))
         except BaseException:
             self.close()
             self._start()
@@ -195,6 +202,12 @@ class ShapesCrew:
             member.send(method, order)
         return [member.answer() for member in asked]
 
+    def _data_workers(self, name: str) -> tuple[tuple[int, ...], int]:
+        """A worker's data workers, once they can read, and how many micro-batches it has read itself since."""
+        self.members[name].send("data_workers")
+        found: tuple[tuple[int, ...], int] = self.members[name].answer(SETUP_S)
+        return found
+
     def _set_up(self, names: Sequence[str], spec: str, fingerprint: str, directory: Path) -> None:
         code = pack(spec, collect(spec))
         for name in names:
@@ -214,6 +227,8 @@ class ShapesCrew:
         for name in names:
             answer = self.members[name].answer(SETUP_S)  # it may compile sections
             assert isinstance(answer, WorkerReady), answer
+        for name in names:
+            self._data_workers(name)
 
 
 def _width(shape: Plan | str) -> int:
@@ -226,7 +241,10 @@ def _width(shape: Plan | str) -> int:
 class _Run:
     """One job's way through its shapes."""
 
-    def __init__(self, crew: ShapesCrew, units: dict[str, tuple[int, ...]], names: Sequence[str]) -> None:
+    def __init__(
+        self, crew: ShapesCrew, units: dict[str, tuple[int, ...]], names: Sequence[str], kill_readers_at: int | None
+    ) -> None:
+        self._kill_readers_at = kill_readers_at
         self.crew, self.units, self.names = crew, units, list(names)
         self.sizes = dict.fromkeys(units, 1)
         self.version = 0
@@ -301,6 +319,9 @@ class _Run:
 
     def step(self) -> None:
         """Run and decide one step."""
+        if self.version == self._kill_readers_at:
+            for name in self.present:
+                os.kill(self.crew._data_workers(name)[0][0], signal.SIGKILL)
         for attempt in range(8):
             order = StepOrder(
                 generation=self.crew.generation,

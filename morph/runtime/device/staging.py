@@ -107,7 +107,10 @@ class Staging:
 
     def place(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy host tensors to the device, for the calling thread's stream; returns at once."""
-        hosts = [self.device.pinned(tensor.shape, tensor.dtype).copy_(tensor) for tensor in batch.values()]
+        hosts = [
+            tensor if tensor.is_pinned() else self.device.pinned(tensor.shape, tensor.dtype).copy_(tensor)
+            for tensor in batch.values()
+        ]
         tensors, event = self.to_device(hosts)
         self.arrived(tensors, event)
         return dict(zip(batch, tensors, strict=True))

@@ -8,7 +8,7 @@ evaluation mode. Other randomness stays on, drawn from (seed, version, micro-bat
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from morph.cutting import CutModel, Section
 from morph.cutting.exporting.functional import WRITTEN
 from morph.cutting.marked.marked_run import MarkedCode
 from morph.cutting.sections.statistics import PLAIN, use_statistics
+from morph.data import DataWorkers
 from morph.data.evaluation import EvaluationLoader
 from morph.data.loader import data_of, read_samples
 from morph.job import Job, Precision
@@ -182,6 +183,11 @@ def _await(arriving: Receiver, done: int, interrupt: Interrupt) -> None:
     interrupt.wait_for(lambda: arriving.arrived() > done, "activations of an evaluation")
 
 
+def batch_keys(sections: Iterable[Section]) -> set[str]:
+    """The batch entries that some sections load."""
+    return {key for section in sections for key in section.batch_keys}
+
+
 class Evaluator:
     """A job's evaluations, as one worker takes part in them.
 
@@ -189,13 +195,13 @@ class Evaluator:
         JobError: evaluation data that cannot be used, or a model that cannot be evaluated.
     """
 
-    def __init__(self, job: Job, model: CutModel, device: torch.device) -> None:
+    def __init__(self, job: Job, model: CutModel, device: torch.device, ahead: DataWorkers | None = None) -> None:
         assert job.eval_data is not None
         self._job, self._device = job, device
         self._sections = evaluation_sections(model)
         (sample,) = read_samples(data_of(job), job.seed, [(0, 0)])
         data = data_of(job, "eval_data")
-        self._loader = EvaluationLoader(data, job.seed, sample, model.micro_batch_size, job.eval_samples)
+        self._loader = EvaluationLoader(data, job.seed, sample, model.micro_batch_size, job.eval_samples, ahead)
 
     @property
     def size(self) -> EvaluationSize | None:
@@ -224,6 +230,7 @@ class Evaluator:
             seed=self._job.seed,
             version=version,
         )
+        self._loader.expect(work.micro_batches, batch_keys(stage.sections), lambda: current.interrupt.over)
         losses = run_evaluation(stage, work, current.neighbours(self._device), current.interrupt)
         is_last = current.slot.stage == current.plan.pipeline_depth - 1
         return Evaluation(version=version, num_micro_batches=total, losses=losses) if is_last else None

@@ -15,7 +15,7 @@ from morph.contract.job_file import JobFacts, require_same
 from morph.contract.messages import Evaluation, EvaluationSize, StepOrder, WorkerSetup
 from morph.cutting.kept.cut_job import load_and_cut
 from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
-from morph.data import MicroBatchLoader, data_of
+from morph.data import DataWorkers, MicroBatchLoader, data_of
 from morph.data.fingerprint import data_facts
 from morph.runtime.device.staging import placed
 from morph.runtime.device.task_clock import clock_of
@@ -33,7 +33,7 @@ from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas,
 from morph.runtime.step.slowed import slowed
 from morph.runtime.step.stage import Stage
 from morph.runtime.step.sums import MicroBatchSums, StepSums
-from morph.runtime.workloads.evaluation import Evaluator
+from morph.runtime.workloads.evaluation import Evaluator, batch_keys
 from morph.runtime.workloads.job_checks import settings
 
 _PROBE_SIZE = 0.01
@@ -57,6 +57,7 @@ class JobWorkload:
             fingerprint=setup.fingerprint,
         )
         self._job, self._model, self._initial = found.job, found.model, found.initial
+        self._data_workers = self._start_data_workers(setup) if self._job.data_workers else None
         set_kernels(kernels_for(self._job.accumulation, kernels_now()))
         self._rules = update_rules(self._job, self._device)
         if self._model.fingerprint != setup.fingerprint:
@@ -74,12 +75,16 @@ class JobWorkload:
             prepare(self._device)
         prepare_torch()  # here, and not in a change of shape, for which every worker waits
         data = data_of(self._job)
-        self._loader = MicroBatchLoader(data, self._job.seed, self._job.batch_size, setup.micro_batch_size)
+        self._loader = MicroBatchLoader(
+            data, self._job.seed, self._job.batch_size, setup.micro_batch_size, self._data_workers
+        )
         self._run_model = self._model
         if self._job.compile:
             self._run_model = compiled(self._model)
             compile_all(self._run_model, partial(self._load, 0, 0), self._job.precision, self._device)
-        self._evaluator = Evaluator(self._job, self._model, self._device) if self._job.eval_data else None
+        self._evaluator = (
+            Evaluator(self._job, self._model, self._device, self._data_workers) if self._job.eval_data else None
+        )
 
     @property
     def units(self) -> tuple[ParameterUnit, ...]:
@@ -126,6 +131,8 @@ class JobWorkload:
         """See ``Workload.executor``."""
         assert current.slot is not None
         plan = current.plan.stages[current.slot.stage]
+        if self._data_workers is not None:
+            self._expect(current, order)
         stage = Stage(
             self._run_model,
             plan.sections,
@@ -181,6 +188,26 @@ class JobWorkload:
     def evaluate(self, current: Generation, version: int) -> Evaluation | None:
         """See ``Workload.evaluate``."""
         return self._evaluator.run_if_due(current, version, self._model) if self._evaluator is not None else None
+
+    def _start_data_workers(self, setup: WorkerSetup) -> DataWorkers:
+        """Start them as soon as the job is known: what they import and build takes as long as the rest of a setup."""
+        pinned = self._device.type != "cpu"
+        return DataWorkers(self._job.data_workers, setup.job_path, known=setup.known_by.data, pinned=pinned)
+
+    def _expect(self, current: Generation, order: StepOrder) -> None:
+        """Have this step's micro-batches read ahead, and those of the next step, if that comes in this shape."""
+        assert current.slot is not None
+        plan = current.plan.stages[current.slot.stage]
+        later = current.plan.micro_batches_of(current.slot.replica)
+        self._loader.expect(
+            [
+                *((order.step, micro_batch) for micro_batch in current.micro_batches_in(order)),
+                *((order.step + 1, micro_batch) for micro_batch in later),
+            ],
+            batch_keys(self._model.sections[plan.first_section : plan.end_section]),
+            lambda: current.interrupt.over,
+            plan.window,
+        )
 
     def _made(self, spec: BoundaryTensor) -> Tensor:
         """Something of the kind that crosses a cut-point; small, so that no sum overflows."""

@@ -1,0 +1,78 @@
+"""The memory that a worker shares with one of its data workers: what is to be read, and what was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+NUM_SLOTS = 2
+"""Micro-batches that one data worker has read, or is to read, at once: while one is waited for, the next is begun."""
+_ALIGNED = 64
+
+
+class Slots:
+    """How ``NUM_SLOTS`` micro-batches lie in a byte tensor, behind a count of the samples read.
+
+    Args:
+        micro_batch_size: m.
+        entries: Type, by its name in torch, and shape of each entry of a sample.
+    """
+
+    def __init__(self, micro_batch_size: int, entries: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+        self.micro_batch_size = micro_batch_size
+        self.entries = dict(entries)
+        self._kinds = {
+            key: (getattr(torch, dtype), (micro_batch_size, *shape)) for key, (dtype, shape) in entries.items()
+        }
+        self.like = {
+            key: torch.empty(shape[1:], dtype=dtype, device="meta") for key, (dtype, shape) in self._kinds.items()
+        }
+        """A sample without numbers."""
+        sizes = [2 * torch.int64.itemsize * micro_batch_size]
+        sizes += [dtype.itemsize * math.prod(shape) for dtype, shape in self._kinds.values()]
+        starts = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+        self._starts = dict(zip(self._kinds, starts[1:-1], strict=True))
+        self._slot_bytes = starts[-1]
+        self.num_bytes = _ALIGNED + NUM_SLOTS * self._slot_bytes
+
+    def num_read(self, memory: Tensor) -> Tensor:
+        """How many samples were read in the data worker's life, as int64 []."""
+        return memory[: torch.int64.itemsize].view(torch.int64)[0]
+
+    def samples(self, memory: Tensor, slot: int) -> Tensor:
+        """Epoch and index of each sample of a slot's micro-batch, int64 [m, 2]."""
+        return self._view(memory, slot, 0, torch.int64, (self.micro_batch_size, 2), (2, 1))
+
+    def put(self, memory: Tensor, slot: int, key: str, tensor: Tensor) -> tuple[int, ...]:
+        """Copy an entry into a slot; returns its stride, which decides about kernels, and so about bits.
+
+        Raises:
+            ValueError: a tensor that is not as the slots were made for.
+        """
+        dtype, shape = self._kinds[key]
+        plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
+        extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if not plain or tensor.dtype != dtype or tensor.shape != shape or 0 < tensor.numel() < extent:
+            kind = f"{type(tensor).__name__} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            raise ValueError(f"{key!r} is a {kind}, which is not passed on")
+        self._view(memory, slot, self._starts[key], dtype, shape, tensor.stride()).copy_(tensor.detach())
+        return tensor.stride()
+
+    def get(self, memory: Tensor, slot: int, key: str, stride: Sequence[int], *, pinned: bool) -> Tensor:
+        """Copy an entry out of a slot: with its stride, or contiguous into pinned memory, from where devices copy."""
+        dtype, shape = self._kinds[key]
+        source = self._view(memory, slot, self._starts[key], dtype, shape, stride)
+        if pinned:
+            return torch.empty(shape, dtype=dtype, pin_memory=True).copy_(source)
+        return torch.empty_strided(shape, tuple(stride), dtype=dtype).copy_(source)
+
+    def _view(
+        self, memory: Tensor, slot: int, start: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+    ) -> Tensor:
+        first = _ALIGNED + slot * self._slot_bytes + start
+        flat = memory[first : first + dtype.itemsize * math.prod(shape)].view(dtype)
+        return flat.as_strided(tuple(shape), tuple(stride))

@@ -1,0 +1,290 @@
+"""Data workers: what they read is what the thread that computes would have read, whatever becomes of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from morph.contract.errors import JobError
+from morph.data import DataWorkers, MicroBatchLoader
+from morph.data.evaluation import EvaluationLoader
+from morph.data.fingerprint import data_facts
+from morph.job import load_job
+from tests.data import read_jobs
+from tests.data.read_jobs import BROKEN, Drawn
+from tests.runtime.worker_crew import poll_until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+KEYS = ("x", "picture", "even", "half", "none")
+NUM_STEPS = 12
+M, BATCH_SIZE = 2, 6
+
+
+def spec_of(name: str) -> str:
+    return f"{read_jobs.HERE}:{name}"
+
+
+def is_ready(workers: DataWorkers) -> bool:
+    workers._hear(0.0)
+    return all(reader.ready for reader in workers._readers)
+
+
+def is_there(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+class Reading:
+    """A loader with data workers, and one without."""
+
+    def __init__(self, name: str, count: int = 2, **options: Any) -> None:
+        job = load_job(spec_of(name))
+        self.dataset: Drawn = job.dataset()  # type: ignore[assignment]
+        self.workers = DataWorkers(count, spec_of(name), **options)
+        self.ahead = MicroBatchLoader(self.dataset, job.seed, BATCH_SIZE, M, self.workers)
+        self.alone = MicroBatchLoader(job.dataset(), job.seed, BATCH_SIZE, M)
+        self.dataset.num_reads = 0
+
+    def expect(self, places: Sequence[tuple[int, int]], keys: Sequence[str] = KEYS, *, over: bool = False) -> None:
+        self.ahead.expect(places, keys, lambda: over, window=1)
+
+    def same(self, step: int, micro_batch: int, keys: Sequence[str] = KEYS) -> None:
+        """Load a micro-batch both ways, and compare every bit and stride."""
+        found, wanted = (loader.load(step, micro_batch, keys) for loader in (self.ahead, self.alone))
+        assert list(found) == list(wanted) == list(keys)
+        for key in keys:
+            assert found[key].stride() == wanted[key].stride()
+            assert found[key].dtype == wanted[key].dtype
+            assert torch.equal(found[key], wanted[key])
+
+
+@contextmanager
+def reading(name: str, count: int = 2, **options: Any) -> Iterator[Reading]:
+    found = Reading(name, count, **options)
+    try:
+        poll_until(lambda: is_ready(found.workers), "data workers")
+        yield found
+    finally:
+        found.workers.close()
+
+
+def step_of(step: int) -> list[tuple[int, int]]:
+    return [(step, micro_batch) for micro_batch in range(BATCH_SIZE // M)]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Reading]:
+    with reading("drawn") as found:
+        yield found
+
+
+@pytest.fixture
+def drawn(shared: Reading) -> Reading:
+    shared.dataset.num_reads = 0
+    return shared
+
+
+def test_micro_batches_of_several_epochs_are_read_beside_bit_for_bit(drawn: Reading) -> None:
+    for step in range(NUM_STEPS):
+        drawn.expect(step_of(step) + step_of(step + 1))
+        for place in step_of(step):
+            drawn.same(*place)
+    assert drawn.dataset.num_reads == 0, "the loader read by itself"
+
+
+def test_what_was_wrongly_expected_is_forgotten_and_what_was_not_is_read_here(drawn: Reading) -> None:
+    drawn.expect(step_of(100))
+    drawn.expect([(50, 2), (50, 0)], ["x", "even"])  # another shape: other samples, other entries
+    drawn.same(50, 1, ["x"])
+    assert drawn.dataset.num_reads == M, "what nobody expected is read by the loader"
+    for place in ((50, 2), (50, 0)):
+        drawn.same(*place, ["even"])
+        drawn.same(*place, ["x"])
+    drawn.expect(step_of(101))
+    drawn.expect([])
+    drawn.same(101, 0)
+    assert drawn.dataset.num_reads == 2 * M
+
+
+def test_a_step_that_is_run_again_is_read_again_or_remembered(drawn: Reading) -> None:
+    for places in (step_of(40), step_of(40), [(40, 1)], step_of(41) + step_of(40), step_of(40)):
+        drawn.expect(places)
+        for place in places:
+            drawn.same(*place)
+    assert drawn.dataset.num_reads == 0
+
+
+def test_an_entry_that_was_not_expected_is_read_here(drawn: Reading) -> None:
+    drawn.expect(step_of(60), ["x"])
+    drawn.same(60, 0, ["x"])
+    drawn.same(60, 0, ["even"])
+    assert drawn.dataset.num_reads == M
+
+
+def test_who_need_not_wait_any_more_does_not(drawn: Reading) -> None:
+    stopped = drawn.workers.pids
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        drawn.expect(step_of(70), over=True)
+        drawn.same(70, 0)
+        assert drawn.dataset.num_reads == M
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_evaluations_are_read_beside_in_place_of_what_training_expected() -> None:
+    with reading("evaluated") as found:
+        job = load_job(spec_of("evaluated"))
+        assert job.eval_data is not None
+        loaders = [
+            EvaluationLoader(job.eval_data(), job.seed, found.dataset[0], M, None, ahead)
+            for ahead in (found.workers, None)
+        ]
+        found.dataset.num_reads = loaders[0]._dataset.num_reads = 0  # type: ignore[attr-defined]
+        found.expect(step_of(0))
+        loaders[0].expect(range(5), KEYS, bool)
+        for micro_batch in range(5):
+            for keys in (["x", "half"], ["picture"]):
+                ahead, alone = (loader.load(micro_batch, keys) for loader in loaders)
+                assert all(torch.equal(ahead[key], alone[key]) for key in keys)
+        assert loaders[0]._dataset.num_reads <= 2 * M  # type: ignore[attr-defined]  # what training expected is under way
+        found.expect(step_of(0))
+        for place in step_of(0):
+            found.same(*place)
+        assert found.dataset.num_reads == 0
+
+
+def test_killed_data_workers_are_replaced_and_what_they_had_is_read_again() -> None:
+    with reading("drawn") as found:
+        found.expect(step_of(0) + step_of(1))
+        before = found.workers.pids
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        for place in step_of(0):
+            found.same(*place)
+        poll_until(lambda: is_ready(found.workers) and not set(before) & set(found.workers.pids), "other data workers")
+        assert len(found.workers.pids) == 2
+        assert not any(is_there(pid) for pid in before)
+        found.dataset.num_reads = 0
+        found.expect(step_of(1))
+        for place in step_of(1):
+            found.same(*place)
+        assert found.dataset.num_reads == 0
+
+
+def test_a_data_worker_that_hangs_is_replaced_once_it_has_read_nothing_for_long_enough() -> None:
+    with reading("drawn", 1, patience_s=0.2) as found:
+        (pid,) = found.workers.pids
+        os.kill(pid, signal.SIGSTOP)
+        found.expect(step_of(0))
+        for place in step_of(0):
+            found.same(*place)
+        assert pid not in found.workers.pids
+        assert not is_there(pid)
+
+
+def test_data_workers_that_fail_again_and_again_are_done_without() -> None:
+    with reading("drawn", 1) as found:
+        for step in range(NUM_STEPS):
+            for pid in found.workers.pids:
+                os.kill(pid, signal.SIGKILL)
+                poll_until(lambda pid=pid: not is_there(pid), "a death")  # type: ignore[misc]
+            found.expect(step_of(step))
+            for place in step_of(step):
+                found.same(*place)
+        assert found.workers.pids == ()
+
+
+@pytest.mark.parametrize(("job", "kind"), [("broken", OSError), ("wrong", JobError)])
+def test_an_error_in_a_sample_is_the_loaders_own(job: str, kind: type[Exception]) -> None:
+    with reading(job, 1) as found:
+        errors = []
+        found.expect([place for step in range(4) for place in step_of(step)], ["x"])
+        for place in [place for step in range(4) for place in step_of(step)]:
+            for loader in (found.ahead, found.alone):
+                try:
+                    loader.load(*place, ["x"])
+                except kind as error:
+                    errors.append((place, type(error), str(error)))
+        assert len(errors) == 2 * (24 // 20), "each sample comes once in an epoch"
+        assert errors[0] == errors[1]
+        assert str(BROKEN) in errors[0][2]
+        assert found.workers.pids, "it reads on"
+
+
+def test_a_data_worker_that_finds_other_data_is_not_used() -> None:
+    with reading("elsewhere", 1, known=data_facts(read_jobs.elsewhere)) as found:
+        assert found.workers.pids == ()
+        found.expect(step_of(0), ["x"])
+        found.same(0, 0, ["x"])
+    with reading("evaluated", 1, known=data_facts(read_jobs.evaluated)) as found:
+        assert found.workers.pids
+
+
+def test_a_data_worker_that_cannot_build_its_data_set_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MORPH_TEST_BUILDS", str(os.getpid()))
+    with reading("built_here", 1) as found:
+        poll_until(lambda: is_ready(found.workers) and not found.workers.pids, "its end")
+        found.expect(step_of(0))
+        found.same(0, 0)
+
+
+def test_closing_leaves_no_process_and_no_descriptor() -> None:
+    with reading("drawn") as found:
+        pass
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with reading("drawn") as found:
+        found.expect(step_of(0))
+        found.same(0, 0)
+        pids = found.workers.pids
+    assert not any(is_there(pid) for pid in pids)
+    del found
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_data_workers_end_with_a_worker_that_is_killed_while_they_read() -> None:
+    code = (
+        "import sys, time; from tests.data.test_ahead import reading, step_of\n"
+        "with reading('slow') as found:\n"
+        "    found.expect(step_of(0)); print(*found.workers.pids, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdout is not None
+        pids = [int(pid) for pid in worker.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(is_there(pid) for pid in pids)
+        worker.kill()
+        poll_until(lambda: not any(is_there(pid) for pid in pids), "data workers to end with their worker")
+
+
+def test_batches_for_a_device_are_contiguous_and_pinned(drawn: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[bool] = []
+    empty = torch.empty
+
+    def made(*arguments: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        pinned.append(pin_memory)
+        return empty(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(drawn.workers, "_pinned", True)
+    drawn.expect(step_of(80))
+    found = drawn.ahead.load(80, 0, ["picture"])["picture"]
+    assert any(pinned)
+    assert found.is_contiguous()
+    assert torch.equal(found, drawn.alone.load(80, 0, ["picture"])["picture"])

@@ -1,0 +1,45 @@
+"""Data workers: who reads a micro-batch changes no bit of what is learned, whatever becomes of who reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.training.shapes_crew import ShapesCrew, Trained
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+NUM_STEPS = 9
+ONE, WORKER_LOST = (("2x2", NUM_STEPS),), (("1x3", 3), ("2x1", 5), ("1x1", NUM_STEPS))
+
+
+@pytest.fixture(scope="module")
+def reference(crew: ShapesCrew, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """What comes of samples that the thread that computes reads, with crops and dropout, on one worker."""
+    return crew.train("read_between", [("1x1", NUM_STEPS)], tmp_path_factory.mktemp("between"))
+
+
+def same(trained: Trained, reference: Trained) -> None:
+    assert trained.digests == reference.digests
+    assert trained.losses == reference.losses
+    assert trained.evaluations == reference.evaluations
+    assert len(trained.evaluations) == 2
+
+
+def test_in_one_shape_data_workers_read_everything(crew: ShapesCrew, reference: Trained, tmp_path: Path) -> None:
+    trained = crew.train("read_beside", ONE, tmp_path)
+    same(trained, reference)
+    assert trained.num_own_reads < NUM_STEPS, "four workers have 72 micro-batches to read, of 9 steps"
+
+
+def test_shapes_that_change_and_workers_that_are_lost_change_no_bit(
+    crew: ShapesCrew, reference: Trained, tmp_path: Path
+) -> None:
+    trained = crew.train("read_beside", WORKER_LOST, tmp_path, lose=True)
+    same(trained, reference)
+
+
+def test_data_workers_that_are_killed_change_no_bit(crew: ShapesCrew, reference: Trained, tmp_path: Path) -> None:
+    trained = crew.train("read_beside", WORKER_LOST, tmp_path, lose=True, kill_readers_at=4)
+    same(trained, reference)
