@@ -33,13 +33,8 @@ def test_in_one_shape_data_workers_read_everything(crew: ShapesCrew, reference: 
     assert trained.num_own_reads < NUM_STEPS, "four workers have 72 micro-batches to read, of 9 steps"
 
 
-def test_shapes_that_change_and_workers_that_are_lost_change_no_bit(
+def test_shapes_that_change_and_workers_and_data_workers_that_are_lost_change_no_bit(
     crew: ShapesCrew, reference: Trained, tmp_path: Path
 ) -> None:
-    trained = crew.train("read_beside", WORKER_LOST, tmp_path, lose=True)
-    same(trained, reference)
-
-
-def test_data_workers_that_are_killed_change_no_bit(crew: ShapesCrew, reference: Trained, tmp_path: Path) -> None:
     trained = crew.train("read_beside", WORKER_LOST, tmp_path, lose=True, kill_readers_at=4)
     same(trained, reference)
