@@ -49,8 +49,10 @@ def finish(
     As the executor does, a stage reduces what a section completes as soon as the last backward has passed that on every
     replica, beside the rest of it, and one after the other (:mod:`simulator.answers.reductions`); with
     ``all_reduce="late"`` all wait for the last backward of all. Rings that span stages follow when all their stages are
-    there. The commit barrier waits for all workers, and the slowest optimizer step ends the mini-batch; with fewer
-    ``compute_slots`` than workers those steps queue for the cores.
+    there. The commit barrier waits for all workers, and the slowest optimizer step ends the mini-batch.
+
+    With fewer ``compute_slots`` than workers these steps queue for the cores, and nothing is reduced for nothing: the
+    threads of a ring take as many cores as it has members, which compute would have had.
 
     Args:
         costs: Of the stages.
@@ -72,6 +74,12 @@ def finish(
         free[list(stages)] = begin + duration
         tied.append((stages, begin, duration))
     prepared = max(redone_ns, int(free.max()))
+    slots = conditions.compute_slots
+    if slots is not None and slots < last_backward_ns.size:
+        rings = [(num_replicas, int(duration)) for duration in reduced.latest(reduced.behind_ns(num_replicas))]
+        rings += [(num_replicas * len(stages), duration) for stages, _, duration in tied]
+        cores_ns = sum(min(members, slots) * duration for members, duration in rings)
+        prepared = max(prepared, int(last_backward_ns.max()) + cores_ns // slots)
     optimizer = optimizer_ns(costs, num_replicas, conditions)
     return Finish(
         ready_ns=ready,

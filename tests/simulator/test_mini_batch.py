@@ -174,3 +174,31 @@ def test_messages_between_workers_that_share_one_core_take_it() -> None:
     messages_s = 8 * int((times.activation_ns + times.gradient_ns)[:-1].sum()) / 1e9
     assert messages_s > 8 * 4 * 0.002
     assert found.expected.mini_batch_s >= alone["forward"] + alone["backward"] + messages_s
+
+
+@pytest.mark.parametrize(("num_stages", "num_replicas", "slots"), [(2, 2, 2), (2, 2, 3), (3, 1, 2), (2, 3, 1)])
+def test_reductions_take_the_cores_that_workers_share(num_stages: int, num_replicas: int, slots: int) -> None:
+    """``tied``: the first and the last stage reduce what they share over a ring of both, also with one replica."""
+    little, much = (
+        simulate(
+            synthetic_profile(parameter_bytes=size, tied=True),
+            num_stages=num_stages,
+            num_replicas=num_replicas,
+            compute_slots=slots,
+        )
+        for size in (4, 400_000_000)
+    )
+    reduced = much.costs.reduced
+    cores_ns = sum(reduced.latest(reduced.behind_ns(num_replicas))) * min(num_replicas, slots)
+    for stages, duration_ns in reduced.tied_ns(num_replicas):
+        cores_ns += duration_ns * min(num_replicas * len(stages), slots)
+    assert cores_ns > 0
+    longer_s = much.expected.mini_batch_s - much.expected.parts_s["optimizer"]
+    longer_s -= little.expected.mini_batch_s - little.expected.parts_s["optimizer"]
+    assert longer_s >= 0.99 * cores_ns / slots / 1e9
+
+
+def test_with_a_core_for_each_worker_reductions_are_beside_the_backward() -> None:
+    profile = synthetic_profile(parameter_bytes=400_000_000)
+    own, enough, few = (simulate(profile, num_stages=1, num_replicas=4, compute_slots=slots) for slots in (None, 4, 3))
+    assert enough.expected.mini_batch_s == own.expected.mini_batch_s < few.expected.mini_batch_s

@@ -119,10 +119,11 @@ def demo_command(
         print(report.correction.sentence)
     shared_s = shared_expectations(report, lambda _shape: profile, plans, num_cores)
     corrected_s = shared_expectations(report, lambda shape: corrected(profile, report, shape), plans, num_cores)
-    print_expectations(report, shared_s, corrected_s, num_cores)
     beside = (busy_s - own_s) / (lasted_s * num_cores)
+    corrected_s = {shape: expected_s / min(1.0, 1.0 - beside) for shape, expected_s in corrected_s.items()}
     if beside > MATERIAL_SHARE:
-        print(f"note: other programs took {beside:.0%} of this machine during the run: steps took longer than expected")
+        print(f"note: other programs took {beside:.0%} of this machine during the run; corrected times use the rest")
+    print_expectations(report, shared_s, corrected_s, num_cores)
     draw_run(with_expectations(report, corrected_s), out / "run" / "run.png", f"expected on {num_cores} shared cores")
     ok = _judge(report, out, reference, promised=(seed, seconds) == (SEED, SECONDS))
     print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")

@@ -127,7 +127,7 @@ def print_expectations(
 ) -> None:
     """Expected against measured mini-batch time of the steady part of each shape; all workers share these cores.
 
-    ``corrected_s``: expected with the section times that the run measured in each shape.
+    ``corrected_s``: expected with the section times that the run measured in each shape, on what others left of them.
     """
     table = Table(title=f"mini-batch time, ms, after a shape's first step; all VMs share {num_cores} cores")
     for column in ("P x D", "steps", "own devices", f"on {num_cores} cores", "corrected", "measured (median)", "error"):
