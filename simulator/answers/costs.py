@@ -259,8 +259,14 @@ class StageCosts:
         """What of the slowest worker's backward follows that of each section: int64[K]."""
         slowest = self.layout.slowdown.max(axis=1)[self.reduced.stage] if self.layout.hinders else None
         sums, again = self.sections.backward_sum_ns, self.sections.forward_sum_ns
-        first = self.reduced.first
-        return scaled(sums[:-1] - sums[first] + again[self.group_start] - again[first], slowest)
+        first, start = self.reduced.first, self.group_start
+        to_come = sums[:-1] - sums[first]
+        return scaled(to_come + again[start] - again[first] if self.in_groups else to_come, slowest)
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether any stage runs its sections again in groups, or is taken to."""
+        return self.soonest or bool(self.live.any())
 
     @cached_property
     def group_start(self) -> Ints:
@@ -268,7 +274,7 @@ class StageCosts:
         first, sections = self.reduced.first, np.arange(self.sections.num_sections)
         if self.soonest:
             return sections
-        if not self.live.any():
+        if not self.in_groups:
             return first
         size = self.live[self.reduced.stage]
         end = self.spans[1][self.reduced.stage]
@@ -306,10 +312,13 @@ def stage_costs(
     num_stages = len(boundaries)
     layout = lone_workers(num_stages) if layout is None else layout
     begin, end = spans(boundaries, costs.num_sections)
-    groups = np.array(live or [0] * num_stages, np.int64)
-    again = np.array(recomputes(schedule, num_stages, costs.recompute), np.bool_) | (groups > 0)
-    groups = np.where(groups < end - begin, groups, 0)
-    window, last = np.asarray(windows, np.int64), _last_group(begin, end, groups)
+    window = np.asarray(windows, np.int64)
+    again = np.array(recomputes(schedule, num_stages, costs.recompute), np.bool_)
+    groups, last = np.zeros(num_stages, np.int64), begin
+    if any(live):
+        groups = np.array(live, np.int64)
+        again, groups = again | (groups > 0), np.where(groups < end - begin, groups, 0)
+        last = _last_group(begin, end, groups)
     forward = np.maximum(1, costs.forward_sum_ns[end] - costs.forward_sum_ns[begin])
     rerun = costs.forward_sum_ns[last] - costs.forward_sum_ns[begin]
     backward = np.maximum(1, costs.backward_sum_ns[end] - costs.backward_sum_ns[begin] + rerun)

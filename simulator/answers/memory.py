@@ -106,7 +106,7 @@ class StageMemory:
     ) -> Ints:
         """What stages take at their fullest moment, before allocator and context."""
         more: Ints = self.base(begin, end, recompute) + window * self.each(begin, end, recompute)
-        for size in set(np.atleast_1d(live).tolist()) - {0}:
+        for size in set(np.atleast_1d(live).tolist()) - {0} if np.any(live) else ():
             taken, stored = self.group_tables(size)
             more = np.where(live == size, taken[begin, end] + window * stored[begin, end], more)
         return np.maximum(self.tables[2][begin, end], more)

@@ -189,7 +189,7 @@ def _tabulate(forward, backward, tables, stored, activations, windows, again, li
     A stage that does not fit is run again in groups, if there are any with which it does.
     """
     base_again, base_kept, floor = tables
-    num_sections, deepest = len(stored), len(windows) - 1
+    num_sections, deepest, num_sizes = len(stored), len(windows) - 1, len(group_base)
     worst = np.full((deepest + 1, num_sections + 1), np.int64(_NEVER))
     squares = np.zeros((deepest + 1, num_sections + 1))
     choice = np.zeros((deepest + 1, num_sections + 1), np.int64)
@@ -205,8 +205,8 @@ def _tabulate(forward, backward, tables, stored, activations, windows, again, li
                     memory += window * (activations[end] - activations[first])
                 memory = max(memory, floor[first, end])
                 twice = again[left]
-                if by_memory or memory > limit:
-                    for size in range(len(group_base)):
+                if num_sizes > 0 and (by_memory or memory > limit):
+                    for size in range(num_sizes):
                         taken = max(
                             group_base[size, first, end] + window * group_each[size, first, end], floor[first, end]
                         )

@@ -233,20 +233,23 @@ class Setting:
             again = np.array(recomputes(rule.schedule, depth, self.sections.recompute), np.bool_)
             usable = memory.usable_bytes(self.memory_bytes)
             found = memory.most_windows(begin, end, again, usable)
-            if not again[-1]:  # with groups it would take longer, and another cut may then be more even
+            if (
+                self.grouped and not again[-1]
+            ):  # with groups it would take longer, and another cut may then be more even
                 found[-1:] = memory.most_windows(begin[-1:], end[-1:], False, usable, grouped=False)
             self._room[key] = tuple(found.tolist())
         return all(map(le, stage_windows(rule.schedule, depth, most, rule.slope), self._room[key]))
 
     def _tight_cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
-        widest = most if rule.schedule == "gpipe" else rule.slope * (self.sections.num_sections - 1) + 1
-        key = (rule, min(most, widest), self.single(most))
+        key = (rule, min(most, rule.slope * (self.sections.num_sections - 1) + 1), self.single(most))
+        if rule.schedule == "gpipe":  # every stage has the same window, which is all of the rule that counts
+            key = (Rule("gpipe", 1), -(-most // rule.slope), self.single(most))
         if key not in self._tight:
             self._tight[key] = partition_table(
                 self.sections,
                 rule.schedule,
                 num_micro_batches=key[1],
-                slope=rule.slope,
+                slope=key[0].slope,
                 memory_bytes=self.memory_bytes,
                 single=key[2],
             )

@@ -90,6 +90,13 @@ class Sweep:
             found.append(other)
         return found
 
+    def without_groups(self) -> Sweep:
+        """The same sweep of stages that run all of their sections again at once, or none."""
+        other = copy(self)
+        other.settings = tuple(setting for setting in self.settings if not setting.grouped)
+        other._forget()
+        return other
+
     @property
     def total(self) -> int:
         """Most micro-batches that a mini-batch can have."""

@@ -188,6 +188,10 @@ class Trial:
 
     def _least_ns(self, boundaries: tuple[int, ...] | None) -> int:
         """No windows and no schedule make these stages, or the most even ones, faster."""
+        if boundaries is None:
+            boundaries = self.setting.without_memory_limit().cut(
+                Rule(self.setting.schedules[0], 1), self.depth, self.most
+            )
         if boundaries not in self._bounds:
             conditions, costs = self.rehearsal.conditions, self._widest(boundaries)
             bound = bound_ns(costs, self.counts, conditions)

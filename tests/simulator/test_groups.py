@@ -15,7 +15,7 @@ from morph.contract.plan import Plan, StagePlan
 from morph.contract.profile import Profile
 from morph.runtime.emulation.draws import Luck
 from morph.runtime.emulation.workload import stage_memory, task_times
-from simulator import plan, simulate, simulate_plan, synthetic_profile
+from simulator import PlanRequest, plan, simulate, simulate_plan, synthetic_profile
 from simulator.answers.answer import bound_ns, deal
 from simulator.answers.costs import SectionCosts, stage_costs
 from simulator.given.conditions import Conditions
@@ -23,6 +23,7 @@ from simulator.given.memory_rules import MemoryRules
 from simulator.playing.engine import run_pipeline
 from simulator.search.moves import moved_bounds_ns, neighbours
 from simulator.search.partition import least_bytes, partition_table
+from simulator.search.sweep import Sweep
 from simulator.shown.tables import shape_lines
 from tests.seeds import each_seed
 from tests.simulator.simpy_model import play_with_simpy
@@ -204,6 +205,20 @@ def test_plans_have_no_groups_where_memory_is_ample() -> None:
             ample = plan(profile, num_gpus=num_gpus, memory_bytes=2**40, recompute=recompute, num_runners_up=0).best
             assert not any(stage.live_sections for stage in ample.stages)
             assert recompute or ample == free
+
+
+@each_seed(12)
+def test_plans_are_never_slower_than_without_groups(seed: int) -> None:
+    profile = random_profile(seed)
+    free = plan(profile, num_gpus=4, num_runners_up=0).best.expected
+    for share in (0.3, 0.5, 0.8):
+        request = PlanRequest(memory_bytes=int(share * free.peak_memory_bytes))
+        sweep = Sweep(profile, request, request.conditions(None))
+        whole, either = (each.fastest(4, each.depths(4), 1) for each in (sweep.without_groups(), sweep))
+        if whole:
+            assert either[0].mini_batch_ns <= whole[0].mini_batch_ns
+            if not either[0].costs.live.any():
+                assert either[0].mini_batch_ns == whole[0].mini_batch_ns
 
 
 def test_a_plan_that_needs_groups_fits_is_faster_and_says_so() -> None:
