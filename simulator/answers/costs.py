@@ -311,18 +311,14 @@ def stage_costs(
     """
     num_stages = len(boundaries)
     layout = lone_workers(num_stages) if layout is None else layout
-    begin, end = spans(boundaries, costs.num_sections)
-    window = np.asarray(windows, np.int64)
+    (begin, end), window = spans(boundaries, costs.num_sections), np.asarray(windows, np.int64)
     again = np.array(recomputes(schedule, num_stages, costs.recompute), np.bool_)
-    groups, last = np.zeros(num_stages, np.int64), begin
-    if any(live):
-        groups = np.array(live, np.int64)
-        again, groups = again | (groups > 0), np.where(groups < end - begin, groups, 0)
-        last = _last_group(begin, end, groups)
+    groups = np.array(live or [0] * num_stages, np.int64)
+    again, groups = again | (groups > 0), groups * (groups < end - begin)
+    last = _last_group(begin, end, groups) if any(live) else begin
     forward = np.maximum(1, costs.forward_sum_ns[end] - costs.forward_sum_ns[begin])
     rerun = costs.forward_sum_ns[last] - costs.forward_sum_ns[begin]
     backward = np.maximum(1, costs.backward_sum_ns[end] - costs.backward_sum_ns[begin] + rerun)
-    optimizer = costs.optimizer_sum_ns[end] - costs.optimizer_sum_ns[begin]
 
     def stage_times(slowdown: Floats | None, *, worst: bool) -> StageTimes:
         links = {f"{name}_ns": link_times(costs, f"{name}_ns", end - 1, layout, worst) for name in _LINK_TIMES}
@@ -337,13 +333,12 @@ def stage_costs(
 
     slowest = layout.slowdown.max(axis=1) if layout.hinders else None
     times = stage_times(slowest, worst=True)
-    plain = not (layout.hinders or layout.has_neighbours)
     return StageCosts(
         schedule=schedule,
         times=times,
-        alone=times if plain else stage_times(None, worst=False),
+        alone=stage_times(None, worst=False) if layout.hinders or layout.has_neighbours else times,
         boundaries=tuple(begin.tolist()),
-        optimizer_ns=scaled(optimizer, slowest),
+        optimizer_ns=scaled(costs.optimizer_sum_ns[end] - costs.optimizer_sum_ns[begin], slowest),
         single=single,
         reduced=reductions(
             costs.own_reduced_sum_bytes, costs.shared_units, begin, costs.all_reduce(layout.rings_at_once)
