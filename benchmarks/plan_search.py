@@ -1,11 +1,14 @@
 """How far plans are from the best that there is: every other choice tried, on small random jobs.
 
-    python benchmarks/plan_search.py [--cases N]
+    python benchmarks/plan_search.py [--cases N] [--groups]
 
 Three questions, each with a seed for every case: windows of any size for given stages; every depth, number of
 replicas, micro-batch size, cut, slope and schedule, with recompute and without; and latencies from none to eight
 forwards, against GPipe, 1F1B and windows of any slope on the same stages. Prints how much slower the planner's choice
 is than the best.
+
+With ``--groups`` instead what it gains that stages may run their sections again in groups: the least memory in which a
+pipeline of each depth fits, and examples per second within tight limits, of GPT-2 2.5B on V100s.
 """
 
 from __future__ import annotations
@@ -13,16 +16,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from itertools import combinations, product
+from pathlib import Path
 
 import numpy as np
 
-from morph.contract.profile import Profile
-from simulator import plan, simulate, synthetic_profile
+from morph.contract.profile import Profile, load_profile
+from simulator import PlanRequest, plan, simulate, synthetic_profile
 from simulator.answers.answer import deal
 from simulator.answers.costs import SectionCosts, stage_costs
 from simulator.answers.finish import finish
+from simulator.answers.outcome import Outcome
 from simulator.playing.engine import run_pipeline
+from simulator.search.setting import Setting
+from simulator.search.sweep import Sweep
 
+GPT2 = Path(__file__).resolve().parents[1] / "configs" / "profiles" / "gpt2-2.5b.json"
+GIB = 2**30
 SCHEDULES = ("varuna", "gpipe", "1f1b")
 LATENCIES = (0, 1, 2, 4, 8)
 
@@ -125,10 +134,54 @@ def tell(name: str, ratios: list[float]) -> None:
     )
 
 
+def least_gib(changes: bool) -> None:
+    """Prints by depth the least memory of a device, with whole stages and in groups; two replicas, m = 4."""
+    profile, rules = load_profile(GPT2), PlanRequest(changes=changes).memory_rules
+    settings = [Setting(profile, 4, True, SCHEDULES, 2**50, rules, grouped=grouped) for grouped in (False, True)]  # type: ignore[arg-type]
+    for depth in (1, 2, 3, 4, 6, 9, 12, 18, 27):
+        whole, groups = (setting.least_bytes(depth, setting.num_micro_batches // 2) / GIB for setting in settings)
+        print(
+            f"  P = {depth:2}: {whole:6.2f} GiB with whole stages, {groups:6.2f} in groups ({groups / whole - 1:+.0%})"
+        )
+
+
+def _text(one: Outcome, batch_size: int) -> str:
+    (depth, replicas), m = one.shape, one.costs.sections.micro_batch_size
+    return f"{batch_size / (one.mini_batch_ns / 1e9):6.2f} examples/s at {depth} x {replicas}, m = {m}"
+
+
+def rates(num_gpus: int, changes: bool) -> None:
+    """Prints the best plans within memory limits, with whole stages alone and with groups."""
+    profile = load_profile(GPT2)
+    for gib in (4, 5, 6, 7, 8, 10, 12, 16, 24, 32):
+        request = PlanRequest(memory_bytes=gib * GIB, changes=changes)
+        sweep, texts, times_s = Sweep(profile, request, request.conditions(None)), [], []
+        for each in (sweep.without_groups(), sweep):
+            best = each.fastest(num_gpus, each.depths(num_gpus), 1)
+            times_s += [one.mini_batch_ns / 1e9 for one in best]
+            texts += [_text(one, profile.job.batch_size) for one in best] or ["does not fit"]
+        gain = f" ({times_s[0] / times_s[1] - 1:+.1%})" if len(times_s) == 2 else ""
+        print(f"  {gib:2} GiB: {texts[0]}; with groups {texts[1]}{gain}", flush=True)
+
+
+def groups() -> None:
+    for changes in (True, False):
+        name = "that may change its shape" if changes else "of one shape"
+        print(f"GPT-2 2.5B on V100s, a run {name}: the least memory of a device")
+        least_gib(changes)
+        print(f"GPT-2 2.5B on 36 GPUs, a run {name}: the best plan within a limit")
+        rates(36, changes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="How far plans are from the best that there is.")
     parser.add_argument("--cases", type=int, default=60, help="random jobs of each kind")
-    cases = parser.parse_args().cases
+    parser.add_argument("--groups", action="store_true", help="what groups of sections gain, instead")
+    options = parser.parse_args()
+    if options.groups:
+        groups()
+        return
+    cases = options.cases
     print("How much slower than the best of what was tried:")
     tell("windows of any size", [any_windows(seed) for seed in range(5 * cases)])
     tell("everything, on at most 5 GPUs and 4 sections", [everything(seed) for seed in range(max(1, cases // 2))])

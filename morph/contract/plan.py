@@ -41,6 +41,15 @@ class StagePlan(Value):
         """The section numbers of this stage."""
         return range(self.first_section, self.end_section)
 
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """The sections that are run again together, counted from the end: the first of these may be fewer."""
+        size = self.live_sections if self.recompute and self.live_sections else len(self.sections)
+        starts = sorted(
+            {max(self.first_section, end - size) for end in range(self.end_section, self.first_section, -size)}
+        )
+        return tuple(range(first, end) for first, end in itertools.pairwise((*starts, self.end_section)))
+
 
 class Expectation(Value):
     """What the simulator expects of the plan, and where one mini-batch's worker-seconds go.

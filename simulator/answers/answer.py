@@ -124,6 +124,7 @@ def describe(outcome: Outcome, rehearsal: Rehearsal) -> Simulation:
                 end_section=end,
                 window=int(times.window[stage]),
                 recompute=bool(times.recompute[stage]),
+                live_sections=int(costs.live[stage]) or None,
             )
             for stage, (first, end) in enumerate(zip(costs.boundaries, ends, strict=True))
         ),

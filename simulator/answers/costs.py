@@ -53,6 +53,7 @@ class SectionCosts:
         micro_batch_size: m; must have been measured.
         recompute: Whether stages run the forward again before the backward, as the schedule has it; else none does,
             and each keeps the activations of every micro-batch in flight.
+        grouped: Whether a stage that does not fit so runs its sections again in groups, the last stage too.
         rules: What a run holds besides what a step needs.
 
     Raises:
@@ -66,6 +67,7 @@ class SectionCosts:
         *,
         recompute: bool = True,
         rules: MemoryRules = MemoryRules(),  # noqa: B008 (frozen)
+        grouped: bool = False,
     ) -> None:
         m = micro_batch_size
         if m not in profile.micro_batch_sizes:
@@ -74,7 +76,7 @@ class SectionCosts:
         sections = profile.sections
         self.profile = profile
         self.micro_batch_size = m
-        self.recompute = recompute
+        self.recompute, self.grouped = recompute, grouped
         self.num_sections = len(sections)
         self.forward_sum_ns = _sums(_ns([section.forward[m].median_s for section in sections]))
         self.backward_sum_ns = _sums(_ns([section.backward[m].median_s for section in sections]))
@@ -129,7 +131,9 @@ class SectionCosts:
         key = single, follows
         if key not in self._memory:
             rules = replace(self.rules, follows=follows or self.rules.follows)
-            self._memory[key] = StageMemory(self.profile, self.micro_batch_size, rules, single=single)
+            self._memory[key] = StageMemory(
+                self.profile, self.micro_batch_size, rules, single=single, grouped=self.grouped
+            )
         return self._memory[key]
 
     def all_reduce(self, in_flight: int) -> AllReduce:
@@ -160,6 +164,8 @@ class StageCosts:
 
     ``times`` are those of the slowest worker and link of each stage, by which the orders are planned; ``alone``
     those of undisturbed workers, over the fastest link that a replica has there. ``single``: of one replica only.
+    ``live``: int64[P], of how many sections each stage runs again together, 0: of all (``StagePlan.live_sections``).
+    ``soonest``: gradients are taken to be complete as soon as in any groups: for bounds.
     """
 
     schedule: Schedule
@@ -171,6 +177,8 @@ class StageCosts:
     reduced: Reductions
     sections: SectionCosts
     layout: Layout
+    live: Ints
+    soonest: bool = False
 
     def with_windows(self, schedule: Schedule, windows: Sequence[int]) -> StageCosts:
         """The same stages under other windows, and a schedule under which the same ones recompute."""
@@ -191,7 +199,7 @@ class StageCosts:
     @cached_property
     def memory_bytes(self) -> Ints:
         """Of each stage's device, with what the allocator keeps and the context: int64[P]."""
-        found = self.memory.device_bytes(*self.spans, self.times.window, self.times.recompute)
+        found = self.memory.device_bytes(*self.spans, self.times.window, self.times.recompute, self.live)
         return self.memory.whole_bytes(found + sum(self.redundant_parts.values()))
 
     @cached_property
@@ -203,7 +211,8 @@ class StageCosts:
     def followed_bytes(self) -> int:
         """Memory of the fullest stage's device where each stage's state is kept by another worker too."""
         memory = self.sections.memory(single=self.single, follows=True)
-        return int(memory.whole_bytes(memory.device_bytes(*self.spans, self.times.window, self.times.recompute)).max())
+        taken = memory.device_bytes(*self.spans, self.times.window, self.times.recompute, self.live)
+        return int(memory.whole_bytes(taken).max())
 
     @cached_property
     def host_bytes(self) -> Ints:
@@ -218,10 +227,10 @@ class StageCosts:
     def memory_parts(self, stage: int) -> tuple[str, dict[str, int]]:
         """When a stage's device is fullest, and its parts then, largest first; they add up to ``memory_bytes``."""
         begin, end = (where[stage : stage + 1] for where in self.spans)
-        window, again = self.times.window[stage : stage + 1], self.times.recompute[stage : stage + 1]
-        moments = {
-            moment: _sorted_parts(parts) for moment, parts in self.memory.moments(begin, end, window, again).items()
-        }
+        here = slice(stage, stage + 1)
+        window, again, live = self.times.window[here], self.times.recompute[here], self.live[here]
+        found = self.memory.moments(begin, end, window, again, live)
+        moments = {moment: _sorted_parts(parts) for moment, parts in found.items()}
         fullest = max(moments, key=lambda moment: sum(moments[moment].values()))
         parts = moments[fullest] | _sorted_parts({name: of[stage] for name, of in self.redundant_parts.items()})
         more = int(self.memory_bytes[stage]) - sum(parts.values())
@@ -249,8 +258,34 @@ class StageCosts:
     def to_come_ns(self) -> Ints:
         """What of the slowest worker's backward follows that of each section: int64[K]."""
         slowest = self.layout.slowdown.max(axis=1)[self.reduced.stage] if self.layout.hinders else None
-        sums = self.sections.backward_sum_ns
-        return scaled(sums[:-1] - sums[self.reduced.first], slowest)
+        sums, again = self.sections.backward_sum_ns, self.sections.forward_sum_ns
+        first, start = self.reduced.first, self.group_start
+        to_come = sums[:-1] - sums[first]
+        return scaled(to_come + again[start] - again[first] if self.in_groups else to_come, slowest)
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether any stage runs its sections again in groups, or is taken to."""
+        return self.soonest or bool(self.live.any())
+
+    @cached_property
+    def group_start(self) -> Ints:
+        """First of the sections that are run again together with each section: int64[K]."""
+        first, sections = self.reduced.first, np.arange(self.sections.num_sections)
+        if self.soonest:
+            return sections
+        if not self.in_groups:
+            return first
+        size = self.live[self.reduced.stage]
+        end = self.spans[1][self.reduced.stage]
+        behind = (end - 1 - sections) // np.maximum(1, size) + 1
+        found: Ints = np.where(size > 0, np.maximum(first, end - behind * size), first)
+        return found
+
+    @property
+    def last_group(self) -> Ints:
+        """First of the sections that the task R runs again, B runs those before again: int64[P]."""
+        return _last_group(*self.spans, self.live)
 
 
 def stage_costs(
@@ -261,6 +296,7 @@ def stage_costs(
     layout: Layout | None = None,
     *,
     single: bool = True,
+    live: Sequence[int] = (),
 ) -> StageCosts:
     """Cost of the stages that ``boundaries`` (first section of each stage) and ``windows`` describe.
 
@@ -271,21 +307,24 @@ def stage_costs(
         schedule: Decides which stages recompute.
         layout: Where the workers run; None: each on a node of its own.
         single: Whether there is one replica only.
+        live: Of how many sections each stage runs again together; 0: as the schedule has it. None given: all so.
     """
     num_stages = len(boundaries)
     layout = lone_workers(num_stages) if layout is None else layout
-    begin, end = spans(boundaries, costs.num_sections)
+    (begin, end), window = spans(boundaries, costs.num_sections), np.asarray(windows, np.int64)
     again = np.array(recomputes(schedule, num_stages, costs.recompute), np.bool_)
-    window = np.asarray(windows, np.int64)
+    groups = np.array(live or [0] * num_stages, np.int64)
+    again, groups = again | (groups > 0), groups * (groups < end - begin)
+    last = _last_group(begin, end, groups) if any(live) else begin
     forward = np.maximum(1, costs.forward_sum_ns[end] - costs.forward_sum_ns[begin])
-    backward = np.maximum(1, costs.backward_sum_ns[end] - costs.backward_sum_ns[begin])
-    optimizer = costs.optimizer_sum_ns[end] - costs.optimizer_sum_ns[begin]
+    rerun = costs.forward_sum_ns[last] - costs.forward_sum_ns[begin]
+    backward = np.maximum(1, costs.backward_sum_ns[end] - costs.backward_sum_ns[begin] + rerun)
 
     def stage_times(slowdown: Floats | None, *, worst: bool) -> StageTimes:
         links = {f"{name}_ns": link_times(costs, f"{name}_ns", end - 1, layout, worst) for name in _LINK_TIMES}
         return StageTimes(
             forward_ns=scaled(forward, slowdown),
-            recompute_ns=scaled(forward, slowdown),
+            recompute_ns=scaled(np.maximum(1, forward - rerun), slowdown),
             backward_ns=scaled(backward, slowdown),
             window=window,
             recompute=again,
@@ -294,20 +333,25 @@ def stage_costs(
 
     slowest = layout.slowdown.max(axis=1) if layout.hinders else None
     times = stage_times(slowest, worst=True)
-    plain = not (layout.hinders or layout.has_neighbours)
     return StageCosts(
         schedule=schedule,
         times=times,
-        alone=times if plain else stage_times(None, worst=False),
+        alone=stage_times(None, worst=False) if layout.hinders or layout.has_neighbours else times,
         boundaries=tuple(begin.tolist()),
-        optimizer_ns=scaled(optimizer, slowest),
+        optimizer_ns=scaled(costs.optimizer_sum_ns[end] - costs.optimizer_sum_ns[begin], slowest),
         single=single,
         reduced=reductions(
             costs.own_reduced_sum_bytes, costs.shared_units, begin, costs.all_reduce(layout.rings_at_once)
         ),
         sections=costs,
         layout=layout,
+        live=groups,
     )
+
+
+def _last_group(begin: Ints, end: Ints, live: Ints) -> Ints:
+    last: Ints = np.where(live > 0, np.maximum(begin, end - live), begin)
+    return last
 
 
 def link_times(costs: SectionCosts, name: str, cuts: Ints, layout: Layout, worst: bool) -> Ints:

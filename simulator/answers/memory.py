@@ -3,7 +3,8 @@
 Some moments of a run are looked at, each with its parts; a stage needs as much as its fullest moment:
 
 - *computing*: parameters, optimizer state, sums, stored inputs of the micro-batches in flight, their activations where
-  the stage does not recompute, and what one backward takes at most (the profile's peaks);
+  the stage does not recompute, and what one backward takes at most (the profile's peaks); a stage that runs its
+  sections again in groups stores the input of each group, and its backward takes what that of one group does;
 - *reducing*: parameters, optimizer state, sums, and mean gradients with what the conversion takes; with several
   replicas also shares of two units' sums on their way, and the backward of the first section, which may still run;
 - *updating*: parameters, optimizer state, mean gradients, and what the optimizer takes while it steps;
@@ -33,6 +34,7 @@ _MESSAGES_AT_ONCE = 3
 """Of each border: two that are received ahead (the runtime's ``POSTED_AHEAD``), and one on its way out."""
 _UNITS_AT_ONCE = 2
 """Of a reduction: sums of one are received while another's means are waited for."""
+_MOST_GROUP_SIZES = 24
 _VERSIONS_KEPT = 2
 """Of checkpoints that a worker wrote, their copies in host memory."""
 MOMENTS = {
@@ -53,11 +55,15 @@ class StageMemory:
         micro_batch_size: m.
         rules: What else a run holds.
         single: Whether there is one replica only: nothing is reduced then, and nobody else drives the same stage.
+        grouped: Whether stages that do not fit otherwise run their sections again in groups.
 
-    Arguments ``begin`` and ``end`` of its methods are first sections of stages, and ends, of shapes that go together.
+    Arguments ``begin`` and ``end`` of its methods are first sections of stages, and ends, of shapes that go together;
+    ``live`` says of how many sections each runs again together, 0: of all (``StagePlan.live_sections``).
     """
 
-    def __init__(self, profile: Profile, micro_batch_size: int, rules: MemoryRules, *, single: bool) -> None:
+    def __init__(
+        self, profile: Profile, micro_batch_size: int, rules: MemoryRules, *, single: bool, grouped: bool = False
+    ) -> None:
         m, sections, environment = micro_batch_size, profile.sections, profile.environment
         self.rules, self.single, self._environment = rules, single, environment
         self._num_sections = len(sections)
@@ -88,13 +94,51 @@ class StageMemory:
         self._sums: Ints = np.array(own_bytes["sums"], np.int64)
         self._finish: Ints = np.array([section.finish_bytes for section in sections], np.int64)
         self._step: Ints = np.array([section.step_bytes for section in sections], np.int64)
+        sizes = np.geomspace(1, max(1, len(sections) - 1), _MOST_GROUP_SIZES).round().astype(int)
+        self.group_sizes: tuple[int, ...] = tuple(np.unique(sizes)[::-1].tolist()) if grouped else ()
+        """Of groups, those that are tried, largest first: all up to about ten."""
+        self._groups: dict[int, tuple[Ints, Ints]] = {}
 
     # ---- of stages ----
 
-    def device_bytes(self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_]) -> Ints:
+    def device_bytes(
+        self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], live: Ints | int = 0
+    ) -> Ints:
         """What stages take at their fullest moment, before allocator and context."""
         more: Ints = self.base(begin, end, recompute) + window * self.each(begin, end, recompute)
+        for size in set(np.atleast_1d(live).tolist()) - {0} if np.any(live) else ():
+            taken, stored = self.group_tables(size)
+            more = np.where(live == size, taken[begin, end] + window * stored[begin, end], more)
         return np.maximum(self.tables[2][begin, end], more)
+
+    def group_tables(self, size: int) -> tuple[Ints, Ints]:
+        """Of every run of sections, [K + 1, K + 1]: ``base`` and ``each`` where groups of so many are run again."""
+        if size not in self._groups:
+            again = self.tables[0]
+            taken, stored, one = np.zeros((3, *again.shape), np.int64)
+            for end in range(1, self._num_sections + 1):
+                begin, cut = np.arange(end), max(0, end - size)
+                one[:end, end] = self._running(self._peaks, begin, np.array(end)) - self.activations[begin]
+                taken[:end, end], stored[:end, end] = one[:end, end], self.stored[:end]
+                taken[:cut, end] = np.maximum(taken[:cut, cut], one[cut, end])
+                stored[:cut, end] = stored[:cut, cut] + self.stored[cut]
+            self._groups[size] = again - one + taken, stored
+        return self._groups[size]
+
+    def fitting_sizes(
+        self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], usable: int
+    ) -> Ints:
+        """Of each stage the groups in which it takes no more; 0 where it needs none, or none are enough.
+
+        The largest, which leave most of the recompute to the wait for the gradient. On the last stage, which does not
+        wait, the smallest: its gradients are complete soonest.
+        """
+        found = np.zeros_like(begin)
+        for size in self.group_sizes:
+            fits = (end - begin > size) & (self.device_bytes(begin, end, window, recompute, size) <= usable)
+            fits[:-1] &= found[:-1] == 0
+            found = np.where(fits, size, found)
+        return np.where(self.device_bytes(begin, end, window, recompute) <= usable, 0, found)
 
     def base(self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool) -> Ints:
         """While a stage computes, without what each micro-batch in flight takes."""
@@ -126,13 +170,18 @@ class StageMemory:
             parts["optimizer and its copies"] = state + self._running(self._step, begin, end)
         return parts
 
-    def moments(self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_]) -> Mapping[str, Parts]:
+    def moments(
+        self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], live: Ints | int = 0
+    ) -> Mapping[str, Parts]:
         """Parts by moment, of the device's memory, before allocator and context."""
         held = np.where(recompute, 0, (window - 1) * (self.activations[end] - self.activations[begin]))
-        computing = self._computing(begin, end) | {
-            "stored inputs": window * self.stored[begin],
-            "activations": held + self._running(self._peaks, begin, end) - self.activations[begin],
-        }
+        stored = self.stored[begin]
+        activations = held + self._running(self._peaks, begin, end) - self.activations[begin]
+        for size in set(np.atleast_1d(live).tolist()) - {0}:
+            taken, each = (table[begin, end] for table in self.group_tables(size))
+            stored = np.where(live == size, each, stored)
+            activations = np.where(live == size, taken - _total(self._computing(begin, end)), activations)
+        computing = self._computing(begin, end) | {"stored inputs": window * stored, "activations": activations}
         return {"computing": computing, **self._other_moments(begin, end)}
 
     def device_state(self, begin: Ints, end: Ints) -> Ints:
@@ -167,10 +216,14 @@ class StageMemory:
         whole: Ints = tensors + kept + self._environment.context_bytes
         return whole
 
-    def most_windows(self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool, usable: int) -> Ints:
+    def most_windows(
+        self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool, usable: int, *, grouped: bool = True
+    ) -> Ints:
         """The largest window of each stage with so many bytes of tensors; below 1 if none does, 2**62 if all do."""
-        room, each = usable - self.base(begin, end, recompute), self.each(begin, end, recompute)
-        most = np.where(each > 0, room // np.maximum(1, each), np.where(room < 0, 0, NEVER))
+        most = _most(usable - self.base(begin, end, recompute), self.each(begin, end, recompute))
+        for size in self.group_sizes if grouped else ():
+            taken, stored = (table[begin, end] for table in self.group_tables(size))
+            most = np.maximum(most, _most(usable - taken, stored))
         found: Ints = np.where(self.limited_tables[2][begin, end] > usable, 0, np.maximum(0, most))
         return found
 
@@ -307,6 +360,11 @@ def spans(boundaries: Sequence[int], num_sections: int) -> tuple[Ints, Ints]:
     """First sections and ends of the stages that begin at these sections."""
     begin = np.asarray(boundaries, np.int64)
     return begin, np.append(begin[1:], num_sections)
+
+
+def _most(room: Ints, each: Ints) -> Ints:
+    """How often each fits; below 1 where it does not, 2**62 where nothing more is taken."""
+    return np.where(each > 0, room // np.maximum(1, each), np.where(room < 0, 0, NEVER))
 
 
 def _total(parts: Parts) -> Ints:

@@ -105,10 +105,12 @@ def to_come_ns(
     if conditions.all_reduce == "late":
         return np.zeros((costs.sections.num_sections, len(counts)), np.int64)
     sums: Floats | Ints = costs.sections.backward_sum_ns[:, None]
+    again: Floats | Ints = costs.sections.forward_sum_ns[:, None]
     if luck is not None:
-        sums = luck.task_sums_ns("backward")[:, np.cumsum(counts) - 1]
-    slower = _slower(costs, len(counts), conditions)[costs.reduced.stage, :, 0]
-    to_come: Ints = np.rint((sums[:-1] - sums[costs.reduced.first]) * slower).astype(np.int64)
+        sums, again = (luck.task_sums_ns(kind)[:, np.cumsum(counts) - 1] for kind in ("backward", "recompute"))
+    slower, first = _slower(costs, len(counts), conditions)[costs.reduced.stage, :, 0], costs.reduced.first
+    behind = sums[:-1] - sums[first] + (again[costs.group_start] - again[first])
+    to_come: Ints = np.rint(behind * slower).astype(np.int64)
     return to_come
 
 
@@ -143,7 +145,10 @@ def _dealt(values: Floats, counts: Sequence[int]) -> Floats:
 def _drawn_tasks(costs: StageCosts, counts: Sequence[int], luck: Luck | MeanLuck) -> dict[str, Floats]:
     begin, end = _ends(costs)
     sums = {kind: luck.task_sums_ns(kind) for kind in _TASKS}
-    return {kind: _dealt(total[end] - total[begin], counts) for kind, total in sums.items()}
+    times = {kind: total[end] - total[begin] for kind, total in sums.items()}
+    rerun = sums["recompute"][costs.last_group] - sums["recompute"][begin]
+    times |= {"recompute": times["recompute"] - rerun, "backward": times["backward"] + rerun}
+    return {kind: _dealt(total, counts) for kind, total in times.items()}
 
 
 def _by_worker(costs: StageCosts, name: str, num_replicas: int) -> Ints:

@@ -34,8 +34,8 @@ class PlanRequest:
         micro_batch_size: m; None: fixed by the job, else whichever of those measured is best.
         pipeline_depth: Only this P.
         num_replicas: Only this D.
-        recompute: Whether stages run the forward again; if not, each keeps the activations in flight. None: whichever
-            is best.
+        recompute: Whether stages run the forward again, in groups of sections where a plan needs that to fit; if not,
+            each keeps the activations in flight. None: whichever is best.
         compute_slots: Tasks that can run at once on all workers together, which share one machine; None: one
             device per worker.
         num_gpus_per_node: GPUs of every node, or of each one; None: every GPU is a node of its own.

@@ -34,6 +34,8 @@ def memory_sentence(sweep: Sweep, shapes: Sequence[Shape], best: Outcome, object
     limit = f"Memory limits it ({sweep.memory_bytes / 2**30:.3g} GiB per device): "
     if better.shape[0] not in fitting:
         why = f"pipelines as shallow as {better.shape[0]} do not fit"
+    elif better.shape == best.shape and best.costs.live.any():
+        why = "activations of whole stages, or windows as steep as the links want, do not fit"
     elif better.shape == best.shape:
         why = "windows as steep as the links want do not fit"
     else:

@@ -11,6 +11,7 @@ from morph.contract.errors import PlanError
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from simulator.answers.answer import Simulation, deal, describe
+from simulator.answers.costs import stage_costs
 from simulator.answers.outcome import Rehearsal
 from simulator.given.conditions import check_slow
 from simulator.given.layout import lay_out, placed
@@ -73,7 +74,7 @@ def simulate(
 
 
 def simulate_plan(profile: Profile, plan: Plan, request: PlanRequest = PlanRequest(), **more: Any) -> Simulation:  # noqa: B008 (frozen)
-    """Simulate one mini-batch of a plan as it stands, with its own cuts, schedule, windows and recompute.
+    """Simulate one mini-batch of a plan as it stands, with its own cuts, schedule, windows, recompute and its groups.
 
     Args:
         profile: What calibration measured; its model is the plan's.
@@ -101,8 +102,10 @@ def simulate_plan(profile: Profile, plan: Plan, request: PlanRequest = PlanReque
     recompute = any(stage.recompute for stage in plan.stages)
     setting = Setting(profile, plan.micro_batch_size, recompute, (plan.schedule,), None, request.memory_rules)
     windows = tuple(stage.window for stage in plan.stages)
-    costs = setting.windowed(plan.schedule, windows, boundaries, layout, single=len(counts) == 1)
-    assert costs is not None, "memory is no limit here"
+    live = tuple((stage.live_sections or len(stage.sections)) * stage.recompute for stage in plan.stages)
+    costs = stage_costs(
+        setting.sections, boundaries, windows, plan.schedule, layout, single=len(counts) == 1, live=live
+    )
     rehearsal = Rehearsal(conditions)
     return describe(rehearsal.full(costs, counts), rehearsal)
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from simulator.answers.costs import StageCosts, link_times
 from simulator.given.conditions import Conditions
+from simulator.playing.schedules import recomputes
 from simulator.playing.times import Ints
 
 _NEVER = 2**62
@@ -42,15 +43,16 @@ def moved_bounds_ns(
     head = np.concatenate([zero, np.cumsum(forward[:, :-1] + activation, axis=1)], axis=1)
     back = np.concatenate([zero, np.cumsum(backward[:, :-1] + gradient, axis=1)], axis=1)
     tail = back + np.maximum.accumulate(_exposed_ns(costs, cuts, len(counts), conditions) - back, axis=1)
-    work = forward * (1 + costs.times.recompute) + backward
+    again = np.array(recomputes(costs.schedule, len(costs.boundaries), sections.recompute), np.bool_)
+    work = forward * (1 + again) + backward
     trips = np.cumsum((forward + backward + np.concatenate([activation + gradient, zero], axis=1))[:, ::-1], axis=1)
     trip = trips[:, ::-1]
     busy = most * work
     busy[:, :-1] = np.maximum(busy[:, :-1], trip[:, :-1] + (most - 1) * np.maximum(activation_wire, gradient_wire))
     windows = np.full_like(cuts, most)
     if memory_bytes is not None:
-        memory, again = sections.memory(single=len(counts) == 1), sections.recompute
-        windows = memory.most_windows(cuts, end, again, memory.usable_bytes(memory_bytes))
+        memory = sections.memory(single=len(counts) == 1)
+        windows = memory.most_windows(cuts, end, sections.recompute, memory.usable_bytes(memory_bytes))
     busy = np.maximum(busy, ((most - 1) // np.maximum(1, windows) + 1) * trip)
     optimizer = sections.optimizer_sum_ns[end] - sections.optimizer_sum_ns[cuts]
     bounds: Ints = (head + busy + tail).max(axis=1) + sections.commit_ns + optimizer.max(axis=1)
@@ -70,7 +72,8 @@ def _exposed_ns(costs: StageCosts, cuts: Ints, num_replicas: int, conditions: Co
     sizes = sums[:, 1:] - sums[rows, first]
     exposed = reduced.all_reduce.times_ns(num_replicas, sizes.ravel()).reshape(sizes.shape)
     if conditions.all_reduce != "late":
-        exposed = exposed - (sections.backward_sum_ns[:-1] - sections.backward_sum_ns[first])
+        sums = sections.backward_sum_ns + sections.forward_sum_ns * sections.grouped  # complete sooner in groups
+        exposed = exposed - (sums[:-1] - sums[first])
     begins = (cuts + rows * sections.num_sections).ravel()
     latest: Ints = np.maximum.reduceat(exposed.ravel(), begins).reshape(cuts.shape)
     for stages, duration in reduced.tied_ns(num_replicas):

@@ -1,7 +1,8 @@
 """Cuts K sections into P stages so that the slowest stage is as fast as possible: exact, for every P at once.
 
 Dynamic programming over (stages left, first section). A stage costs F + R + B (no R where the schedule does
-not recompute), and must fit in memory with the window of its place in the pipeline. Windows depend on the
+not recompute and it need not run its sections again in groups), and must fit in memory with the window of its place in
+the pipeline. Windows depend on the
 distance to the last stage alone, so one table serves every P. Among partitions with the same bottleneck
 the more even one (sum of squares) is preferred where the table can tell.
 """
@@ -94,7 +95,9 @@ def least_host_bytes(costs: SectionCosts, *, single: bool) -> Ints:
     table = memory.host_bytes(begin, np.maximum(begin, end))
     nothing, none = np.zeros(costs.num_sections + 1, np.int64), np.zeros(costs.num_sections + 1, np.bool_)
     sums = costs.forward_sum_ns, costs.backward_sum_ns
-    return _tabulate(*sums, (table, table, table), nothing[1:], nothing, nothing, none, _NEVER - 1, True)[0]  # type: ignore[no-any-return]
+    no_groups = np.zeros((0, *table.shape), np.int64)
+    tables = (table, table, table)
+    return _tabulate(*sums, tables, nothing[1:], nothing, nothing, none, _NEVER - 1, True, no_groups, no_groups)[0]  # type: ignore[no-any-return]
 
 
 def bounds_ns(costs: SectionCosts, schedule: Schedule, num_micro_batches: int, link_ns: int) -> Ints:
@@ -166,15 +169,27 @@ def _tabulated(
         again,
         _NEVER - 1 if usable is None else usable,
         by_memory,
+        *_group_tables(memory),
     )
     return best, choice
 
 
+def _group_tables(memory: StageMemory) -> tuple[Ints, Ints]:
+    """What a stage takes with groups of each size, and for each micro-batch in flight: int64[sizes, K + 1, K + 1]."""
+    tables = [memory.group_tables(size) for size in memory.group_sizes]
+    shape = (0, *memory.tables[0].shape)
+    taken, each = (np.array([pair[part] for pair in tables], np.int64).reshape(-1, *shape[1:]) for part in (0, 1))
+    return taken, each
+
+
 @compiled
-def _tabulate(forward, backward, tables, stored, activations, windows, again, limit, by_memory):  # type: ignore[no-untyped-def]
-    """Return (best[left] from section 0, choice[left, first] = end of the first stage)."""
+def _tabulate(forward, backward, tables, stored, activations, windows, again, limit, by_memory, group_base, group_each):  # type: ignore[no-untyped-def]
+    """Return (best[left] from section 0, choice[left, first] = end of the first stage).
+
+    A stage that does not fit is run again in groups, if there are any with which it does.
+    """
     base_again, base_kept, floor = tables
-    num_sections, deepest = len(stored), len(windows) - 1
+    num_sections, deepest, num_sizes = len(stored), len(windows) - 1, len(group_base)
     worst = np.full((deepest + 1, num_sections + 1), np.int64(_NEVER))
     squares = np.zeros((deepest + 1, num_sections + 1))
     choice = np.zeros((deepest + 1, num_sections + 1), np.int64)
@@ -189,7 +204,15 @@ def _tabulate(forward, backward, tables, stored, activations, windows, again, li
                 if not again[left]:
                     memory += window * (activations[end] - activations[first])
                 memory = max(memory, floor[first, end])
-                time = backward[end] - backward[first] + (2 if again[left] else 1) * (forward[end] - forward[first])
+                twice = again[left]
+                if num_sizes > 0 and (by_memory or memory > limit):
+                    for size in range(num_sizes):
+                        taken = max(
+                            group_base[size, first, end] + window * group_each[size, first, end], floor[first, end]
+                        )
+                        if taken < memory:
+                            memory, twice = taken, True
+                time = backward[end] - backward[first] + (2 if twice else 1) * (forward[end] - forward[first])
                 cost = memory if by_memory else time
                 if memory > limit:
                     continue  # a larger stage may take less: a unit that it shares counts once, a message is none

@@ -40,6 +40,9 @@ class Rule(NamedTuple):
 class Setting:
     """One m, with recompute or without, under one or several schedules.
 
+    ``grouped``: with recompute, a stage that does not fit otherwise runs its sections again in groups, the last stage
+    too, whatever the schedule.
+
     Args:
         profile: What calibration measured.
         micro_batch_size: m.
@@ -57,8 +60,11 @@ class Setting:
         schedules: tuple[Schedule, ...],
         memory_bytes: int | None,
         rules: MemoryRules = MemoryRules(),  # noqa: B008 (frozen)
+        *,
+        grouped: bool = False,
     ) -> None:
-        self.sections = SectionCosts(profile, micro_batch_size, recompute=recompute, rules=rules)
+        self.sections = SectionCosts(profile, micro_batch_size, recompute=recompute, rules=rules, grouped=grouped)
+        self.grouped = grouped
         self.num_micro_batches = num_micro_batches(profile, micro_batch_size)
         self.schedules, self.memory_bytes = schedules, memory_bytes
         self._free: dict[bool, PartitionTable] = {}
@@ -121,8 +127,9 @@ class Setting:
         rule = min(self._frugal(most), key=lambda rule: self._least(rule, depth, most))
         single = self.single(most)
         table = frugal_table(self.sections, rule.schedule, num_micro_batches=most, slope=rule.slope, single=single)
-        windows = stage_windows(rule.schedule, depth, most, rule.slope)
-        costs = stage_costs(self.sections, table.boundaries(depth), windows, rule.schedule, single=single)
+        windows, cuts = stage_windows(rule.schedule, depth, most, rule.slope), table.boundaries(depth)
+        live = self._live(rule.schedule, windows, cuts, int(table.bottleneck_ns[depth]), single=single)
+        costs = stage_costs(self.sections, cuts, windows, rule.schedule, single=single, live=live)
         moment, parts = costs.memory_parts(int(costs.memory_bytes.argmax()))
         return f"while {MOMENTS[moment]}, {_largest(parts)}"
 
@@ -170,11 +177,29 @@ class Setting:
         key = (boundaries, where, single, schedule, windows)
         costs = self._stages.get(key)
         if costs is None:
-            alike = (boundaries, where, single, schedule == "gpipe")
+            live: tuple[int, ...] = ()
+            if self.grouped and self.memory_bytes is not None:
+                usable = self.sections.memory(single=single).usable_bytes(self.memory_bytes)
+                live = self._live(schedule, windows, boundaries, usable, single=single)
+            alike = (boundaries, where, single, schedule == "gpipe", live)
             if alike not in self._stages:
-                self._stages[alike] = stage_costs(self.sections, boundaries, windows, schedule, layout, single=single)
+                self._stages[alike] = stage_costs(
+                    self.sections, boundaries, windows, schedule, layout, single=single, live=live
+                )
             costs = self._stages[key] = self._stages[alike].with_windows(schedule, windows)
         return costs if self.memory_bytes is None or costs.fits(self.memory_bytes) else None
+
+    def _live(
+        self, schedule: Schedule, windows: tuple[int, ...], boundaries: tuple[int, ...], usable: int, *, single: bool
+    ) -> tuple[int, ...]:
+        """Of how many sections each stage has to run again together to take so many bytes of tensors; 0: of all."""
+        again = np.array(recomputes(schedule, len(boundaries), self.sections.recompute), np.bool_)
+        memory, where = self.sections.memory(single=single), spans(boundaries, self.sections.num_sections)
+        return tuple(memory.fitting_sizes(*where, np.array(windows, np.int64), again, usable).tolist())
+
+    def holds_even(self, rule: Rule, depth: int, most: int) -> bool:
+        """Whether P stages fit where they are cut as evenly as can be."""
+        return self._holds(rule, self._most_even(rule.schedule, depth), most)
 
     def without_memory_limit(self) -> Setting:
         """The same on devices with as much memory as it takes."""
@@ -183,6 +208,7 @@ class Setting:
         if self._unlimited is None:
             self._unlimited = copy(self)
             self._unlimited.memory_bytes, self._unlimited._cuts, self._unlimited._tight = None, {}, {}
+            self._unlimited._stages = {} if self.grouped else self._stages
         return self._unlimited
 
     def _frugal(self, most: int) -> tuple[Rule, ...]:
@@ -205,19 +231,25 @@ class Setting:
             memory = self.sections.memory(single=self.single(most))
             begin, end = spans(boundaries, self.sections.num_sections)
             again = np.array(recomputes(rule.schedule, depth, self.sections.recompute), np.bool_)
-            found = memory.most_windows(begin, end, again, memory.usable_bytes(self.memory_bytes))
+            usable = memory.usable_bytes(self.memory_bytes)
+            found = memory.most_windows(begin, end, again, usable)
+            if (
+                self.grouped and not again[-1]
+            ):  # with groups it would take longer, and another cut may then be more even
+                found[-1:] = memory.most_windows(begin[-1:], end[-1:], False, usable, grouped=False)
             self._room[key] = tuple(found.tolist())
         return all(map(le, stage_windows(rule.schedule, depth, most, rule.slope), self._room[key]))
 
     def _tight_cut(self, rule: Rule, depth: int, most: int) -> tuple[int, ...] | None:
-        widest = most if rule.schedule == "gpipe" else rule.slope * (self.sections.num_sections - 1) + 1
-        key = (rule, min(most, widest), self.single(most))
+        key = (rule, min(most, rule.slope * (self.sections.num_sections - 1) + 1), self.single(most))
+        if rule.schedule == "gpipe":  # every stage has the same window, which is all of the rule that counts
+            key = (Rule("gpipe", 1), -(-most // rule.slope), self.single(most))
         if key not in self._tight:
             self._tight[key] = partition_table(
                 self.sections,
                 rule.schedule,
                 num_micro_batches=key[1],
-                slope=rule.slope,
+                slope=key[0].slope,
                 memory_bytes=self.memory_bytes,
                 single=key[2],
             )

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from itertools import islice
 from typing import NamedTuple
 
 from morph.contract import ranges
@@ -65,15 +66,18 @@ class Sweep:
         again = (True, False) if request.recompute is None else (request.recompute,)
         sizes, rules = possible_micro_batch_sizes(profile, request.micro_batch_size), request.memory_rules
         settings: list[Setting] = []
+        grouped: dict[int, Setting] = {}
         refused: PlanError | None = None
         for m in sizes:
             try:
                 settings += [Setting(profile, m, flag, schedules, memory_bytes, rules) for flag in again]
+                if memory_bytes is not None and again[0]:
+                    grouped[m] = Setting(profile, m, True, schedules, memory_bytes, rules, grouped=True)
             except PlanError as error:  # too many micro-batches of this size to look at: larger ones may do
                 refused = error
         if refused is not None and not settings:
             raise refused
-        self.settings = tuple(settings)
+        self.settings = (*settings, *grouped.values())
         self._forget()
 
     def by_micro_batch_size(self) -> list[Sweep]:
@@ -85,6 +89,13 @@ class Sweep:
             other._forget()
             found.append(other)
         return found
+
+    def without_groups(self) -> Sweep:
+        """The same sweep of stages that run all of their sections again at once, or none."""
+        other = copy(self)
+        other.settings = tuple(setting for setting in self.settings if not setting.grouped)
+        other._forget()
+        return other
 
     @property
     def total(self) -> int:
@@ -107,11 +118,20 @@ class Sweep:
         """The same sweep on devices with as much memory as it takes."""
         other = copy(self)
         other.memory_bytes = None
-        other.settings = tuple(setting.without_memory_limit() for setting in self.settings)
+        other.settings = tuple(setting.without_memory_limit() for setting in self.settings if not setting.grouped)
         other._forget()
         return other
 
     def _forget(self) -> None:
+        self._in_groups = {
+            number: other
+            for number, setting in enumerate(self.settings)
+            for other, grouped in enumerate(self.settings)
+            if setting.sections.recompute and grouped.grouped and not setting.grouped
+            if setting.sections.micro_batch_size == grouped.sections.micro_batch_size
+        }
+        """By the number of a setting with recompute that of the one whose stages run their sections again in groups."""
+        self._whole = {other: number for number, other in self._in_groups.items()}
         self._layouts: dict[Shape, list[Layout]] = {}
         self._bounds: dict[Case, int] = {}
         self._trials: dict[Case, Trial] = {}
@@ -119,10 +139,10 @@ class Sweep:
 
     def fits(self, shape: Shape) -> bool:
         """Whether a shape fits in memory in some setting."""
-        return any(self._fits(setting, shape) for setting in self.settings)
+        return any(self._fits(number, shape) for number in range(len(self.settings)))
 
-    def _fits(self, setting: Setting, shape: Shape) -> bool:
-        depth, replicas = shape
+    def _fits(self, number: int, shape: Shape) -> bool:
+        (depth, replicas), setting = shape, self.settings[number]
         return replicas <= setting.num_micro_batches and setting.fits(depth, -(-setting.num_micro_batches // replicas))
 
     def replicas(self, most: int) -> list[int]:
@@ -231,6 +251,8 @@ class Sweep:
 
         for depth, replicas in shapes:
             for number, setting in enumerate(self.settings):
+                if setting.grouped:
+                    continue  # looked at beside the same with whole stages
                 push_shape((depth, min(replicas, setting.num_micro_batches) if fewer else replicas), number)
         while heap:
             cost, known, _, case = heapq.heappop(heap)
@@ -243,16 +265,37 @@ class Sweep:
             elif known == _EVEN:
                 if fewer and (next_shape := self._with_fewer(shape, setting)) is not None:
                     push_shape(next_shape, case.setting)
-                if self._fits(setting, shape):
-                    push(case, self._even_ns(setting, shape) + setting.first_reduce_ns(*shape), _REDUCED)
+                least = self._even_ns(setting, shape) + setting.first_reduce_ns(*shape)
+                beside = (there for there in (case, *self._beside(case)) if self._fits(there.setting, shape))
+                for there in islice(beside, 1):
+                    push(there, least, _REDUCED)
             elif known == _REDUCED:
                 for place in range(len(self.layouts(shape)) if objective is None else 1):
-                    there = case._replace(place=place)
-                    push(there, self._bound_ns(there), _BOUND)
-            elif known == _BOUND:
+                    for there in (case, *self._beside(case)):
+                        placed = there._replace(place=place)
+                        push(placed, self._bound_ns(placed), _BOUND)
+            elif known == _BOUND and self._may_gain(case):
                 push(case, self._planned_ns(case), _PLANNED)
             elif known == _PLANNED:
                 push(case, self._outcome(case).mini_batch_ns, _KNOWN)
+
+    def _beside(self, case: Case) -> Iterator[Case]:
+        """The same with stages that run their sections again in groups where they do not fit; none where all do."""
+        if case.setting in self._in_groups and not self._trial(case).roomy:
+            yield case._replace(setting=self._in_groups[case.setting])
+
+    def _may_gain(self, case: Case) -> bool:
+        """Whether a shape may be more than 1 % faster in groups than with whole stages; True of one without groups."""
+        whole, conditions = self._whole.get(case.setting), self.rehearsal.conditions
+        if (
+            whole is None
+            or not self._fits(whole, case.shape)
+            or conditions.uneven
+            or conditions.jitter_seed is not None
+        ):
+            return True
+        planned_ns = self._trial(case._replace(setting=whole)).planned[1]
+        return planned_ns * 100 > self._trial(case).closest_ns * 101
 
     def layouts(self, shape: Shape) -> list[Layout]:
         """Where the workers of a shape can run, with all nodes first."""

@@ -8,7 +8,7 @@ w_i - w_j + 1, and the slowest stage) says from which slope on nothing is to be 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise
 
@@ -28,6 +28,7 @@ _TOLERATED = 101
 _FEW = 32
 _FILL = 8
 _SHALLOW = 12
+_MORE_THAN_NEEDED = 4
 Judge = Callable[[StageCosts], int]
 
 
@@ -94,9 +95,14 @@ class Trial:
 
     def least_ns(self) -> int:
         """No windows that fit in memory make the most even cut, or one next to it, faster by more than is tolerated."""
+        return self.closest_ns * 98 // 100
+
+    @cached_property
+    def closest_ns(self) -> int:
+        """No windows that fit in memory make the most even cut faster; nor one next to it, of few micro-batches."""
         costs = self._widest(None)
         windows = tuple(costs.times.window.tolist())
-        if self._windowed(costs.schedule, windows, costs.boundaries) is not None:
+        if self.setting.grouped or self._windowed(costs.schedule, windows, costs.boundaries) is not None:
             stages, least = [costs], self._least_ns(None)
         else:
             rules = [rule for schedule in self.setting.schedules for rule in self._rules(schedule, None)]
@@ -105,16 +111,16 @@ class Trial:
                 (found.schedule == "gpipe", found.boundaries): found
                 for found in sorted(fitting, key=lambda found: int(found.times.window.sum()))
             }
-            stages = list(widest.values())
+            stages = [self._loosened(found) for found in widest.values()]
             least = min(bound_ns(found, self.counts, self.rehearsal.conditions) for found in stages)
         if self._few:
             least = min(int(self._moved_bounds_ns(found)[1].min(initial=least)) for found in stages)
-        return least * 98 // 100
+        return least
 
     def _best_windows(self, boundaries: tuple[int, ...] | None) -> Outcome:
         if not self.rehearsal.conditions.uneven:
             outcome = self._outcome(self._chosen(self._planned_ns, boundaries)[0])
-            if outcome.mini_batch_ns * 100 <= self._least_ns(boundaries) * _TOLERATED:
+            if outcome.mini_batch_ns * 100 <= self._enough_ns(boundaries, outcome.costs):
                 return outcome  # else who follows its orders may want other windows than the plan knows
         return self._outcome(self._chosen(self._followed_ns, boundaries, between=True)[0])
 
@@ -138,7 +144,7 @@ class Trial:
                 tried.insert(first + sorted(times_ns).index(rule.slope), (times_ns[rule.slope], costs))
                 fastest = min(entry[0] for entry in tried)
                 chosen = next(entry for entry in tried if entry[0] * 100 <= fastest * _TOLERATED)
-                if chosen[0] * 100 <= self._least_ns(boundaries) * _TOLERATED:
+                if chosen[0] * 100 <= self._enough_ns(boundaries, chosen[1]):
                     return chosen[1], fastest
         assert tried, "a shape that does not fit in memory was tried"
         return chosen[1], fastest
@@ -169,10 +175,23 @@ class Trial:
         windows, single = (self.most,) * self.depth, len(self.counts) == 1
         costs = free.windowed(schedule, windows, cuts or (), self.layout, single=single)
         assert costs is not None, "only memory forbids stages"
-        return costs
+        return replace(costs, soonest=self.setting.grouped)
+
+    def _loosened(self, costs: StageCosts) -> StageCosts:
+        """These stages without groups, but with gradients complete as soon as in any: narrower windows need fewer."""
+        if not self.setting.grouped:
+            return costs
+        free, windows = self.setting.without_memory_limit(), tuple(costs.times.window.tolist())
+        whole = free.windowed(costs.schedule, windows, costs.boundaries, self.layout, single=len(self.counts) == 1)
+        assert whole is not None, "only memory forbids stages"
+        return replace(whole, soonest=True)
 
     def _least_ns(self, boundaries: tuple[int, ...] | None) -> int:
         """No windows and no schedule make these stages, or the most even ones, faster."""
+        if boundaries is None:
+            boundaries = self.setting.without_memory_limit().cut(
+                Rule(self.setting.schedules[0], 1), self.depth, self.most
+            )
         if boundaries not in self._bounds:
             conditions, costs = self.rehearsal.conditions, self._widest(boundaries)
             bound = bound_ns(costs, self.counts, conditions)
@@ -180,6 +199,21 @@ class Trial:
                 bound = max(bound, _links_ns(costs.times, self.most) + self.setting.sections.commit_ns)
             self._bounds[boundaries] = bound
         return self._bounds[boundaries]
+
+    @cached_property
+    def roomy(self) -> bool:
+        """Whether memory leaves the most even cut all windows from which anything is to be gained."""
+        schedule, slope = self.setting.schedules[0], 1
+        if schedule == "varuna":
+            slope = self.most if self._few else _MORE_THAN_NEEDED * self._needed_slope
+        return self.setting.holds_even(Rule(schedule, slope), self.depth, self.most)
+
+    def _enough_ns(self, boundaries: tuple[int, ...] | None, costs: StageCosts) -> int:
+        """A hundred times of what is near enough the bounds of these cuts, and of the one that memory made of them.
+
+        That one is less even, but may have less to reduce when its backwards are over.
+        """
+        return min(self._least_ns(boundaries), self._least_ns(costs.boundaries)) * _TOLERATED
 
     @cached_property
     def _needed_slope(self) -> int:
@@ -240,7 +274,7 @@ def _slopes(needed: int, most: int) -> Iterator[int]:
     widest = max(1, most - 1)
     if widest <= _FEW:
         return iter(range(1, widest + 1))
-    return (slope for slope in _ladder(widest) if slope <= 4 * needed or slope == widest)
+    return (slope for slope in _ladder(widest) if slope <= _MORE_THAN_NEEDED * needed or slope == widest)
 
 
 def _growing(fits: Callable[[int], bool], slopes: Iterable[int]) -> Iterator[int]:

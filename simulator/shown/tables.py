@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from rich.table import Table
 
@@ -39,6 +39,7 @@ def shape_lines(profile: Profile, simulation: Simulation) -> list[str]:
         *([_jitter_line(simulation.jitter)] if simulation.jitter else []),
         *([_node_line(plan)] if plan.placement else []),
         f"where a worker's time goes: {spent}",
+        *([_groups_line(plan)] if any(stage.live_sections for stage in plan.stages) else []),
         simulation.explanation,
     ]
 
@@ -48,6 +49,20 @@ def _jitter_line(spread: Spread) -> str:
         f"with jitter, {spread.num_draws} mini-batches drawn: mean {time_text(spread.mean_s)}, "
         f"5 % below {time_text(spread.p5_s)}, 5 % above {time_text(spread.p95_s)}"
     )
+
+
+def _groups_line(plan: Plan) -> str:
+    """Which stages run their sections again in groups, and in groups of how many."""
+    runs = [
+        (size, [number for number, _ in stages])
+        for size, stages in groupby(enumerate(plan.stages), lambda stage: stage[1].live_sections)
+    ]
+    texts = [
+        f"{'stages' if len(numbers) > 1 else 'stage'} {_span(numbers[0], numbers[-1])} in groups of {size}"
+        for size, numbers in runs
+        if size
+    ]
+    return f"to fit in memory, sections are run again group by group: {', '.join(texts)}"
 
 
 def _node_line(plan: Plan) -> str:

@@ -17,7 +17,7 @@ from calibrate.writing.measure import one_thread
 from calibrate.writing.storage import StorageSpeeds
 from morph.contract.profile import Profile
 from morph.cutting import CutModel
-from simulator import Simulation, simulate, synthetic_profile
+from simulator import Simulation, simulate, simulate_plan, synthetic_profile
 from simulator.answers.costs import SectionCosts
 from simulator.given.memory_rules import MemoryRules
 from tests.runtime.tracked_crew import TrackedCrew
@@ -52,13 +52,20 @@ class MeasuredJob:
     model: CutModel
     profile: Profile
 
-    def plan(self, depth: int, replicas: int, *, recompute: bool) -> Simulation:
-        """A shape with its windows."""
-        return simulate(self.profile, num_stages=depth, num_replicas=replicas, recompute=recompute)
+    def plan(self, depth: int, replicas: int, *, recompute: bool, live_sections: int | None = None) -> Simulation:
+        """A shape with its windows; with ``live_sections`` all stages run their sections again in groups."""
+        found = simulate(self.profile, num_stages=depth, num_replicas=replicas, recompute=recompute)
+        if live_sections is None:
+            return found
+        update = {"recompute": True, "live_sections": live_sections}
+        stages = tuple(stage.model_copy(update=update) for stage in found.plan.stages)
+        return simulate_plan(self.profile, found.plan.model_copy(update={"stages": stages}))
 
-    def steps(self, depth: int, replicas: int, *, recompute: bool, directory: Path) -> Measured:
+    def steps(
+        self, depth: int, replicas: int, *, recompute: bool, directory: Path, live_sections: int | None = None
+    ) -> Measured:
         """Run steps in one shape."""
-        simulation = self.plan(depth, replicas, recompute=recompute)
+        simulation = self.plan(depth, replicas, recompute=recompute, live_sections=live_sections)
         crew = self._crew(depth * replicas, directory)
         crew.reshape(simulation.plan)
         taken = crew.train(NUM_STEPS)
@@ -67,10 +74,10 @@ class MeasuredJob:
         memory = self._memory(WITHOUT_COPIES, single=replicas == 1, recompute=recompute)
         window = np.array(in_flight, np.int64)
         assert (window <= costs.times.window).all(), "more micro-batches were in flight than the plan allows"
-        reached = memory.device_bytes(*costs.spans, window, costs.times.recompute)
-        moments = memory.moments(*costs.spans, window, costs.times.recompute)
+        reached = memory.device_bytes(*costs.spans, window, costs.times.recompute, costs.live)
+        moments = memory.moments(*costs.spans, window, costs.times.recompute, costs.live)
         totals = {moment: sum(np.broadcast_arrays(*parts.values())) for moment, parts in moments.items()}
-        found = memory.device_bytes(*costs.spans, costs.times.window, costs.times.recompute)
+        found = memory.device_bytes(*costs.spans, costs.times.window, costs.times.recompute, costs.live)
         return Measured(
             f"{depth}x{replicas}",
             recompute,

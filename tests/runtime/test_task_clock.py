@@ -57,6 +57,21 @@ def test_a_slow_device_is_found_by_its_own_time_however_fast_it_is_given_work() 
     assert found_s == [pytest.approx(0.12), pytest.approx(0.12), pytest.approx(0.18)]
 
 
+def test_forwards_that_a_backward_runs_again_do_not_make_a_device_look_slow() -> None:
+    device, pace = QueuedDevice(), Pace()
+    watch = Stopwatch(EventClock(device.recorded))
+    watch.finished, watch.in_groups = partial(pace.note, 1), True
+    ticks = {"F": FORWARD, "R": FORWARD / 4, "B": BACKWARD + 3 * FORWARD / 4}  # the last of four groups in R
+
+    def begin(executor: Executor) -> None:
+        executor.stopwatch = watch
+
+    stage = FakeStage(lambda task: device.launch(ticks[task]))
+    run("varuna", 0, stage, first_stage(Wire(instant=True), Wire(instant=True)), lambda: None, begin)
+    assert median_s(pace) == pytest.approx(0.12)
+    assert watch.times().backward_s == pytest.approx(COUNT * ticks["B"] / 1e3)
+
+
 def test_launches_alone_would_not_show_it() -> None:
     class LaunchClock(HostClock):
         """The host's clock, in ticks: what was used before."""

@@ -34,6 +34,17 @@ def test_steps_take_what_the_planner_says(job: MeasuredJob, shape: str, recomput
         assert reached <= (1 + TOLERATED + 0.1 * (replicas > 1)) * peak, found
 
 
+@pytest.mark.parametrize(("shape", "live_sections"), [("1x1", 1), ("1x2", 2), ("2x1", 1), ("2x1", 2), ("2x2", 1)])
+def test_steps_whose_stages_run_again_in_groups_take_what_the_planner_says(
+    job: MeasuredJob, shape: str, live_sections: int, tmp_path: Path
+) -> None:
+    depth, replicas = map(int, shape.split("x"))
+    found = job.steps(depth, replicas, recompute=True, live_sections=live_sections, directory=tmp_path)
+    for estimate, reached, peak in zip(found.estimates, found.reached, found.peaks, strict=True):
+        assert estimate >= (1 - TOLERATED) * peak, found
+        assert reached <= (1 + TOLERATED + 0.1 * (replicas > 1)) * peak, found
+
+
 @pytest.mark.parametrize(("before", "after"), [("2x1", "3x1"), ("3x1", "2x1"), ("1x2", "2x1"), ("2x1", "1x1")])
 def test_a_change_of_shape_never_takes_more_than_the_planner_says(
     job: MeasuredJob, before: str, after: str, tmp_path: Path

@@ -172,7 +172,7 @@ def test_gpipe_goes_in_rounds_where_memory_does_not_hold_all_micro_batches() -> 
     shape: dict[str, Any] = {"num_gpus": 100, "schedule": "gpipe", "micro_batch_size": 4, "recompute": True}
     best = plan(profile, **shape, num_runners_up=0).best
     assert best.expected.peak_memory_bytes <= (profile.environment.device_memory_bytes or 0)
-    tight = synthetic_profile(batch_size=64, micro_batch_size=1, parameter_bytes=1000)
+    tight = synthetic_profile(num_sections=4, batch_size=64, micro_batch_size=1, parameter_bytes=1000)
     needed = simulate(tight, num_stages=4, schedule="gpipe", window_slope=8).expected.peak_memory_bytes
     shape = {"num_gpus": 4, "pipeline_depth": 4, "schedule": "gpipe", "recompute": True}
     few = plan(tight, memory_bytes=needed, **shape).best

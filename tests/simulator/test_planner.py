@@ -262,7 +262,8 @@ def test_nodes_alone_say_how_many_gpus_there_are() -> None:
 def test_what_memory_forbids_is_said() -> None:
     profile = _profile(parameter_bytes=1000, activation_bytes_per_sample=10_000_000, micro_batch_size=1)
     whole = simulate(profile, num_stages=1).expected.peak_memory_bytes
-    roomy, tight = (plan(profile, num_gpus=6, memory_bytes=limit) for limit in (10 * whole, whole // 2))
+    roomy = plan(profile, num_gpus=6, memory_bytes=10 * whole)
+    tight = plan(profile, num_gpus=6, memory_bytes=whole // 2, recompute=False)
     assert "Memory" not in roomy.best_simulation.explanation + plan(profile, num_gpus=6).best_simulation.explanation
     assert roomy.best.pipeline_depth == 1 < tight.best.pipeline_depth
     assert "Memory limits it" in tight.best_simulation.explanation

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import pytest
 from manager.engine.local_vms.namespaces import DIRECTORY, check_permitted, remove_stale
 from manager.machine.gone import wait_gone
 from manager.rehearsal import RehearsalSpec, Rehearsed, plan_rehearsal, rehearse, run_facts
+from manager.rehearsal.planning import Planned
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.errors import ConfigError, TrainingStopped
 from morph.contract.profile import Timing
-from simulator import synthetic_profile
+from simulator import simulate_plan, synthetic_profile
 from tests.system.commands import COMMAND, ROOT
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -59,7 +61,10 @@ def spec_of(stages: int, replicas: int, **fields: Any) -> RehearsalSpec:
 
 def rehearsed(spec: RehearsalSpec, directory: Path) -> tuple[Rehearsed, dict[str, str]]:
     """The figures, and sha256 of every unit's final state."""
-    planned = plan_rehearsal(spec)
+    return run_planned(plan_rehearsal(spec), directory)
+
+
+def run_planned(planned: Planned, directory: Path) -> tuple[Rehearsed, dict[str, str]]:
     with RunDir(directory, run_facts(planned)) as run_dir:
         result = rehearse(planned, run_dir)
     url = str(directory / "checkpoints")
@@ -81,6 +86,30 @@ def test_two_shapes_end_with_the_same_weights_and_leave_nothing(tmp_path: Path) 
         assert len(result.mini_batches_s) == 2
         assert result.measured_s > 0.9 * result.planned.simulation.expected.lower_bound_s
     assert [process for process in descendants() if process.pid not in before] == []
+
+
+def test_stages_that_run_their_sections_again_in_groups_take_as_long_as_simulated_and_have_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    spec, found = spec_of(2, 1), []
+    for sizes in ((None, None), (1, 2)):
+        planned = plan_rehearsal(spec)
+        stages = tuple(
+            stage if size is None else stage.model_copy(update={"recompute": True, "live_sections": size})
+            for stage, size in zip(planned.plan.stages, sizes, strict=True)
+        )
+        plan = planned.plan.model_copy(update={"stages": stages})
+        planned = replace(planned, simulation=simulate_plan(planned.profile, plan))
+        result, weights = run_planned(planned, tmp_path / f"{sizes}")
+        assert 0.9 * planned.simulation.expected.lower_bound_s < result.measured_s
+        found.append((result.parts_s, weights))
+    (whole, weights), (grouped, others) = found
+    assert weights == others
+    expected_s = planned.simulation.expected.parts_s
+    assert {part: grouped[part] for part in ("forward", "recompute", "backward")} == pytest.approx(
+        {part: expected_s[part] for part in ("forward", "recompute", "backward")}, rel=0.1
+    )
+    assert grouped["backward"] > 1.2 * whole["backward"]
 
 
 def test_a_device_without_the_memory_ends_the_rehearsal_as_out_of_memory(tmp_path: Path) -> None:

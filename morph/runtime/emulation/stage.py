@@ -37,7 +37,7 @@ class SectionUnits:
 class TaskTimes:
     """Seconds of each of a step's micro-batches, in the order in which the stage runs them.
 
-    ``backward_s`` has a row for each of its sections.
+    ``backward_s`` has a row for each of its sections; with it goes the forward of a group that is run again before it.
     """
 
     forward_s: Seconds
@@ -113,7 +113,7 @@ class EmulatedStage:
         return (torch.tensor(1.0 + values[-1]) if output is None else output,)
 
     def recompute(self, micro_batch: int) -> None:
-        """Take a forward's time again."""
+        """Take the time of running the forward again."""
         begun_s = self._clock.begin()
         self._runs[micro_batch] = self._run(micro_batch, self._stored[micro_batch])
         self._memory.use(self.num_stored, self.num_live)

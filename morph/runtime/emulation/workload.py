@@ -99,11 +99,11 @@ class EmulatedWorkload:
         work = replace(work, record_timeline=order.record_timeline)
         stage = EmulatedStage(
             self._sections(current, plan.sections),
-            self._times(plan.sections, luck, work.micro_batches),
+            task_times(self._device, plan.groups, luck, work.micro_batches),
             work.micro_batches,
             recompute=plan.recompute,
             clock=self._clock,
-            memory=self._memory(plan.sections),
+            memory=stage_memory(self._device, plan.groups),
             key=(self._device.seed, order.step),
             message=None if is_last else torch.zeros(outputs[0].shape, dtype=torch.float64),
             gradient=torch.zeros(inputs[0].shape, dtype=torch.float64) if inputs else None,
@@ -112,6 +112,7 @@ class EmulatedWorkload:
         neighbours = self._neighbours(current, luck, work.micro_batches)
         executor = Executor(stage, work, neighbours, current.interrupt, faults, _CPU)
         executor.stopwatch.device_took_s = lambda: self._clock.took_s
+        executor.stopwatch.in_groups = len(plan.groups) > 1
         return executor
 
     def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:
@@ -166,26 +167,6 @@ class EmulatedWorkload:
             found.append(SectionUnits(section, sum(first[unit] for unit in units), patterns))
         return found
 
-    def _memory(self, sections: range) -> DeviceMemory:
-        held = [self._device.sections[section] for section in sections]
-        kept = list(accumulate(section.activation_bytes for section in held))  # a backward frees them from the end
-        return DeviceMemory(
-            self._device.memory_bytes,
-            held_bytes=sum(section.held_bytes for section in held),
-            input_bytes=held[0].input_bytes,
-            activation_bytes=kept[-1],
-            extra_bytes=max(up_to + entry.extra_bytes for up_to, entry in zip(kept, held, strict=True)) - kept[-1],
-        )
-
-    def _times(self, sections: range, luck: Luck, micro_batches: Sequence[int]) -> TaskTimes:
-        forward = {section: self._device.sections[section].forward for section in sections}
-        backward = {section: self._device.sections[section].backward for section in sections}
-        return TaskTimes(
-            forward_s=luck.times_s("forward", forward, micro_batches),
-            recompute_s=luck.times_s("recompute", forward, micro_batches),
-            backward_s=luck.section_times_s("backward", backward, micro_batches),
-        )
-
     def _neighbours(self, current: Generation, luck: Luck, micro_batches: Sequence[int]) -> Neighbours:
         (activations_in, gradients_out, activations_out, gradients_in), slot = current.edges(), current.slot
         assert slot is not None
@@ -221,6 +202,38 @@ class EmulatedWorkload:
         message = (links.activation if kind == "activation" else links.gradient)[section]
         times_s = luck.times_s(kind, {section: message}, micro_batches)
         return HostLink(OutgoingLink(channel, self._clock, iter(times_s.tolist()), message.wire_s))
+
+
+def stage_memory(device: EmulatedDevice, groups: Sequence[range]) -> DeviceMemory:
+    """Of a stage that holds the activations of one group of its sections at once."""
+    peaks, most = [], 0
+    for group in groups:
+        sections = [device.sections[section] for section in group]
+        kept = list(accumulate(section.activation_bytes for section in sections))  # a backward frees them from the end
+        peaks += [up_to + section.extra_bytes for up_to, section in zip(kept, sections, strict=True)]
+        most = max(most, kept[-1])
+    return DeviceMemory(
+        device.memory_bytes,
+        held_bytes=sum(device.sections[section].held_bytes for group in groups for section in group),
+        input_bytes=sum(device.sections[group[0]].input_bytes for group in groups),
+        activation_bytes=most,
+        extra_bytes=max(peaks) - most,
+    )
+
+
+def task_times(device: EmulatedDevice, groups: Sequence[range], luck: Luck, micro_batches: Sequence[int]) -> TaskTimes:
+    """Of a stage whose recompute runs its last group of sections again, and the backward the others."""
+    forward = {section: device.sections[section].forward for group in groups for section in group}
+    backward = {section: device.sections[section].backward for section in forward}
+    again_s = [
+        luck.times_s("recompute", {section: forward[section] for section in group}, micro_batches) for group in groups
+    ]
+    backward_s = luck.section_times_s("backward", backward, micro_batches)
+    for group, group_s in zip(groups[:-1], again_s, strict=False):
+        backward_s[group[-1] - groups[0][0]] += group_s
+    return TaskTimes(
+        forward_s=luck.times_s("forward", forward, micro_batches), recompute_s=again_s[-1], backward_s=backward_s
+    )
 
 
 def slowness(device: EmulatedDevice, plan: Plan, slot: Slot) -> float:

@@ -63,6 +63,8 @@ class Stopwatch:
 
         Last, the processor time of forward and backward; None where the device is another.
         """
+        self.in_groups = False
+        """Whether backwards run forwards again that the recompute did not; ``finished`` is told times without these."""
         self.late_s = 0.0
         """Of an emulated device: the most by which a task of the step ended late, because the host was busy."""
         self.device_took_s: Callable[[], float] | None = None
@@ -138,9 +140,11 @@ class Stopwatch:
             self._begun[done.micro_batch] = (took_s, 0.0, processor_s)
         elif task is Task.RECOMPUTE:
             forward_s, _, spent_s = self._begun[done.micro_batch]
-            self._begun[done.micro_batch] = (forward_s, took_s, spent_s)
+            self._begun[done.micro_batch] = (forward_s, took_s, processor_s if self.in_groups else spent_s)
         else:
             forward_s, recompute_s, spent_s = self._begun.pop(done.micro_batch)
+            if self.in_groups:
+                took_s = max(0.0, took_s - max(0.0, forward_s - recompute_s))
             if self.finished is not None:
                 whole_s = None if spent_s is None or processor_s is None else spent_s + processor_s
                 self.finished(forward_s, recompute_s, took_s, whole_s)

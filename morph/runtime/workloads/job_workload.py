@@ -148,7 +148,9 @@ class JobWorkload:
         work = replace(work, record_timeline=order.record_timeline)
         tasks = slowed(stage, faults.slowness, self._clock)
         neighbours, interrupt = current.neighbours(self._device), current.interrupt
-        return Executor(tasks, work, neighbours, interrupt, faults, self._device, self._clock)
+        executor = Executor(tasks, work, neighbours, interrupt, faults, self._device, self._clock)
+        executor.stopwatch.in_groups = len(plan.groups) > 1
+        return executor
 
     def reduce(self, current: Generation, sums: StepSums, executor: Executor) -> None:  # noqa: ARG002
         """See ``Workload.reduce``."""
