@@ -244,6 +244,35 @@ def test_a_gradient_that_is_not_finite_at_one_member_is_known_to_all(broken: flo
     assert [reduced.non_finite for reduced in found.values()] == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("index", "value", "non_finite"),
+    [(0, math.nan, True), (150, math.inf, True), (299, -math.inf, True), (7, 3e38, False), (None, 3e38, False)],
+)
+def test_each_piece_of_fast_sums_is_looked_at_and_a_sum_of_all_may_be_infinite(
+    index: int | None, value: float, non_finite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reducing, "PIECE_BYTES", 200)
+    monkeypatch.setattr(reducing, "SHARE_BYTES", 16)
+    names = ("w0", "w1", "w2")
+    interrupts = {name: Interrupt(1) for name in names}
+    rings = FakeRings(interrupts)
+    found: dict[str, Reduced] = {}
+
+    def work(name: str) -> None:
+        accumulator = FastAccumulator({"w": torch.zeros(300)}, LossScale(exponent=1, growth_steps=2))
+        gradient = torch.ones(300)
+        if name == "w1":
+            gradient[slice(None) if index is None else index] = value
+        accumulator.add("w", gradient)
+        reduction = Reduction(interrupts[name], 3)
+        reduction.put(accumulator, cast("Any", FakeRing(rings, "ring", names, name)))
+        reduction.finish()
+        found[name] = accumulator.finish(3, 0)
+
+    in_threads({name: lambda name=name: work(name) for name in names})
+    assert [reduced.non_finite for reduced in found.values()] == [non_finite] * 3
+
+
 def test_an_aborted_generation_ends_the_wait_and_the_thread() -> None:
     interrupts = {"w0": Interrupt(1), "w1": Interrupt(1)}
     ring: Any = FakeRing(FakeRings(interrupts), "ring", ("w0", "w1"), "w0")

@@ -21,6 +21,9 @@ from morph.contract.errors import JobError, NonFiniteGradient
 from morph.runtime.state.fixed_point import add_fixed, fits, from_fixed, next_exponent, to_fixed
 from morph.runtime.state.parts import Memory, Part
 
+IN_CACHE = 1 << 16
+"""Elements that go through several passes on a processor, one block after the other."""
+
 
 @dataclass(frozen=True)
 class Reduced:
@@ -99,7 +102,7 @@ class Accumulator(ABC):
         """Hold what a ring has made of all members' sums: means on the sums' device, largest magnitudes on the host."""
         self._largest_of_all = largest
         for part, values in means.items():
-            part.means = values
+            part.means, part.sum_of_means = values, math.nan
         self._reduced_by = num_micro_batches
 
     @property
@@ -271,14 +274,15 @@ class FastAccumulator(Accumulator):
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``: members' sums are added in their order."""
         total = into if into.dtype == sums.dtype else torch.empty_like(sums[0])
-        if len(sums) == 1:
-            torch.div(sums[0], num_micro_batches, out=total)
-        else:
-            torch.add(sums[0], sums[1], out=total)
-        for more in sums[2:]:
-            total += more
-        if len(sums) > 1:
-            total /= num_micro_batches
+        block = IN_CACHE if sums.device.type == "cpu" else max(1, len(total))
+        for rows, some in zip(torch.split(sums, block, dim=1), torch.split(total, block), strict=True):
+            if len(rows) == 1:
+                torch.div(rows[0], num_micro_batches, out=some)
+                continue
+            torch.add(rows[0], rows[1], out=some)
+            for more in rows[2:]:
+                some += more
+            some /= num_micro_batches
         if self._loss_scale is not None:
             for name, begin, end in part.tensors_between(first, first + len(total)):
                 if name not in self._changes:
@@ -301,7 +305,7 @@ class FastAccumulator(Accumulator):
     def _finished(self, gradients: dict[str, Tensor], step: int) -> Reduced:
         for part in self.parts:
             assert part.means is not None
-            if not _is_finite(part.means[: part.size]):
+            if not (math.isfinite(part.sum_of_means) or _is_finite(part.means[: part.size])):
                 name = next(name for name in part.names if not _is_finite(gradients[name]))
                 return self._broken(name, step, {})
         return Reduced(gradients=gradients, exponents={}, overflowed=False)

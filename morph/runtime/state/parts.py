@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
@@ -63,6 +64,8 @@ class Part:
         self._unwritten = set(names)
         self.means: Tensor | None = None
         """Flat; there once they are reduced."""
+        self.sum_of_means = math.nan
+        """Finite only if all means are; not a number where nobody has looked yet."""
 
     @property
     def sums(self) -> Tensor:

@@ -48,6 +48,7 @@ class _Unit:
     staging: Staging | None
     largest: Tensor | None = None
     means: dict[Part, Tensor] = field(default_factory=dict)
+    sums_of_means: dict[Part, float] = field(default_factory=dict)
 
     @property
     def parts(self) -> list[Part]:
@@ -84,6 +85,8 @@ class _Unit:
         elif isinstance(self.ring, DeviceRing):
             self.ring.hand_over(means)
         self.accumulator.take(dict(zip(self.parts, means, strict=True)), largest, num_micro_batches)
+        for part, total in self.sums_of_means.items():
+            part.sum_of_means = total
 
 
 @dataclass(eq=False)
@@ -97,6 +100,7 @@ class _Piece:
     sums: Tensor | None
     largest: Tensor | None = None
     received: Tensor | None = None
+    means: Tensor | None = None
     pending: list[Transfer] = field(default_factory=list)
 
     @property
@@ -133,7 +137,7 @@ class _Piece:
             self.unit.accumulator.mean(self.part, self.received, first, num_micro_batches, means)
             self.pending.append(self.ring.gather(whole, means))
             memory.give_back(self.received)
-            self.sums = self.received = None
+            self.sums, self.received, self.means = None, None, whole
 
     def _all_means(self, part: Part, memory: Memory) -> Tensor:
         assert self.received is not None
@@ -150,6 +154,15 @@ class _Piece:
         for pending in self.pending:
             pending.wait(_WHAT)
         self.pending.clear()
+
+    def wait_for_means(self) -> None:
+        """Block until they are there, and look at floating-point ones while others are on their way."""
+        self.wait()
+        if self.part is not None and self.means is not None and self.unit.accumulator.largest is None:
+            if not isinstance(self.ring, DeviceRing):
+                sums = self.unit.sums_of_means
+                sums[self.part] = sums.get(self.part, 0.0) + float(self.means.sum())
+            self.means = None
 
 
 class Reduction:
@@ -263,14 +276,14 @@ class Reduction:
         while self._scattered:
             self._gather_next()
         for piece in self._gathered:
-            piece.wait()
+            piece.wait_for_means()
 
     def _gather_next(self) -> None:
         piece = self._scattered.popleft()
         piece.gather(self._num_micro_batches, self._memory)
         self._gathered.append(piece)
         if len(self._gathered) > 1:
-            self._gathered.popleft().wait()
+            self._gathered.popleft().wait_for_means()
 
     def _is_over(self) -> bool:
         """Whether everything is scattered."""
