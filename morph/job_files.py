@@ -56,7 +56,7 @@ class JobFiles:
         finally:
             sys.meta_path.remove(self)
             sys.path[:] = search
-            for name in [name for name, module in sys.modules.items() if self._has(module)]:
+            for name in [name for name, module in tuple(sys.modules.items()) if self._has(module)]:
                 del sys.modules[name]
             sys.modules.update(stale)
 

@@ -60,13 +60,17 @@ def _disable(function: Callable[..., Any], recursive: bool = True, **settings: A
 _ENOUGH: dict[str, Any] = {"graph_break": _graph_break, "disable": _disable}
 
 
+_ABOUT = frozenset({"__class__", "__spec__", "__name__", "__package__", "__loader__", "__file__", "__cached__"})
+"""What import statements look at, and who goes through all modules. Not ``__path__``: submodules need the module."""
+
+
 class _StandIn(ModuleType):
-    """The module before it is loaded. Its spec is what an import statement looks at, which loads nothing by itself."""
+    """The module before it is loaded."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in _ENOUGH:
             return _ENOUGH[name]
-        if name not in ("__spec__", "__class__"):
+        if name not in _ABOUT:
             with _lock:  # another thread waits here until the module is whole; the one that loads it comes by again
                 _load(self)
         return ModuleType.__getattribute__(self, name)  # it may be none of this class by now
