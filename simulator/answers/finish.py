@@ -51,8 +51,8 @@ def finish(
     ``all_reduce="late"`` all wait for the last backward of all. Rings that span stages follow when all their stages are
     there. The commit barrier waits for all workers, and the slowest optimizer step ends the mini-batch.
 
-    With fewer ``compute_slots`` than workers these steps queue for the cores, and nothing is reduced for nothing: the
-    threads of a ring take as many cores as it has members, which compute would have had.
+    With fewer ``compute_slots`` than workers these steps queue for the cores, and reductions are not free: the threads
+    of a ring take as many cores as it has members, which compute would have had.
 
     Args:
         costs: Of the stages.
