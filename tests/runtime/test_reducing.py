@@ -273,6 +273,26 @@ def test_each_piece_of_fast_sums_is_looked_at_and_a_sum_of_all_may_be_infinite(
     assert [reduced.non_finite for reduced in found.values()] == [non_finite] * 3
 
 
+def test_a_mean_that_its_own_type_cannot_hold_is_known_to_all() -> None:
+    names = ("w0", "w1")
+    interrupts = {name: Interrupt(1) for name in names}
+    rings = FakeRings(interrupts)
+    found: dict[str, Reduced] = {}
+
+    def work(name: str) -> None:
+        like = {"w": torch.zeros(8, dtype=torch.float16)}
+        accumulator = FastAccumulator(like, LossScale(exponent=1, growth_steps=2))
+        accumulator.add("w", torch.tensor([6e4, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 6e4]))
+        accumulator.add("w", torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 6e4]))
+        reduction = Reduction(interrupts[name], 1)
+        reduction.put(accumulator, cast("Any", FakeRing(rings, "ring", names, name)))
+        reduction.finish()
+        found[name] = accumulator.finish(1, 0)
+
+    in_threads({name: lambda name=name: work(name) for name in names})
+    assert [reduced.non_finite for reduced in found.values()] == [True, True]
+
+
 def test_an_aborted_generation_ends_the_wait_and_the_thread() -> None:
     interrupts = {"w0": Interrupt(1), "w1": Interrupt(1)}
     ring: Any = FakeRing(FakeRings(interrupts), "ring", ("w0", "w1"), "w0")

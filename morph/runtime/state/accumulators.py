@@ -272,23 +272,35 @@ class FastAccumulator(Accumulator):
         return None
 
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
-        """See ``Accumulator.mean``: members' sums are added in their order."""
+        """See ``Accumulator.mean``: members' sums are added in their order.
+
+        On a processor the first element of each tensor's part of the range tells whether all of that part is finite: so
+        other members need not look at the rest.
+        """
         total = into if into.dtype == sums.dtype else torch.empty_like(sums[0])
-        block = IN_CACHE if sums.device.type == "cpu" else max(1, len(total))
+        on_processor, seen = sums.device.type == "cpu", 0.0
+        block = IN_CACHE if on_processor else max(1, len(total))
         for rows, some in zip(torch.split(sums, block, dim=1), torch.split(total, block), strict=True):
             if len(rows) == 1:
                 torch.div(rows[0], num_micro_batches, out=some)
-                continue
-            torch.add(rows[0], rows[1], out=some)
-            for more in rows[2:]:
-                some += more
-            some /= num_micro_batches
+            else:
+                torch.add(rows[0], rows[1], out=some)
+                for more in rows[2:]:
+                    some += more
+                some /= num_micro_batches
+            if on_processor:
+                seen += float(some.sum())
         if self._loss_scale is not None:
             for name, begin, end in part.tensors_between(first, first + len(total)):
                 if name not in self._changes:
                     total[begin - first : end - first] /= self._loss_scale.factor
         if total is not into:
             into.copy_(total)
+            seen = math.nan if on_processor else seen  # a narrower type may hold less
+        if not math.isfinite(seen):
+            for _, begin, end in part.tensors_between(first, first + len(into)):
+                if not _is_finite(into[begin - first : end - first]):
+                    into[begin - first] = math.nan
 
     def whole(self, part: Part, means: Tensor, num_micro_batches: int) -> Tensor:
         """See ``Accumulator.whole``; but for the last bits, of which fast accumulation promises nothing."""

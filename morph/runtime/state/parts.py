@@ -65,7 +65,7 @@ class Part:
         self.means: Tensor | None = None
         """Flat; there once they are reduced."""
         self.sum_of_means = math.nan
-        """Finite only if all means are; not a number where nobody has looked yet."""
+        """Of those that tell of all others: finite only if all are; not a number where nobody has looked yet."""
 
     @property
     def sums(self) -> Tensor:
