@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
@@ -89,7 +90,7 @@ _LEFT: list[object] = []
 AskedT = TypeVar("AskedT", bound=Begun)
 
 
-class LinkEnd(Generic[AskedT]):
+class LinkEnd(ABC, Generic[AskedT]):
     """See ``Link``: one end, which sends or receives. A thread of its own does what it is asked for, until ``close``.
 
     The thread waits for the peer through the generation's ``Interrupt``, and for the device without a bound: where that
@@ -104,13 +105,13 @@ class LinkEnd(Generic[AskedT]):
         interrupt.at_end(self.close)
         threading.Thread(target=self._follow, name="morph-mailbox", daemon=True).start()
 
-    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:
-        """See ``Link.send``."""
-        raise NotImplementedError
+    def send(self, tensors: Sequence[Tensor], *, lent: bool = False) -> Transfer:  # noqa: ARG002 (the other end's)
+        """See ``Link.send``; of the end that sends."""
+        raise AssertionError("this end receives")
 
-    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:
-        """See ``Link.receive``."""
-        raise NotImplementedError
+    def receive(self, specs: Sequence[TensorSpec]) -> Arrival:  # noqa: ARG002 (the other end's)
+        """See ``Link.receive``; of the end that receives."""
+        raise AssertionError("this end sends")
 
     def close(self) -> None:
         """Let the thread end behind what was asked for; returns at once."""
@@ -131,8 +132,9 @@ class LinkEnd(Generic[AskedT]):
         self._let_go()
         del self._forth, self._back  # with them the group, which nobody else may hold any more
 
+    @abstractmethod
     def _carry(self, asked: AskedT) -> None:
-        raise NotImplementedError
+        """Send or receive one message."""
 
     def _let_go(self) -> None:
         """What the thread does last."""
