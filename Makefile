@@ -1,10 +1,10 @@
 # Every target sets up what it needs on first use: a virtual environment in .venv with pinned versions.
 #
 #   make demo        calibrate, plan and a managed run that loses and gains VMs (two minutes)
-#   make test        every test, those with real processes included
+#   make test        the tests, those with real processes included: what CI runs
 #   make test-fast   tests without real worker processes, and without the slow ones of the others
-#   make test-long   every test, with 10,000 random histories of the controller in place of 200, more members and
-#                    losses of elastic rings, and whole grids of cases of which `make test` goes through a part
+#   make test-long   every test, those too that vary what a cheaper one holds, with 10,000 random histories of the
+#                    controller in place of 200, more members and losses of elastic rings, and whole grids of cases
 #   make test-gpu    the tests that need a CUDA device: skipped, with the reason, where there is none
 #   make bench-gpu   what a CUDA device takes: sums, copies, NCCL's forming and abort, whole steps beside a plain loop
 #   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED
@@ -58,10 +58,10 @@ demo: $(READY)
 	$(TEST_ENV) $(BIN)/morph demo
 
 test: $(READY)
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 test-fast: $(READY)
-	$(PYTEST) -m "not system and not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not system and not slow and not long" $(PYTEST_ARGS)
 
 test-long: $(READY)
 	MORPH_HISTORIES=10000 MORPH_EXPLORE=long $(PYTEST) $(PYTEST_ARGS)
