@@ -33,6 +33,7 @@ TEST_ENV += PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test test-fast test-long test-gpu bench-gpu soak check lint types layers format clean
+.PHONY: .packages .byte-code .first-plan
 .DELETE_ON_ERROR:
 
 help:
@@ -40,8 +41,12 @@ help:
 
 setup: $(READY)
 
-# Torch comes first, so that a local wheel or the index named in TORCH_PIP_ARGS decides which build it is. Byte code is
-# written at the end with all cores, which pip does with one; a first plan compiles the simulator's loops for all later.
+# Torch comes first, so that a local wheel or the index named in TORCH_PIP_ARGS decides which build it is. Pip takes one
+# core, so byte code is written beside it (what nobody imports here, or few, is left out), and a first plan then compiles
+# the simulator's loops for all later.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x 'py312_|/tests/|/(pip|mypy|debugpy|transformers/models|torch/testing)/|/ray/(rllib|data|serve|tune|train|llm)/'
+BESIDE := $(MAKE) --no-print-directory --jobs=2
+
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no python3.11, python3.12 or python3 on PATH" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
@@ -49,10 +54,18 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once)"
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP_INSTALL) $(TORCH_PIP_ARGS) torch==2.13.0
-	$(PIP_INSTALL) --editable '.[dev,examples]'
-	$(BIN)/python -m compileall -q -j 0 -x py312_ $(VENV)/lib morph calibrate simulator manager || true
-	$(BIN)/morph plan configs/profiles/bert-large.json --gpus 4 > /dev/null
+	@$(BESIDE) .packages .byte-code
+	@$(BESIDE) .first-plan .byte-code
 	@touch $@
+
+.packages:
+	$(PIP_INSTALL) --editable '.[dev,examples]'
+
+.byte-code:
+	@$(COMPILE) $(VENV)/lib morph calibrate simulator manager || true
+
+.first-plan:
+	@$(BIN)/morph plan configs/profiles/bert-large.json --gpus 4 > /dev/null
 
 demo: $(READY)
 	$(TEST_ENV) $(BIN)/morph demo
