@@ -224,11 +224,6 @@ class Membership:
         """Whether it has trained with others, or could have."""
         return self._state is not None and self._state.ring is not None
 
-    @property
-    def halted(self) -> str | None:
-        """Why this member trains no more."""
-        return self._halted
-
     # -- what happens
 
     def _happen(self, happened: Input) -> None:

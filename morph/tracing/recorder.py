@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,12 +87,6 @@ class Recorder:
 def in_order(units: Iterable[str]) -> tuple[str, ...]:
     """Sort names such as ``s2``, ``s10`` and ``s0+s7`` by their numbers."""
     return tuple(sorted(units, key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name)))
-
-
-def unit_word(phase: Phase) -> Callable[[int], str]:
-    """Return how to write a number of sections or units."""
-    word = "section" if phase == "model" else "unit"
-    return lambda number: f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _finding(finding_id: str, draft: Draft, status: Status, message: str, advice: str) -> Finding:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from morph.contract.messages import ReshapeOrder, Slot, UnitId, WorkerId
-from morph.contract.salvage import LOSSES, KeptSums, PartialSum, Salvage, counted_in, mask_of, partial_sum, share_in
+from morph.contract.salvage import LOSSES, KeptSums, PartialSum, counted_in, mask_of, partial_sum, share_in
 
 Place = tuple[UnitId, int]
 """A unit, and one of the sections that use it."""
@@ -117,29 +117,6 @@ class WorkerSums:
             if self.step is None or not self.parts
             else KeptSums.model_construct(step=self.step, sums=tuple(self.parts))
         )
-
-
-def disjoint_union(counted: Iterable[Mapping[Place, int]]) -> tuple[dict[Place, int], bool]:
-    """Add up what workers counted; returns it, and whether nothing was counted twice."""
-    total: dict[Place, int] = {}
-    once = True
-    for places in counted:
-        for place, mask in places.items():
-            once &= not total.get(place, 0) & mask
-            total[place] = total.get(place, 0) | mask
-    return total, once
-
-
-def right_salvage(salvage: Salvage, units: Mapping[UnitId, Sequence[int]], num_micro_batches: int) -> bool:
-    """Whether each micro-batch runs again of which something is missing."""
-    counted: dict[Place, int] = {}
-    for entry in salvage.sums:
-        _add(counted, entry.sum)
-    complete = whole = (1 << num_micro_batches) - 1
-    for unit, sections in units.items():
-        for section in sections:
-            complete &= counted.get((unit, section), 0)
-    return mask_of(salvage.remaining) == whole & ~complete
 
 
 def with_losses(units: Mapping[UnitId, Sequence[int]], num_sections: int) -> dict[UnitId, Sequence[int]]:
