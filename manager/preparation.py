@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from morph.contract.trace import Trace, TraceEvent
 from morph.contract.vm_names import workers_of
-from simulator import PlanRequest, plan, plan_table
+from simulator import PlanRequest, plan, plan_table, simulate_plan
 from simulator.given.request import RedundancyName
 from simulator.given.transfer import bandwidth_bytes_per_s
 
@@ -143,8 +144,24 @@ def controller_config(
         device_memory_bytes=memory.device_bytes,
         host_memory_bytes=memory.host_bytes,
         section_compute_s=section_compute_s(profile, micro_batch_size),
+        shared_mini_batch_s=_on_shared_cores(profile, vms, plans.values()),
         expected_losses=expected_losses,
     )
+
+
+def _on_shared_cores(profile: Profile, vms: Vms, plans: Iterable[Plan]) -> dict[str, float]:
+    """What is expected of each shape's mini-batch on this machine, seconds, where it has fewer cores than workers.
+
+    Plans are made as if each VM had a device of its own, whatever plays the VMs.
+    """
+    num_cores = os.cpu_count() or 1
+    if not isinstance(vms, LocalVms) or vms.device != "cpu":
+        return {}
+    by_shape = {plan.shape: plan for plan in plans if plan.num_workers > num_cores}
+    return {
+        shape: simulate_plan(profile, plan, compute_slots=num_cores).expected.mini_batch_s
+        for shape, plan in by_shape.items()
+    }
 
 
 def _facts_of(profile: Profile) -> dict[str, Any]:

@@ -228,7 +228,7 @@ class _Reader:
         self.ledger.take(event, record, answers)
         self.morphs.take(config, event, record, time_s)
         self._set_back(record.version)
-        self._orders(record, time_s)
+        self._orders(config, record, time_s)
 
     def _times_seen(self, config: ControllerConfig, event: ComputeTimesSeen) -> None:
         order, profiled_s = self.order, config.section_compute_s
@@ -243,7 +243,7 @@ class _Reader:
         seen = self.stage_ratios.get(order.plan.shape, ())
         self.stage_ratios[order.plan.shape] = with_times(seen, sections, samples_s, profiled_s)
 
-    def _orders(self, record: DecisionRecord, time_s: float) -> None:
+    def _orders(self, config: ControllerConfig, record: DecisionRecord, time_s: float) -> None:
         order = record.reshape
         if order is not None:
             self.order = order
@@ -260,6 +260,7 @@ class _Reader:
                     first_version=order.version,
                     num_steps=0,
                     expected_mini_batch_s=plan.expected.mini_batch_s,
+                    shared_mini_batch_s=config.expected_on_shared_cores_s(plan),
                     measured_mini_batch_s=None,
                 )
             )

@@ -41,9 +41,12 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
     for shape in report.shapes:
         if shape.num_steps:
             expected_ms, measured_ms = shape.expected_mini_batch_s * 1e3, (shape.measured_mini_batch_s or 0) * 1e3
+            expected = f"expected {expected_ms:.0f} ms"
+            if shape.shared_mini_batch_s is not None:
+                expected += f" with a device each and {shape.shared_mini_batch_s * 1e3:.0f} ms on the cores shared here"
             lines.append(
                 f"shape {shape.shape} from {shape.start_s - report.start_s:.1f} s: {shape.num_steps} steps, "
-                f"expected {expected_ms:.0f} ms, measured {measured_ms:.0f} ms"
+                f"{expected}, measured {measured_ms:.0f} ms"
             )
     if report.correction is not None:
         lines.append(report.correction.sentence)

@@ -51,8 +51,16 @@ class ShapeSpan(Value):
     end_s: float | None
     first_version: int
     num_steps: int
-    expected_mini_batch_s: float
+    expected_mini_batch_s: float = Field(description="of workers that have a device each")
+    shared_mini_batch_s: float | None = Field(
+        default=None, description="expected of workers that share this machine's cores; None: each has its own"
+    )
     measured_mini_batch_s: float | None = Field(description="median over its steps; None: it decided none")
+
+    @property
+    def expected_here_s(self) -> float:
+        """Expected seconds of a mini-batch on what the workers really have."""
+        return self.expected_mini_batch_s if self.shared_mini_batch_s is None else self.shared_mini_batch_s
 
     @property
     def examples_per_s(self) -> float | None:

@@ -5,10 +5,10 @@ import pytest
 from manager.machine.devices import CudaDevice
 from manager.preparation import constant_trace, controller_config, memory_of, redundancy_line
 from morph.contract.checkpoint import Manifest, UnitFile
-from morph.contract.cluster import LocalVms, Policy
+from morph.contract.cluster import LocalVms, Policy, StaticVms
 from morph.contract.errors import CheckpointError, PlanError
 from morph.contract.trace import Trace, TraceEvent
-from simulator import plan, synthetic_profile
+from simulator import plan, simulate_plan, synthetic_profile
 from simulator.given.request import RedundancyName
 
 PROFILE = synthetic_profile(num_sections=4, batch_size=16, tied=True)
@@ -40,7 +40,9 @@ def test_what_the_last_vm_brings_beyond_the_workers_that_are_kept_has_plans_too_
     config, more = (controller_config(PROFILE, kept, POLICY, Trace(events=()), 10, None, num_beyond=n) for n in (0, 3))
     assert set(config.plans) == {1, 2, 3, 4}
     assert set(more.plans) == {1, 2, 3, 4, 5, 6, 7}
-    assert more.model_copy(update={"plans": config.plans}) == config
+    assert config.shared_mini_batch_s.items() <= more.shared_mini_batch_s.items()
+    same = {"plans": config.plans, "shared_mini_batch_s": config.shared_mini_batch_s}
+    assert more.model_copy(update=same) == config
     assert {count: more.plans[count] for count in config.plans} == config.plans
 
 
@@ -62,6 +64,34 @@ def test_there_is_a_plan_for_every_number_of_vms_that_the_trace_can_bring() -> N
     assert config.expected_nodes == 2
     assert config.initial_version == 0
     assert config.units["s0+s3"] == (0, 3)
+
+
+def test_shapes_of_more_workers_than_this_machine_has_cores_are_expected_on_these_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, None)
+    crowded = [one for one in config.plans.values() if one.num_workers > 2]
+    assert config.shared_mini_batch_s.keys() == {one.shape for one in crowded} != set()
+    for one in crowded:
+        shared = simulate_plan(PROFILE, one, compute_slots=2).expected.mini_batch_s
+        assert config.expected_on_shared_cores_s(one) == shared
+        assert shared > one.expected.mini_batch_s
+        slower = one.expected.model_copy(update={"mini_batch_s": 1.5 * one.expected.mini_batch_s})
+        found = config.expected_on_shared_cores_s(one.model_copy(update={"expected": slower}))
+        assert found == pytest.approx(1.5 * shared)
+    assert config.expected_on_shared_cores_s(config.plans[1]) is None
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, None).shared_mini_batch_s == {}
+
+
+def test_workers_with_machines_or_devices_of_their_own_share_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    hosts = StaticVms(kind="static", cloud="hosts.yaml", keep=4, memory_bytes=10**12, device="cpu", address="10.0.0.4")
+    assert controller_config(PROFILE, hosts, POLICY, Trace(events=()), 10, None).shared_mini_batch_s == {}
+    cuda, owned = VMS.model_copy(update={"device": "cuda"}), CudaDevice("GPU-0", 10**12)
+    found = controller_config(PROFILE, cuda, POLICY, constant_trace(cuda), 10, None, devices=lambda: [owned] * 4)
+    assert found.shared_mini_batch_s == {}
 
 
 def shapes(**asked: int) -> dict[int, str]:

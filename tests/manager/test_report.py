@@ -48,6 +48,20 @@ def test_an_undisturbed_run_has_one_shape_and_no_morph(tmp_path: Path) -> None:
     assert [count.num_vms for count in report.vms] == [0, 1, 2, 3, 4]
 
 
+def test_what_is_expected_on_shared_cores_is_told_beside_what_is_expected_of_a_device_each(tmp_path: Path) -> None:
+    cluster = JournalledCluster(0, tmp_path, Faults(), expected_nodes=4, shared_mini_batch_s={"2x2": 3.25})
+    assert cluster.run(4).outcome == "finished"
+    cluster.journal.close()
+    report = read_report(tmp_path)
+    (shape,) = report.shapes
+    assert (shape.shape, shape.shared_mini_batch_s, shape.expected_here_s) == ("2x2", 3.25, 3.25)
+    told = (
+        f"expected {shape.expected_mini_batch_s * 1e3:.0f} ms with a device each and 3250 ms on the cores shared here, "
+    )
+    assert told in summarise(report)
+    assert ">3,250<" in report_page(report) or ">3250<" in report_page(report)
+
+
 def test_a_kill_is_a_forced_morph_timed_from_the_kill_to_the_next_decided_step(tmp_path: Path) -> None:
     cluster, report = report_on(tmp_path, Faults(deaths_after_s=((6.0, 1),)), 6)
     (victim, killed_s), *_ = cluster.killed_s.items()

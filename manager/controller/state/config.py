@@ -42,6 +42,11 @@ class ControllerConfig(Value):
     section_compute_s: tuple[float, ...] = Field(
         default=(), description="forward and backward of one micro-batch, by section; absent: not known"
     )
+    shared_mini_batch_s: dict[str, float] = Field(
+        default={},
+        description="by shape, what is expected of a mini-batch where more workers than this machine has cores share "
+        "these, seconds; absent: each worker has a device of its own",
+    )
     device_memory_bytes: int | None = Field(
         default=None, ge=1, description="of one worker's device, as plans were made; absent: no limit"
     )
@@ -153,6 +158,18 @@ class ControllerConfig(Value):
     def fewest_workers(self) -> int:
         """The smallest number of workers that any plan fits."""
         return self._ladder[0][0]
+
+    def expected_on_shared_cores_s(self, plan: Plan) -> float | None:
+        """Seconds of a mini-batch of one of the plans, as it was corrected since; None: each worker has its own device.
+
+        Raises:
+            StopIteration: it is none of them.
+        """
+        shared_s = self.shared_mini_batch_s.get(plan.shape)
+        if shared_s is None:
+            return None
+        planned = next(one for one in self.plans.values() if one.shape == plan.shape)
+        return shared_s * plan.expected.mini_batch_s / planned.expected.mini_batch_s
 
     def expected_compute_s(self, stage: StagePlan) -> float | None:
         """Seconds of compute that the profile expects of one micro-batch on a stage; None when it is not known."""

@@ -104,7 +104,7 @@ def corrected(profile: Profile, report: RunReport, shape: str) -> Profile:
 def with_expectations(report: RunReport, expected_s: dict[str, float]) -> RunReport:
     """The same report with other expected mini-batch times."""
     spans = [
-        span.model_copy(update={"expected_mini_batch_s": expected_s.get(span.shape, span.expected_mini_batch_s)})
+        span.model_copy(update={"shared_mini_batch_s": expected_s.get(span.shape, span.shared_mini_batch_s)})
         for span in report.shapes
     ]
     return report.model_copy(update={"shapes": tuple(spans)})
