@@ -97,7 +97,7 @@ class StageMemory:
         sizes = np.geomspace(1, max(1, len(sections) - 1), _MOST_GROUP_SIZES).round().astype(int)
         self.group_sizes: tuple[int, ...] = tuple(np.unique(sizes)[::-1].tolist()) if grouped else ()
         """Of groups, those that are tried, largest first: all up to about ten."""
-        self._groups: dict[int, tuple[Ints, Ints]] = {}
+        self._groups: dict[int, Ints] = {}
 
     # ---- of stages ----
 
@@ -114,16 +114,31 @@ class StageMemory:
     def group_tables(self, size: int) -> tuple[Ints, Ints]:
         """Of every run of sections, [K + 1, K + 1]: ``base`` and ``each`` where groups of so many are run again."""
         if size not in self._groups:
-            again = self.tables[0]
-            taken, stored, one = np.zeros((3, *again.shape), np.int64)
-            for end in range(1, self._num_sections + 1):
-                begin, cut = np.arange(end), max(0, end - size)
-                one[:end, end] = self._running(self._peaks, begin, np.array(end)) - self.activations[begin]
-                taken[:end, end], stored[:end, end] = one[:end, end], self.stored[:end]
-                taken[:cut, end] = np.maximum(taken[:cut, cut], one[cut, end])
-                stored[:cut, end] = stored[:cut, cut] + self.stored[cut]
-            self._groups[size] = again - one + taken, stored
-        return self._groups[size]
+            self._groups[size] = np.zeros((2, *self.tables[0].shape), np.int64)
+            self._fill(self._groups[size], size)
+        taken, stored = self._groups[size]
+        return taken, stored
+
+    @cached_property
+    def all_group_tables(self) -> tuple[Ints, Ints]:
+        """The same of each of ``group_sizes``: [sizes, K + 1, K + 1]."""
+        tables = np.zeros((2, len(self.group_sizes), *self.tables[0].shape), np.int64)
+        for place, size in enumerate(self.group_sizes):
+            self._fill(tables[:, place], size)
+            self._groups[size] = tables[:, place]
+        return tables[0], tables[1]
+
+    def _fill(self, tables: Ints, size: int) -> None:
+        """Work out ``group_tables``, both of which are zero."""
+        taken, stored = tables
+        one = np.zeros_like(taken)
+        for end in range(1, self._num_sections + 1):
+            begin, cut = np.arange(end), max(0, end - size)
+            one[:end, end] = self._running(self._peaks, begin, np.array(end)) - self.activations[begin]
+            taken[:end, end], stored[:end, end] = one[:end, end], self.stored[:end]
+            taken[:cut, end] = np.maximum(taken[:cut, cut], one[cut, end])
+            stored[:cut, end] = stored[:cut, cut] + self.stored[cut]
+        taken += self.tables[0] - one
 
     def fitting_sizes(
         self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], usable: int
@@ -134,11 +149,15 @@ class StageMemory:
         wait, the smallest: its gradients are complete soonest.
         """
         found = np.zeros_like(begin)
-        for size in self.group_sizes:
-            fits = (end - begin > size) & (self.device_bytes(begin, end, window, recompute, size) <= usable)
-            fits[:-1] &= found[:-1] == 0
-            found = np.where(fits, size, found)
-        return np.where(self.device_bytes(begin, end, window, recompute) <= usable, 0, found)
+        short = np.flatnonzero(self.device_bytes(begin, end, window, recompute) > usable)
+        if len(short) and self.group_sizes:
+            first, last, sizes = begin[short], end[short], np.array(self.group_sizes)
+            taken, stored = (tables[:, first, last] for tables in self.all_group_tables)
+            fits = (last - first > sizes[:, None]) & (taken + window[short] * stored <= usable)
+            fits &= self.tables[2][first, last] <= usable
+            places = np.where(short == len(begin) - 1, len(sizes) - 1 - fits[::-1].argmax(0), fits.argmax(0))
+            found[short] = np.where(fits.any(0), sizes[places], 0)
+        return found
 
     def base(self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool) -> Ints:
         """While a stage computes, without what each micro-batch in flight takes."""
@@ -221,9 +240,9 @@ class StageMemory:
     ) -> Ints:
         """The largest window of each stage with so many bytes of tensors; below 1 if none does, 2**62 if all do."""
         most = _most(usable - self.base(begin, end, recompute), self.each(begin, end, recompute))
-        for size in self.group_sizes if grouped else ():
-            taken, stored = (table[begin, end] for table in self.group_tables(size))
-            most = np.maximum(most, _most(usable - taken, stored))
+        if grouped and self.group_sizes:
+            taken, stored = (tables[:, begin, end] for tables in self.all_group_tables)
+            most = np.maximum(most, _most(usable - taken, stored).max(0))
         found: Ints = np.where(self.limited_tables[2][begin, end] > usable, 0, np.maximum(0, most))
         return found
 

@@ -169,17 +169,9 @@ def _tabulated(
         again,
         _NEVER - 1 if usable is None else usable,
         by_memory,
-        *_group_tables(memory),
+        *memory.all_group_tables,
     )
     return best, choice
-
-
-def _group_tables(memory: StageMemory) -> tuple[Ints, Ints]:
-    """What a stage takes with groups of each size, and for each micro-batch in flight: int64[sizes, K + 1, K + 1]."""
-    tables = [memory.group_tables(size) for size in memory.group_sizes]
-    shape = (0, *memory.tables[0].shape)
-    taken, each = (np.array([pair[part] for pair in tables], np.int64).reshape(-1, *shape[1:]) for part in (0, 1))
-    return taken, each
 
 
 @compiled
