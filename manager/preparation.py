@@ -89,12 +89,10 @@ def controller_config(
     policy: Policy,
     trace: Trace,
     num_steps: int,
-    checkpoint: Manifest | None,
     request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
     *,
     timeline_step: int | None = None,
     num_beyond: int = 0,
-    expected_losses: ExpectedLosses = ExpectedLosses(),  # noqa: B008 (frozen)
     devices: Callable[[], Sequence[CudaDevice]] = cuda_devices,
     **more: Any,
 ) -> ControllerConfig:
@@ -103,15 +101,11 @@ def controller_config(
     ``request``, with ``more`` of its fields: P of every shape, with fewer workers than which the run waits; D at most,
     fewer workers make fewer, others stand by; m of all plans, as a run that goes on has it; schedule and recompute.
     ``num_beyond``: so many more may come, where the last VM has several devices. ``timeline_step``: of this step the
-    workers record a timeline. ``expected_losses``: of VMs, until the run has seen its own. ``devices``: lists CUDA
-    devices, where local VMs use these.
+    workers record a timeline. ``devices``: lists CUDA devices, where local VMs use these.
 
     Raises:
         PlanError: when not even the trace's largest number of VMs can run the job, or reach what is asked for.
-        CheckpointError: when the checkpoint is of another model.
     """
-    if checkpoint is not None:
-        _check_fits(checkpoint, profile)
     max_nodes = max(trace.max_nodes, vms.keep or 0)
     memory = memory_of(vms, profile, num_vms=max_nodes, devices=devices)
     asked = replace(
@@ -136,8 +130,6 @@ def controller_config(
         plans=plans,
         num_steps=num_steps,
         policy=policy,
-        initial_version=checkpoint.version if checkpoint else 0,
-        initial_checkpoint=checkpoint,
         expected_nodes=vms.keep or sum(event.event == "add" and event.time_s == 0 for event in trace.events) or 1,
         target_nodes=vms.keep or 0,
         timeline_step=timeline_step,
@@ -145,7 +137,24 @@ def controller_config(
         host_memory_bytes=memory.host_bytes,
         section_compute_s=section_compute_s(profile, micro_batch_size),
         shared_mini_batch_s=_on_shared_cores(profile, vms, plans.values()),
-        expected_losses=expected_losses,
+    )
+
+
+def starting_from(
+    config: ControllerConfig, checkpoint: Manifest | None, expected_losses: ExpectedLosses
+) -> ControllerConfig:
+    """The same for a session that starts from a checkpoint, if there is one; no planning is done again.
+
+    ``expected_losses``: of VMs, until the run has seen its own.
+
+    Raises:
+        CheckpointError: when the checkpoint is of another model.
+    """
+    if checkpoint is not None:
+        _check_fits(checkpoint, config)
+    version = checkpoint.version if checkpoint else 0
+    return config.model_copy(
+        update={"initial_version": version, "initial_checkpoint": checkpoint, "expected_losses": expected_losses}
     )
 
 
@@ -215,13 +224,13 @@ def section_compute_s(profile: Profile, micro_batch_size: int) -> tuple[float, .
     return tuple(section.forward[m].median_s + section.backward[m].median_s for section in profile.sections)
 
 
-def _check_fits(checkpoint: Manifest, profile: Profile) -> None:
+def _check_fits(checkpoint: Manifest, config: ControllerConfig) -> None:
     where = f"the checkpoint of version {checkpoint.version}"
-    if checkpoint.fingerprint != profile.job.fingerprint:
+    if checkpoint.fingerprint != config.fingerprint:
         raise CheckpointError(
             f"{where} belongs to another model: its fingerprint is {checkpoint.fingerprint}, "
-            f"the profile's is {profile.job.fingerprint}"
+            f"the profile's is {config.fingerprint}"
         )
-    saved, wanted = {entry.unit for entry in checkpoint.units}, {unit.id for unit in profile.units}
+    saved, wanted = {entry.unit for entry in checkpoint.units}, set(config.units)
     if saved != wanted:
         raise CheckpointError(f"{where} has units {sorted(saved)}, the profile {sorted(wanted)}")

@@ -6,15 +6,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from manager.controller.state.actions import Finish
+from manager.controller.state.config import ControllerConfig
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.run import attachment, session
 from manager.engine.run.again import Again, until_it_ends
 from manager.history.run_history import RunHistory
 from manager.journal.patience import LIMIT_S, patiently
 from manager.machine.handed_on import variables
+from manager.preparation import starting_from
 from manager.providers.interface.run_name import name_of, write_name
 from manager.report.live import LiveRun
 from manager.report.reading import read_ledger, read_report
@@ -59,23 +61,30 @@ def managed_run(
     trained = RunCode(run.request.job, profile, run.job_files, if_changed, check_job, unpack=cloud is not None)
     if not is_run(run.run_dir) or not profile.units:  # a job that cannot run leaves nothing behind
         trained.check()
-    draft = run.config()
-    facts = run.facts(draft)
-    spec = session.RunSpec(
-        job_path=run.identity["JOB"],
-        config=draft,
-        cluster=run.cluster,
-        trace=run.events,
-        num_sections=profile.num_sections,
-        micro_batch_size=facts.micro_batch_size,
-        stop_with_trace=run.stop_with_trace,
-        patient_trace=run.stop_with_trace,
-        variables=variables(run.cluster.vms.pass_variables),
-    )
+    planned = cache(run.config)  # once, for many VMs take their time, and not where a run is taken over
+    if not is_run(run.run_dir):
+        planned()
+    facts, providing = run.facts(planned), None
 
-    def on(code: JobCode) -> session.RunSpec:
-        command = {**run.identity, "the job's code": code.sha256}
-        return replace(spec, code=code, facts=trained.facts(code), command=command)
+    def command(code: JobCode) -> dict[str, str]:
+        return {**run.identity, "the job's code": code.sha256}
+
+    def on(code: JobCode, config: ControllerConfig) -> session.RunSpec:
+        return session.RunSpec(
+            job_path=run.identity["JOB"],
+            config=config,
+            cluster=run.cluster,
+            trace=run.events,
+            num_sections=profile.num_sections,
+            micro_batch_size=facts.micro_batch_size,
+            stop_with_trace=run.stop_with_trace,
+            patient_trace=run.stop_with_trace,
+            providing=providing,
+            code=code,
+            facts=trained.facts(code),
+            command=command(code),
+            variables=variables(run.cluster.vms.pass_variables),
+        )
 
     @contextmanager
     def view(version: int, *, takes_over: bool = False) -> Iterator[Observer]:
@@ -92,9 +101,9 @@ def managed_run(
 
     def gone_on_with() -> Finish | None:
         """Take over a run whose manager was killed; None: none lives, which is said if there was one."""
-        asked = on(trained.of(opened))
+        began_with = trained.of(opened)
         try:
-            found = attachment.find_living(opened, dict(asked.command))
+            found = attachment.find_living(opened, command(began_with))
             if found is None:
                 return None
             version, num_vms = found.state.version, len(found.vms) or len(found.state.workers)
@@ -103,7 +112,7 @@ def managed_run(
             living = f"{counted(num_vms, 'VM')} of this run live{'s' * (num_vms == 1)}"
             _tell(f"{living}: going on with {them} at version {version}")
             with view(version, takes_over=True) as observer:
-                return session.run_session(replace(asked, config=found.state.config), opened, observer, found=found)
+                return session.run_session(on(began_with, found.state.config), opened, observer, found=found)
         except attachment.NothingLives as error:
             _tell(f"this run cannot be taken over: {error}; going on from its newest checkpoint")
             return None
@@ -143,7 +152,7 @@ def managed_run(
             if run.asked is not None:
                 wait(partial(keep_request, opened.path, run.asked, run.files))
                 _leave_recovery(run, opened, trained)
-        begun = replace(on(code), config=run.config(checkpoint, history.expected(run.vm_kind)))
+        begun = on(code, starting_from(planned(), checkpoint, history.expected(run.vm_kind)))
         if again.has_run:
             begun = session.gone_on_with_trace(begun, opened)
         if cloud is not None:
@@ -160,7 +169,7 @@ def managed_run(
         if cloud is not None:
             name = name_of(opened.path, profile.job.name)
             wait(partial(write_name, opened.path, name))  # the provider marks VMs with it: it must find them again
-            spec = replace(spec, providing=cloud.providing(name, opened.path))
+            providing = cloud.providing(name, opened.path)
         try:
             return until_it_ends(one_session, again, _tell), read_report(opened.path)
         finally:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NodeFacts
-from manager.controller.state.expected import ExpectedLosses
 from manager.preparation import constant_trace, controller_config
 from manager.report.spent import Prices, no_price, prices_of
 from manager.run.cloud import Cloud
 from manager.run.request import RunRequest, absolute_job
 from manager.run_dir import RunFacts, is_run, read_facts
 from morph.contract.base import Value
-from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import ClusterConfig
 from morph.contract.profile import Profile
 from morph.contract.trace import Trace
@@ -88,12 +87,8 @@ class PreparedRun:
         """What is known beforehand of its VMs: what they have in common."""
         return NodeFacts(provider="local") if self.cloud is None else self.cloud.vm_kind
 
-    def config(
-        self,
-        checkpoint: Manifest | None = None,
-        expected: ExpectedLosses = ExpectedLosses(),  # noqa: B008 (frozen)
-    ) -> ControllerConfig:
-        """Plan, and gather what the controller starts with; see ``controller_config``."""
+    def config(self) -> ControllerConfig:
+        """Plan, and gather what the controller starts with; see ``controller_config``. Takes seconds for many VMs."""
         given = self.request
         asked = given.model_dump(include={"schedule", "recompute", "pipeline_depth", "num_replicas"})
         request = PlanRequest(**asked, micro_batch_size=self._kept_micro_batch_size())
@@ -104,19 +99,22 @@ class PreparedRun:
             self.cluster.policy,
             self.events,
             given.steps,
-            checkpoint,
             request,
             timeline_step=given.timeline_step,
             num_beyond=beyond,
-            expected_losses=expected,
         )
 
-    def facts(self, config: ControllerConfig) -> RunFacts:
-        """What its run directory belongs to."""
+    def facts(self, planned: Callable[[], ControllerConfig]) -> RunFacts:
+        """What its run directory belongs to; plans are made only where m is theirs to choose.
+
+        Raises:
+            InputError: as ``config``.
+        """
+        known = self.profile.job.micro_batch_size or self._kept_micro_batch_size()
         return RunFacts(
             job=self.request.job,
             fingerprint=self.profile.job.fingerprint,
-            micro_batch_size=next(iter(config.plans.values())).micro_batch_size,
+            micro_batch_size=known or next(iter(planned().plans.values())).micro_batch_size,
             batch_size=self.profile.job.batch_size,
             num_sections=self.profile.num_sections,
             checkpoint_url=self.request.checkpoint_url,

@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.state import initial_state
 from manager.engine.run.job_code import collect
 from manager.engine.run.session import RunSpec
 from manager.run.code import RunCode
@@ -211,3 +214,42 @@ def test_a_run_that_goes_on_keeps_the_micro_batch_size_that_the_planner_chose(
         managed_run(run, check_job, lambda live: run_view(live, plain=True))
     (begun,) = sessions
     assert {begun.micro_batch_size, *(plan.micro_batch_size for plan in begun.config.plans.values())} == {m}
+
+
+def test_shapes_are_planned_once_and_not_at_all_for_a_run_that_is_taken_over(
+    given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For hundreds of VMs planning takes longer than VMs outlive their manager."""
+    planned: list[PreparedRun] = []
+    plan = PreparedRun.config
+
+    def counted(run: PreparedRun) -> ControllerConfig:
+        planned.append(run)
+        return plan(run)
+
+    sessions: list[RunSpec] = []
+
+    def session(spec: RunSpec, *_: object, **__: object) -> None:
+        sessions.append(spec)
+        raise Begun
+
+    monkeypatch.setattr(PreparedRun, "config", counted)
+    monkeypatch.setattr("manager.engine.run.session.run_session", session)
+    free = load_profile(given.edited(lambda profile: profile["job"].pop("micro_batch_size")))
+    vms = ClusterConfig(vms=LocalVms(num_vms=2))
+    run = PreparedRun(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
+
+    def begin() -> None:
+        with pytest.raises(Begun):
+            managed_run(run, check_job, lambda live: run_view(live, plain=True))
+
+    begin()
+    assert planned == [run]
+    lives = initial_state(sessions[0].config.model_copy(update={"num_steps": 7}))
+    found = SimpleNamespace(state=lives, vms=("vm0",))
+    monkeypatch.setattr("manager.engine.run.attachment.find_living", lambda *_: found)
+    begin()
+    assert planned == [run]
+    assert [spec.config.num_steps for spec in sessions] == [9, 7]
+    assert sessions[1].micro_batch_size == sessions[0].micro_batch_size
+    assert sessions[1].command == sessions[0].command

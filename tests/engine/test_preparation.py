@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.expected import ExpectedLosses
 from manager.machine.devices import CudaDevice
-from manager.preparation import constant_trace, controller_config, memory_of, redundancy_line
+from manager.preparation import constant_trace, controller_config, memory_of, redundancy_line, starting_from
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import LocalVms, Policy, StaticVms
 from morph.contract.errors import CheckpointError, PlanError
@@ -37,7 +39,7 @@ def test_what_the_last_vm_brings_beyond_the_workers_that_are_kept_has_plans_too_
     None
 ):
     kept = VMS.model_copy(update={"keep": 4})
-    config, more = (controller_config(PROFILE, kept, POLICY, Trace(events=()), 10, None, num_beyond=n) for n in (0, 3))
+    config, more = (controller_config(PROFILE, kept, POLICY, Trace(events=()), 10, num_beyond=n) for n in (0, 3))
     assert set(config.plans) == {1, 2, 3, 4}
     assert set(more.plans) == {1, 2, 3, 4, 5, 6, 7}
     assert config.shared_mini_batch_s.items() <= more.shared_mini_batch_s.items()
@@ -49,7 +51,7 @@ def test_what_the_last_vm_brings_beyond_the_workers_that_are_kept_has_plans_too_
 def test_a_job_that_would_fit_only_beyond_the_workers_that_are_kept_is_refused() -> None:
     def planned(keep: int, memory_bytes: int) -> set[int]:
         vms = VMS.model_copy(update={"keep": keep, "memory_bytes": memory_bytes})
-        return set(controller_config(PROFILE, vms, POLICY, Trace(events=()), 10, None, num_beyond=3).plans)
+        return set(controller_config(PROFILE, vms, POLICY, Trace(events=()), 10, num_beyond=3).plans)
 
     memory_bytes = next(size for shift in range(60) if 1 not in planned(4, size := 10**12 >> shift))
     assert 2 in planned(4, memory_bytes)
@@ -59,7 +61,7 @@ def test_a_job_that_would_fit_only_beyond_the_workers_that_are_kept_is_refused()
 
 def test_there_is_a_plan_for_every_number_of_vms_that_the_trace_can_bring() -> None:
     trace = trace_of((0, "add", "a"), (0, "add", "b"), (3, "add", "c"), (4, "remove", "a"), (5, "add", "d"))
-    config = controller_config(PROFILE, VMS, POLICY, trace, 10, None)
+    config = controller_config(PROFILE, VMS, POLICY, trace, 10)
     assert set(config.plans) == {1, 2, 3}
     assert config.expected_nodes == 2
     assert config.initial_version == 0
@@ -70,7 +72,7 @@ def test_shapes_of_more_workers_than_this_machine_has_cores_are_expected_on_thes
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, None)
+    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10)
     crowded = [one for one in config.plans.values() if one.num_workers > 2]
     assert config.shared_mini_batch_s.keys() == {one.shape for one in crowded} != set()
     for one in crowded:
@@ -82,20 +84,20 @@ def test_shapes_of_more_workers_than_this_machine_has_cores_are_expected_on_thes
         assert found == pytest.approx(1.5 * shared)
     assert config.expected_on_shared_cores_s(config.plans[1]) is None
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    assert controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, None).shared_mini_batch_s == {}
+    assert controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10).shared_mini_batch_s == {}
 
 
 def test_workers_with_machines_or_devices_of_their_own_share_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     hosts = StaticVms(kind="static", cloud="hosts.yaml", keep=4, memory_bytes=10**12, device="cpu", address="10.0.0.4")
-    assert controller_config(PROFILE, hosts, POLICY, Trace(events=()), 10, None).shared_mini_batch_s == {}
+    assert controller_config(PROFILE, hosts, POLICY, Trace(events=()), 10).shared_mini_batch_s == {}
     cuda, owned = VMS.model_copy(update={"device": "cuda"}), CudaDevice("GPU-0", 10**12)
-    found = controller_config(PROFILE, cuda, POLICY, constant_trace(cuda), 10, None, devices=lambda: [owned] * 4)
+    found = controller_config(PROFILE, cuda, POLICY, constant_trace(cuda), 10, devices=lambda: [owned] * 4)
     assert found.shared_mini_batch_s == {}
 
 
 def shapes(**asked: int) -> dict[int, str]:
-    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, None, **asked)
+    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, **asked)
     return {count: plan.shape for count, plan in config.plans.items()}
 
 
@@ -126,37 +128,44 @@ def test_a_shape_that_the_workers_can_never_reach_is_refused(asked: dict[str, in
 def test_a_constant_trace_brings_every_vm_at_the_start() -> None:
     trace = constant_trace(VMS)
     assert trace.max_nodes == 4
-    assert controller_config(PROFILE, VMS, POLICY, trace, 10, None).expected_nodes == 4
+    assert controller_config(PROFILE, VMS, POLICY, trace, 10).expected_nodes == 4
 
 
 def test_a_run_that_keeps_vms_asks_for_all_of_them_and_has_a_plan_for_every_number() -> None:
     vms = VMS.model_copy(update={"keep": 3})
     trace = constant_trace(vms)
     assert trace.events == ()
-    config = controller_config(PROFILE, vms, POLICY, trace, 10, None)
+    config = controller_config(PROFILE, vms, POLICY, trace, 10)
     assert (config.target_nodes, config.expected_nodes, set(config.plans)) == (3, 3, {1, 2, 3})
-    assert controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, None).target_nodes == 0
+    assert controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10).target_nodes == 0
 
 
-def test_a_run_goes_on_from_its_checkpoint() -> None:
-    config = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, make_manifest())
-    assert config.initial_version == 6
-    assert config.initial_checkpoint == make_manifest()
+def started(checkpoint: Manifest | None) -> ControllerConfig:
+    planned = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10)
+    return starting_from(planned, checkpoint, ExpectedLosses(per_vm_h=3.0))
+
+
+def test_a_session_starts_from_its_checkpoint_with_the_plans_that_there_are() -> None:
+    config, anew = started(make_manifest()), started(None)
+    assert (config.initial_version, config.initial_checkpoint) == (6, make_manifest())
+    assert (anew.initial_version, anew.initial_checkpoint) == (0, None)
+    assert config.expected_losses == ExpectedLosses(per_vm_h=3.0)
+    assert config.plans == anew.plans
 
 
 def test_a_job_that_fits_on_no_number_of_vms_is_refused_before_anything_starts() -> None:
     with pytest.raises(PlanError):
-        controller_config(PROFILE, LocalVms(memory_bytes=1000), POLICY, constant_trace(VMS), 10, None)
+        controller_config(PROFILE, LocalVms(memory_bytes=1000), POLICY, constant_trace(VMS), 10)
 
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"version 6 belongs to another model.*other.*synthetic-4"):
-        controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, make_manifest(fingerprint="other"))
+        started(make_manifest(fingerprint="other"))
 
 
 def test_a_checkpoint_that_lacks_a_unit_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"version 6 has units.*s0\+s3"):
-        controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10, make_manifest(num_units=3))
+        started(make_manifest(num_units=3))
 
 
 def _no_devices() -> tuple[CudaDevice, ...]:
@@ -184,7 +193,7 @@ def test_local_vms_on_cuda_are_planned_with_their_share_of_the_devices() -> None
 def test_a_run_on_shared_devices_has_only_plans_that_fit_in_the_shares() -> None:
     vms, trace = LocalVms(num_vms=4, device="cuda"), constant_trace(VMS)
     roomy, tight = (
-        controller_config(PROFILE, vms, POLICY, trace, 10, None, devices=lambda size=size: (CudaDevice("GPU-a", size),))
+        controller_config(PROFILE, vms, POLICY, trace, 10, devices=lambda size=size: (CudaDevice("GPU-a", size),))
         for size in (400_000_000, 280_000_000)
     )
     assert (roomy.device_memory_bytes, tight.device_memory_bytes) == (100_000_000, 70_000_000)

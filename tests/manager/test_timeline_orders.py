@@ -17,13 +17,13 @@ VMS = LocalVms(num_vms=4, memory_bytes=10**12)
 
 @pytest.mark.parametrize("schedule", ["varuna", "gpipe", "1f1b"])
 def test_every_plan_of_a_run_has_the_schedule_asked_for(schedule: Schedule) -> None:
-    config = controller_config(PROFILE, VMS, Policy(), constant_trace(VMS), 10, None, schedule=schedule)
+    config = controller_config(PROFILE, VMS, Policy(), constant_trace(VMS), 10, schedule=schedule)
     assert {plan.schedule for plan in config.plans.values()} == {schedule}
     assert config.timeline_step is None
 
 
 def test_the_step_to_record_reaches_the_controller() -> None:
-    config = controller_config(PROFILE, VMS, Policy(), constant_trace(VMS), 10, None, timeline_step=7)
+    config = controller_config(PROFILE, VMS, Policy(), constant_trace(VMS), 10, timeline_step=7)
     assert config.timeline_step == 7
 
 
