@@ -160,7 +160,10 @@ def is_installed(path: Path, inside: Path) -> bool:
 
 def file_of(module: ModuleType) -> str | None:
     """The file a module was made from, without waking those that load themselves when they are looked at."""
-    file = getattr(module, "__dict__", {}).get("__file__")
+    try:
+        file = object.__getattribute__(module, "__dict__").get("__file__")
+    except AttributeError:  # whatever it is that stands among the modules
+        return None
     return file if isinstance(file, str) else None
 
 

@@ -40,6 +40,8 @@ ENVIRONMENT = {
     "MORPH_DATA_DIR": "/tmp/morph-data",
 }
 """What an image has besides the interpreter. Each host has a /tmp of its own: no real history learns of its VMs."""
+CACHE = "MORPH_CACHE_DIR"
+"""Of these tests, and of what is root's on every host: the same job is not cut again and again."""
 
 
 @functools.cache
@@ -67,7 +69,7 @@ class Host:
 
     def __init__(self, spec: GuestSpec) -> None:
         self.name, self.namespace, self.directory = spec.name, spec.namespace, Path(spec.directory)
-        self.environment = {**ENVIRONMENT, **spec.environment, "PATH": os.environ["PATH"], "HOME": "/root"}
+        self.environment = {**spec.environment, "PATH": os.environ["PATH"], "HOME": "/root"}
         self._outer = subprocess.Popen(
             [sys.executable, "-m", "tests.cloud.guest", str(spec.write()), str(os.getpid())],
             cwd=ROOT,
@@ -130,7 +132,9 @@ class Hosts:
         bytes_per_s: float = 125_000_000.0,
     ) -> None:
         self.network = HostNetwork(0, bytes_per_s)
-        self._shared = tuple(str(path.resolve()) for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix), *shared))
+        self._caches = {CACHE: os.environ[CACHE]} if CACHE in os.environ else {}
+        seen = (ROOT, Path(sys.prefix), Path(sys.base_prefix), *map(Path, self._caches.values()), *shared)
+        self._shared = tuple(str(path.resolve()) for path in seen)
         self._names = dict(names)
         self._trusted: Path | None = None
         self.directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
@@ -217,7 +221,7 @@ class Hosts:
             namespace=namespace,
             directory=str(directory),
             shared=self._shared,
-            environment={**ENVIRONMENT, **trust, **environment},
+            environment={**ENVIRONMENT, **self._caches, **trust, **environment},
             cloud_config=cloud_config,
         )
 

@@ -26,6 +26,7 @@ from tests.cloud.hosts import ROOT
 from tests.cloud.image import bare_python
 from tests.cloud.virtual_azure import CLOUD_FILE, VirtualAzure
 from tests.system.exposure import RECORDED
+from tests.system.held import HeldJob
 
 JOB = ROOT / "configs" / "jobs" / "tiny_gpt.py"
 LINE_BOUND_S = 400.0
@@ -83,8 +84,9 @@ class Life:
 
     ``steps_after``: it is stopped, as by Ctrl-C, so many steps after the last VM's end was known or, if ``whole``, made
     good; None: it goes on to its last step. ``on_line``: called with each line that the run tells. ``secrets_path``:
-    where the run's secrets are written down. ``uid``: of the user whom the manager is and as whom the job runs on VMs;
-    root otherwise. ``vms``: further settings. ``killed``: the VMs that lived at each death.
+    where the run's secrets are written down. ``step_s``: what a step takes at least, most of it asleep, for VMs take
+    their time to come and to go. ``uid``: of the user whom the manager is and as whom the job runs on VMs; root
+    otherwise. ``vms``: further settings. ``killed``: the VMs that lived at each death.
     """
 
     azure: VirtualAzure
@@ -97,6 +99,7 @@ class Life:
     checkpoint_every: int = 20
     tls: bool = False
     uid: int = 0
+    step_s: float = 0.0
     steps_after: int | None = None
     whole: bool = True
     secrets_path: Path | None = None
@@ -124,8 +127,11 @@ class Life:
     def write_files(self) -> Path:
         """Write job and cloud file, and return the job file's path."""
         (self.directory / "azure.yaml").write_text(json.dumps(CLOUD_FILE))  # JSON is YAML
+        job = f"{JOB}:job"
+        if self.step_s:
+            job = HeldJob(self.directory / "code", self.directory / "gate", self.steps, step_s=self.step_s).path
         document = {
-            "job": {"code": f"{JOB}:job", "profile": str(self.profile), "steps": self.steps, "run_dir": "run"},
+            "job": {"code": job, "profile": str(self.profile), "steps": self.steps, "run_dir": "run"},
             "vms": {
                 "kind": "azure",
                 "cloud": "azure.yaml",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from manager.report.spent import NOTHING
 from tests.cloud.accounts import BEGIN_S, facts, requests, saved_before_loss, splits
 from tests.cloud.exposed import Watch
-from tests.cloud.hosts import Host, not_permitted
+from tests.cloud.hosts import CACHE, ROOT, Host, not_permitted
 from tests.cloud.life import JOB, Death, Life, Taking, digests
 from tests.cloud.virtual_azure import USD_PER_H, VirtualAzure
 from tests.system.commands import calibrated_once, of_all_workers
@@ -25,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(bool(not_permitted()), reason=not_permitted() or "-"),
 ]
 KEEP, NOTICE_S, NUM_SECTIONS, FIRST_PORT, UID = 2, 30.0, 6, 20000, 50506
+STEP_S = 0.2
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(profile: Path,
     """The first one by ``morph inject``, which has Azure evict it; the second by Azure alone."""
     takings = [Taking(10, NOTICE_S, injected=True), Taking(20, None)]
     with VirtualAzure(profile.parent, tmp_path) as azure:
-        life = Life(azure, tmp_path, profile, 100_000, KEEP, takings, steps_after=5, whole=False)
+        life = Life(azure, tmp_path, profile, 100_000, KEEP, takings, steps_after=5, whole=False, step_s=STEP_S)
         life.vms, life.secrets_path = {"first_port": FIRST_PORT}, tmp_path / "made"
         watch = Watch(azure, life, FIRST_PORT)
         report = life.live()
@@ -90,6 +93,19 @@ def run_by(uid: int, host: Host) -> list[str]:
     return found
 
 
+def caches_of(uid: int, folder: Path) -> dict[str, str]:
+    """Variables with caches of a user's own, in which what numba has compiled of the simulator is already."""
+    (folder / "numba").mkdir(parents=True)
+    for found in (ROOT / "simulator").rglob("__pycache__/*.nb[ic]"):
+        source = str(found.parents[1])
+        place = folder / "numba" / f"{found.parents[1].name}_{hashlib.sha1(source.encode()).hexdigest()}"
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(found, place)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, uid, uid)
+    return {CACHE: str(folder), "NUMBA_CACHE_DIR": str(folder / "numba")}
+
+
 def test_a_killed_manager_is_succeeded_with_the_same_vms_and_one_that_lost_its_head_node_with_new_ones(
     profile: Path, tmp_path: Path
 ) -> None:
@@ -97,8 +113,9 @@ def test_a_killed_manager_is_succeeded_with_the_same_vms_and_one_that_lost_its_h
     profile.parent.chmod(0o755)
     deaths = [Death(5), Death(10, then="resume", with_head=True)]
     with VirtualAzure(profile.parent, tmp_path) as azure:
-        life = Life(azure, tmp_path, profile, 100_000, KEEP, [], steps_after=3, deaths=deaths, uid=UID)
-        life.environment = {"HOME": "/tmp", "USER": "trainer"}
+        life = Life(azure, tmp_path, profile, 100_000, KEEP, [], steps_after=3, deaths=deaths, uid=UID, step_s=STEP_S)
+        life.environment = {"HOME": "/tmp", "USER": "trainer", **caches_of(UID, tmp_path / "cache")}
+        life.vms = {"pass_variables": [CACHE]}
         roots, users = list[str](), list[str]()
 
         def look(line: dict[str, Any]) -> None:

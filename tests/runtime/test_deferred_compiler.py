@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 
 TRAIN = """
 import os, sys, threading, torch
+from morph.job_files import file_of
 from morph.runtime.state.deferred_compiler import defer_compiler, prepare_torch
 
 prepare_torch()
@@ -22,7 +23,7 @@ for make in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor):
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()
 for name, module in sys.modules.items():  # as whoever looks for where something comes from does
-    (name, module.__name__, getattr(module, "__spec__", None), getattr(module, "__file__", None))
+    (name, module.__name__, getattr(module, "__spec__", None), getattr(module, "__file__", None), file_of(module))
 assert "torch._dynamo.eval_frame" not in sys.modules
 
 

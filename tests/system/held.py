@@ -34,6 +34,8 @@ class HeldText(CountingText):
         until_s = monotonic() + {bound_s}
         while IS_WORKER and HeldText.num_read > most_read() and not Path({gate!r}).exists() and monotonic() < until_s:
             sleep(0.02)
+        if IS_WORKER:
+            sleep({pause_s})
         return super().__getitem__(index)
 
 job = replace(job, dataset=HeldText)
@@ -46,10 +48,11 @@ class HeldJob:
     """``train.py`` in a folder of its own, and ``neighbour.py``, which it imports.
 
     ``most_steps``: as many does each worker's process that reads every sample do while it is held; one that reads half
-    of them does twice as many.
+    of them does twice as many. ``step_s``: what a step takes such a process at least, asleep: a run that goes on while
+    something else takes its time needs fewer of them.
     """
 
-    def __init__(self, directory: Path, gate: Path, most_steps: int, batch_size: int = 12) -> None:
+    def __init__(self, directory: Path, gate: Path, most_steps: int, batch_size: int = 12, step_s: float = 0.0) -> None:
         self._gate, self._batch_size = gate, batch_size
         self._allowed = gate.with_name(f"{gate.name}-read")
         self.file = directory / "train.py"
@@ -57,7 +60,8 @@ class HeldJob:
         directory.mkdir()
         shutil.copy(JOB.rpartition(":")[0], directory / "neighbour.py")
         files = {"gate": str(gate), "allowed": str(self._allowed)}
-        code = CODE.format(**files, most_read=most_steps * batch_size, bound_s=BOUND_S)
+        numbers = {"most_read": most_steps * batch_size, "bound_s": BOUND_S, "pause_s": step_s / batch_size}
+        code = CODE.format(**files, **numbers)
         self.file.write_text(code, encoding="utf-8")
 
     def let_go(self) -> None:

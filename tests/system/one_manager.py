@@ -5,9 +5,11 @@ It can be told to kill itself, and a worker with it, when the run reaches a phas
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -53,7 +55,11 @@ class Death(Value):
 
 
 class Orders(Value):
-    """What a manager is to do."""
+    """What a manager is to do.
+
+    ``pids``: of the workers that are set up. ``gate``: of a ``HeldJob``, opened once the run goes on without the
+    cluster that it had.
+    """
 
     run_dir: Path
     job: str
@@ -64,14 +70,16 @@ class Orders(Value):
     trace: Trace
     vms: LocalVms = LocalVms()
     deaths: tuple[Death, ...] = ()
+    pids: dict[str, int] | None = None
+    gate: Path | None = None
 
 
 class Undertaker:
     """Kills this process when its time has come."""
 
-    def __init__(self, death: Death) -> None:
-        self._death, self._over = death, False
-        self.pids: dict[str, int] = {}
+    def __init__(self, death: Death, orders: Orders) -> None:
+        self._death, self._over, self._run_dir = death, False, orders.run_dir
+        self.pids = dict(orders.pids or {})
 
     def __call__(self, observed: Observed) -> None:
         death, state = self._death, observed.decision.state
@@ -88,16 +96,15 @@ class Undertaker:
             if death.worker is not None:
                 os.kill(self.pids[death.worker], signal.SIGKILL)
             if death.process:
-                kill(death.process, self.pids)
+                kill(death.process, self.pids, self._run_dir)
             elif not death.manager_lives:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill(process: str, workers: dict[str, int]) -> None:
+def kill(process: str, workers: dict[str, int], run_dir: Path) -> None:
     """End the store, or the host of this manager's plain processes; under Ray its head node."""
     of_ray = {"store": "morph.runtime.groups.store", "host": "gcs_server"}[process]
-    below = psutil.Process().children(recursive=True)
-    found = [child for child in below if child.name() == of_ray or of_ray in child.cmdline()]
+    found = [member for member in ray_processes(run_dir) if member.name() == of_ray or of_ray in member.cmdline()]
     if found:
         found[0].kill()
         return
@@ -106,6 +113,17 @@ def kill(process: str, workers: dict[str, int]) -> None:
     ]
     (store,) = [child for child in host.children() if child.pid not in workers.values() and child.status() != "zombie"]
     (store if process == "store" else host).kill()
+
+
+def ray_processes(run_dir: Path) -> list[psutil.Process]:
+    """The host of a run's Ray nodes and what it started, whichever manager started it."""
+    socket = Path(json.loads((run_dir / "attach.json").read_text(encoding="utf-8"))["control_socket"])
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            is_host = "manager.engine.on_ray.vm_host" in process.cmdline()
+            if is_host and Path(process.environ().get("RAY_TMPDIR", ".")) in socket.parents:
+                return [process, *process.children(recursive=True)]
+    return []
 
 
 class DeafEventQueue(EventQueue):
@@ -141,7 +159,7 @@ def main() -> None:
     if any(death.unwritten for death in orders.deaths):
         session.EventQueue = DeafEventQueue  # type: ignore[misc]
     again = Again(config.policy.give_up_after_s)
-    undertakers = [Undertaker(death) for death in orders.deaths if not death.unwritten]
+    undertakers = [Undertaker(death, orders) for death in orders.deaths if not death.unwritten]
 
     def one_session(number: int) -> Finish:
         found, begun = find_living(opened, {}), spec
@@ -149,6 +167,8 @@ def main() -> None:
             for undertaker in undertakers:
                 undertaker.pids.update(found.greeting["vms"])
         if number:
+            if orders.gate is not None:
+                orders.gate.touch()
             begun = session.gone_on_with_trace(replace(spec, config=from_newest(config, opened)), opened)
         print(f"found {len(found.vms) if found else 'nothing'}", flush=True)
         return session.run_session(begun, opened, observe, found=found)

@@ -24,7 +24,7 @@ from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
-STEPS, MANY = 600, 10_000
+STEPS, MANY = 120, 10_000
 CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 BOUND_S = 100.0
 
@@ -94,12 +94,12 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
         run.wait_for_line("the checkpoint of version")
         with place.service.lock:
             place.service.faults += [place.expired] * MANY
-        job.allow(40)
+        job.allow(30)
         told = run.wait_for_line("could not write its part of a checkpoint: unit ")
         assert "Error: " in told
         with place.service.lock:
             place.service.faults.clear()
-        job.allow(120)
+        job.allow(50)
         run.wait_for_line("the checkpoint of version")
         directory = next(
             Path(found["RAY_TMPDIR"]) for found in shown_by(run.family()).environments.values() if "RAY_TMPDIR" in found
@@ -108,6 +108,7 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
         assert logs
         assert files_with(logs, [place.secret]) == set()
         run.press_ctrl_c()
+        run.wait_for_line("SIGINT: the run ends at the next step boundary")
         job.let_go()
         assert run.wait_for_end() == 130, run.output
     stopped = read_report(run_dir).version

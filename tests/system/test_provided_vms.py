@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from manager.engine.joining.certificates import Tls, certificates_of, make_certificates
 from manager.enrolment.files import Certificates
@@ -21,6 +22,7 @@ from manager.notices.agent import Agent
 from manager.notices.source import Standing
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
+from morph.cli.main import app
 from tests.system.commands import RunningMorph, morph
 from tests.system.encrypted import answered, keys_in, visitors
 from tests.system.exposure import files_below, files_with, holds, recorded, shown_by, with_secrets
@@ -31,7 +33,9 @@ from tests.system.hosts import Hosts
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 STEPS = 40
-LONG_STEPS = 400
+LONG_STEPS = 120
+STEP_S = 0.1
+"""What a step takes at least while a host dies, or is noticed, before the run is over."""
 NUM_SECTIONS = 6
 TOO_SMALL_ALONE_BYTES = 1_900_000
 
@@ -52,13 +56,14 @@ def job_file(
     memory_bytes: int = 2_000_000_000,
     steps: int = STEPS,
     takeover_patience_s: float = 200,
+    step_s: float = 0.0,
     **vms: object,
 ) -> Path:
     """The tiny job in a folder of its own, with a neighbour that it imports: the VMs must get both.
 
     Every worker stops at its 16th step until ``let_go``.
     """
-    job = HeldJob(directory / "code", directory / "gate", 16)
+    job = HeldJob(directory / "code", directory / "gate", 16, step_s=step_s)
     described = {
         "job": {"code": f"code/{job.file.name}:job", "profile": str(profile), "steps": steps, "run_dir": "run"},
         "vms": {
@@ -171,7 +176,8 @@ def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
     hosts: Hosts, calibrated: Path, tmp_path: Path
 ) -> None:
     path = job_file(tmp_path, hosts, calibrated, memory_bytes=TOO_SMALL_ALONE_BYTES, tls=True)
-    assert "with 2 workers in shape 2x1, with 2 at least" in morph("config", "check", path)
+    told = CliRunner().invoke(app, ["config", "check", str(path)]).stdout
+    assert "with 2 workers in shape 2x1, with 2 at least" in told
     made = tmp_path / "made"
     with RunningMorph("run", path, "--verbose", "--no-page", secrets_path=made) as run:
         run.wait_for_line("generation 1 is formed")
@@ -270,7 +276,7 @@ def noticed(hosts: Hosts, node: str, directory: Path) -> Iterator[OneNotice]:
 def test_another_manager_goes_on_with_the_hosts_of_one_that_was_killed_and_leaves_out_one_that_is_noticed(
     hosts: Hosts, calibrated: Path, tmp_path: Path
 ) -> None:
-    path = job_file(tmp_path, hosts, calibrated, steps=LONG_STEPS, tls=True)
+    path = job_file(tmp_path, hosts, calibrated, steps=LONG_STEPS, step_s=STEP_S, tls=True)
     with RunningMorph("run", path, "--verbose", "--no-page") as first:
         first.wait_for_line("the checkpoint of version 10")
         before = hosts.note()
