@@ -125,6 +125,13 @@ class StageMemory:
             self._groups[size] = again - one + taken, stored
         return self._groups[size]
 
+    @cached_property
+    def _all_groups(self) -> tuple[Ints, Ints, Ints]:
+        """Sizes of groups, largest first, and the ``group_tables`` of each."""
+        tables = [self.group_tables(size) for size in self.group_sizes]
+        taken, stored = (np.stack(part) for part in zip(*tables, strict=True))
+        return np.array(self.group_sizes, np.int64), taken, stored
+
     def fitting_sizes(
         self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], usable: int
     ) -> Ints:
@@ -133,12 +140,16 @@ class StageMemory:
         The largest, which leave most of the recompute to the wait for the gradient. On the last stage, which does not
         wait, the smallest: its gradients are complete soonest.
         """
-        found = np.zeros_like(begin)
-        for size in self.group_sizes:
-            fits = (end - begin > size) & (self.device_bytes(begin, end, window, recompute, size) <= usable)
-            fits[:-1] &= found[:-1] == 0
-            found = np.where(fits, size, found)
-        return np.where(self.device_bytes(begin, end, window, recompute) <= usable, 0, found)
+        none: Ints = np.zeros_like(begin)
+        needs_none = self.device_bytes(begin, end, window, recompute) <= usable
+        if not self.group_sizes or needs_none.all():
+            return none
+        sizes, taken, stored = self._all_groups
+        fits = taken[:, begin, end] + window * stored[:, begin, end] <= usable
+        fits &= (end - begin > sizes[:, None]) & (self.tables[2][begin, end] <= usable)
+        found = sizes[fits.argmax(axis=0)]
+        found[-1] = sizes[len(sizes) - 1 - fits[::-1, -1].argmax()]
+        return np.where(needs_none | ~fits.any(axis=0), none, found)
 
     def base(self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool) -> Ints:
         """While a stage computes, without what each micro-batch in flight takes."""
