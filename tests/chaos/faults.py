@@ -9,7 +9,7 @@ import socket
 import sqlite3
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -31,9 +31,9 @@ class Fault:
     possible: Callable[[], bool] = lambda: True
 
 
-def _some(world: World, draw: random.Random, *parts: str) -> psutil.Process | None:
-    found = sorted(world.family.named(*parts), key=lambda process: process.pid)
-    return draw.choice(found) if found else None
+def _some(draw: random.Random, found: Iterable[psutil.Process]) -> psutil.Process | None:
+    processes = sorted(found, key=lambda process: process.pid)
+    return draw.choice(processes) if processes else None
 
 
 @contextmanager
@@ -54,13 +54,13 @@ def _wait(world: World, seconds: float) -> None:
 
 
 def kill_worker(world: World, draw: random.Random) -> str:
-    worker = _some(world, draw, "ray::Worker")
+    worker = _some(draw, world.workers())
     return f"worker {worker.pid}" if worker and send(worker, signal.SIGKILL) else ""
 
 
 def stop_worker(world: World, draw: random.Random) -> str:
     """Shorter than its heartbeat time-out, or longer."""
-    worker, seconds = _some(world, draw, "ray::Worker"), draw.choice([1.5, 8.0])
+    worker, seconds = _some(draw, world.workers()), draw.choice([1.5, 8.0])
     if worker is None:
         return ""
     with _stopped(worker):
@@ -69,16 +69,16 @@ def stop_worker(world: World, draw: random.Random) -> str:
 
 
 def kill_vm(world: World, draw: random.Random) -> str:
-    """The raylet and all that it started, at once."""
-    raylet = _some(world, draw, "raylet/raylet", "morph_vm_")
-    if raylet is None:
+    """Its first process, of Ray the raylet, and all that it started, at once."""
+    first = _some(draw, world.vms())
+    if first is None:
         return ""
     try:
-        whole = [raylet, *raylet.children(recursive=True)]
+        whole = [first, *first.children(recursive=True)]
     except psutil.Error:
         return ""
     end_all(whole)
-    return f"VM of raylet {raylet.pid}"
+    return f"VM of process {first.pid}"
 
 
 def kill_two_vms(world: World, draw: random.Random) -> str:
@@ -99,7 +99,7 @@ def kill_manager(world: World, draw: random.Random) -> str:
 def kill_manager_and_owner(world: World, draw: random.Random) -> str:
     """And with the process that owns the VMs these; the same command again."""
     del draw
-    owners, manager = world.family.named("manager.engine.on_ray.vm_host"), world.manager
+    owners, manager = world.owners(), world.manager
     end_all([*owners, manager])
     if not world.kill_manager():
         return ""
@@ -116,7 +116,7 @@ def stop_manager(world: World, draw: random.Random) -> str:
 
 def stop_owner(world: World, draw: random.Random) -> str:
     """The process that owns the VMs."""
-    owner = _some(world, draw, "manager.engine.on_ray.vm_host")
+    owner = _some(draw, world.owners())
     if owner is None:
         return ""
     with _stopped(owner):
@@ -126,7 +126,7 @@ def stop_owner(world: World, draw: random.Random) -> str:
 
 def reset_connections(world: World, draw: random.Random) -> str:
     """All of one living worker's, by the kernel."""
-    worker = _some(world, draw, "ray::Worker")
+    worker = _some(draw, world.workers())
     if worker is None:
         return ""
     try:
@@ -157,13 +157,13 @@ def may_reset() -> bool:
 
 def kill_store(world: World, draw: random.Random) -> str:
     """The rendezvous store of the workers."""
-    store = _some(world, draw, "morph.runtime.groups.store")
+    store = _some(draw, world.family.named("morph.runtime.groups.store"))
     return f"store {store.pid}" if store and send(store, signal.SIGKILL) else ""
 
 
 def kill_head(world: World, draw: random.Random) -> str:
     """A process of Ray's head node, and with it every VM."""
-    head = _some(world, draw, "gcs_server")
+    head = _some(draw, world.family.named("gcs_server"))
     return f"process {head.pid}" if head and send(head, signal.SIGKILL) else ""
 
 

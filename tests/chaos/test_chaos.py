@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -13,16 +14,18 @@ from tests.system.harness import uninterrupted
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
-STEPS = 150
+STEPS, READ_S, CHECKPOINT_EVERY = 60, 0.05, 6
 SEED = 13
-BOUNDS = Bounds(faults_s=60.0, stuck_s=400.0, calm_s=(0.2, 1.0))
+BOUNDS = Bounds(faults_s=80.0, stuck_s=400.0, calm_s=(0.2, 1.0))
 
 
+@pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=pytest.mark.long)])
 def test_a_run_under_faults_from_outside_ends_with_the_weights_of_an_undisturbed_one(
-    calibrated: Path, tmp_path: Path
+    calibrated: Path, tmp_path: Path, launcher: Literal["ray", "processes"]
 ) -> None:
     reference = uninterrupted(STEPS, tmp_path / "reference", load_profile(calibrated).num_sections)
-    played = play(SEED, Setting(calibrated, STEPS), reference, tmp_path, BOUNDS)
+    setting = Setting(calibrated, STEPS, launcher, READ_S, CHECKPOINT_EVERY)
+    played = play(SEED, setting, reference, tmp_path, BOUNDS)
     print("\n".join([played.told(), *played.lines]))  # shown by pytest when the test fails
     assert played.failures == []
     assert played.faults.total() >= 3

@@ -10,10 +10,11 @@ import struct
 import subprocess
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import psutil
 
@@ -28,18 +29,27 @@ from tests.system.commands import COMMAND, ROOT, environment_of_commands
 
 JOB = ROOT / "configs/jobs/tiny_gpt.py"
 NUM_VMS = 3
-POLICY = "{checkpoint_every_steps: 15, heartbeat_timeout_s: 4, takeover_patience_s: 120}"
-CLUSTER = f"vms: {{keep: {NUM_VMS}, launcher: ray}}\npolicy: {POLICY}\n"
+POLICY = "{{checkpoint_every_steps: {0.checkpoint_every}, heartbeat_timeout_s: 4, takeover_patience_s: 120}}"
+CLUSTER = f"vms: {{{{keep: {NUM_VMS}, launcher: {{0.launcher}}}}}}\npolicy: {POLICY}\n"
+READING = '        """Return ``tokens`` and ``targets``, each [length]."""\n'
+OWNERS = ("manager.engine.on_ray.vm_host", "manager.engine.on_processes.process_host")
 END_S = 150.0
 DISK = "256m"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run: the job's profile and its steps."""
+    """What is run: the job's profile and its steps.
+
+    ``launcher``: what its local VMs are. ``read_s``: by how much longer a sample takes to be read, so that few steps
+    last for many faults.
+    """
 
     profile: Path
     steps: int
+    launcher: Literal["ray", "processes"] = "ray"
+    read_s: float = 0.0
+    checkpoint_every: int = 15
 
 
 class World:
@@ -53,15 +63,18 @@ class World:
         self.disk = self._rest.enter_context(small_disk(folder / "disk", DISK)) if may_mount() else None
         self.folder, self.run_dir = folder, folder / "disk" / "run"
         self.family = Family(mark := own_mark())
-        self.steps = setting.steps
+        self.steps, self._on_ray = setting.steps, setting.launcher == "ray"
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary = Path(tempfile.mkdtemp(prefix="c"))  # short: Ray puts sockets below it
         self._clock = folder / "clock"
         self._clock.write_bytes(struct.pack("q", 0))
         self.job = folder / "job" / "job.py"
         self.job.parent.mkdir()
-        shutil.copy(JOB, self.job)
-        (folder / "cluster.yaml").write_text(CLUSTER, encoding="utf-8")
+        text = JOB.read_text(encoding="utf-8")
+        assert READING in text
+        text = text.replace(READING, f"{READING}        time.sleep({setting.read_s})\n")
+        self.job.write_text(text.replace("import torch\n", "import time\n\nimport torch\n", 1), encoding="utf-8")
+        (folder / "cluster.yaml").write_text(CLUSTER.format(setting), encoding="utf-8")
         self._arguments = (
             *("run", f"{self.job}:job", "--profile", setting.profile, "--cluster", folder / "cluster.yaml"),
             *("--steps", setting.steps, "--run-dir", self.run_dir, "--plain"),
@@ -100,6 +113,21 @@ class World:
         assert self._process is not None
         return psutil.Process(self._process.pid)
 
+    def workers(self) -> list[psutil.Process]:
+        """Those of Ray once they begin, plain processes once they are set up, when the journal has their number."""
+        query = "SELECT json_extract(payload_json, '$.answer.pid') FROM entries WHERE kind = 'event'"
+        ready = {pid for (pid,) in self._journal(f"{query} AND json_extract(payload_json, '$.answer.kind') = 'ready'")}
+        return [found for found in self.family.look() if found.pid in ready or "ray::Worker" in line_of(found)]
+
+    def vms(self) -> list[psutil.Process]:
+        """The first process of each VM: a raylet of Ray, or the worker."""
+        return self.family.named("raylet/raylet", "morph_vm_") if self._on_ray else self.workers()
+
+    def owners(self) -> list[psutil.Process]:
+        """The process that owns the VMs; what it forked has the same command line."""
+        found = [process for part in OWNERS for process in self.family.named(part)]
+        return [process for process in found if process.ppid() not in {owner.pid for owner in found}]
+
     def ended(self) -> int | None:
         """The exit code of the command; None: it runs."""
         assert self._process is not None
@@ -118,19 +146,9 @@ class World:
 
     def version(self) -> int:
         """The newest decided version, as the journal says; 0 where it says nothing."""
-        if not (self.run_dir / "journal.sqlite").exists():
-            return 0
-        try:
-            uri = f"{(self.run_dir / 'journal.sqlite').as_uri()}?mode=ro"
-            connection = sqlite3.connect(uri, uri=True, timeout=1.0)
-            try:
-                query = "SELECT json_extract(payload_json, '$.version') FROM entries WHERE kind = 'decision'"
-                row = connection.execute(f"{query} ORDER BY sequence DESC LIMIT 1").fetchone()
-            finally:
-                connection.close()
-        except sqlite3.Error:
-            return 0
-        return int(row[0]) if row else 0
+        query = "SELECT json_extract(payload_json, '$.version') FROM entries WHERE kind = 'decision'"
+        rows = self._journal(f"{query} ORDER BY sequence DESC LIMIT 1")
+        return int(rows[0][0]) if rows else 0
 
     def checkpoints(self) -> Path:
         """Where they lie."""
@@ -145,6 +163,17 @@ class World:
             return {entry.unit: entry.sha256 for entry in read_manifest(url, self.steps).units}
         except MorphError:
             return {}
+
+    def _journal(self, query: str) -> list[tuple[int, ...]]:
+        """Rows of the journal; none where it cannot be read."""
+        if not (self.run_dir / "journal.sqlite").exists():
+            return []
+        try:
+            uri = f"{(self.run_dir / 'journal.sqlite').as_uri()}?mode=ro"
+            with closing(sqlite3.connect(uri, uri=True, timeout=1.0)) as connection:
+                return connection.execute(query).fetchall()
+        except sqlite3.Error:
+            return []
 
     def left(self) -> list[str]:
         """What outlives the run and the next command, after a moment: processes, and folders of the run's."""

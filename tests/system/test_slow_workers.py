@@ -178,13 +178,14 @@ def test_nobody_is_found_slow_where_devices_only_jitter(tmp_path: Path, monkeypa
 
 
 def test_a_slow_worker_with_real_compute_is_left_out_and_taken_back_and_changes_no_bit(
-    tiny_job: TinyJob, tmp_path: Path
+    tiny_job: TinyJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cores are shared here: micro-batches of one worker differ by half and more. So it is much slower, and the rules
     ask for a greater ratio and for fewer deviations. It grows slow late: a stage has two replicas only, whose first
     windows must have shown what is chance. It stays slow for long, and is probed often."""
+    monkeypatch.setattr(driver, "TIMES_EVERY_S", 0.1)  # a window is closed as soon as it is full: in 6 steps
     told, watched = Told(), []
-    spell = SlowSpell(worker="vm1", factor=20.0, first_step=100, end_step=300)
+    spell = SlowSpell(worker="vm1", factor=20.0, first_step=40, end_step=100)
 
     def attend(fleet: VmFleet) -> Observer:
         watched.append(Slowness(fleet, "vm1", "vm4", spell))
@@ -200,7 +201,9 @@ def test_a_slow_worker_with_real_compute_is_left_out_and_taken_back_and_changes_
         observe=told,
         attend=attend,
         slow_spells=(spell,),
-        stutter=StutterRules(ratio=2.0, deviations=2.0, probe_every_s=0.5, probe_every_max_s=1.0, max_probes=1000),
+        stutter=StutterRules(
+            samples=16, ratio=2.0, deviations=2.0, probe_every_s=0.5, probe_every_max_s=1.0, max_probes=1000
+        ),
     )
     (slowness,) = watched
     assert slowness.found_after_s is not None, f"at version {result.manifest.version}: {told.windows_s}"
