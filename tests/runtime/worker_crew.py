@@ -42,7 +42,7 @@ from tests.system.harness import TinyJob
 
 FORKS = multiprocessing.get_context("forkserver")
 """Imports what a worker needs once: a member is there at once, where a process of its own would import for seconds."""
-FORKS.set_forkserver_preload(["morph.runtime.workloads.job_workload", "torch._export", "torch.export._trace", __name__])
+FORKS.set_forkserver_preload(["tests.runtime.ready_to_fork"])
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 150.0
 SETUP_S = 300.0
