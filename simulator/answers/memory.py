@@ -133,16 +133,12 @@ class StageMemory:
         The largest, which leave most of the recompute to the wait for the gradient. On the last stage, which does not
         wait, the smallest: its gradients are complete soonest.
         """
-        found, needed = np.zeros_like(begin), self.device_bytes(begin, end, window, recompute) > usable
-        if not needed.any():
-            return found
-        needed &= self.tables[2][begin, end] <= usable  # what no group makes less
+        found = np.zeros_like(begin)
         for size in self.group_sizes:
-            taken, stored = self.group_tables(size)
-            fits = needed & (end - begin > size) & (taken[begin, end] + window * stored[begin, end] <= usable)
+            fits = (end - begin > size) & (self.device_bytes(begin, end, window, recompute, size) <= usable)
             fits[:-1] &= found[:-1] == 0
             found = np.where(fits, size, found)
-        return found
+        return np.where(self.device_bytes(begin, end, window, recompute) <= usable, 0, found)
 
     def base(self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool) -> Ints:
         """While a stage computes, without what each micro-batch in flight takes."""
