@@ -248,7 +248,7 @@ class _Reader:
             {
                 "micro_batch_size": slots.micro_batch_size,
                 "entries": slots.entries,
-                "deterministic": torch.are_deterministic_algorithms_enabled(),
+                "determinism": torch.get_deterministic_debug_mode(),
             }
         )
 

@@ -42,7 +42,8 @@ def main() -> int:
     try:
         job = _load(setup)
         begin = heard.get()
-        torch.use_deterministic_algorithms(begin["deterministic"])
+        # torch.use_deterministic_algorithms loads torch's compiler, for a second
+        torch.set_deterministic_debug_mode(begin["determinism"])
         slots = Slots(begin["micro_batch_size"], begin["entries"])
         memory = torch.frombuffer(mmap.mmap(memory_fd, slots.num_bytes), dtype=torch.uint8)
     except BaseException as error:  # the job's file may raise anything, SystemExit too

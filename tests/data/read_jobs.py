@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -87,3 +88,17 @@ class Slow(Drawn):
 
 
 slow = replace(drawn, dataset=Slow)
+
+
+class Loaded(Drawn):
+    """What the process that reads has loaded and set."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.num_reads += 1
+        return {
+            "compiler": torch.tensor("torch._inductor" in sys.modules or "torch._dynamo" in sys.modules),
+            "determinism": torch.tensor(torch.get_deterministic_debug_mode()),
+        }
+
+
+loaded = replace(drawn, dataset=Loaded)

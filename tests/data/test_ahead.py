@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,72 +16,23 @@ import torch
 from torch import Tensor
 
 from morph.contract.errors import JobError
-from morph.data import DataWorkers, MicroBatchLoader
 from morph.data.evaluation import EvaluationLoader
 from morph.data.fingerprint import data_facts
 from morph.job import load_job
 from tests.data import read_jobs
-from tests.data.read_jobs import BROKEN, Drawn
-from tests.runtime.worker_crew import poll_until
+from tests.data.read_jobs import BROKEN
+from tests.data.readings import KEYS, M, Reading, is_ready, reading, spec_of, step_of
+from tests.waiting import poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
-KEYS = ("x", "picture", "even", "half", "none")
 NUM_STEPS = 12
-M, BATCH_SIZE = 2, 6
-
-
-def spec_of(name: str) -> str:
-    return f"{read_jobs.HERE}:{name}"
-
-
-def is_ready(workers: DataWorkers) -> bool:
-    workers._hear(0.0)
-    return all(reader.ready for reader in workers._readers)
 
 
 def is_there(pid: int) -> bool:
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-class Reading:
-    """A loader with data workers, and one without."""
-
-    def __init__(self, name: str, count: int = 2, **options: Any) -> None:
-        job = load_job(spec_of(name))
-        self.dataset: Drawn = job.dataset()  # type: ignore[assignment]
-        self.workers = DataWorkers(count, spec_of(name), **options)
-        self.ahead = MicroBatchLoader(self.dataset, job.seed, BATCH_SIZE, M, self.workers)
-        self.alone = MicroBatchLoader(job.dataset(), job.seed, BATCH_SIZE, M)
-        self.dataset.num_reads = 0
-
-    def expect(self, places: Sequence[tuple[int, int]], keys: Sequence[str] = KEYS, *, over: bool = False) -> None:
-        self.ahead.expect(places, keys, lambda: over, window=1)
-
-    def same(self, step: int, micro_batch: int, keys: Sequence[str] = KEYS) -> None:
-        """Load a micro-batch both ways, and compare every bit and stride."""
-        found, wanted = (loader.load(step, micro_batch, keys) for loader in (self.ahead, self.alone))
-        assert list(found) == list(wanted) == list(keys)
-        for key in keys:
-            assert found[key].stride() == wanted[key].stride()
-            assert found[key].dtype == wanted[key].dtype
-            assert torch.equal(found[key], wanted[key])
-
-
-@contextmanager
-def reading(name: str, count: int = 2, **options: Any) -> Iterator[Reading]:
-    found = Reading(name, count, **options)
-    try:
-        poll_until(lambda: is_ready(found.workers), "data workers")
-        yield found
-    finally:
-        found.workers.close()
-
-
-def step_of(step: int) -> list[tuple[int, int]]:
-    return [(step, micro_batch) for micro_batch in range(BATCH_SIZE // M)]
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +177,20 @@ def test_an_error_in_a_sample_is_the_loaders_own(job: str, kind: type[Exception]
         assert found.workers.pids, "it reads on"
 
 
+def test_a_data_worker_does_without_the_compiler_also_with_deterministic_kernels() -> None:
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
+    try:
+        with reading("loaded", 1) as found:
+            found.expect(step_of(0), ["compiler", "determinism"])
+            batch = found.ahead.load(0, 0, ["compiler", "determinism"])
+    finally:
+        torch.set_deterministic_debug_mode(before)
+    assert found.dataset.num_reads == 0
+    assert not batch["compiler"].any()
+    assert batch["determinism"].tolist() == [2] * M
+
+
 def test_a_data_worker_that_finds_other_data_is_not_used() -> None:
     with reading("elsewhere", 1, known=data_facts(read_jobs.elsewhere)) as found:
         assert found.workers.pids == ()
@@ -243,9 +208,8 @@ def test_a_data_worker_that_cannot_build_its_data_set_is_not_used(monkeypatch: p
         found.same(0, 0)
 
 
+@pytest.mark.usefixtures("shared")  # what the first data workers of a process open stays open
 def test_closing_leaves_no_process_and_no_descriptor() -> None:
-    with reading("drawn") as found:
-        pass
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with reading("drawn") as found:
         found.expect(step_of(0))
@@ -258,8 +222,8 @@ def test_closing_leaves_no_process_and_no_descriptor() -> None:
 
 def test_data_workers_end_with_a_worker_that_is_killed_while_they_read() -> None:
     code = (
-        "import sys, time; from tests.data.test_ahead import reading, step_of\n"
-        "with reading('slow') as found:\n"
+        "import sys; from tests.data.readings import reading, step_of\n"
+        "with reading('slow', 1) as found:\n"
         "    found.expect(step_of(0)); print(*found.workers.pids, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -267,7 +231,7 @@ def test_data_workers_end_with_a_worker_that_is_killed_while_they_read() -> None
     ) as worker:
         assert worker.stdout is not None
         pids = [int(pid) for pid in worker.stdout.readline().split()]
-        assert len(pids) == 2
+        assert len(pids) == 1
         assert all(is_there(pid) for pid in pids)
         worker.kill()
         poll_until(lambda: not any(is_there(pid) for pid in pids), "data workers to end with their worker")

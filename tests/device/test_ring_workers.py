@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from morph.contract.messages import Aborted, StepOrder
+from morph.contract.messages import Aborted
+from tests.device.device_crew import (
+    LOST,
+    NAMES,
+    NUM_STEPS,
+    answers_without_the_last,
+    goes_on_without_the_last,
+    send_step,
+    with_rings,
+)
 from tests.runtime.worker_crew import Crew
-from tests.system.harness import JOB, TinyJob, load_tiny_job, uninterrupted
+from tests.system.harness import JOB, TinyJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
-
-NAMES = ("w0", "w1", "w2", "w3")
-NUM_STEPS = 2
-END_S = 100.0
-
-
-@pytest.fixture(scope="module")
-def job() -> TinyJob:
-    return load_tiny_job()
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return uninterrupted(NUM_STEPS, tmp_path_factory.mktemp("reference"))
-
-
-@pytest.fixture
-def crew(job: TinyJob) -> Iterator[Crew]:
-    made = Crew(job, NAMES)
-    yield made
-    made.close()
-
-
-def on_devices(crew: Crew, kill_at: tuple[str, int] | None = None, *, shared: bool = False) -> None:
-    """Give each worker a device, of which the last one dies at a place; ``shared``: all are said to be one."""
-    for name, member in crew.members.items():
-        member.send("fake_device", "GPU" if shared else f"GPU-{name}", kill_at if name == NAMES[-1] else None)
-        member.answer()
 
 
 def member_launches(crew: Crew, name: str) -> list[tuple[int, str]]:
@@ -50,7 +30,7 @@ def member_launches(crew: Crew, name: str) -> list[tuple[int, str]]:
 def test_sums_that_stay_on_devices_end_with_the_same_bits_in_every_shape(
     crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
-    on_devices(crew)
+    with_rings(crew)
     crew.set_up(JOB, job.fingerprint, tmp_path, rings="auto")
     crew.reshape("1x4", NAMES)
     crew.train(1)
@@ -67,7 +47,7 @@ def test_sums_that_stay_on_devices_end_with_the_same_bits_in_every_shape(
 def test_workers_that_share_a_device_reduce_through_the_host(
     crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
-    on_devices(crew, shared=True)
+    with_rings(crew, shared=True)
     crew.set_up(JOB, job.fingerprint, tmp_path, rings="auto")
     crew.reshape("2x2", NAMES)
     crew.train(NUM_STEPS)
@@ -79,21 +59,11 @@ def test_workers_that_share_a_device_reduce_through_the_host(
 def test_workers_go_on_without_one_that_was_killed_in_a_reduction_on_devices(
     crew: Crew, job: TinyJob, reference: dict[str, str], tmp_path: Path, kill_at: tuple[str, int]
 ) -> None:
-    on_devices(crew, kill_at)
+    with_rings(crew, kill_at)
     crew.set_up(JOB, job.fingerprint, tmp_path, rings="auto")
     crew.reshape("2x2", NAMES)
-    order = StepOrder(generation=crew.generation, step=0)
-    for name in NAMES:
-        crew.members[name].send("step", order)
-    lost, rest = NAMES[-1], NAMES[:-1]
-    crew.members[lost].process.join(END_S)
-    assert crew.members[lost].process.exitcode is not None
-    for name in rest:
-        crew.members[name].control("abort", crew.generation)
-    answers = {name: crew.members[name].answer() for name in rest}
-    partner = next(slot.worker for slot in crew.slots if slot.stage == 1 and slot.worker != lost)
+    send_step(crew)
+    answers = answers_without_the_last(crew)
+    partner = next(slot.worker for slot in crew.slots if slot.stage == 1 and slot.worker != LOST)
     assert isinstance(answers[partner], Aborted), "its reduction needs the one that was killed"
-    del crew.held[lost]
-    crew.reshape("3x1", rest)
-    crew.train(NUM_STEPS)
-    assert crew.digests() == reference
+    goes_on_without_the_last(crew, reference)

@@ -129,8 +129,8 @@ def decided(state, event, now_s, decide=cluster.decide):
     return decision
 
 cluster.decide = decided
-job = job_from_profile(load_profile(Path("configs/profiles/gpt2-2.5b.json")), 24)
-trace = spot_model(24, losses_per_vm_h=1.0, replacement_s=600, noticed=0.5, notice_s=300).draw(1, 5400)
+job = job_from_profile(load_profile(Path("configs/profiles/gpt2-2.5b.json")), 12)
+trace = spot_model(12, losses_per_vm_h=1.0, replacement_s=600, noticed=0.5, notice_s=300).draw(1, 5400)
 morph.play_morph(job, trace, until=Until(kind="hours", amount=1.5))
 """
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,21 +94,35 @@ def test_torch_is_set_to_what_is_wanted_and_back() -> None:
     assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
+def seen_in(errors: str) -> Any:
+    """What the model saw last: torch's settings, cuBLAS's workspace, and whether CUDA had started."""
+    return [json.loads(line.removeprefix("seen ")) for line in errors.splitlines() if line.startswith("seen ")][-1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "determinism"), [("exact", 2), ("fast", 0)])
-def test_a_worker_computes_with_these_kernels_and_cublas_has_its_workspace_before_cuda_starts(
-    tmp_path: Path, kind: str, determinism: int
-) -> None:
-    given = [write_job(tmp_path, kind), "--steps", "1", "--micro-batch", "2", "--checkpoints", str(tmp_path / "out")]
+def test_a_worker_computes_with_these_kernels_and_cublas_has_its_workspace_before_cuda_starts(tmp_path: Path) -> None:
+    given = [write_job(tmp_path, "exact"), "--steps", "1", "--micro-batch", "2", "--checkpoints", str(tmp_path / "out")]
     command = [sys.executable, "-m", "morph.runtime.process.single", *given]
     variables = {name: value for name, value in os.environ.items() if name != CUBLAS_VARIABLE}
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=variables)
     assert done.returncode == 0, done.stderr
-    seen = [json.loads(line.removeprefix("seen ")) for line in done.stderr.splitlines() if line.startswith("seen ")]
-    kernels, workspace, started = seen[-1]
-    assert (kernels["determinism"], workspace, started) == (determinism, ":4096:8", False)
-    if kind == "exact":
-        assert Kernels(**kernels) == STEADY
+    kernels, *cublas = seen_in(done.stderr)
+    assert Kernels(**kernels) == STEADY
+    assert cublas == [":4096:8", False]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_before")
+def test_a_worker_with_fast_sums_computes_with_the_usual_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
+    set_kernels(USUAL)
+    job, out = write_job(tmp_path, "fast"), str(tmp_path / "out")
+    run_single(job, steps=1, num_sections=None, micro_batch_size=2, checkpoint_url=out)
+    kernels, *cublas = seen_in(capsys.readouterr().err)
+    assert Kernels(**kernels) == USUAL
+    assert cublas == [":4096:8", False]
 
 
 def test_a_workspace_with_which_products_may_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from morph.cutting.kept.cut_job import load_and_cut
+from morph.job_files import imported_once
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
 
+EXPORTER = "torch.export._trace"
 WORKER = f"""
 import json, sys
 from morph.contract.messages import WorkerSetup
@@ -22,7 +25,7 @@ from morph.runtime.workloads.job_workload import JobWorkload
 
 with imported_once({JOB!r}):
     cut = load_and_cut({JOB!r}, num_sections={NUM_SECTIONS}, micro_batch_size={MICRO_BATCH_SIZE})
-    exported = "torch.export._trace" in sys.modules
+    exported = "{EXPORTER}" in sys.modules
     workload = JobWorkload(WorkerSetup(
         worker="w", job_path={JOB!r}, fingerprint=cut.model.fingerprint, num_sections={NUM_SECTIONS},
         micro_batch_size={MICRO_BATCH_SIZE}, checkpoint_url="", store_host="", store_port=1, listen_host="",
@@ -35,14 +38,15 @@ with imported_once({JOB!r}):
 
 
 @pytest.mark.slow
-def test_a_worker_that_reads_a_kept_cut_loads_nothing_for_its_first_units(tmp_path: Path) -> None:
-    environment = {**os.environ, "MORPH_CACHE_DIR": str(tmp_path)}
-    runs = [
-        subprocess.run([sys.executable, "-c", WORKER], env=environment, capture_output=True, text=True, timeout=200)
-        for _ in range(2)
-    ]
-    assert [run.returncode for run in runs] == [0, 0], runs
-    (exported, _), (exported_again, loaded) = [json.loads(run.stdout.splitlines()[-1]) for run in runs]
-    assert exported
+def test_a_worker_that_reads_a_kept_cut_loads_nothing_for_its_first_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MORPH_CACHE_DIR", str(tmp_path))
+    with imported_once(JOB):
+        load_and_cut(JOB, num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
+    assert EXPORTER in sys.modules
+    run = subprocess.run([sys.executable, "-c", WORKER], env=os.environ, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run
+    exported_again, loaded = json.loads(run.stdout.splitlines()[-1])
     assert not exported_again
     assert loaded == []

@@ -16,6 +16,7 @@ from morph.contract.decided import Decided, decided_step
 from morph.contract.messages import Prepared, Reshaped, ReshapeOrder, StepOrder, WorkerReady, WorkerSetup
 from morph.contract.plan import Plan
 from morph.cutting import CutModel
+from morph.job_files import imported_once
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.worker import Worker
 from morph.runtime.state.reducing import Reduction
@@ -58,7 +59,8 @@ class TrackedCrew:
                 listen_host=LOOPBACK,
                 secret="of the run",
             )
-            answer = worker.setup(setup)
+            with imported_once(subject.job_path):  # so that all but the first read the cut that was kept
+                answer = worker.setup(setup)
             assert isinstance(answer, WorkerReady), answer
             self._take_turns(worker)
 

@@ -39,12 +39,12 @@ from morph.runtime.pre_copy.lane import PreCopyLane
 from morph.runtime.pre_copy.wire import Frame
 from tests.device.worker_device import HERE, use_fake_device
 from tests.system.harness import TinyJob
+from tests.waiting import ANSWER_S, poll_until
 
 FORKS = multiprocessing.get_context("forkserver")
 """Imports what a worker needs once: a member is there at once, where a process of its own would import for seconds."""
-FORKS.set_forkserver_preload(["morph.runtime.workloads.job_workload", "torch._export", "torch.export._trace", __name__])
+FORKS.set_forkserver_preload(["tests.runtime.ready_to_fork"])
 LOOPBACK = "127.0.0.1"
-ANSWER_S = 150.0
 SETUP_S = 300.0
 END_S = 60.0
 
@@ -219,14 +219,6 @@ def _receive(connection: Connection, what: str, timeout_s: float) -> Any:
     if not connection.poll(timeout_s):
         raise TimeoutError(f"waited {timeout_s:g} s for {what}")
     return connection.recv()
-
-
-def poll_until(condition: Callable[[], bool], what: str, timeout_s: float = ANSWER_S) -> None:
-    """Ask again and again until ``condition`` holds; fails after ``timeout_s``."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.01)
 
 
 def wait_for_updates(lane: PreCopyLane, most: int) -> None:

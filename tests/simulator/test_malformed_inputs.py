@@ -24,7 +24,11 @@ NUMBERS = ("0", "-1", "1", "3", "0.5", "1e308", "nan", "inf", "x", "", str(10**6
 FAIR = {
     "plan": (
         *(["--gpus", "5"], ["--gpus", "2..4"], ["--nodes", "2x1,1x4"], ["--objective", "dollars", "--price", "1"]),
-        *(["--objective", "progress", "--revocations-per-hour", "1"], ["--jitter-seed", "3"], ["--schedule", "1f1b"]),
+        *(
+            ["--objective", "progress", "--revocations-per-hour", "1"],
+            ["--jitter-seed", "3", "--draws", "2"],
+            ["--schedule", "1f1b"],
+        ),
     ),
     "simulate": (["-P", "2"], ["-D", "2"], ["--jitter-seed", "3"], ["--slow", "0:2"], ["--slope", "2"]),
     "profile show": (),

@@ -201,6 +201,7 @@ class Crops(Points):
 
 cropped = replace(plain, dataset=Crops, eval_data=lambda: Crops(1000, 11), eval_every_steps=10)
 read_beside = replace(cropped, data_workers=2, eval_every_steps=4)
+read_by_one = replace(read_beside, data_workers=1)
 read_between = replace(read_beside, data_workers=0)
 
 

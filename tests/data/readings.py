@@ -1,0 +1,65 @@
+"""A loader with data workers beside one without; imports what a worker does and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from morph.data import DataWorkers, MicroBatchLoader
+from morph.job import load_job
+from tests.data import read_jobs
+from tests.data.read_jobs import Drawn
+from tests.waiting import poll_until
+
+KEYS = ("x", "picture", "even", "half", "none")
+M, BATCH_SIZE = 2, 6
+
+
+def spec_of(name: str) -> str:
+    return f"{read_jobs.HERE}:{name}"
+
+
+def is_ready(workers: DataWorkers) -> bool:
+    workers._hear(0.0)
+    return all(reader.ready for reader in workers._readers)
+
+
+class Reading:
+    """A loader with data workers, and one without."""
+
+    def __init__(self, name: str, count: int = 2, **options: Any) -> None:
+        job = load_job(spec_of(name))
+        self.dataset: Drawn = job.dataset()  # type: ignore[assignment]
+        self.workers = DataWorkers(count, spec_of(name), **options)
+        self.ahead = MicroBatchLoader(self.dataset, job.seed, BATCH_SIZE, M, self.workers)
+        self.alone = MicroBatchLoader(job.dataset(), job.seed, BATCH_SIZE, M)
+        self.dataset.num_reads = 0
+
+    def expect(self, places: Sequence[tuple[int, int]], keys: Sequence[str] = KEYS, *, over: bool = False) -> None:
+        self.ahead.expect(places, keys, lambda: over, window=1)
+
+    def same(self, step: int, micro_batch: int, keys: Sequence[str] = KEYS) -> None:
+        """Load a micro-batch both ways, and compare every bit and stride."""
+        found, wanted = (loader.load(step, micro_batch, keys) for loader in (self.ahead, self.alone))
+        assert list(found) == list(wanted) == list(keys)
+        for key in keys:
+            assert found[key].stride() == wanted[key].stride()
+            assert found[key].dtype == wanted[key].dtype
+            assert torch.equal(found[key], wanted[key])
+
+
+@contextmanager
+def reading(name: str, count: int = 2, **options: Any) -> Iterator[Reading]:
+    found = Reading(name, count, **options)
+    try:
+        poll_until(lambda: is_ready(found.workers), "data workers")
+        yield found
+    finally:
+        found.workers.close()
+
+
+def step_of(step: int) -> list[tuple[int, int]]:
+    return [(step, micro_batch) for micro_batch in range(BATCH_SIZE // M)]
