@@ -44,6 +44,7 @@ class InThisProcess:
         pass
 
 
+@pytest.mark.slow
 def test_a_worker_is_timed_beside_a_plain_loop(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from fsspec.implementations.local import LocalFileOpener
 
 from morph.checkpoint.manifest import complete_versions, version_url, write_atomically, write_manifest
@@ -82,6 +83,7 @@ def killed_at(number: int, work: Callable[[], None], folder: Path) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.slow
 def test_whatever_operation_a_save_is_killed_at_the_newest_whole_version_is_as_it_was(tmp_path: Path) -> None:
     found: list[int] = []
     for number in range(200):

@@ -30,6 +30,8 @@ from tests.checkpoint.test_newest import save
 from tests.cli.given import JOBS, Given
 from tests.cli.test_provided_vms import vms_of
 
+pytestmark = pytest.mark.slow
+
 TRACE = "time_s,event,node_id\n0,add,a\n0,add,b\n5,remove,a\n"
 
 

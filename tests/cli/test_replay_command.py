@@ -28,6 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(profile), str(trace)
 
 
+@pytest.mark.slow
 def test_policies_are_compared_on_a_trace(files: tuple[str, str], tmp_path: Path) -> None:
     csv, png = tmp_path / "out.csv", tmp_path / "out.png"
     prices = ["--price", "1", "--on-demand-price", "3.5"]

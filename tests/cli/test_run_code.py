@@ -27,6 +27,8 @@ from morph.contract.errors import JobError, RunDirError
 from morph.contract.profile import load_profile
 from tests.cli.given import JOBS, Given
 
+pytestmark = pytest.mark.slow
+
 SCALED = JOBS.replace("float(index)", "float(index) * SCALE").replace(
     "class Samples:",
     """from pathlib import Path
@@ -167,7 +169,6 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.slow
 def test_a_run_in_use_one_whose_vms_live_and_changed_code_are_told_before_torch_is_loaded(begun: Given) -> None:
     profile, cluster = begun.folder / "profile.json", begun.folder / "cluster.yaml"
     keep_request(begun.run_dir, RunRequest(job=begun.job, profile=profile, cluster=cluster, steps=9), (profile,))

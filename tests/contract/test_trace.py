@@ -21,6 +21,7 @@ TIMES = st.lists(st.floats(0, 1e9, allow_nan=False), min_size=1, max_size=12).ma
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00\r", exclude_categories=("Cs",)), max_size=12)
 
 
+@pytest.mark.slow
 @given(TIMES, TEXT, TEXT)
 def test_a_written_trace_reads_back_the_same(
     tmp_path_factory: pytest.TempPathFactory, times: list[float], zone: str, source: str

@@ -23,6 +23,8 @@ from morph.job_files import imported_once
 from morph.runtime.process.single import run_single
 from morph.user_cache import keep
 
+pytestmark = pytest.mark.slow
+
 HEAD = """
 from pathlib import Path
 import torch

@@ -80,6 +80,7 @@ for site, number in sorted(counting.counts.sites.items()):
 """
 
 
+@pytest.mark.slow
 def test_syncs_and_copies_of_a_device_are_counted_and_mixed_devices_refused() -> None:
     assert run_python("-c", _CHECKS).splitlines() == [
         "refused: True",

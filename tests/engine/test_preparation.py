@@ -48,6 +48,7 @@ def test_what_the_last_vm_brings_beyond_the_workers_that_are_kept_has_plans_too_
     assert {count: more.plans[count] for count in config.plans} == config.plans
 
 
+@pytest.mark.slow
 def test_a_job_that_would_fit_only_beyond_the_workers_that_are_kept_is_refused() -> None:
     def planned(keep: int, memory_bytes: int) -> set[int]:
         vms = VMS.model_copy(update={"keep": keep, "memory_bytes": memory_bytes})

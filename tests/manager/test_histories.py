@@ -23,6 +23,8 @@ from manager.controller.state.events import CheckpointFound, CheckpointNotFound
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import Phase
 
+pytestmark = pytest.mark.slow
+
 NUM_HISTORIES = int(os.environ.get("MORPH_HISTORIES", "200"))
 SEEDS_AT_ONCE = 50
 REACHING = 250
@@ -37,7 +39,6 @@ def played() -> list[Reached]:
         return list(pool.map(reached_by, [range(first, first + SEEDS_AT_ONCE) for first in seeds]))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_history_keeps_the_invariants_and_ends(played: list[Reached]) -> None:
     assert {chunk.num_histories for chunk in played} == {SEEDS_AT_ONCE}

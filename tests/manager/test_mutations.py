@@ -25,6 +25,8 @@ from manager.simulation.spot.sums import WorkerSums
 from morph.contract.messages import ReshapeOrder
 from morph.contract.salvage import PartialSum, counted_in, mask_of, partial_sum, spans_of
 
+pytestmark = pytest.mark.slow
+
 MOST_HISTORIES = 400
 
 

@@ -256,6 +256,7 @@ def drawn(seed: int, every_s: float) -> Trace:
     return model.draw(seed, 7200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_part_adds_up_the_bound_holds_and_the_same_seed_gives_the_same(policy: str) -> None:
     play, _ = POLICIES[policy]
@@ -301,6 +302,7 @@ def test_a_job_ends_with_its_steps_or_its_dollars() -> None:
         assert not spent.finished
 
 
+@pytest.mark.slow
 def test_processes_give_what_one_gives_in_the_same_order() -> None:
     cases = tuple((f"{seed}", seed, drawn(seed, 300)) for seed in range(2))
     replay = Replay(JOB, ("ideal", "restart"), cases, HOUR, PRICES)

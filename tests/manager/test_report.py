@@ -139,6 +139,7 @@ def test_a_morph_that_is_hit_again_is_one_morph(tmp_path: Path) -> None:
     assert [count.num_vms for count in report.vms][:9] == [0, 1, 2, 3, 4, 5, 6, 5, 4]
 
 
+@pytest.mark.slow
 def test_every_disturbed_history_adds_up(tmp_path: Path) -> None:
     for seed in range(20):
         run_dir = tmp_path / str(seed)

@@ -152,6 +152,7 @@ def merged(kind: str, size: int, num: int, reduced: Accumulator) -> Reduced:
     return other.finish(num, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [reducing.PIECE_BYTES, 200])
 @pytest.mark.parametrize("kind", ["exact", "fast"])
 @pytest.mark.parametrize(("num_members", "size"), [(2, 64), (3, 100), (5, 1), (70, 9)])

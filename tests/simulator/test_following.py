@@ -80,6 +80,7 @@ def makers(
     return make
 
 
+@pytest.mark.slow
 @each_seed(400)
 def test_every_task_starts_when_the_simpy_model_with_the_executors_follower_starts_it(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -178,6 +178,7 @@ def test_the_partition_in_groups_is_as_good_as_trying_every_cut(seed: int) -> No
     assert (best < 2**62) == (limit >= least)
 
 
+@pytest.mark.slow
 @each_seed(20)
 def test_no_groups_are_faster_than_the_bound_of_a_moved_cut(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -207,6 +208,7 @@ def test_plans_have_no_groups_where_memory_is_ample() -> None:
             assert recompute or ample == free
 
 
+@pytest.mark.slow
 @each_seed(12)
 def test_plans_are_never_slower_than_without_groups(seed: int) -> None:
     profile = random_profile(seed)

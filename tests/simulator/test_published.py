@@ -145,6 +145,7 @@ def test_four_all_reduces_on_one_link_take_nearly_four_times_as_long() -> None:
     assert 3.5 < shared / alone < 4
 
 
+@pytest.mark.slow
 def test_plans_fit_from_the_published_minimum_depth_on() -> None:
     profile = published_profile("gpt2-2.5b")
     found = plan(profile, num_gpus=36, memory_bytes=GPU_MEMORY_BYTES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from simulator.playing.engine import StageTimes
 from simulator.playing.following import ShapeTimes, follow, lane_times
@@ -27,6 +28,7 @@ def with_redundant_tasks(lanes: ShapeTimes, rng: np.random.Generator, *, backwar
     )
 
 
+@pytest.mark.slow
 @each_seed(400)
 def test_every_task_and_every_redundant_one_is_when_the_simpy_model_has_it(seed: int) -> None:
     rng = np.random.default_rng(20_000 + seed)
