@@ -15,8 +15,9 @@ from morph.contract.errors import JobError
 from morph.cutting import CutModel, cut, export_job
 from morph.cutting.sections.cut_point import CutPoint
 from morph.data import MicroBatchLoader
-from morph.job import Job
+from morph.job import Accumulation, Job
 from morph.runtime.step.compiled import compile_all, compiled, refuse_marked
+from morph.runtime.step.kernels import kernels_for, kernels_now, set_kernels
 from morph.runtime.step.stage import Stage
 from morph.runtime.step.sums import MicroBatchSums
 from tests.training.training_jobs import MICRO_BATCH_SIZE, WIDTH, plain
@@ -116,6 +117,25 @@ def test_each_kind_of_section_is_compiled_once_and_gives_the_same_bits_in_every_
     plain_loss, expected = step(model, [0], recompute=False)
     torch.testing.assert_close((loss, gradients), (plain_loss, expected), rtol=0.03, atol=0.003)
     assert any((inductor / "compiled").rglob("*.so"))
+
+
+@pytest.mark.parametrize("accumulation", ["exact", "fast"])
+def test_with_exact_sums_inductor_chooses_nothing_by_timing(
+    inductor: Path, accumulation: Accumulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers may find other kernels the fastest, of other bits."""
+    from torch._inductor import config
+
+    before = kernels_now()
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    model = cut(export_job(job), num_sections=NUM_BLOCKS, micro_batch_size=MICRO_BATCH_SIZE)
+    try:
+        set_kernels(kernels_for(accumulation, before))
+        with config.patch({"deterministic": False}):
+            compiled(model)
+            assert config.deterministic == (accumulation == "exact")
+    finally:
+        set_kernels(before)
 
 
 class Noted(nn.Module):

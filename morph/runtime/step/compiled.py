@@ -1,8 +1,8 @@
 """Sections compiled by torch.compile: once for each kind of section, and to the same kernels in every worker.
 
 A section is compiled as it is run, with its backward, whatever stage it is in; so is the same everywhere what a shape
-computes. With exact sums torch is set to deterministic algorithms, and then Inductor chooses nothing by timing; what it
-generates depends on the section, torch, the compiler and the processor or GPU. Compiled code is kept in the user's
+computes. Where torch is set to deterministic algorithms, as with exact sums, Inductor chooses nothing by timing; what
+it generates depends on the section, torch, the compiler and the processor or GPU. Compiled code is kept in the user's
 cache folder.
 """
 
@@ -109,6 +109,12 @@ def _prepare() -> None:
         os.environ[_FOLDER_VARIABLE] = str(folder)
     inductor.compile_threads = 1
     inductor.max_autotune = False
+    if torch.are_deterministic_algorithms_enabled():
+        # of what sets determinism, torch.use_deterministic_algorithms alone tells Inductor, and it loads all of it
+        if hasattr(inductor, "deterministic"):
+            inductor.deterministic = True
+        else:  # torch 2.9, which has but one such choice
+            inductor.shape_padding = False
 
 
 def _finished(shared: Compiled, section: Section, code: SectionCode, device: torch.device) -> SectionCode:
