@@ -11,12 +11,19 @@ from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.profile import load_profile
 from tests.system.commands import RunningMorph, morph
-from tests.system.harness import JOB, uninterrupted
+from tests.system.harness import uninterrupted
+from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 CLUSTER = "vms: {num_vms: 2, keep: 2}\npolicy: {checkpoint_every_steps: 10, takeover_patience_s: 0}\n"
+MANY_STEPS = 1_000_000
 BY_NAME, BY_LIFETIMES = "by name, no notice", "lifetimes of 1s on average, seed 1, a notice of 1 s"
+
+
+def sleeping(folder: Path) -> str:
+    """The job, asleep for most of each step: while VMs take their time it needs fewer steps."""
+    return HeldJob(folder / "code", folder / "gate", MANY_STEPS, step_s=0.1).path
 
 
 def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weights_of_an_undisturbed_one(
@@ -24,8 +31,8 @@ def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weight
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     cluster.write_text(CLUSTER, encoding="utf-8")
-    command = ("run", JOB, "--profile", calibrated, "--cluster", cluster, "--steps", 100_000, "--run-dir", run_dir)
-    with RunningMorph(*command, "--plain", "-P", 2) as run:  # each of two VMs is needed
+    command = ("run", sleeping(tmp_path), "--profile", calibrated, "--cluster", cluster, "--steps", MANY_STEPS)
+    with RunningMorph(*command, "--run-dir", run_dir, "--plain", "-P", 2) as run:  # each of two VMs is needed
         run.wait_for_line("the checkpoint of version")
         with RunningMorph("inject", run_dir, "--mttp", "30d") as patient:
             vm = "tiny-gpt-1-0"
@@ -63,9 +70,9 @@ def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(calibrated: Pa
         "  rules: {requests: {backoff_s: 0.5}}}\n",
         encoding="utf-8",
     )
-    command = ("run", JOB, "--profile", calibrated, "--cluster", cluster, "--steps", 2_000_000, "--run-dir", run_dir)
+    command = ("run", sleeping(tmp_path), "--profile", calibrated, "--cluster", cluster, "--steps", MANY_STEPS)
     vm = "tiny-gpt-1-0"
-    with RunningMorph(*command, "--plain", "-P", 2) as run:
+    with RunningMorph(*command, "--run-dir", run_dir, "--plain", "-P", 2) as run:
         run.wait_for_line("training  2x1  step ")
         assert f"{vm}  taken, with a notice of 8 s" in morph("inject", run_dir, "--vm", vm, "--notice", "8s")
         run.wait_for_line(f"{vm} lost; 2x1 -> 2x1")
