@@ -10,6 +10,7 @@ from manager.controller.state.actions import SendPreCopy
 from manager.controller.state.config import ControllerConfig
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
+from manager.engine.run.job_code import collect, pack
 from manager.engine.run.machines import Processes
 from manager.engine.run.session import RunSpec, run_session
 from manager.rehearsal.device import EmulationOptions
@@ -126,7 +127,8 @@ def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
         num_sections=NUM_SECTIONS,
         micro_batch_size=MICRO_BATCH_SIZE,
         faults=case.faults,
-        machines=Processes(log_path),
+        machines=Processes(log_path, job_path=JOB),
+        code=pack(JOB, collect(JOB)),
     )
     facts = RunFacts(
         job=JOB,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from manager.engine.loop.driver import Observed, Observer
 from manager.engine.run.job_code import collect, pack
 from manager.engine.run.machines import OpenMachines
 from manager.engine.run.session import RunSpec, run_session
+from manager.machine.handed_on import handed_on
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
@@ -20,7 +22,8 @@ from morph.contract.faults import Fault, SlowSpell
 from morph.contract.plan import Plan
 from morph.contract.rules import Rules, StutterRules
 from morph.contract.trace import Trace, TraceEvent
-from morph.cutting.kept.cut_job import load_and_cut
+from morph.cutting.cuts.cut_model import cut
+from morph.cutting.kept.cut_job import LoadedJob, load_and_cut
 from morph.job_files import imported_once
 from morph.runtime.process.single import run_single
 from simulator import plan, synthetic_profile
@@ -64,6 +67,15 @@ def load_tiny_job(num_sections: int = NUM_SECTIONS, micro_batch_size: int = MICR
         found = load_and_cut(JOB, num_sections=num_sections, micro_batch_size=micro_batch_size)
     units = {unit.id: unit.sections for unit in found.model.units}
     return TinyJob(found.model.fingerprint, found.job.batch_size, units, num_sections, micro_batch_size)
+
+
+def cut_for_workers(job_path: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Keep a job's cut for the workers of a manager with this environment, as ``morph run`` does: they need not cut."""
+    with imported_once(job_path):
+        loaded = LoadedJob(job_path)
+        exported = loaded.export()
+        model = cut(exported, num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
+        loaded.keep_for_workers(exported, model, [MICRO_BATCH_SIZE], handed_on(environment))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from morph.contract.cluster import Limits, LocalVms, Policy
 from morph.contract.messages import WorkerReady
 from tests.system.commands import ROOT
 from tests.system.conftest import REFERENCE_STEPS
-from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, constant_vms
+from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, constant_vms, cut_for_workers
 from tests.system.held import HeldJob
 from tests.system.one_manager import Death, Orders
 
@@ -57,7 +57,10 @@ class Managed:
         held: bool = False,
     ) -> None:
         self.directory, self._orders_path = directory / "run", directory / "orders.json"
+        self._environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
         self.held = HeldJob(directory / "code", directory / "gate", HELD_AFTER) if held else None
+        if self.held is not None:
+            cut_for_workers(self.held.path, self._environment)
         policy = Policy(
             checkpoint_every_steps=4,
             start_patience_s=200,
@@ -94,7 +97,7 @@ class Managed:
         done = subprocess.run(
             [sys.executable, "-m", "tests.system.one_manager", str(self._orders_path)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"},
+            env=self._environment,
             capture_output=True,
             text=True,
             timeout=MANAGER_S,

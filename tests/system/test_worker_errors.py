@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from manager.controller.state.actions import Finish
 from manager.controller.state.events import WorkerAnswered
 from manager.controller.state.state import Phase
 from manager.engine.loop.driver import Observed
+from manager.engine.run.job_code import collect, pack
+from manager.engine.run.machines import Processes
 from manager.engine.run.session import run_session
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
@@ -19,21 +22,21 @@ from morph.contract.faults import Fault
 from morph.contract.messages import Failed
 from tests.system.ahead_runs import Case, real
 from tests.system.conftest import REFERENCE_STEPS
-from tests.system.harness import JOB
+from tests.system.harness import JOB, cut_for_workers
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 JOB_FILE = """
-import dataclasses, os, runpy
+import dataclasses, os
 
-tiny = runpy.run_path({tiny!r})
+import neighbour
 
-class Data(tiny["CountingText"]):
+class Data(neighbour.CountingText):
     def __getitem__(self, index):
         {fail}
         return super().__getitem__(index)
 
-job = dataclasses.replace(tiny["job"], dataset=Data)
+job = dataclasses.replace(neighbour.job, dataset=Data)
 """
 ONCE = """
         try:
@@ -63,13 +66,15 @@ class Ended:
 def failing_run(directory: Path, fail: str, at_version: int, faults: tuple[Fault, ...] = ()) -> Ended:
     """Run the tiny job on four plain processes; its data set fails from a version on."""
     armed = directory / "armed"
-    job_path = directory / "job.py"
-    body = fail.format(armed=str(armed)).strip()
-    job_path.write_text(JOB_FILE.format(tiny=JOB.rpartition(":")[0], fail=body), encoding="utf-8")
+    shutil.copy(JOB.rpartition(":")[0], directory / "neighbour.py")
+    (directory / "job.py").write_text(JOB_FILE.format(fail=fail.format(armed=str(armed)).strip()), encoding="utf-8")
+    job_path = f"{directory / 'job.py'}:job"
+    cut_for_workers(job_path)
     shapes = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
     case = Case(shapes, num_vms=4, steps=REFERENCE_STEPS, faults=faults)
     spec, facts = real(case, directory / "workers.log")
-    spec = replace(spec, job_path=f"{job_path}:job")
+    machines = Processes(directory / "workers.log", job_path=job_path)
+    spec = replace(spec, job_path=job_path, machines=machines, code=pack(job_path, collect(job_path)))
     ended = Ended(Finish(outcome="failed", sentence=""), 0, {}, [], set())
     arm: list[Callable[[], object]] = [armed.touch]
 
