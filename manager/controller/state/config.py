@@ -160,11 +160,7 @@ class ControllerConfig(Value):
         return self._ladder[0][0]
 
     def expected_on_shared_cores_s(self, plan: Plan) -> float | None:
-        """Seconds of a mini-batch of one of the plans, as it was corrected since; None: each worker has its own device.
-
-        Raises:
-            StopIteration: it is none of them.
-        """
+        """Seconds of a mini-batch of one of the plans, as corrected since; None: each worker has its own device."""
         shared_s = self.shared_mini_batch_s.get(plan.shape)
         if shared_s is None:
             return None
