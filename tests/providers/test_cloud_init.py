@@ -68,6 +68,7 @@ def test_the_node_joins_with_its_token_and_its_own_resource() -> None:
     command = shlex.split(line.removeprefix("ExecStart="))
     assert "--address=10.0.0.4:6379" in command
     assert '--resources={"morph_vm_tiny-1-0": 1}' in command
+    assert "--include-log-monitor=false" in command  # nobody reads what it sends
 
 
 def test_the_node_listens_where_a_firewall_lets_it() -> None:

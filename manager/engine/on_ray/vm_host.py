@@ -209,12 +209,14 @@ def _running_nothing() -> Iterator[None]:
     """The node that is started meanwhile runs nothing that anybody sends it: it is on the manager's machine.
 
     Workers are ``no_workers``, by its parameters. Of its agents the one for environments makes none; the other one does
-    without what Ray adds where ``ray[default]`` is installed, which is to run commands and to look into processes.
+    without what Ray adds where ``ray[default]`` is installed, which is to run commands and to look into processes. The
+    server of Ray's dashboard, which is started without one too, is not: the head node would wait for it, for nobody.
 
     Raises:
         ClusterError: this version of Ray starts them in another way.
     """
     start: Any = services.start_ray_process
+    start_server: Any = services.start_api_server
 
     def start_agents_of_ours(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
         if process_type == PROCESS_TYPE_RAYLET:
@@ -228,11 +230,14 @@ def _running_nothing() -> Iterator[None]:
             ]
         return start(command, process_type, *args, **kwargs)
 
-    vars(services)["start_ray_process"] = start_agents_of_ours
+    def start_no_server(*_args: Any, **_settings: Any) -> tuple[None, None]:
+        return None, None  # as where it does not come up
+
+    vars(services).update(start_ray_process=start_agents_of_ours, start_api_server=start_no_server)
     try:
         yield
     finally:
-        vars(services)["start_ray_process"] = start
+        vars(services).update(start_ray_process=start, start_api_server=start_server)
 
 
 @_running_nothing()
