@@ -67,6 +67,16 @@ def test_the_contract_loads_neither_torch_nor_ray(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_manager_that_takes_over_a_run_on_rays_nodes_loads_no_torch() -> None:
+    """Its workers wait for it."""
+    code = "import sys, manager.run.managed, manager.engine.on_ray.ray_cluster, manager.engine.on_ray.launcher; "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}print('torch' in sys.modules)"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "False"
+
+
 def pins() -> dict[str, str]:
     lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))

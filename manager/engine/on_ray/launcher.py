@@ -12,7 +12,7 @@ from ray.exceptions import ActorUnavailableError
 
 from manager.machine.ports import VM_RESOURCE
 from morph.link.home import Home
-from morph.runtime.process.serving import WorkerActor
+from morph.runtime.process.actor import WorkerActor
 
 CALL_AGAIN_S = 0.2
 

@@ -30,7 +30,7 @@ from manager.machine.handed_on import handed_on
 from manager.machine.ports import LOOPBACK, VM_RESOURCE
 from morph.contract.errors import ClusterError, ClusterLost
 from morph.contract.vm_names import workers_of
-from morph.runtime.process.serving import WorkerActor
+from morph.runtime.process.actor import WorkerActor
 
 log = logging.getLogger(__name__)
 

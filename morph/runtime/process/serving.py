@@ -6,7 +6,6 @@ manager was there is answered again to the next one, who asks again.
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import threading
@@ -20,22 +19,6 @@ from morph.contract.messages import WorkerReady, WorkerSetup
 from morph.link.home import Home
 from morph.runtime.process.link import Talk, keep_liveness
 from morph.runtime.process.messages import ANSWER, BEAT, ORDERS, packed, unpack
-from morph.runtime.process.worker import Worker
-
-log = logging.getLogger(__name__)
-
-
-class WorkerActor:
-    """A worker as an actor of Ray, which takes one call for its whole life."""
-
-    def serve_home(self, home: bytes) -> None:
-        """Serve the manager that is there; ``home`` is a ``Home`` as JSON. Does not return: the process ends."""
-        try:
-            serve(Home.model_validate_json(home), Worker())
-        except Exception:
-            log.exception("the worker ends")
-        finally:
-            os._exit(1)
 
 
 def serve(home: Home, worker: Any) -> None:

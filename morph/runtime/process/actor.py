@@ -1,0 +1,26 @@
+"""A worker as Ray starts it. A manager names this class, and need not load torch for it: a worker does."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from morph.link.home import Home
+
+log = logging.getLogger(__name__)
+
+
+class WorkerActor:
+    """A worker as an actor of Ray, which takes one call for its whole life."""
+
+    def serve_home(self, home: bytes) -> None:
+        """Serve the manager that is there; ``home`` is a ``Home`` as JSON. Does not return: the process ends."""
+        try:
+            from morph.runtime.process.serving import serve
+            from morph.runtime.process.worker import Worker
+
+            serve(Home.model_validate_json(home), Worker())
+        except Exception:
+            log.exception("the worker ends")
+        finally:
+            os._exit(1)
