@@ -43,10 +43,10 @@ HEARTBEAT_TIMEOUT_S = 5.0
 
 
 class Fault:
-    """Does something to one worker when a step from version ``FAULT_AT`` was ordered; remembers what follows."""
+    """Does something to one worker when a step from version ``at`` was ordered; remembers what follows."""
 
-    def __init__(self, do: Callable[[int], None]) -> None:
-        self._do = do
+    def __init__(self, do: Callable[[int], None], victim: str = VICTIM, at: int = FAULT_AT) -> None:
+        self._do, self.victim, self._at = do, victim, at
         self.pids: dict[str, int] = {}
         self.done = False
         self.cause = ""
@@ -61,20 +61,20 @@ class Fault:
         self.versions.append(state.version)
         if isinstance(event, WorkerAnswered) and isinstance(event.answer, WorkerReady):
             self.pids[event.worker] = event.answer.pid
-        if isinstance(event, WorkerLost) and event.worker == VICTIM:
+        if isinstance(event, WorkerLost) and event.worker == self.victim:
             self.cause = event.cause
         if isinstance(event, WorkerAnswered) and self.done and not self.reformed:
-            if event.worker == VICTIM:  # at most what it had done when it was stopped
+            if event.worker == self.victim:  # at most what it had done when it was stopped
                 assert isinstance(event.answer, Prepared)
-                assert event.answer.step == FAULT_AT
+                assert event.answer.step == self._at
             elif isinstance(event.answer, Aborted | Prepared):
                 self.answers.append(event.answer)
         self.reformed |= state.generation > self.generation > 0
-        if not self.done and state.phase is Phase.TRAINING and state.version == FAULT_AT:
+        if not self.done and state.phase is Phase.TRAINING and state.version == self._at:
             self.done = True
             self.members = {slot.worker for slot in state.slots}
             self.generation = state.generation
-            self._do(self.pids[VICTIM])
+            self._do(self.pids[self.victim])
 
 
 def stopped(pid: int) -> None:
@@ -105,12 +105,12 @@ class Waking:
         if not self._fault.reformed:
             return
         if self.outlived is None:
-            pid = self._fault.pids[VICTIM]
+            pid = self._fault.pids[self._fault.victim]
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
             self._wake_others()
             self.outlived = outlives(pid)
-        if isinstance(observed.event, WorkerAnswered) and observed.event.worker == VICTIM:
+        if isinstance(observed.event, WorkerAnswered) and observed.event.worker == self._fault.victim:
             self.answers.append(observed.event.model_dump_json())
 
 
@@ -193,43 +193,54 @@ def test_workers_that_are_all_stopped_for_a_while_are_not_lost(expected: dict[st
     assert weights == expected
 
 
-@pytest.mark.parametrize("whole_vm", [False, True], ids=["the worker", "the raylet too"])
-def test_a_stopped_ray_worker_is_given_up_and_cannot_go_on_when_it_wakes(
-    whole_vm: bool, tiny_job: TinyJob, tmp_path: Path
-) -> None:
+def test_a_stopped_ray_worker_is_given_up_and_cannot_go_on_when_it_wakes(tiny_job: TinyJob, tmp_path: Path) -> None:
+    """First the worker of one VM alone, then that of another with its raylet and all else that the VM runs."""
     stopped_too: list[psutil.Process] = []
 
-    def stop(pid: int) -> None:
+    def raylet_of(pid: int) -> psutil.Process:
         raylet = psutil.Process(pid).parent()
         assert raylet is not None
         assert raylet.name() == "raylet"
+        return raylet
+
+    def stop_worker(pid: int) -> None:
+        raylet_of(pid)
         stopped(pid)
-        if whole_vm:
-            stopped_too.extend([raylet, *raylet.children(recursive=True)])
+
+    def stop_vm(pid: int) -> None:
+        raylet = raylet_of(pid)
+        stopped(pid)
+        stopped_too.extend([raylet, *raylet.children(recursive=True)])
         for process in stopped_too:
             process.suspend()
 
-    def wake() -> None:
+    def wake_vm() -> None:
         for process in stopped_too:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
-    fault = Fault(stop)
-    waking = Waking(fault, wake)
+    faults = [Fault(stop_worker), Fault(stop_vm, "vm2", 2 * FAULT_AT)]
+    wakings = [Waking(faults[0]), Waking(faults[1], wake_vm)]
+
+    def observe(observed: Observed) -> None:
+        for waking in wakings:
+            waking(observed)
+
     result = managed(
         tiny_job,
         tmp_path / "run",
-        shapes={2: "2x1", 1: "1x1"},
-        trace=constant_vms(2),
+        shapes={3: "3x1", 2: "2x1", 1: "1x1"},
+        trace=constant_vms(3),
         num_steps=STEPS,
-        observe=waking,
+        observe=observe,
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         vms=LocalVms(launcher="ray"),
     )
-    assert "silent for" in fault.cause
-    assert bool(stopped_too) == whole_vm
-    assert waking.outlived is False
-    assert waking.answers == []
+    assert ["silent for" in fault.cause for fault in faults] == [True, True]
+    assert [len(fault.members) for fault in faults] == [3, 2]
+    assert len(stopped_too) > 1
+    assert [waking.outlived for waking in wakings] == [False, False]
+    assert [waking.answers for waking in wakings] == [[], []]
     assert result.digests() == uninterrupted(STEPS, tmp_path / "reference")
 
 
