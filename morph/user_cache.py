@@ -61,17 +61,38 @@ def keep(folder: Path, name: str, content: bytes) -> None:
     if len(content) > MOST_BYTES // 2:
         return
     with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _private(folder.lstat()):
-            return
-        handle, partial = tempfile.mkstemp(dir=folder, prefix=".", suffix=".partial")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(content).digest() + content)
-            Path(partial).replace(folder / name)
-        except OSError:
-            Path(partial).unlink(missing_ok=True)
-        _remove_oldest(folder)
+        if _made(folder):
+            _write_whole(folder / name, hashlib.sha256(content).digest() + content)
+            _remove_oldest(folder)
+
+
+def keep_as_it_is(folder: Path, name: str, content: bytes) -> Path | None:
+    """Write a file for what reads it by its path, unless it is there, and return where it is.
+
+    None where it cannot be written, and where another user could write to its folder.
+    """
+    with contextlib.suppress(OSError):
+        if _made(folder):
+            if not (folder / name).exists():
+                _write_whole(folder / name, content)
+            return folder / name
+    return None
+
+
+def _made(folder: Path) -> bool:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return _private(folder.lstat())
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(partial).replace(path)
+    except OSError:
+        Path(partial).unlink(missing_ok=True)
+        raise
 
 
 def _private(found: os.stat_result) -> bool:

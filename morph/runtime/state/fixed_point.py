@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from morph.runtime.state.kept_loops import kept_for_user
+
 log = logging.getLogger(__name__)
 
 SUM_BITS = 62
@@ -226,8 +228,8 @@ def prepare(device: torch.device = _HOST) -> None:
 
 @cache
 def _loops() -> SimpleNamespace:
-    """The loops above for the processor, compiled once for each machine: one pass each, where torch takes five."""
+    """The loops above for the processor, compiled once for each user: one pass each, where torch takes five."""
     import numba  # takes 0.2 s, for which a worker that sums nothing need not wait
 
     compiled = numba.njit(cache=True, nogil=True)
-    return SimpleNamespace(add=compiled(_add), mean=compiled(_mean))
+    return SimpleNamespace(add=compiled(kept_for_user(_add)), mean=compiled(kept_for_user(_mean)))
