@@ -24,7 +24,7 @@ from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
-STEPS, MANY = 120, 10_000
+STEPS, MANY = 80, 10_000
 CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 BOUND_S = 100.0
 
