@@ -20,7 +20,8 @@ from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
-STEPS = 60
+STEPS, MANY_STEPS = 24, 48
+"""The latter of a run that is held and stopped three times."""
 HELD_AFTER = 7
 """Steps: two checkpoints, and far fewer than are left."""
 FIRST_HELD_AFTER = 5
@@ -37,19 +38,25 @@ HEAD_NODE = ("ray::RuntimeEnvAgent", "manager.engine.on_ray.vm_host")
 
 
 @pytest.fixture(scope="module")
-def reference(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Digests of every unit after ``STEPS`` uninterrupted steps."""
-    num_sections = load_profile(calibrated).num_sections
-    return uninterrupted(STEPS, tmp_path_factory.mktemp("uninterrupted"), num_sections)
+def references(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
+    """Digests of every unit after ``STEPS`` uninterrupted steps, and after ``MANY_STEPS``."""
+    folder, num_sections = tmp_path_factory.mktemp("uninterrupted"), load_profile(calibrated).num_sections
+    return {steps: uninterrupted(steps, folder / str(steps), num_sections) for steps in (STEPS, MANY_STEPS)}
 
 
 class Run:
     """One run directory, and the commands that work on it; its job is not held until the test says so."""
 
     def __init__(
-        self, folder: Path, profile: Path, patience_s: float = 0.0, launcher: str = "processes", num_vms: int = 2
+        self,
+        folder: Path,
+        profile: Path,
+        patience_s: float = 0.0,
+        launcher: str = "processes",
+        num_vms: int = 2,
+        num_steps: int = STEPS,
     ) -> None:
-        self.directory = folder / "run"
+        self.directory, self._num_steps = folder / "run", num_steps
         self.job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
         self.job.let_go()
         self._cluster = folder / "cluster.yaml"
@@ -60,7 +67,7 @@ class Run:
     def start(self) -> RunningMorph:
         return RunningMorph(
             *("run", self.job.path, "--profile", self._profile, "--cluster", self._cluster),
-            *("--steps", STEPS, "--run-dir", self.directory, "--verbose"),
+            *("--steps", self._num_steps, "--run-dir", self.directory, "--verbose"),
         )
 
     def resume(self) -> RunningMorph:
@@ -95,10 +102,10 @@ class Run:
 
 
 def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_the_same_weights(
-    calibrated: Path, tmp_path: Path, reference: dict[str, str]
+    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
     """Five sessions: stopped before the first step, by Ctrl-C, by Ctrl-C twice, killed, and to the end."""
-    run = Run(tmp_path, calibrated)
+    run = Run(tmp_path, calibrated, num_steps=MANY_STEPS)
     with run.start() as command:
         command.wait_for_line("vm0 appeared")
         command.press_ctrl_c()
@@ -117,7 +124,7 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
         assert command.wait_for_end() == 130, command.output
         assert command.ports() == set()
         stopped = run.versions()[-1]
-        assert 3 <= stopped < STEPS
+        assert 3 <= stopped < MANY_STEPS
         assert f"stopped; the same command goes on from version {stopped}" in command.output
         assert "Traceback" not in command.output
     assert read_report(run.directory).version == stopped  # nothing that was decided is lost
@@ -133,7 +140,7 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
         assert "the same command goes on from" in command.output
         assert "Traceback" not in command.output
     stopped_again = run.versions()[-1]
-    assert stopped < stopped_again < STEPS
+    assert stopped < stopped_again < MANY_STEPS
 
     run.job.allow(FIRST_HELD_AFTER)
     with run.start() as command:  # whose manager dies, and without patience takes all along
@@ -157,16 +164,16 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
         assert "Traceback" not in command.output
     assert (damaged.parent / SET_ASIDE).exists() or not damaged.parent.exists()  # until its turn comes to be deleted
     report = read_report(run.directory)
-    assert (report.outcome, report.version) == ("finished", STEPS)
+    assert (report.outcome, report.version) == ("finished", MANY_STEPS)
     began = {shape.first_version for shape in report.shapes}
     assert {0, stopped, stopped_again, before} <= began, report.shapes
     assert set(done) == set(range(max(done) + 1))
-    assert run.steps() == [*done, *range(before, STEPS)]
-    assert run.digests() == reference
+    assert run.steps() == [*done, *range(before, MANY_STEPS)]
+    assert run.digests() == references[MANY_STEPS]
 
 
 def test_another_command_takes_over_from_a_killed_one_and_loses_nothing(
-    calibrated: Path, tmp_path: Path, reference: dict[str, str]
+    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
     """The same command from the first one, and ``morph resume`` from that."""
     run = Run(tmp_path, calibrated, patience_s=200.0)
@@ -189,11 +196,11 @@ def test_another_command_takes_over_from_a_killed_one_and_loses_nothing(
     assert (report.outcome, report.version, report.num_sessions) == ("finished", STEPS, 1)
     assert run.steps() == list(range(STEPS))
     assert len(report.shapes) == 1
-    assert run.digests() == reference
+    assert run.digests() == references[STEPS]
 
 
 def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_its_job_alone(
-    calibrated: Path, tmp_path: Path, reference: dict[str, str]
+    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
     lost, url = tmp_path / "lost", tmp_path / "storage"
     lost.mkdir()
@@ -222,11 +229,11 @@ def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_
     report = read_report(tmp_path / "run")
     assert (report.outcome, report.version) == ("finished", STEPS)
     assert [record.step for record in report.steps] == list(range(version, STEPS))
-    assert {entry.unit: entry.sha256 for entry in read_manifest(str(elsewhere), STEPS).units} == reference
+    assert {entry.unit: entry.sha256 for entry in read_manifest(str(elsewhere), STEPS).units} == references[STEPS]
 
 
 def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(
-    calibrated: Path, tmp_path: Path, reference: dict[str, str]
+    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
     """Its VMs are gone with it, however many there are: one, which starts three times."""
     run = Run(tmp_path, calibrated, launcher="ray", num_vms=1)
@@ -247,4 +254,4 @@ def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(
         assert "Traceback" not in command.output
     report = read_report(run.directory)
     assert (report.outcome, report.version, report.num_sessions) == ("finished", STEPS, 1 + len(HEAD_NODE))
-    assert run.digests() == reference
+    assert run.digests() == references[STEPS]
