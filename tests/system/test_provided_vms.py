@@ -33,16 +33,18 @@ from tests.system.hosts import Hosts
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 STEPS = 40
-LONG_STEPS = 120
-STEP_S = 0.1
+LONG_STEPS = 70
+STEP_S = 0.2
 """What a step takes at least while a host dies, or is noticed, before the run is over."""
 NUM_SECTIONS = 6
 TOO_SMALL_ALONE_BYTES = 1_900_000
 
 
-@pytest.fixture(params=[1])
+@pytest.fixture(params=[(3, 1)], ids=["3 hosts"])
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Hosts]:
-    world = Hosts(tmp_path / "hosts", number=3, num_gpus=request.param)
+    """As many hosts, of so many devices each."""
+    number, num_gpus = request.param
+    world = Hosts(tmp_path / "hosts", number, num_gpus)
     for name, value in world.environment.items():
         monkeypatch.setenv(name, value)
     yield world
@@ -202,7 +204,7 @@ def test_a_host_that_dies_is_replaced_and_nothing_is_left_at_the_end(
     assert account.total_ns == sum(account.parts_ns.values())
 
 
-@pytest.mark.parametrize("hosts", [2], indirect=True)
+@pytest.mark.parametrize("hosts", [(3, 2)], ids=["3 hosts of 2 devices"], indirect=True)
 def test_a_host_that_dies_with_both_its_devices_is_replaced_and_one_without_a_manager_ends_by_itself(
     hosts: Hosts, calibrated: Path, tmp_path: Path
 ) -> None:
@@ -304,10 +306,12 @@ def test_another_manager_goes_on_with_the_hosts_of_one_that_was_killed_and_leave
     check_end(hosts, tmp_path / "run", uninterrupted(LONG_STEPS, tmp_path / "undisturbed", NUM_SECTIONS), LONG_STEPS)
 
 
-def test_a_run_that_is_resumed_takes_back_the_hosts_of_a_manager_that_was_given_up_and_ctrl_c_gives_all_back(
+@pytest.mark.parametrize("hosts", [(1, 1)], ids=["1 host"], indirect=True)
+def test_a_run_that_is_resumed_takes_back_the_host_of_a_manager_that_was_given_up_and_ctrl_c_gives_it_back(
     hosts: Hosts, calibrated: Path, tmp_path: Path
 ) -> None:
-    path = job_file(tmp_path, hosts, calibrated, steps=LONG_STEPS, takeover_patience_s=0)
+    """There is one, so that it must."""
+    path = job_file(tmp_path, hosts, calibrated, steps=LONG_STEPS, takeover_patience_s=0, keep=1)
     with RunningMorph("run", path, "--verbose", "--no-page") as first:
         first.wait_for_line("the checkpoint of version 10")
         before = hosts.note()
