@@ -201,7 +201,7 @@ def _channels(times: ShapeTimes) -> tuple[npt.NDArray[np.void], Ints, Ints, Ints
     """Channels, latencies, wires, and by node the channels that leave and that enter it."""
     num_stages = times.num_stages
     copies = times.redundant_backward_ns is not None
-    channels, shared, *ends = _wiring(times.node.shape, times.node.tobytes(), copies, times.share_links)
+    channels, shared, leaving, entering = _wiring(times.node.shape, times.node.tobytes(), copies, times.share_links)
     # gradient s leaves stage s + 1
     behind = (np.arange(num_stages) - 1) % num_stages
     longest = max(times.activation_ns.shape[2], times.gradient_ns.shape[2])
@@ -214,7 +214,7 @@ def _channels(times: ShapeTimes) -> tuple[npt.NDArray[np.void], Ints, Ints, Ints
     )
     latencies = np.concatenate([_by_lane(_as_long(one, longest)) for one in sent])
     wires = np.concatenate([_by_lane(one) for one in on_wire])
-    return channels.copy(), latencies, np.where(shared, np.maximum(1, wires), wires), *ends
+    return channels.copy(), latencies, np.where(shared, np.maximum(1, wires), wires), leaving, entering
 
 
 @lru_cache(maxsize=64)
