@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,10 +38,16 @@ class ForkedScript:
         environment: All of it.
         fds: What it inherits.
         cwd: In which it runs; None: that of this process.
+        preexec_fn: Called before the script.
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = (), cwd: Path | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        fds: Sequence[int] = (),
+        cwd: Path | None = None,
+        preexec_fn: Callable[[], object] = bool,
     ) -> None:
         self.returncode: int | None = None
         sys.stdout.flush()
@@ -55,6 +61,7 @@ class ForkedScript:
                     os.chdir(cwd)
                 for fd in fds:
                     os.set_inheritable(fd, True)
+                preexec_fn()
                 code = _run(command[1:], environment)
             finally:
                 os._exit(code)
@@ -111,9 +118,18 @@ class Nursery:
         self._process.start()
         orders.close()
 
-    def popen(self, command: Sequence[str], *, cwd: Path | None, env: Mapping[str, str], **_: Any) -> NurseryScript:
-        """Start a script, as ``subprocess.Popen`` does in a session of its own."""
-        return NurseryScript(self, int(self.ask(list(command), dict(env), cwd or Path.cwd())))
+    def popen(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: Path | None,
+        env: Mapping[str, str],
+        preexec_fn: Callable[[], object],
+        start_new_session: bool,
+    ) -> NurseryScript:
+        """Start a script, as ``subprocess.Popen`` does; it always has a session of its own."""
+        assert start_new_session
+        return NurseryScript(self, int(self.ask(list(command), dict(env), cwd or Path.cwd(), preexec_fn)))
 
     def ask(self, *order: Any) -> Any:
         with self._lock:
@@ -151,16 +167,18 @@ def _fork(orders: Connection, modules: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()
     scripts: dict[int, ForkedScript] = {}
-    with suppress(EOFError):
-        while True:
-            match orders.recv():
-                case (int(pid),):
-                    orders.send(scripts[pid].poll())
-                case command, environment, cwd:
-                    script = ForkedScript(command, environment, cwd=cwd)
-                    scripts[script.pid] = script
-                    orders.send(script.pid)
-    for script in scripts.values():
-        if script.poll() is None:
-            os.killpg(script.pid, signal.SIGKILL)
-            script.wait(ANSWER_S)
+    try:
+        with suppress(EOFError):
+            while True:
+                match orders.recv():
+                    case (int(pid),):
+                        orders.send(scripts[pid].poll())
+                    case command, environment, cwd, preexec_fn:
+                        script = ForkedScript(command, environment, cwd=cwd, preexec_fn=preexec_fn)
+                        scripts[script.pid] = script
+                        orders.send(script.pid)
+    finally:
+        for script in scripts.values():
+            if script.poll() is None:
+                os.killpg(script.pid, signal.SIGKILL)
+                script.wait(ANSWER_S)
