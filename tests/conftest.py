@@ -21,6 +21,8 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Inductor takes the processor at its word: else it first compiles programs that try its vector instructions, for 6 s.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background; what tests start inherits it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if "MORPH_CACHE_DIR" not in os.environ:  # a developer's cache is not read; processes of pytest-xdist share one

@@ -9,6 +9,11 @@ It is told the job first, then what to do:
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until all is imported, which stays: to look through it again and again takes a sixth of that time
+
 import time
 from typing import Any
 

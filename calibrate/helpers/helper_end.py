@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import queue
@@ -49,7 +50,12 @@ class Line:
 
 
 def serve(work: Callable[[Line], None]) -> NoReturn:
-    """Run a helper: ``work`` until it returns, then wait for the other end to close. Ends the process."""
+    """Run a helper: ``work`` until it returns, then wait for the other end to close. Ends the process.
+
+    Garbage is looked for from now on, but not among what was imported.
+    """
+    gc.freeze()
+    gc.enable()
     try:
         line = Line()
         work(line)

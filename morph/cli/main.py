@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from typing import Annotated
 
@@ -108,6 +109,7 @@ def main() -> None:
     gc.set_threshold(
         50_000, 20, 10
     )  # what commands import stays: to look through it so often takes a fifth of the time
+    atexit.register(gc.freeze)  # nothing is looked through at the end: with torch loaded that takes 0.4 s
     app(prog_name="morph")
 
 

@@ -14,6 +14,7 @@ of them together take AR of their bytes, as one all-reduce of the whole stage.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -48,25 +49,22 @@ class Reductions:
     _behind: dict[int, Ints] = field(default_factory=dict)
     _tied_ns: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def first(self) -> Ints:
         """First section of each section's stage: int64[K]."""
-        num_sections = len(self.sum_bytes) - 1
-        return np.repeat(self.begin, np.diff(self.begin, append=num_sections))
+        return _unchanging(self.begin[self.stage])
 
-    @property
+    @cached_property
     def stage(self) -> Ints:
         """Stage of each section: int64[K]."""
         num_sections = len(self.sum_bytes) - 1
-        return np.repeat(np.arange(len(self.begin)), np.diff(self.begin, append=num_sections))
+        return _unchanging(np.repeat(np.arange(len(self.begin)), np.diff(self.begin, append=num_sections)))
 
     def behind_ns(self, num_replicas: int) -> Ints:
         """AR, over a ring of D, of what is still to be reduced when each section's backward ends: int64[K]."""
         if num_replicas not in self._behind:
             sizes = self.sum_bytes[1:] - self.sum_bytes[self.first]
-            found = self.all_reduce.times_ns(num_replicas, sizes)
-            found.setflags(write=False)
-            self._behind[num_replicas] = found
+            self._behind[num_replicas] = _unchanging(self.all_reduce.times_ns(num_replicas, sizes))
         return self._behind[num_replicas]
 
     def tied_ns(self, num_replicas: int) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -89,6 +87,11 @@ class Reductions:
         for stages, duration in self.tied_ns(num_replicas):
             exposed[list(stages)] += duration
         return exposed
+
+
+def _unchanging(values: Ints) -> Ints:
+    values.setflags(write=False)
+    return values
 
 
 def reductions(

@@ -116,7 +116,8 @@ def to_come_ns(
 
 def _slower(costs: StageCosts, num_replicas: int, conditions: Conditions) -> Floats:
     """[P, D, 1]: how much slower each worker is than alone and well."""
-    slower = np.broadcast_to(costs.layout.slowdown, (costs.times.num_stages, num_replicas)).copy()
+    slower = np.empty((costs.times.num_stages, num_replicas))
+    slower[:] = costs.layout.slowdown
     for stage, replica, factor in conditions.slow:
         slower[stage, slice(None) if replica is None else replica] *= factor
     return slower[:, :, None]
@@ -156,8 +157,9 @@ def _by_worker(costs: StageCosts, name: str, num_replicas: int) -> Ints:
     _, end = _ends(costs)
     between: Ints = getattr(costs.sections.inter_node, name)[end - 1]
     within: Ints = getattr(costs.sections.intra_node, name)[end - 1]
-    chosen = np.where(costs.layout.inside, within[:, None], between[:, None])
-    return np.ascontiguousarray(np.broadcast_to(chosen, (len(end), num_replicas)))
+    chosen = np.empty((len(end), num_replicas), np.int64)
+    chosen[:] = np.where(costs.layout.inside, within[:, None], between[:, None])
+    return chosen
 
 
 def _drawn_messages(costs: StageCosts, counts: Sequence[int], luck: Luck | MeanLuck, kind: str) -> Ints:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -199,17 +199,9 @@ def _lanes(times: ShapeTimes, counts: Sequence[int], windows: Sequence[int] | In
 
 def _channels(times: ShapeTimes) -> tuple[npt.NDArray[np.void], Ints, Ints, Ints, Ints]:
     """Channels, latencies, wires, and by node the channels that leave and that enter it."""
-    num_stages, num_replicas = times.num_stages, times.num_replicas
-    num_lanes = num_stages * num_replicas
+    num_stages = times.num_stages
     copies = times.redundant_backward_ns is not None
-    lane = np.arange(num_lanes)
-    has_next, has_previous = lane >= num_replicas, lane < num_lanes - num_replicas
-    used = np.concatenate([has_next, has_previous, *[has_previous] * copies])
-    # a copy of what goes to the stage before goes to its predecessor, which the first stage has in the last
-    to_predecessor = (lane + 2 * num_replicas) % num_lanes
-    receivers = [lane - num_replicas, lane + num_replicas, *[to_predecessor] * copies]
-    channels = np.zeros(len(used), CHANNEL)
-    channels["receiver"] = np.concatenate(receivers) * used
+    channels, shared, leaving, entering = _wiring(times.node.shape, times.node.tobytes(), copies, times.share_links)
     # gradient s leaves stage s + 1
     behind = (np.arange(num_stages) - 1) % num_stages
     longest = max(times.activation_ns.shape[2], times.gradient_ns.shape[2])
@@ -220,16 +212,41 @@ def _channels(times: ShapeTimes) -> tuple[npt.NDArray[np.void], Ints, Ints, Ints
         times.gradient_wire_ns[behind],
         *[times.gradient_wire_ns[behind] * far] * copies,
     )
-    latencies = np.concatenate([_by_lane(np.broadcast_to(one, (num_stages, num_replicas, longest))) for one in sent])
+    latencies = np.concatenate([_by_lane(_as_long(one, longest)) for one in sent])
     wires = np.concatenate([_by_lane(one) for one in on_wire])
-    _, node = np.unique(_by_lane(times.node), return_inverse=True)
+    return channels.copy(), latencies, np.where(shared, np.maximum(1, wires), wires), leaving, entering
+
+
+@lru_cache(maxsize=64)
+def _wiring(
+    shape: tuple[int, int], nodes: bytes, copies: bool, share_links: bool
+) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_], Ints, Ints]:
+    """Channels before anything is sent, which of them share a link, and by node those that leave and that enter it.
+
+    A search plays shapes with the same nodes thousands of times. ``nodes``: int64[P, D]. None of it may be changed.
+    """
+    num_replicas = shape[1]
+    num_lanes = shape[0] * num_replicas
+    lane = np.arange(num_lanes)
+    has_next, has_previous = lane >= num_replicas, lane < num_lanes - num_replicas
+    used = np.concatenate([has_next, has_previous, *[has_previous] * copies])
+    # a copy of what goes to the stage before goes to its predecessor, which the first stage has in the last
+    to_predecessor = (lane + 2 * num_replicas) % num_lanes
+    receivers = [lane - num_replicas, lane + num_replicas, *[to_predecessor] * copies]
+    channels = np.zeros(len(used), CHANNEL)
+    channels["receiver"] = np.concatenate(receivers) * used
+    _, node = np.unique(_by_lane(np.frombuffer(nodes, np.int64).reshape(shape)), return_inverse=True)
     node = node.ravel()
     out, into = np.tile(node, 2 + copies), node[channels["receiver"]]
-    shared = used & (out != into) & times.share_links
+    shared = used & (out != into) & share_links
     channels["out"], channels["into"] = np.where(shared, out, -1), np.where(shared, into, -1)
     num_nodes = int(node.max()) + 1
-    ends = (_listed(channels["out"], num_nodes), _listed(channels["into"], num_nodes))
-    return channels, latencies, np.where(shared, np.maximum(1, wires), wires), *ends
+    return channels, shared, _listed(channels["out"], num_nodes), _listed(channels["into"], num_nodes)
+
+
+def _as_long(values: Ints, longest: int) -> Ints:
+    """From [P, D, 1 or longest] to [P, D, longest]."""
+    return values if values.shape[2] == longest else np.broadcast_to(values, (*values.shape[:2], longest))
 
 
 def _listed(nodes: Ints, num_nodes: int) -> Ints:
@@ -317,7 +334,7 @@ def _follow_together(
 def _tasks(*kinds: Ints) -> Ints:
     """[number of kinds, L, n]."""
     longest = max(kind.shape[2] for kind in kinds)
-    return np.stack([_by_lane(np.broadcast_to(kind, (*kind.shape[:2], longest))) for kind in kinds])
+    return np.stack([_by_lane(_as_long(kind, longest)) for kind in kinds])
 
 
 def _by_replica(extra: tuple[Ints, Ints, Ints], counts: Sequence[int], num_stages: int) -> tuple[tuple[Ints, ...], ...]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from manager.machine.gone import runs
+from tests.elastic.forked import ForkedJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -25,19 +26,28 @@ INIT_SEED = "5"
 
 
 class Job:
-    """A running ``morph elastic``."""
+    """A running ``morph elastic``.
 
-    def __init__(self, folder: Path, *options: str, **environment: str) -> None:
+    ``is_forked``: its workers load no torch, as they do where a user starts them.
+    """
+
+    def __init__(self, folder: Path, *options: str, is_forked: bool = True, **environment: str) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self._log = (folder / f"log-{len(list(folder.glob('log-*')))}").open("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "morph.cli.main", "elastic", *options, "--", sys.executable, str(SCRIPT)],
-            env={**os.environ, "FOLDER": str(folder), "INIT_SEED": INIT_SEED, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-        )
+        command = [sys.executable, str(SCRIPT)]
+        whole = {**os.environ, "FOLDER": str(folder), "INIT_SEED": INIT_SEED, **environment}
+        self.process: subprocess.Popen[bytes] | ForkedJob
+        if is_forked:
+            self.process = ForkedJob(options, command, whole, Path(self._log.name))
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "morph.cli.main", "elastic", *options, "--", *command],
+                env=whole,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+            )
 
     @property
     def log(self) -> str:
@@ -71,8 +81,8 @@ class Job:
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def start_one(*options: str, **environment: str) -> Job:
-        jobs.append(Job(tmp_path, *options, **environment))
+    def start_one(*options: str, is_forked: bool = True, **environment: str) -> Job:
+        jobs.append(Job(tmp_path, *options, is_forked=is_forked, **environment))
         return jobs[-1]
 
     yield start_one
@@ -83,7 +93,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """How a run of one worker ends that nothing disturbs."""
-    job = Job(tmp_path_factory.mktemp("quiet"), INIT_SEED=INIT_SEED)
+    job = Job(tmp_path_factory.mktemp("quiet"), is_forked=False)
     assert job.wait() == 0, job.log
     (end,) = job.ends()
     job.close()
@@ -139,7 +149,7 @@ def test_a_silent_worker_is_left_out_and_told(start: Callable[..., Job], quiet: 
 
 
 def test_with_batches_of_its_own_the_survivors_agree(start: Callable[..., Job]) -> None:
-    job = start("--workers", "3", OWN_LOADER="1", FAULTS=json.dumps({"5": {"kill": [2]}}))
+    job = start("--workers", "3", is_forked=False, OWN_LOADER="1", FAULTS=json.dumps({"5": {"kill": [2]}}))
     assert job.wait() == 0, job.log
     one, other = job.ends()
     assert one == other
@@ -147,7 +157,7 @@ def test_with_batches_of_its_own_the_survivors_agree(start: Callable[..., Job]) 
 
 
 def test_ctrl_c_ends_every_worker(start: Callable[..., Job]) -> None:
-    job = start("--workers", "2", NUM_STEPS="1000000")
+    job = start("--workers", "2", is_forked=False, NUM_STEPS="1000000")
     job.until(lambda: len(job.workers) == 2, "the workers start")
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 130

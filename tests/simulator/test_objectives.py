@@ -66,15 +66,13 @@ def _simulated(given: Revocations, num_nodes: int, planned: int, batch: int, rat
     rng = np.random.default_rng(5)
     per_s, alive, now_s, done = given.per_hour / 3600, num_nodes, 0.0, 0
     in_use, step_end = 0, 0.0  # nodes of the shape that trains, or pauses until step_end - its mini-batch
-
-    def shape(living: int) -> tuple[int, float]:
-        size = planned if living >= planned else min(n for n in range(living + 1) if rates[n] == rates[living])
-        return size, batch / rates[size] if rates[size] else float("inf")
+    fewest = [planned if n >= planned else rates.index(rates[n]) for n in range(num_nodes + 1)]
+    mini_batch_s = [batch / rates[size] if rates[size] else float("inf") for size in range(num_nodes + 1)]
 
     def begin(at_s: float) -> None:
         nonlocal in_use, step_end
-        in_use, mini_batch_s = shape(alive)
-        step_end = at_s + mini_batch_s
+        in_use = fewest[alive]
+        step_end = at_s + mini_batch_s[in_use]
 
     begin(0.0)
     few_live = per_s * given.replacement_s > 1  # then more luck is in it
@@ -83,11 +81,11 @@ def _simulated(given: Revocations, num_nodes: int, planned: int, batch: int, rat
         event_s = now_s + float(rng.exponential(1 / (losing + gaining)))
         while step_end <= event_s:  # mini-batches end; a shape that has become better is taken between two of them
             done += 1
-            better = shape(alive)[0] != in_use
+            better = fewest[alive] != in_use
             begin(step_end + (given.pause_s if better else 0.0))
             if not better and step_end < event_s:
-                whole = int((event_s - step_end) // (batch / rates[in_use]))
-                done, step_end = done + whole, step_end + whole * batch / rates[in_use]
+                whole = int((event_s - step_end) // mini_batch_s[in_use])
+                done, step_end = done + whole, step_end + whole * mini_batch_s[in_use]
         now_s = event_s
         if rng.random() < losing / (losing + gaining):
             taken = min(given.together, alive)

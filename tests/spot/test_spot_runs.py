@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +29,7 @@ from morph.contract.cluster import Limits
 from morph.contract.errors import InputError
 from morph.spot.script import Script
 from morph.spot.storage import read_newest, write_backup
+from tests.forked_scripts import Nursery
 from tests.grids import IS_LONG
 from tests.system.hosts import Hosts
 
@@ -67,11 +68,21 @@ class Takings:
         return self._is_over
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """Where scripts begin whose own start is of no account: the others load torch, and their Trainer, for seconds."""
+    packages = {"accelerate": "morph.spot.hugging_face", "pytorch_lightning": "morph.spot.lightning"}
+    nursery = Nursery(*(module for package, module in packages.items() if find_spec(package) is not None))
+    yield nursery
+    nursery.close()
+
+
 def run(
     folder: Path,
     script: str,
     takings: Sequence[tuple[int, float | None]],
     monkeypatch: pytest.MonkeyPatch,
+    nursery: Nursery | None,
     vms: str = "local",
     num_vms: int = 1,
     **environment: str,
@@ -83,6 +94,8 @@ def run(
     for name, value in {"OUT": str(folder), "PYTHONPATH": str(ROOT), **environment}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(code)  # for "here"
+    popen = subprocess.Popen if nursery is None else nursery.popen
+    monkeypatch.setattr("manager.spot.script_process.subprocess", SimpleNamespace(Popen=popen))
     job = SpotJob(storage=str(folder / "backups"), vms=vms, num_vms=num_vms)
     taking = Takings(takings, folder / "backups") if takings else None
     where = None if vms == "here" else code
@@ -97,15 +110,15 @@ def run(
     ("script", "package"), [("plain", "torch"), ("hugging_face", "accelerate"), ("lightning", "pytorch_lightning")]
 )
 def test_a_script_whose_vms_are_taken_ends_with_the_weights_of_a_quiet_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, package: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery, script: str, package: str
 ) -> None:
     """With a notice nothing is lost; without one, what came after the newest whole backup is done again."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    quiet = run(tmp_path / "quiet", f"{script}_script.py", [], monkeypatch)
+    quiet = run(tmp_path / "quiet", f"{script}_script.py", [], monkeypatch, None if script == "plain" else nursery)
     assert (quiet.code, quiet.num_vms) == (0, 1)
     takings = [(25, 30.0), (19, None)]
-    taken = run(tmp_path / "taken", f"{script}_script.py", takings, monkeypatch, PAUSES="25+,45")
+    taken = run(tmp_path / "taken", f"{script}_script.py", takings, monkeypatch, nursery, PAUSES="25+,45")
     assert (taken.code, taken.num_vms) == (0, 3), taken.reasons
     begins = [int(one) for one in (tmp_path / "taken" / "begins").read_text().split()]
     assert begins[:2] == [0, 26]
@@ -116,10 +129,10 @@ def test_a_script_whose_vms_are_taken_ends_with_the_weights_of_a_quiet_run(
 
 @pytest.mark.system
 @pytest.mark.timeout(900)
-def test_a_group_of_vms_goes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_vms_goes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery) -> None:
     """One of two is warned: both go, and two others go on from the backup of the first."""
     takings = [(25, 30.0)]
-    taken = run(tmp_path, "plain_script.py", takings, monkeypatch, num_vms=2, PAUSES="25+")
+    taken = run(tmp_path, "plain_script.py", takings, monkeypatch, nursery, num_vms=2, PAUSES="25+")
     assert (taken.code, taken.num_vms) == (0, 2), taken.reasons
     assert sorted((tmp_path / "begins").read_text().split()) == ["0", "0", "26", "26"]
 
@@ -129,14 +142,14 @@ def test_a_group_of_vms_goes_together(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.skipif(not IS_LONG, reason="two ranks of a Trainer, in two VMs, twice: only in make test-long")
 @pytest.mark.parametrize(("script", "package"), [("hugging_face", "accelerate"), ("lightning", "pytorch_lightning")])
 def test_a_trainer_of_two_ranks_on_two_vms_goes_on_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, package: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery, script: str, package: str
 ) -> None:
     """Each rank draws its own dropout: the first one's backup has the generators of both."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    assert run(tmp_path / "quiet", f"{script}_script.py", [], monkeypatch, num_vms=2).code == 0
+    assert run(tmp_path / "quiet", f"{script}_script.py", [], monkeypatch, nursery, num_vms=2).code == 0
     takings = [(25, 60.0)]
-    taken = run(tmp_path / "taken", f"{script}_script.py", takings, monkeypatch, num_vms=2, PAUSES="25+")
+    taken = run(tmp_path / "taken", f"{script}_script.py", takings, monkeypatch, nursery, num_vms=2, PAUSES="25+")
     assert (taken.code, taken.num_vms) == (0, 2), taken.reasons
     assert sorted((tmp_path / "taken" / "begins").read_text().split()) == ["0", "0", "26", "26"]
     assert (tmp_path / "taken" / "end").read_text() == (tmp_path / "quiet" / "end").read_text()
@@ -281,12 +294,12 @@ def test_where_limits_allow_no_group_at_all_the_command_ends(limits: dict[str, f
 @pytest.mark.system
 @pytest.mark.timeout(900)
 def test_where_the_machine_is_the_vm_the_same_command_goes_on_on_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nursery: Nursery
 ) -> None:
-    first = run(tmp_path, "plain_script.py", [(25, 30.0)], monkeypatch, vms="here", PAUSES="25+")
+    first = run(tmp_path, "plain_script.py", [(25, 30.0)], monkeypatch, nursery, vms="here", PAUSES="25+")
     assert (first.code, first.num_vms) == (TAKEN_CODE, 1), first.reasons
     assert not (tmp_path / "end").exists()
-    assert run(tmp_path, "plain_script.py", [], monkeypatch, vms="here").code == 0
+    assert run(tmp_path, "plain_script.py", [], monkeypatch, nursery, vms="here").code == 0
     assert (tmp_path / "begins").read_text().split() == ["0", "26"]
 
 

@@ -10,7 +10,6 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from manager.run_dir import RunDir, RunFacts, read_facts
@@ -160,6 +159,9 @@ def test_transformers_loads_what_was_exported_and_gives_back_what_can_be_importe
     run = trained_run(gpt2_job, tmp_path / "run", num_sections=2)
     folder = tmp_path / "model"
     assert morph("export", run, folder / "model.safetensors")[0] == 0
+    # Two seconds, which every process that collects tests would take.
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
     config.save_pretrained(folder)
     loaded, told = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
