@@ -168,7 +168,7 @@ def _in_words(node: dict[str, Any]) -> str | None:
         return "the keys " + ", ".join(node["properties"])
     choices = node.get("enum", [node["const"]] if "const" in node else None)
     if choices is not None:
-        return " or ".join(map(str, choices))
+        return " or ".join(str(choice) or "''" for choice in choices)
     kind = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
     words = kind.get(node.get("type", ""))
     bounds = [f"{text} {node[key]:.16g}" for key, text in _BOUNDS.items() if key in node]
