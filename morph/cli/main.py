@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from typing import Annotated
 
 import typer
@@ -52,6 +53,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+class _OnceEach(logging.Filter):
+    """Lets a library say the same only once: one that is asked again, with a wrong key, fills the screen each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it was not said before."""
+        said = record.getMessage()
+        is_new = said not in self._said
+        self._said.add(said)
+        return is_new
 
 
 def _print_version(wanted: bool) -> None:
@@ -105,6 +121,8 @@ app.command("trace-deps")(trace_deps_command)
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    if logging.lastResort is not None:
+        logging.lastResort.addFilter(_OnceEach())
     gc.set_threshold(
         50_000, 20, 10
     )  # what commands import stays: to look through it so often takes a fifth of the time
