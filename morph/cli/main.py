@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 from typing import Annotated
 
 import typer
@@ -126,7 +127,11 @@ def main() -> None:
     gc.set_threshold(
         50_000, 20, 10
     )  # what commands import stays: to look through it so often takes a fifth of the time
-    app(prog_name="morph")
+    try:
+        app(prog_name="morph")
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C again, while the process ends: no traceback
 
 
 if __name__ == "__main__":
