@@ -70,7 +70,7 @@ def run_figure(report: RunReport, expected_label: str = "expected by the planner
 
 def _title(report: RunReport) -> str:
     shapes = dict.fromkeys(span.shape for span in report.shapes if span.num_steps)
-    return f"{report.job}: {report.version} steps in {len(shapes)} shapes"
+    return f"{report.job}: {_count(report.version, 'step')} in {_count(len(shapes), 'shape')}"
 
 
 def _subtitle(report: RunReport) -> str:

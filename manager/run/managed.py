@@ -26,7 +26,7 @@ from manager.run.prepared import PreparedRun
 from manager.run.recovery import recovery_of, write_recovery
 from manager.run.request import IfChanged, keep_request
 from manager.run_dir import RunDir, check_free, is_run
-from morph.checkpoint.newest import newest_whole
+from morph.checkpoint.newest import find_whole, newest_whole
 from morph.checkpoint.storage import bounded
 from morph.contract.checkpoint import Manifest
 from morph.contract.errors import CheckpointDamaged, CheckpointError, ClusterLost, RunDirError
@@ -53,12 +53,15 @@ def managed_run(
 
     Raises:
         InputError: before anything is started or written.
+        CheckpointError: the same, where storage has no answer for a run that is about to begin.
         TrainingStopped: when the cluster or training fails.
     """
     check_free(run.run_dir)
     wait = partial(patiently, limit_s=LIMIT_S if is_run(run.run_dir) else 0.0)  # for its disk, where the run goes on
     steps, profile, cloud, prices = run.request.steps, run.profile, run.cloud, run.prices()
     trained = RunCode(run.request.job, profile, run.job_files, if_changed, check_job, unpack=cloud is not None)
+    if not is_run(run.run_dir) and run.request.checkpoint_url is not None:
+        find_whole(run.request.checkpoint_url)  # first: the job takes longer, and what a wrong key leaves is in the way
     if not is_run(run.run_dir) or not profile.units:  # a job that cannot run leaves nothing behind
         trained.check()
     planned = cache(run.config)  # once, for many VMs take their time, and not where a run is taken over

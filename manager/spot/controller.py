@@ -236,7 +236,7 @@ def _noticed(state: SpotState, lead_s: float, now_s: float) -> Answer:
     state = replace(state, phase="leaving", is_asking=state.spare is None, until_s=now_s + lead_s)
     state = replace(state, asked_s=now_s if asks else state.asked_s)
     if state.step_s is None:
-        return state, asks, f"the VM goes in {lead_s:.3g} s, before a step that is not done yet"
+        return state, asks, f"the VM goes in {lead_s:.3g} s, before the script has done a step"
     state, orders, reason = _on_notice(state, now_s)
     why = f"the VM goes in {lead_s:.3g} s, and a save may take {emergency_s(state):.3g} s: it trains on"
     return state, asks + orders, reason or why

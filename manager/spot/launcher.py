@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from manager.engine.vms.spending import Spending
+from manager.machine.signals import deaf_to_signals
 from manager.notices.agent import sources_of
 from manager.notices.watch import Given, NoticeWatch, Told
 from manager.providers.interface.provider import (
@@ -200,18 +201,23 @@ class Launcher:
                     return Outcome(TAKEN_CODE, self._num_groups, self._reasons)
                 time.sleep(LOOK_EVERY_S)
         finally:
-            self._over.set()
-            for watch in watches:
-                watch.close()
-            self._provider.stop()
-            for thread in self._threads:
-                thread.join(ASK_TIMEOUT_S)
-            end_all(self._provider, told=log.info)
-            self._machines.close()
-            if (price := self._provider.price()) is not None:
-                log.info("VMs cost about %.2f dollars", self._source.spending.spent_usd(price))
+            with deaf_to_signals():
+                self._end(watches)
         code = self._state.code
         return Outcome(1 if code is None or code < 0 else code, self._num_groups, self._reasons)
+
+    def _end(self, watches: Sequence[NoticeWatch]) -> None:
+        """End whatever is left."""
+        self._over.set()
+        for watch in watches:
+            watch.close()
+        self._provider.stop()
+        for thread in self._threads:
+            thread.join(ASK_TIMEOUT_S)
+        end_all(self._provider, told=log.info)
+        self._machines.close()
+        if (price := self._provider.price()) is not None:
+            log.info("VMs cost about %.2f dollars", self._source.spending.spent_usd(price))
 
     def noticed(self, vm: str, lead_s: float) -> None:
         """Hear of a notice that a VM has got; from any thread."""

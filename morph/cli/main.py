@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
+import signal
 from typing import Annotated
 
 import typer
@@ -53,6 +55,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+class _OnceEach(logging.Filter):
+    """Lets a library say the same only once: one that is asked again, with a wrong key, fills the screen each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it was not said before."""
+        said = record.getMessage()
+        is_new = said not in self._said
+        self._said.add(said)
+        return is_new
 
 
 def _print_version(wanted: bool) -> None:
@@ -106,11 +123,17 @@ app.command("trace-deps")(trace_deps_command)
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    if logging.lastResort is not None:
+        logging.lastResort.addFilter(_OnceEach())
     gc.set_threshold(
         50_000, 20, 10
     )  # what commands import stays: to look through it so often takes a fifth of the time
     atexit.register(gc.freeze)  # nothing is looked through at the end: with torch loaded that takes 0.4 s
-    app(prog_name="morph")
+    try:
+        app(prog_name="morph")
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C again, while the process ends: no traceback
 
 
 if __name__ == "__main__":

@@ -49,6 +49,10 @@ EPHEMERAL = 32768
 """From here on Linux gives ports out by itself, unless it was told otherwise (net.ipv4.ip_local_port_range)."""
 
 
+KIND = "whose VMs: local, of processes of this machine; azure, spot VMs of Azure; static, hosts of yours over ssh"
+DEVICE = "what a worker computes on"
+
+
 class Limits(Value):
     """What asking for VMs stops at. The dollars are those of the VMs' price."""
 
@@ -64,7 +68,7 @@ class Limits(Value):
 class LocalVms(Value):
     """VMs played by processes of this machine, one worker each."""
 
-    kind: Literal["local"] = "local"
+    kind: Literal["local"] = Field(default="local", description=KIND)
     launcher: Literal["processes", "ray"] = Field(
         default="processes",
         description="ray: each VM is a Ray node, as where a provider brings them; always so where tls is true",
@@ -77,7 +81,7 @@ class LocalVms(Value):
         description="memory of one VM's device as the planner sees it; absent: this machine's memory / num_vms, or its "
         "share of a CUDA device",
     )
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description=DEVICE)
     rings: Rings = "gloo"
     links: Links = "staged"
     tls: bool = Field(
@@ -146,7 +150,7 @@ class ProvidedVms(Value):
         "brings four"
     )
     memory_bytes: Memory = Field(description="memory of one device")
-    device: Literal["cpu", "cuda"] = "cuda"
+    device: Literal["cpu", "cuda"] = Field(default="cuda", description=DEVICE)
     rings: Rings = "gloo"
     links: Links = "staged"
     address: str = Field(
@@ -198,7 +202,7 @@ class ProvidedVms(Value):
 class AzureVms(ProvidedVms):
     """Spot VMs on Azure."""
 
-    kind: Literal["azure"]
+    kind: Literal["azure"] = Field(description=KIND)
     job_uid: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         default=None,
         description="number of the VMs' user as whom the job's code runs, made there if it is missing; absent: one of "
@@ -228,7 +232,7 @@ class AzureVms(ProvidedVms):
 class StaticVms(ProvidedVms):
     """Hosts that the user has, reached over ssh."""
 
-    kind: Literal["static"]
+    kind: Literal["static"] = Field(description=KIND)
 
     @field_validator("environment")
     @classmethod

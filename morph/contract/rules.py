@@ -33,8 +33,8 @@ class FlapRules(Value):
     Its first return is free; the n-th within ``memory_s`` waits ``hold_s * 2 ** (n - 2)``, at most ``hold_max_s``.
     """
 
-    hold_s: Seconds = 10.0
-    hold_max_s: Seconds = 600.0
+    hold_s: Seconds = Field(default=10.0, description="from the second return on, doubled with each further one")
+    hold_max_s: Seconds = Field(default=600.0, description="and never longer than this")
     memory_s: Seconds = Field(default=1800.0, description="an older return is forgotten")
 
 
@@ -42,7 +42,7 @@ class RequestRules(Value):
     """Asking a provider for VMs. Times in seconds."""
 
     backoff_s: Seconds = Field(default=10.0, description="first wait after a refusal, doubled with each further one")
-    backoff_max_s: Seconds = 600.0
+    backoff_max_s: Seconds = Field(default=600.0, description="and never longer than this")
     answer_s: Seconds = Field(default=60.0, description="a request without an answer is sent again under its name")
     boot_s: Seconds = Field(default=900.0, description="a VM that was granted and does not appear is given up")
     max_absent: Count = Field(default=5, description="grants in a row of which no VM appears: then none is asked for")
@@ -61,7 +61,7 @@ class StutterRules(Value):
         default=4.0, description="and this many deviations above it"
     )
     probe_every_s: Seconds = Field(default=20.0, description="doubled with each probe that finds it slow still")
-    probe_every_max_s: Seconds = 600.0
+    probe_every_max_s: Seconds = Field(default=600.0, description="and never more rarely than this")
     probe_passes: Count = Field(default=2, description="good probes in a row until a worker is taken back")
     max_probes: Count = Field(default=16, description="a worker that is not well by then is ended")
 
@@ -79,7 +79,9 @@ class PreCopyRules(Value):
     whatever the wait for it costs.
     """
 
-    when: Literal["never", "if_worth", "always"] = "if_worth"
+    when: Literal["never", "if_worth", "always"] = Field(
+        default="if_worth", description="whether units travel before a planned change, while training goes on"
+    )
     bytes_per_s: Annotated[float, ranges.BYTES_PER_S.field] = Field(
         default=2.5e8, description="of state to one worker, until it was measured"
     )

@@ -24,7 +24,8 @@ LOOK_EVERY_S = 0.1
 class Plan:
     """Who is to be started. ``join``: the address of a worker of the job, whose ring these are to join or found.
 
-    ``num_founders``: how many workers begin together, on all machines; more come in later.
+    ``num_founders``: how many workers begin together, on all machines; more come in later. ``is_open``: others know
+    the secret, and can join.
     """
 
     command: tuple[str, ...]
@@ -33,6 +34,7 @@ class Plan:
     listen: tuple[str, int]
     join: tuple[str, int] | None
     secret: str
+    is_open: bool
     silence_s: float
 
 
@@ -53,11 +55,11 @@ def launch(plan: Plan) -> Outcome:
 
     Raises:
         OSError: the address cannot be listened on, or the command cannot be started.
-        KeyboardInterrupt: Ctrl-C, or SIGTERM; the workers have been ended.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the workers have been ended.
     """
     outcome = Outcome()
     workers: list[subprocess.Popen[bytes]] = []
-    with sigterm_as_ctrl_c():
+    with interrupted_once() as interrupted:
         try:
             _start(plan, workers)
             while len(outcome.codes) < len(workers):
@@ -67,7 +69,8 @@ def launch(plan: Plan) -> Outcome:
                         print(f"worker process {worker.pid} {_ended(worker.returncode)}", file=sys.stderr)
                 time.sleep(LOOK_EVERY_S)
         finally:
-            _end(workers)
+            interrupted.is_deaf = True
+            _end(workers, interrupted)
     return outcome
 
 
@@ -84,7 +87,10 @@ def _start(plan: Plan, workers: list[subprocess.Popen[bytes]]) -> None:
                 fd = listening.fileno()
                 of_first = {LISTEN_FD: str(fd), FOUNDERS: str(plan.num_founders)}
                 workers.append(_process(plan.command, environment | of_first, (fd,)))
-            print(f"workers can join at {join[0]}:{join[1]}", file=sys.stderr)
+            if plan.is_open:
+                missing = plan.num_founders - plan.num_workers
+                others = f"; {missing} more of them are waited for" if missing > 0 else ""
+                print(f"workers can join at {join[0]}:{join[1]}{others}", file=sys.stderr)
         else:
             workers.append(_process(plan.command, {**environment, JOIN: f"{join[0]}:{join[1]}"}, ()))
         print(f"worker process {workers[-1].pid} started", file=sys.stderr)
@@ -101,32 +107,54 @@ def _ended(code: int) -> str:
     return f"ended with code {code}"
 
 
-def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End whoever is left, with all that it started."""
+def _end(workers: Sequence[subprocess.Popen[bytes]], interrupted: Interrupted) -> None:
+    """End whoever is left, with all that it started: at once, where a signal comes while they take their time."""
+    num_signals = interrupted.num_signals
     left = [worker for worker in workers if worker.poll() is None]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for worker in left:
             with suppress(ProcessLookupError):
                 os.killpg(worker.pid, number)
         until_s = time.monotonic() + END_TIMEOUT_S
-        for worker in left:
-            with suppress(subprocess.TimeoutExpired):
-                worker.wait(max(0.1, until_s - time.monotonic()))
-        left = [worker for worker in left if worker.poll() is None]
+        while left and time.monotonic() < until_s:
+            if number == signal.SIGTERM and interrupted.num_signals > num_signals:
+                break
+            time.sleep(LOOK_EVERY_S)
+            left = [worker for worker in left if worker.poll() is None]
+
+
+@dataclass
+class Interrupted:
+    """What came of SIGINT (Ctrl-C), SIGTERM and SIGHUP (the terminal was closed). ``is_deaf``: only counted."""
+
+    num_signals: int = 0
+    is_deaf: bool = False
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        """Count one; the first is a KeyboardInterrupt."""
+        self.num_signals += 1
+        if self.num_signals == 1 and not self.is_deaf:
+            raise KeyboardInterrupt
 
 
 @contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, by KeyboardInterrupt."""
+def interrupted_once() -> Iterator[Interrupted]:
+    """Let the first SIGINT, SIGTERM or SIGHUP end the block by KeyboardInterrupt; what ends with it is not interrupted.
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    A signal that was ignored before stays so, as nohup wants it.
+    """
+    interrupted = Interrupted()
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = {
+        number: signal.signal(number, interrupted)
+        for number in numbers
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
-        yield
+        yield interrupted
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def new_secret() -> str:

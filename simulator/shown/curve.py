@@ -42,6 +42,10 @@ def show_curve(
         return
     console = wide_console(WIDTH)
     console.print(_table(profile.job.name, frame))
+    console.print(
+        f"all with micro-batches of {frame['micro_batch_size'].iloc[0]}, the same for a whole run; for one number of "
+        "GPUs alone (--gpus N) another size may be faster"
+    )
     absent = sorted(set(numbers) - set(frame["num_gpus"].tolist()))
     if absent:
         console.print(f"{absent[0]} to {absent[-1]} GPUs are too few: the job does not fit in their memory.")

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from morph.cli.main import app
+from morph.contract.cluster import AzureVms, LocalVms, Policy, StaticVms
+from morph.contract.job_file import JobPart
 from tests.cli.given import Given
 
 
@@ -104,6 +107,35 @@ def test_every_key_is_explained_with_where_its_value_comes_from(given: Given) ->
     assert [cell.strip() for cell in rows["policy.rules.stutter.samples"][2:4]] == ["8", "default"]
     assert "vms.num_vms" in rows
     assert rows["job.pipeline_depth"][4].strip().startswith("P of every shape")
+
+
+@pytest.mark.parametrize("vms", [LocalVms, AzureVms, StaticVms])
+def test_every_key_has_a_meaning_to_explain(vms: type[BaseModel]) -> None:
+    def without(model: type[BaseModel]) -> set[str]:
+        found = set()
+        for name, field in model.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                found |= without(field.annotation)
+            elif not field.description:
+                found.add(f"{model.__name__}.{name}")
+        return found
+
+    assert without(vms) | without(Policy) | without(JobPart) == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("subscription_id: a\nlocation: westus2\n", "a cloud file, which `morph cloud dry-run` checks"),
+        ("hosts: []\n", "a file of hosts, which a cluster file names as vms.cloud"),
+        ("storage: backups\n", "a job file of `morph spot-run`"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_a_file_of_another_kind_is_told_what_it_is(given: Given, text: str, what: str, command: str) -> None:
+    path = given.file("other.yaml", text)
+    told = given.refused("config", command, path)
+    assert told == f"{path}: is {what}; allowed: a cluster file, or a job file of `morph run`"
 
 
 @pytest.mark.parametrize("kind", ["job", "cluster"])

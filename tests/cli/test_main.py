@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -51,6 +52,19 @@ def test_the_help_of_a_command_loads_nothing_heavy(name: str) -> None:
         f"print('LOADED', [name for name in {HEAVY!r} if name in sys.modules])"
     )
     assert loaded.splitlines()[-1] == "LOADED []"
+
+
+def test_ctrl_c_while_the_process_ends_shows_no_traceback() -> None:
+    code = (
+        "import atexit, os, signal, sys\n"
+        "from morph.cli.main import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "sys.argv = ['morph', '--version']\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_importing_morph_loads_no_torch() -> None:

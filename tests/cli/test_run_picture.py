@@ -161,6 +161,11 @@ def test_a_run_that_never_stepped_can_be_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "run.png").stat().st_size > 0
 
 
+def test_one_shape_is_no_shapes() -> None:
+    one = run_figure(report(shapes=SPANS[:1], version=1))
+    assert [text.get_text() for text in one.texts if " in " in text.get_text()] == ["gpt2-stdlib: 1 step in 1 shape"]
+
+
 def test_a_morph_that_was_never_resumed_is_said_to_be_so() -> None:
     panel = run_figure(report(morphs=(morph(108, None, "3x2", "5x1"),))).axes[0]
     assert [text.get_text() for text in panel.texts] == ["not resumed"]

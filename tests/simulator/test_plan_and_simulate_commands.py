@@ -73,6 +73,9 @@ def test_a_range_is_answered_as_table_csv_and_picture(profile: Path, tmp_path: P
     assert table["usd_per_1000_examples"].tolist() == pytest.approx(paid.tolist())
     assert png.read_bytes().startswith(b"\x89PNG")
     assert f"{plans[5].pipeline_depth} x {plans[5].num_replicas}" in output
+    assert f"all with micro-batches of {plans[5].micro_batch_size}, the same for a whole run" in " ".join(
+        output.split()
+    )
     assert [row["num_gpus"] for row in json.loads(_run("plan", profile, "--gpus", "2..3", "--json"))] == [2, 3]
 
 

@@ -53,7 +53,20 @@ def load_config(path: Path) -> ClusterConfig:
         ConfigError: see ``load_yaml``.
     """
     data = read_yaml(path)
-    return load_job_file(path) if isinstance(data, dict) and "job" in data else load_cluster(path)
+    given = set(data) if isinstance(data, dict) else set()
+    is_other = not given & {"job", "policy"} and not (given and isinstance(data.get("vms"), dict))
+    for keys, what in _OTHERS.items():
+        if is_other and keys & given:
+            raise ConfigError(f"is {what}", source=str(path), allowed="a cluster file, or a job file of `morph run`")
+    return load_job_file(path) if "job" in given else load_cluster(path)
+
+
+_OTHERS = {
+    frozenset({"subscription_id", "resource_group", "location"}): "a cloud file, which `morph cloud dry-run` checks",
+    frozenset({"hosts"}): "a file of hosts, which a cluster file names as vms.cloud",
+    frozenset({"storage"}): "a job file of `morph spot-run`",
+}
+"""Files of other kinds, by keys that only they have."""
 
 
 def load_yaml(path: Path, value_type: type[ValueT]) -> ValueT:
@@ -168,7 +181,7 @@ def _in_words(node: dict[str, Any]) -> str | None:
         return "the keys " + ", ".join(node["properties"])
     choices = node.get("enum", [node["const"]] if "const" in node else None)
     if choices is not None:
-        return " or ".join(map(str, choices))
+        return " or ".join(str(choice) or "''" for choice in choices)
     kind = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
     words = kind.get(node.get("type", ""))
     bounds = [f"{text} {node[key]:.16g}" for key, text in _BOUNDS.items() if key in node]

@@ -48,15 +48,11 @@ def elastic_command(
 
     host, port = parse_address(listen, "--listen") if ":" in listen else (listen, 0)
     where = parse_address(join, "--join") if join is not None else None
-    secret = os.environ.get(SECRET, "")
+    given = os.environ.get(SECRET, "")
     if where is not None and founders is not None:
         raise InputError("is said where the job begins", field="--founders", allowed="only without --join")
-    if not secret:
-        if where is not None or (founders is not None and founders > workers):
-            raise InputError(
-                "is not set", source="environment", field=SECRET, allowed="the secret of the job's workers"
-            )
-        secret = new_secret()
+    if not given and (where is not None or (founders is not None and founders > workers)):
+        raise InputError("is not set", source="environment", field=SECRET, allowed="the secret of the job's workers")
     num_founders = founders if founders is not None else workers
     if where is None and num_founders < workers:
         raise InputError("is less than --workers", field="--founders", value=founders, allowed=f"{workers} or more")
@@ -66,7 +62,8 @@ def elastic_command(
         num_founders=num_founders,
         listen=(host, port),
         join=where,
-        secret=secret,
+        secret=given or new_secret(),
+        is_open=bool(given),
         silence_s=silence_s,
     )
     try:

@@ -27,18 +27,20 @@ def spot_run_command(
       morph spot-run job.yaml -- python train.py
     """
     import logging
-    import tempfile
 
-    from manager.run.cloud import check_storage
+    from manager.machine.folders import make_folder, remove
+    from manager.run.cloud import check_storage, check_url
     from manager.spot.launcher import Exponential
     from manager.spot.opening import check_provided, open_local, open_provided
     from manager.spot.spec import SpotJob
     from morph.cli.reading.cluster_file import load_cluster, load_yaml
     from morph.cli.runs.prepare import load_cloud
-    from morph.elastic.launcher import sigterm_as_ctrl_c
+    from morph.elastic.launcher import interrupted_once
 
     job, source = load_yaml(job_file, SpotJob), str(job_file)
-    if "://" not in job.storage:
+    if "://" in job.storage:
+        check_url(job.storage, source, "storage")
+    else:
         job = job.model_copy(update={"storage": str((job_file.parent / job.storage).resolve())})
     code = (job_file.parent / job.code).resolve()
     if not code.is_dir():
@@ -60,14 +62,18 @@ def spot_run_command(
         raise InputError("is for local VMs", source=source, field="num_vms", value=job.num_vms, allowed="vms.keep")
     logging.basicConfig(format="%(message)s")
     logging.getLogger("morph.spot").setLevel(logging.INFO)
-    with tempfile.TemporaryDirectory(prefix="morph-spot-") as root, sigterm_as_ctrl_c():
-        taking = None if job.preemptions is None else Exponential(job.preemptions)
-        if cloud is None:
-            launcher = open_local(job, command, Path(root), None if job.vms == "here" else code, taking)
-        else:
-            launcher = open_provided(job, command, cloud, Path(root), code, taking)
+    root = make_folder()
+    with interrupted_once():
         try:
-            outcome = launcher.run()
-        except FileNotFoundError as error:
-            raise InputError("cannot be started", field="COMMAND", value=command[0], allowed="a program") from error
+            taking = None if job.preemptions is None else Exponential(job.preemptions)
+            if cloud is None:
+                launcher = open_local(job, command, root, None if job.vms == "here" else code, taking)
+            else:
+                launcher = open_provided(job, command, cloud, root, code, taking)
+            try:
+                outcome = launcher.run()
+            except FileNotFoundError as error:
+                raise InputError("cannot be started", field="COMMAND", value=command[0], allowed="a program") from error
+        finally:
+            remove(root)
     raise typer.Exit(outcome.code)

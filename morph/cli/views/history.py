@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from manager.history.estimate import KindSeen
 
 COLUMNS = (
-    *("provider", "size", "region", "zone", "VMs", "VM-hours", "lost", "lost per VM-hour", "mean life"),
+    *("provider", "size", "region", "zone", "VMs", "VM-hours", "lost", "expected per VM-hour", "mean life"),
     *("noticed", "lead", "in bulk", "allocation", "preparation", "$/h"),
 )
 
@@ -61,8 +61,11 @@ def history_command(
     else:
         from morph.tables import table, wide_console
 
-        title = f"VMs of all runs ({path}); in brackets: the rate is there with a probability of {INTERVAL:.0%}"
-        wide_console(200).print(table(title, COLUMNS, map(_cells, found), left=4, light=True))
+        wide_console(200).print(table(f"VMs of all runs ({path})", COLUMNS, map(_cells, found), left=4, light=True))
+        print(
+            "expected: losses that the next run reckons with, which begin at those of published traces; in brackets, "
+            f"where the rate is with a probability of {INTERVAL:.0%}"
+        )
 
 
 def _cells(one: KindSeen) -> list[str]:

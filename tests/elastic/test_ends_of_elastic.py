@@ -1,0 +1,122 @@
+"""However ``morph elastic`` is ended, no worker is left; and it offers nobody a place who could not take it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manager.machine.gone import runs
+
+TIMEOUT_S = 100.0
+STUBBORN = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(sys.argv[1], f"told-{time.monotonic_ns()}").touch())
+pathlib.Path(sys.argv[1], f"up-{time.monotonic_ns()}").touch()
+while True:
+    time.sleep(0.1)
+"""
+"""Instead of a training script: one that would save before it ends, and takes long."""
+
+
+class Started:
+    """A running ``morph elastic`` of two such workers."""
+
+    def __init__(self, folder: Path, *options: str, begun_with: Callable[[], Any], **environment: str) -> None:
+        self._log = folder / "log"
+        self.folder = folder
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "morph.cli.main",
+                    "elastic",
+                    "--workers",
+                    "2",
+                    *options,
+                    "--",
+                    sys.executable,
+                    "-c",
+                    STUBBORN,
+                    str(folder),
+                ],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=begun_with,
+            )
+        self.until(lambda: len(list(folder.glob("up-*"))) == 2, "both workers are up")
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def left(self) -> list[int]:
+        return [pid for pid in map(int, re.findall(r"worker process (\d+) started", self.log)) if runs(pid)]
+
+    def until(self, holds: Callable[[], Any], what: str) -> None:
+        until_s = time.monotonic() + TIMEOUT_S
+        while not holds():
+            assert time.monotonic() < until_s, f"{what}: {self.log}"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(TIMEOUT_S)
+        for pid in self.left:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    started: list[Started] = []
+
+    def start_one(*options: str, begun_with: Callable[[], Any] = lambda: None, **environment: str) -> Started:
+        started.append(Started(tmp_path, *options, begun_with=begun_with, **environment))
+        return started[-1]
+
+    yield start_one
+    for one in started:
+        one.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_ends_workers_that_take_their_time_and_leaves_none(
+    start: Callable[..., Started], number: signal.Signals
+) -> None:
+    job = start(begun_with=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    job.process.send_signal(number)
+    job.until(lambda: len(list(job.folder.glob("told-*"))) == 2, "both were asked to end")
+    assert len(job.left) == 2
+    job.process.send_signal(number)
+    assert job.process.wait(TIMEOUT_S) == 130, job.log
+    assert job.left == []
+    assert job.log.endswith("interrupted\n")
+
+
+def test_under_nohup_it_outlives_its_terminal(start: Callable[..., Started]) -> None:
+    job = start(begun_with=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    job.process.send_signal(signal.SIGHUP)
+    job.process.send_signal(signal.SIGTERM)  # only this one ends it: were it the second, workers would not be asked
+    job.until(lambda: len(list(job.folder.glob("told-*"))) == 2, "both were asked to end")
+    assert len(job.left) == 2
+
+
+def test_it_offers_a_place_only_to_those_who_can_know_the_secret(start: Callable[..., Started]) -> None:
+    assert "join" not in start(MORPH_ELASTIC_SECRET="").log
+
+
+def test_it_says_where_others_join_and_for_how_many_it_waits(start: Callable[..., Started]) -> None:
+    log = start("--founders", "5", MORPH_ELASTIC_SECRET="a secret of this test").log
+    assert re.search(r"^workers can join at 127\.0\.0\.1:\d+; 3 more of them are waited for$", log, re.MULTILINE)
