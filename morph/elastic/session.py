@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -55,6 +56,8 @@ class Session:
         self.ring: Ring | None = None
         """What reduces sums; None: this member is alone."""
         self.is_over = False
+        self._status: object = None
+        sys.exit = self._exit  # Python forgets the status before it calls what is registered
         atexit.register(self._at_exit)
 
     @property
@@ -74,6 +77,7 @@ class Session:
             TrainingStopped: this member trains no more.
             WaitTimeout: the others do not answer.
         """
+        self._status = None  # it trains on
         while True:
             place = self._next_place()
             if place is self._place:
@@ -264,9 +268,15 @@ class Session:
         self._has_abandoned = self._has_abandoned or groups.broken
         self._reaper.reap(groups)
 
+    def _exit(self, status: object = None, /) -> NoReturn:
+        """As ``sys.exit``; the status is kept."""
+        self._status = status
+        raise SystemExit(status)
+
     def _at_exit(self) -> None:
-        has_failed = getattr(sys, "last_value", None) is not None
-        if not has_failed:
+        status = 1 if getattr(sys, "last_value", None) is not None else self._status
+        code = status if isinstance(status, int) else int(status is not None)
+        if code == 0:
             self.finish()
         elif not self.is_over:
             self.close()
@@ -275,4 +285,4 @@ class Session:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError):
                     stream.flush()
-            os._exit(1 if has_failed else 0)
+            os._exit(code)

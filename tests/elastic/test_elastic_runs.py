@@ -131,6 +131,14 @@ def test_a_joiner_comes_in_and_stands_in_for_whoever_is_lost(
         alone.close()
 
 
+def test_a_script_that_gives_up_after_a_loss_has_not_come_to_the_end(start: Callable[..., Job]) -> None:
+    """Python forgets what ``sys.exit`` was given before it calls those who end a ring that was left."""
+    job = start("--workers", "3", FAULTS=json.dumps({"4": {"kill": [1]}, "8": {"exit": [0, 2]}}))
+    assert job.wait() == 1, job.log
+    assert job.log.count("ended with code 3") == 2
+    assert job.ends() == []
+
+
 def test_too_few_stop_and_say_so(start: Callable[..., Job]) -> None:
     job = start("--workers", "3", FAULTS=json.dumps({"3": {"kill": [0, 2]}}))
     assert job.wait() == 1

@@ -110,6 +110,8 @@ def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[in
     met.add(step)
     if first_rank in faults.get("kill", []):
         die_together(step, len(faults["kill"]))
+    if first_rank in faults.get("exit", []):
+        sys.exit(3)
     if first_rank in faults.get("stop", []):
         (FOLDER / "stopped").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
