@@ -214,6 +214,7 @@ class Launcher:
         self._provider.stop()
         for thread in self._threads:
             thread.join(ASK_TIMEOUT_S)
+        log.info("ending what is left of the run's VMs")  # which takes minutes where they are deleted
         end_all(self._provider, told=log.info)
         self._machines.close()
         if (price := self._provider.price()) is not None:

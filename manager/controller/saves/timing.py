@@ -74,7 +74,8 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
     interval_s = max(tau_s, durable_s, step_seconds(state))
     why = (
         f"one every {duration(interval_s)} costs least: a save stalls training for {duration(stall_s)} "
-        f"({stall_s / interval_s:.2%} of the time), and only a checkpoint mends a loss every {duration(mttf_s)}"
+        f"({stall_s / interval_s:.2%} of the time), and a loss from which only a checkpoint helps is expected every "
+        f"{duration(mttf_s)}"
     )
     if interval_s == durable_s:
         why += f"; a save takes {duration(durable_s)} to be complete"

@@ -52,7 +52,7 @@ def inject_command(
     Example:
       morph inject runs/tiny --mttp 3h --notice 30s --seed 1
       morph inject runs/tiny --trace trace.csv --notice 0s --min-vms 2
-      morph inject runs/tiny --vm vm3
+      morph inject runs/tiny --vm tiny-gpt-1-3
     """
     from manager.engine.run.preempting import Asked
     from manager.injection.injector import Injection, first_answer, inject, lines_of, planned_line
