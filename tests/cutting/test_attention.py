@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn import functional
 
-from morph.cutting import cut, export_job
+from morph.cutting import ExportedJob, cut, export_job
 from morph.cutting.exporting.exported import GraphJob
 from tests.cutting.zoo import ZOO, causal_loss, llama, made, texts
 from tests.models.language import DECODER, LENGTH
@@ -24,7 +24,10 @@ ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 def attentions(tools: Any, model: Callable[[], nn.Module], loss: Any, items: Any) -> list[tuple[Any, ...]]:
     """Of each traced attention: has it a mask, is it causal, has it grouped keys, and its heads of queries and keys."""
-    exported = export_job(tools.make_job(model, loss, items))
+    return traced(export_job(tools.make_job(model, loss, items)))
+
+
+def traced(exported: ExportedJob) -> list[tuple[Any, ...]]:
     assert isinstance(exported, GraphJob)
     return [_told(node) for node in exported.graph_module.graph.nodes if node.target is ATTENTION]
 
@@ -84,10 +87,10 @@ def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def test_positions_of_the_batch_may_pack_several_texts_so_the_mask_stays(tools: Any) -> None:
     expected = [(True, False, False, 4, 4)] * 3
-    assert attentions(tools, llama, packed_loss, packed(5)) == expected
-    assert plainly(llama, packed_loss, tools.stack(packed(5), 4)) == expected
     job = tools.make_job(llama, packed_loss, packed(5))
     exported, batch = export_job(job), tools.stack(packed(5), 4)
+    assert traced(exported) == expected
+    assert plainly(llama, packed_loss, batch) == expected
     loss, gradients = tools.run_sections(
         cut(exported, num_sections=3, micro_batch_size=4), exported.initial_state, batch
     )

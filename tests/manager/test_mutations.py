@@ -286,6 +286,17 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "probes never end": (probing, "_probe_failed", _probes_never_end),
 }
 
+CAUGHT_IN = {
+    "nobody is ever late": 13,
+    "a new manager lets strangers live": 49,
+    "a new manager sends other orders": 14,
+    "what was sent ahead is used before it has arrived": 16,
+    "a worker whose device is lost is kept": 19,
+    "nothing is saved before a rest": 11,
+    "probes never end": 148,
+}
+"""The history that was the first to notice is played first; if it notices no longer, all others follow."""
+
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_histories_catch_a_broken_controller(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,4 +308,4 @@ def test_histories_catch_a_broken_controller(name: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(module, attribute, broken)
     caught = (BrokenHistoryError, AssertionError, KeyError, decide.ImpossibleEvent, ImpossibleNodeChange)
     with pytest.raises(caught):
-        play_all(range(MOST_HISTORIES))
+        play_all(sorted(range(MOST_HISTORIES), key=lambda seed: seed != CAUGHT_IN.get(name)))

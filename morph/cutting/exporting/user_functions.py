@@ -147,10 +147,12 @@ def put_back(graph_module: GraphModule) -> None:
     for module in graph_module.modules():
         if not isinstance(module, GraphModule):
             continue
-        for node in module.graph.find_nodes(op="call_function", target=torch.ops.morph.user_function.default):
+        calls = module.graph.find_nodes(op="call_function", target=torch.ops.morph.user_function.default)
+        for node in calls:
             number, tensors, numbers = node.args
             node.target, node.args = _calls[number], (tensors, numbers)
-        module.recompile()
+        if calls:
+            module.recompile()
 
 
 def _apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
