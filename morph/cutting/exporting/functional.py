@@ -160,10 +160,7 @@ def _set_results(graph_module: GraphModule, results: Sequence[Node]) -> None:
 
 
 def _write_out_regions(graph_module: GraphModule, *, only_changing: bool) -> None:
-    """Write out regions without gradients: all of them, or those that change a tensor from outside.
-
-    The caller compiles the graph when it is done with it.
-    """
+    """Write out regions without gradients: all of them, or those that change a tensor from outside."""
     again = True
     while again:
         again = False
@@ -182,6 +179,7 @@ def _write_out_regions(graph_module: GraphModule, *, only_changing: bool) -> Non
                     )
             write_out(graph_module, region, inner, set(changed))
             again = True
+    graph_module.recompile()
 
 
 def _changed_placeholders(inner: GraphModule) -> dict[Node, Node]:
@@ -225,14 +223,12 @@ def _clean(graph_module: GraphModule) -> None:
 
 
 def _bear_other_strides(graph_module: GraphModule) -> None:
-    """Write ``reshape`` for ``view``: kernels of attention lay out their result otherwise than fake ones promise.
-
-    The caller compiles the graphs when it is done with them.
-    """
+    """Write ``reshape`` for ``view``: kernels of attention lay out their result otherwise than fake ones promise."""
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
                 node.target = torch.ops.aten.reshape.default
+            module.recompile()
 
 
 def _in_place_nodes(graph_module: GraphModule) -> Iterator[Node]:

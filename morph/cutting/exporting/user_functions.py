@@ -147,12 +147,10 @@ def put_back(graph_module: GraphModule) -> None:
     for module in graph_module.modules():
         if not isinstance(module, GraphModule):
             continue
-        calls = module.graph.find_nodes(op="call_function", target=torch.ops.morph.user_function.default)
-        for node in calls:
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.morph.user_function.default):
             number, tensors, numbers = node.args
             node.target, node.args = _calls[number], (tensors, numbers)
-        if calls:
-            module.recompile()
+        module.recompile()
 
 
 def _apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
