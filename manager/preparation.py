@@ -114,6 +114,7 @@ def controller_config(
         memory_bytes=memory.device_bytes,
         host_memory_bytes=memory.host_bytes,
         redundancy=policy.redundancy,
+        links=vms.links,
     )
     most, request = asked.num_replicas, replace(asked, num_replicas=None)
     plans = plan_table(profile, max_nodes, request, most_replicas=most)

@@ -41,6 +41,9 @@ Links = Annotated[
         "ipc never ran on a device yet"
     ),
 ]
+MAILBOX_SLOTS = 4
+MAILBOX_SLOT_BYTES = 8 << 20
+"""Of device memory, in each direction in which a worker sends by ``ipc``; a larger tensor goes in pieces."""
 NUM_PORTS = 100
 """In the block that ``ProvidedVms.first_port`` begins."""
 JOB_UID = 50505

@@ -24,6 +24,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from morph.contract.cluster import MAILBOX_SLOT_BYTES, MAILBOX_SLOTS
 from morph.contract.profile import Profile
 from simulator.given.memory_rules import MemoryRules
 
@@ -306,6 +307,10 @@ class StageMemory:
             "parameters": self._held("parameters", begin, end),
             "optimizer state": self._device_optimizer(begin, end),
         }
+        if self.rules.mailboxes and self.apart:
+            behind, before = np.asarray(begin) > 0, np.asarray(end) < self._num_sections
+            num = 2 if self.rules.changes else behind.astype(np.int64) + before  # it keeps those of an earlier place
+            parts["mailboxes"] = MAILBOX_SLOTS * MAILBOX_SLOT_BYTES * (num + np.zeros_like(parts["parameters"]))
         if self.rules.follows and self.single:
             followed = self.device_state(begin, end)
             parts["state that is followed"] = self._of_others(

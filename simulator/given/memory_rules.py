@@ -17,6 +17,7 @@ class MemoryRules:
         follows: With one replica each stage's state is kept in step by another worker too.
         changes: The shape changes while the run goes on.
         saves: Checkpoints are copied to host memory and kept there.
+        mailboxes: Stages send through slots of their device's memory, which a worker keeps for as long as it lives.
         redundant_computation: For the next stage, as in the request.
     """
 
@@ -25,4 +26,5 @@ class MemoryRules:
     follows: bool = False
     changes: bool = True
     saves: bool = True
+    mailboxes: bool = False
     redundant_computation: RedundantName = "off"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from morph.contract import ranges
+from morph.contract.cluster import LinkSetting
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
@@ -30,6 +31,7 @@ class PlanRequest:
         redundancy: As ``policy.redundancy`` of the run, by which it holds copies of sums and of others' state; under
             "auto" others' state is no reason to refuse a plan, for it is held only where there is room.
         changes: Whether the shape changes while the run goes on: old and new units are side by side then.
+        links: As ``vms.links`` of the run: all but "staged" take device memory.
         schedule: "varuna", "gpipe" or "1f1b"; None: whichever is best.
         micro_batch_size: m; None: fixed by the job, else whichever of those measured is best.
         pipeline_depth: Only this P.
@@ -64,6 +66,7 @@ class PlanRequest:
     host_memory_bytes: int | None = None
     redundancy: RedundancyName = "auto"
     changes: bool = True
+    links: LinkSetting = "staged"
     schedule: Schedule | None = None
     micro_batch_size: int | None = None
     pipeline_depth: int | None = None
@@ -100,6 +103,7 @@ class PlanRequest:
             copies_sums=sums,
             follows=self.redundancy in ("state", "salvage"),
             changes=self.changes,
+            mailboxes=self.links != "staged",
             redundant_computation=self.redundant_computation,
         )
 

@@ -7,7 +7,7 @@ from manager.controller.state.expected import ExpectedLosses
 from manager.machine.devices import CudaDevice
 from manager.preparation import constant_trace, controller_config, memory_of, redundancy_line, starting_from
 from morph.contract.checkpoint import Manifest, UnitFile
-from morph.contract.cluster import LocalVms, Policy, StaticVms
+from morph.contract.cluster import LinkSetting, LocalVms, Policy, StaticVms
 from morph.contract.errors import CheckpointError, PlanError
 from morph.contract.trace import Trace, TraceEvent
 from simulator import plan, simulate_plan, synthetic_profile
@@ -202,6 +202,18 @@ def test_a_run_on_shared_devices_has_only_plans_that_fit_in_the_shares() -> None
     for config in (roomy, tight):
         limit = config.device_memory_bytes or 0
         assert all(plan.expected.peak_memory_bytes <= limit for plan in config.plans.values())
+
+
+@pytest.mark.parametrize("links", ["ipc", "auto"])
+def test_plans_of_a_run_leave_room_for_the_mailboxes_that_its_workers_may_use(links: LinkSetting) -> None:
+    staged = LocalVms(num_vms=4, device="cuda")
+    owned = [CudaDevice("GPU-0", 10**12)] * 4
+    plain, found = (
+        controller_config(PROFILE, vms, POLICY, constant_trace(vms), 10, pipeline_depth=4, devices=lambda: owned)
+        for vms in (staged, staged.model_copy(update={"links": links}))
+    )
+    more = found.plans[4].expected.peak_memory_bytes - plain.plans[4].expected.peak_memory_bytes
+    assert more == 2 * 32 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,21 @@ def test_device_and_host_are_two_memories_where_the_device_has_its_own() -> None
         plan(profile_of(host_memory_bytes=2_000_000), num_gpus=2, micro_batch_size=M, memory_bytes=10**12)
 
 
+def test_mailboxes_between_devices_are_counted_where_they_may_be_used() -> None:
+    shape: dict[str, Any] = {"num_stages": 3, "micro_batch_size": M}
+    own, one = profile_of(host_memory_bytes=2**40), 32 * 2**20
+
+    def taken(links: str, *, changes: bool) -> list[int]:
+        staged, found = (simulate(own, **shape, links=some, changes=changes).costs for some in ("staged", links))
+        assert found.host_bytes.tolist() == staged.host_bytes.tolist()
+        return [int(size) for size in found.memory_bytes - staged.memory_bytes]
+
+    assert taken("ipc", changes=False) == taken("auto", changes=False) == [one, 2 * one, one]
+    assert taken("ipc", changes=True) == 3 * [2 * one], "a worker keeps those of the place that it had before"
+    together = simulate(profile_of(), **shape, links="ipc").costs
+    assert together.memory_bytes.tolist() == simulate(profile_of(), **shape).costs.memory_bytes.tolist()
+
+
 def test_an_optimizer_in_host_memory_is_no_burden_for_the_device() -> None:
     shape: dict[str, Any] = {"num_stages": 2, "micro_batch_size": M}
     profile = profile_of(host_memory_bytes=2**40)

@@ -26,15 +26,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from morph.contract.cluster import MAILBOX_SLOT_BYTES, MAILBOX_SLOTS
 from morph.contract.errors import GenerationAborted
 from morph.runtime.device.devices import Device, Event, SharingDevice
 from morph.runtime.device.links import Arrival, Begun, TensorSpec, own_of
 from morph.runtime.groups.channels import Carrier, Transfer, as_bytes
 from morph.runtime.groups.interrupt import Interrupt
-
-NUM_SLOTS = 4
-SLOT_BYTES = 8 << 20
-"""A larger tensor goes in pieces."""
 
 
 class Mailbox:
@@ -71,7 +68,9 @@ class Mailbox:
 class MailRoom:
     """The mailboxes of one device of this process: those it fills, and a stream on which it reads those of others."""
 
-    def __init__(self, device: SharingDevice, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
+    def __init__(
+        self, device: SharingDevice, num_slots: int = MAILBOX_SLOTS, slot_bytes: int = MAILBOX_SLOT_BYTES
+    ) -> None:
         self.device, self._size = device, (num_slots, slot_bytes)
         self.reading = device.stream()
         self._boxes: list[Mailbox] = []
