@@ -217,7 +217,7 @@ def _channels(times: ShapeTimes) -> tuple[npt.NDArray[np.void], Ints, Ints, Ints
     return channels.copy(), latencies, np.where(shared, np.maximum(1, wires), wires), leaving, entering
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # of thousands of GPUs each takes megabytes
 def _wiring(
     shape: tuple[int, int], nodes: bytes, copies: bool, share_links: bool
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_], Ints, Ints]:
