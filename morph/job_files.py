@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
@@ -21,6 +22,7 @@ OWN = frozenset({"morph", "calibrate", "simulator", "manager", "__main__"})
 """Morph's own packages, and its command: never part of a job."""
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _STANDARD = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
+_OF_PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib", "stdlib", "platstdlib"))
 
 
 class JobFiles:
@@ -37,6 +39,7 @@ class JobFiles:
         self.folder = folder
         self.files = dict(files)
         self.growing = growing
+        self._below_folder = os.path.join(folder, "")  # noqa: PTH118
         self._known: dict[str, str | None] = {}
         self._real_folders: dict[str, str] = {}
 
@@ -73,15 +76,21 @@ class JobFiles:
 
     def _inside(self, path: str) -> str | None:
         absolute = path if path.startswith("/") else str(Path(path).absolute())
-        below = os.path.join(self.folder, "")  # noqa: PTH118
         for known in (absolute, self._real(absolute)):
-            if known == str(self.folder) or known.startswith(below):
+            if known.startswith(self._below_folder) or known == str(self.folder):
                 inside = Path(known).relative_to(self.folder)
                 return None if is_installed(Path(known), inside) else inside.as_posix().removeprefix(".")
         return None
 
     def _real(self, path: str) -> str:
-        """The path without links. Its folder is followed once: thousands of modules lie in a few hundred."""
+        """The path without links. Its folder is followed once: thousands of modules lie in a few hundred.
+
+        Of what is installed only the package is, and once in a process: the path in it has none.
+        """
+        for installed in _OF_PYTHON:
+            if path.startswith(installed):
+                package, slash, rest = path[len(installed) :].partition("/")
+                return _real_package(installed + package) + slash + rest
         folder, name = os.path.split(path)
         if folder not in self._real_folders:
             self._real_folders[folder] = os.path.realpath(folder)
@@ -151,6 +160,11 @@ class _Loader(SourceFileLoader):
 
     def get_data(self, path: str) -> bytes:
         return self._source if path == self.path else super().get_data(path)
+
+
+@cache
+def _real_package(path: str) -> str:
+    return os.path.realpath(path)
 
 
 def is_installed(path: Path, inside: Path) -> bool:

@@ -118,3 +118,16 @@ def test_an_environment_in_the_jobs_folder_is_no_part_of_the_job(folder: Path) -
     assert found.inside(str(folder / "package")) == "package"
     assert found.inside(str(folder)) == ""
     assert found.inside(str(folder.parent)) is None
+
+
+def test_what_is_installed_as_a_link_into_the_folder_is_the_jobs_own(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    (installed / "package").symlink_to(folder / "package")
+    (installed / "another").mkdir()
+    monkeypatch.setattr("morph.job_files._OF_PYTHON", (f"{installed}/",))
+    found = files(folder)
+    assert found.inside(str(installed / "package" / "part.py")) == "package/part.py"
+    assert found.inside(str(installed / "another" / "part.py")) is None
