@@ -1,44 +1,60 @@
-"""Scripts that run in forks of a process which has loaded torch: a process of their own would load it for seconds.
+"""Programs that run in forks of a process which has loaded torch: a process of their own would load it for seconds.
 
-What a script's process is to whoever starts it stays: a group of its own, an exit code, signals.
+What a program's process is to whoever starts it stays: a group of its own, an exit code, signals, open files, words of
+its command line.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import fcntl
 import gc
 import importlib
+import io
+import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from manager.engine.local_vms import host_line
 from tests.runtime.worker_crew import FORKS
-from tests.waiting import ANSWER_S, poll_until
+from tests.waiting import ANSWER_S
 
+HOST = "manager.engine.on_processes.process_host"
 LOOK_EVERY_S = 0.01
+FROM_DESCRIPTOR = 700
+"""Descriptors of a fork are there until it has closed all others; below the usual limit to their number."""
 
 
 class ForkedScript:
-    """What is needed of the ``Popen`` of ``python SCRIPT``, of which this process is the parent.
+    """What is needed of the ``Popen`` of a Python program, of which this process is the parent.
 
     Only from a process without threads.
 
     Args:
-        command: The interpreter, and the script with its arguments.
+        command: The interpreter, then a script, ``-m`` and a module, or ``-c`` and code, and its arguments.
         environment: All of it.
-        fds: What it inherits.
+        fds: What it inherits, under the numbers that it has here.
         cwd: In which it runs; None: that of this process.
-        preexec_fn: Called before the script.
+        preexec_fn: Called before the program.
+        files: What it has open, by the numbers that it knows; nothing else then, but standard streams.
+        parent: The process that it takes for its parent; None: this one.
+        forks_hosts: Hosts of processes that it starts are forked as well.
     """
 
     def __init__(
@@ -48,6 +64,9 @@ class ForkedScript:
         fds: Sequence[int] = (),
         cwd: Path | None = None,
         preexec_fn: Callable[[], object] = bool,
+        files: Mapping[int, int] | None = None,
+        parent: int | None = None,
+        forks_hosts: bool = False,
     ) -> None:
         self.returncode: int | None = None
         sys.stdout.flush()
@@ -61,8 +80,16 @@ class ForkedScript:
                     os.chdir(cwd)
                 for fd in fds:
                     os.set_inheritable(fd, True)
+                if files:
+                    _open_alone(files)
+                if parent is not None:
+                    os.getppid = lambda: parent
+                if forks_hosts:
+                    host_line.subprocess = ForkedHosts(Nursery.of_this_process())  # type: ignore[assignment]
                 preexec_fn()
-                code = _run(command[1:], environment)
+                code = _run(command, environment)
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
             finally:
                 os._exit(code)
 
@@ -82,17 +109,42 @@ class ForkedScript:
         return code
 
 
-def _run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Be an interpreter that runs a script, from its start to its end; returns its exit code."""
+def _open_alone(files: Mapping[int, int]) -> None:
+    """Give open files the numbers under which a program knows them, and close all others."""
+    kept = {number: fcntl.fcntl(file, fcntl.F_DUPFD, FROM_DESCRIPTOR) for number, file in files.items()}
+    os.closerange(3, FROM_DESCRIPTOR)
+    for number, file in kept.items():
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8", line_buffering=os.isatty(1))  # noqa: SIM115
+    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), encoding="utf-8", line_buffering=True)  # noqa: SIM115
+    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
+def _name_as(words: Sequence[str]) -> None:
+    """Let others see this command line, as far as there is room for it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    shown = b"\0".join(word.encode() for word in words)[: end - begin - 1]
+    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Be an interpreter that runs a program, from its start to its end; returns its exit code."""
+    _name_as(command)
     atexit._clear()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = list(arguments)
-    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    if environment.get("PYTHONWARNINGS") == "default":
+        warnings.simplefilter("default")
     code = 0
     try:
-        runpy.run_path(arguments[0], run_name="__main__")
+        _begin(command[1:])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
@@ -108,56 +160,175 @@ def _run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return code
 
 
-class Nursery:
-    """Forks scripts for a process that has threads, from one that has also loaded what these scripts import."""
+def _begin(arguments: Sequence[str]) -> None:
+    if arguments[0] == "-m":
+        sys.modules.pop(arguments[1], None)  # it is to be run once more, under another name
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = list(arguments)
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
 
-    def __init__(self, *modules: str) -> None:
-        self._orders, orders = FORKS.Pipe()
+
+class Nursery:
+    """Forks programs for a process that has threads, from one that has also loaded what these programs import."""
+
+    def __init__(self, orders: Connection, end: Callable[[], object]) -> None:
+        self._orders, self._end = orders, end
         self._lock = threading.Lock()
-        self._process = FORKS.Process(target=_fork, args=(orders, modules), daemon=True)
-        self._process.start()
-        orders.close()
+
+    @classmethod
+    def with_modules(cls, *modules: str) -> Nursery:
+        """One that has imported these; what it forked ends with it."""
+        ours, theirs = FORKS.Pipe()
+        process = FORKS.Process(target=_fork, args=(theirs, modules), daemon=True)
+        process.start()
+        theirs.close()
+        return cls(ours, process.join)
+
+    @classmethod
+    def of_this_process(cls) -> Nursery:
+        """One that has imported what this process has, which has no threads; what it forked outlives it."""
+        ours, theirs = multiprocessing.Pipe()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            with suppress(EOFError):
+                _serve(theirs, {})
+            os._exit(0)
+        theirs.close()
+        return cls(ours, lambda: os.waitpid(pid, 0))
 
     def popen(
         self,
         command: Sequence[str],
         *,
-        cwd: Path | None,
         env: Mapping[str, str],
-        preexec_fn: Callable[[], object],
-        start_new_session: bool,
+        cwd: Path | None = None,
+        preexec_fn: Callable[[], object] = bool,
+        start_new_session: bool = True,
+        files: Mapping[int, int] | None = None,
+        forks_hosts: bool = False,
     ) -> NurseryScript:
-        """Start a script, as ``subprocess.Popen`` does; it always has a session of its own."""
-        assert start_new_session
-        return NurseryScript(self, int(self.ask(list(command), dict(env), cwd or Path.cwd(), preexec_fn)))
+        """Start a program, as ``subprocess.Popen`` does; it always has a session of its own.
 
-    def ask(self, *order: Any) -> Any:
-        with self._lock:
-            self._orders.send(order)
-            assert self._orders.poll(ANSWER_S), order
-            return self._orders.recv()
+        Args:
+            command: See ``ForkedScript``.
+            env: All of its environment.
+            cwd: In which it runs; None: that of this process.
+            preexec_fn: Called before it begins.
+            start_new_session: True.
+            files: Open files by the numbers that it knows, and it has no other; None: those of the nursery.
+            forks_hosts: See ``ForkedScript``.
+        """
+        assert start_new_session
+        order = (list(command), dict(env), cwd or Path.cwd(), preexec_fn, os.getpid(), forks_hosts)
+        return NurseryScript(self, int(self._ask(order, files or {})))
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        timeout: float,
+        forks_hosts: bool = False,
+    ) -> subprocess.CompletedProcess[str]:
+        """Start a program and wait for its end, as ``subprocess.run`` does that captures what it writes."""
+        with (
+            tempfile.TemporaryFile() as out,
+            tempfile.TemporaryFile() as errors,
+            Path(os.devnull).open("rb") as nothing,
+        ):
+            files = {0: nothing.fileno(), 1: out.fileno(), 2: errors.fileno()}
+            script = self.popen(command, env=env, cwd=cwd, files=files, forks_hosts=forks_hosts)
+            try:
+                code = script.wait(timeout)
+            finally:
+                script.kill()
+            out.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(command, code, out.read().decode(), errors.read().decode())
+
+    def code(self, pid: int) -> int | None:
+        """How a program ended; None: it runs."""
+        found: int | None = self._ask((pid,), {})
+        return found
 
     def close(self) -> None:
         """End what is left."""
         self._orders.close()
-        self._process.join()
+        self._end()
+
+    def _ask(self, order: tuple[Any, ...], files: Mapping[int, int]) -> Any:
+        with self._lock:
+            self._orders.send((order, list(files)))
+            for file in files.values():
+                reduction.send_handle(self._orders, file, None)
+            assert self._orders.poll(ANSWER_S), order
+            return self._orders.recv()
 
 
 class NurseryScript:
-    """What is needed of the ``Popen`` of a script that a nursery started."""
+    """What is needed of the ``Popen`` of a program that a nursery started."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery, self.pid = nursery, pid
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        code: int | None = self._nursery.ask(self.pid)
-        return code
+        if self.returncode is None:
+            self.returncode = self._nursery.code(self.pid)
+        return self.returncode
 
     def wait(self, timeout: float) -> int:
-        poll_until(lambda: self.poll() is not None, "a script's end", timeout)
-        code = self.poll()
-        assert code is not None
+        until_s = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until_s:
+                raise subprocess.TimeoutExpired("a program", timeout)
+            time.sleep(LOOK_EVERY_S)
         return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class ForkedHosts:
+    """Stands for ``subprocess`` where hosts of processes are started: forks them instead.
+
+    Args:
+        nursery: Has imported what they do.
+    """
+
+    DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
+
+    def __init__(self, nursery: Nursery) -> None:
+        self._nursery = nursery
+
+    def Popen(  # noqa: N802
+        self,
+        command: Sequence[str],
+        *,
+        stdin: int,
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        pass_fds: Sequence[int],
+        env: Mapping[str, str],
+        start_new_session: bool,
+    ) -> NurseryScript | subprocess.Popen[bytes]:
+        """Start it, from the nursery if it is such a host."""
+        if command[2] != HOST:
+            options = {"stdin": stdin, "stdout": stdout, "stderr": stderr, "pass_fds": pass_fds, "env": env}
+            return subprocess.Popen(command, **options, start_new_session=start_new_session)
+        with Path(os.devnull).open("rb") as nothing:
+            streams = {0: nothing.fileno(), 1: stdout.fileno(), 2: stderr.fileno()}
+            return self._nursery.popen(command, env=env, files={**streams, **{fd: fd for fd in pass_fds}})
 
 
 def _fork(orders: Connection, modules: Sequence[str]) -> None:
@@ -169,16 +340,32 @@ def _fork(orders: Connection, modules: Sequence[str]) -> None:
     scripts: dict[int, ForkedScript] = {}
     try:
         with suppress(EOFError):
-            while True:
-                match orders.recv():
-                    case (int(pid),):
-                        orders.send(scripts[pid].poll())
-                    case command, environment, cwd, preexec_fn:
-                        script = ForkedScript(command, environment, cwd=cwd, preexec_fn=preexec_fn)
-                        scripts[script.pid] = script
-                        orders.send(script.pid)
+            _serve(orders, scripts)
     finally:
         for script in scripts.values():
             if script.poll() is None:
                 os.killpg(script.pid, signal.SIGKILL)
                 script.wait(ANSWER_S)
+
+
+def _serve(orders: Connection, scripts: dict[int, ForkedScript]) -> None:
+    while True:
+        order, numbers = orders.recv()
+        files = {number: reduction.recv_handle(orders) for number in numbers}
+        match order:
+            case (int(pid),):
+                orders.send(scripts[pid].poll())
+            case command, environment, cwd, preexec_fn, parent, forks_hosts:
+                script = ForkedScript(
+                    command,
+                    environment,
+                    cwd=cwd,
+                    preexec_fn=preexec_fn,
+                    files=files,
+                    parent=parent,
+                    forks_hosts=forks_hosts,
+                )
+                scripts[script.pid] = script
+                orders.send(script.pid)
+        for file in files.values():
+            os.close(file)

@@ -72,7 +72,7 @@ class Takings:
 def nursery() -> Iterator[Nursery]:
     """Where scripts begin whose own start is of no account: the others load torch, and their Trainer, for seconds."""
     packages = {"accelerate": "morph.spot.hugging_face", "pytorch_lightning": "morph.spot.lightning"}
-    nursery = Nursery(*(module for package, module in packages.items() if find_spec(package) is not None))
+    nursery = Nursery.with_modules(*(module for package, module in packages.items() if find_spec(package) is not None))
     yield nursery
     nursery.close()
 

@@ -20,6 +20,7 @@ from filelock import FileLock
 
 from manager.machine.folders import PREFIX
 from manager.machine.gone import lives, wait_gone
+from tests.forked_scripts import Nursery
 from tests.system.exposure import RECORDED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,8 @@ COMMAND_TIMEOUT_S = 500.0
 LINE_TIMEOUT_S = 500.0
 PROCESS_HOST = "manager.engine.on_processes.process_host"
 END_TIMEOUT_S = 150.0
+NURSERY: Nursery | None = None
+"""Where commands begin that are looked at while they run; set while a test runs."""
 
 
 def morph(*arguments: object, code: int = 0) -> str:
@@ -76,15 +79,18 @@ class RunningMorph:
 
     def __init__(self, *arguments: object, secrets_path: Path | None = None) -> None:
         program = COMMAND if secrets_path is None else (sys.executable, "-c", RECORDED, str(secrets_path))
-        self._process = subprocess.Popen(
-            [*program, *map(str, arguments)],
-            cwd=ROOT,
-            env=environment_of_commands(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        assert NURSERY is not None
+        reads, writes = os.pipe()
+        with Path(os.devnull).open("rb") as nothing:
+            self._process = NURSERY.popen(
+                [*program, *map(str, arguments)],
+                cwd=ROOT,
+                env=environment_of_commands(),
+                files={0: nothing.fileno(), 1: writes, 2: writes},
+                forks_hosts=True,
+            )
+        os.close(writes)
+        self._output = os.fdopen(reads, encoding="utf-8")
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._seen: list[str] = []
         self._family: dict[int, psutil.Process] = {}
@@ -188,8 +194,7 @@ class RunningMorph:
         return line
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
+        with self._output as lines:
             for line in lines:
                 self._lines.put(line.rstrip("\n"))
         self._lines.put(None)

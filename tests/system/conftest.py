@@ -1,13 +1,39 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from manager.engine.local_vms import host_line
+from tests.forked_scripts import ForkedHosts, Nursery
+from tests.system import commands
 from tests.system.commands import calibrated_once, of_all_workers
 from tests.system.harness import JOB, TinyJob, load_tiny_job, uninterrupted
 
 REFERENCE_STEPS = 14
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Where managers and hosts of processes begin: by themselves each of them loads torch for two seconds."""
+    nursery = Nursery.with_modules(
+        "manager.engine.on_processes.forking",
+        "morph.cli.main",
+        "morph.cli.models.plain_check",
+        "morph.cli.runs.carry_out",
+        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",
+        "tests.system.one_manager",
+    )
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(autouse=True)
+def _begin_there(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_line, "subprocess", ForkedHosts(nursery))
+    monkeypatch.setattr(commands, "NURSERY", nursery)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from time import monotonic, sleep
 
 from neighbour import CountingText, TinyGPT, job, loss, optimizer
 
-IS_WORKER = "morph.cli" not in sys.modules  # the command reads samples too, where it cuts the job anew
+IS_WORKER = Path(sys.argv[0]).stem not in ("main", "morph")  # the command reads samples too, where it cuts the job anew
 
 def most_read():
     try:

@@ -108,9 +108,9 @@ def kill(process: str, workers: dict[str, int], run_dir: Path) -> None:
     if found:
         found[0].kill()
         return
-    (host,) = [
-        child for child in psutil.Process().children() if "manager.engine.on_processes.process_host" in child.cmdline()
-    ]
+    children = psutil.Process().children(recursive=True)
+    hosts = {child.pid: child for child in children if "manager.engine.on_processes.process_host" in child.cmdline()}
+    (host,) = [child for child in hosts.values() if child.ppid() not in hosts]  # what it forked is named as it is
     (store,) = [child for child in host.children() if child.pid not in workers.values() and child.status() != "zombie"]
     (store if process == "store" else host).kill()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Limits, LocalVms, Policy
 from morph.contract.messages import WorkerReady
-from tests.system.commands import ROOT
+from tests.system import commands
 from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, constant_vms, cut_for_workers
 from tests.system.held import HeldJob
@@ -57,7 +56,7 @@ class Managed:
         held: bool = False,
     ) -> None:
         self.directory, self._orders_path = directory / "run", directory / "orders.json"
-        self._environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
+        self._environment = {**os.environ, "PYTHONPATH": str(commands.ROOT), "PYTHONWARNINGS": "default"}
         self.held = HeldJob(directory / "code", directory / "gate", HELD_AFTER) if held else None
         if self.held is not None:
             cut_for_workers(self.held.path, self._environment)
@@ -94,13 +93,13 @@ class Managed:
         pids = self.pids() if self.directory.exists() else {}
         orders = self._orders.model_copy(update={"deaths": deaths, "pids": pids})
         self._orders_path.write_text(orders.model_dump_json(), encoding="utf-8")
-        done = subprocess.run(
+        assert commands.NURSERY is not None
+        done = commands.NURSERY.run(
             [sys.executable, "-m", "tests.system.one_manager", str(self._orders_path)],
-            cwd=ROOT,
+            cwd=commands.ROOT,
             env=self._environment,
-            capture_output=True,
-            text=True,
             timeout=MANAGER_S,
+            forks_hosts=True,
         )
         dies = any(not death.manager_lives for death in deaths)
         assert done.returncode == (-signal.SIGKILL if dies else 0), (deaths, done.stdout, done.stderr, self.history())
