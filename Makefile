@@ -70,13 +70,17 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(TEST_ENV) $(BIN)/morph demo
 
-test: $(READY)
+# Each process of pytest would rewrite the assertions of every test for itself where nobody has before.
+tests/__pycache__: | $(READY)
+	@$(TEST_ENV) $(BIN)/python -m pytest --collect-only --quiet > /dev/null || true
+
+test: $(READY) tests/__pycache__
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
-test-fast: $(READY)
+test-fast: $(READY) tests/__pycache__
 	$(PYTEST) -m "not system and not slow and not long" $(PYTEST_ARGS)
 
-test-long: $(READY)
+test-long: $(READY) tests/__pycache__
 	MORPH_HISTORIES=10000 MORPH_EXPLORE=long $(PYTEST) $(PYTEST_ARGS)
 
 test-gpu: $(READY)
