@@ -146,7 +146,7 @@ def managed_run(
         version = checkpoint.version if checkpoint else 0
         again.begin_at(version)
         if not number and version >= steps:
-            where, allowed = str(run.run_dir), f"above {version}"
+            where, allowed = str(run.run_dir), f"above {version}, given to morph run"
             raise RunDirError(
                 "has reached that step already", source=where, field="--steps", value=steps, allowed=allowed
             )

@@ -91,7 +91,8 @@ def test_fewer_steps_than_a_resumed_run_has_already_are_refused(given: Given) ->
         (Path(version_url(opened.checkpoint_url, 5)) / entry.file).touch()
     for steps in (4, 5):
         line = given.run_refused("--steps", steps)
-        assert line == f"{given.run_dir}: --steps: has reached that step already (got {steps}); allowed: above 5"
+        told = f"{given.run_dir}: --steps: has reached that step already (got {steps})"
+        assert line == f"{told}; allowed: above 5, given to morph run"
 
 
 def test_a_directory_that_is_no_run_has_no_status(given: Given) -> None:

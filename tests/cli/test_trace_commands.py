@@ -50,6 +50,9 @@ def test_other_formats_are_converted(tmp_path: Path) -> None:
     trace = load_trace(out)
     assert {event.zone for event in trace.events} == {"a", "b"}
     assert trace.duration_s == 7200
+    beyond = run("convert", *files, "--from-h", 1, "--hours", 6, "-o", out)
+    assert "note: the traces end after 4 h" in beyond
+    assert load_trace(out).duration_s == 3 * 3600
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -116,6 +117,8 @@ def convert_command(
     trace = read_traces(traces, zone, instance_type, seed)
     if from_h or hours is not None:
         end_s = trace.duration_s if hours is None else (from_h + hours) * 3600
+        if end_s > trace.duration_s:
+            print(f"note: the traces end after {trace.duration_s / 3600:.4g} h", file=sys.stderr)
         trace = part_of(trace, from_h * 3600, end_s)
     write_trace(trace, output)
     print(f"{_told(trace)}; written: {output}")
