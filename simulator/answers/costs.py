@@ -15,6 +15,7 @@ import numpy.typing as npt
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import LinkProfile, Profile
+from simulator.answers.held_bytes import running_sums
 from simulator.answers.memory import StageMemory, spans
 from simulator.answers.reductions import Reductions, reduced_units, reductions
 from simulator.answers.redundant_memory import redundant_parts
@@ -78,9 +79,9 @@ class SectionCosts:
         self.micro_batch_size = m
         self.recompute, self.grouped = recompute, grouped
         self.num_sections = len(sections)
-        self.forward_sum_ns = _sums(_ns([section.forward[m].median_s for section in sections]))
-        self.backward_sum_ns = _sums(_ns([section.backward[m].median_s for section in sections]))
-        self.optimizer_sum_ns = _sums(_ns([section.optimizer_step.median_s for section in sections]))
+        self.forward_sum_ns = running_sums(_ns([section.forward[m].median_s for section in sections]))
+        self.backward_sum_ns = running_sums(_ns([section.backward[m].median_s for section in sections]))
+        self.optimizer_sum_ns = running_sums(_ns([section.optimizer_step.median_s for section in sections]))
         self.commit_ns = int(_ns([profile.commit.median_s])[0])
         self.sent_bytes: Floats = np.array([m * section.output_bytes_per_sample for section in sections], np.float64)
         self.inter_node = LinkCosts(profile.inter_node, self.sent_bytes)
@@ -384,7 +385,3 @@ def _split(curve: Curve, sizes_bytes: Floats) -> tuple[Ints, Ints]:
 
 def _ns(times_s: Sequence[float]) -> Ints:
     return np.array([round(time_s * 1e9) for time_s in times_s], np.int64)
-
-
-def _sums(values: Sequence[int] | Ints) -> Ints:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(values, np.int64))])

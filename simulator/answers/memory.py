@@ -26,9 +26,9 @@ import numpy.typing as npt
 
 from morph.contract.cluster import MAILBOX_SLOT_BYTES, MAILBOX_SLOTS
 from morph.contract.profile import Profile
+from simulator.answers.held_bytes import HeldBytes, Ints, running_sums
 from simulator.given.memory_rules import MemoryRules
 
-Ints = npt.NDArray[np.int64]
 Parts = dict[str, Ints]
 NEVER = 2**62
 _MESSAGES_AT_ONCE = 3
@@ -76,23 +76,16 @@ class StageMemory:
         self.stored: Ints = np.array([min(pair) for pair in zip(given, crossing[:-1], strict=True)], np.int64)
         batches = [have - border for have, border in zip(given, self.stored.tolist(), strict=True)]
         held = [m * section.activation_bytes_per_sample + own for section, own in zip(sections, batches, strict=True)]
-        self.activations = _sums(held)
+        self.activations = running_sums(held)
         peaks = [
             max(section.peak_bytes.get(m, 0) + own, kept) + behind
             for section, own, kept, behind in zip(sections, batches, held, crossing[1:], strict=True)
         ]
         self._peaks: Ints = self.activations[:-1] + np.array(peaks, np.int64)
         self._crossing: Ints = np.array(crossing, np.int64)
-        reduced = [s.parameter_bytes if s.reduced_bytes is None else s.reduced_bytes for s in sections]
-        own_bytes = {
-            "parameters": [section.parameter_bytes for section in sections],
-            "optimizer": [section.optimizer_bytes for section in sections],
-            "sums": [section.gradient_bytes for section in sections],
-            "gradients": reduced,
-        }
-        self._own = {part: _sums(values) for part, values in own_bytes.items()}
-        self._twice = _counted_twice(profile, own_bytes)
-        self._sums: Ints = np.array(own_bytes["sums"], np.int64)
+        self._held = HeldBytes(profile)
+        gradients = [section.gradient_bytes for section in sections]
+        self._sums: Ints = np.array(gradients, np.int64)
         self._finish: Ints = np.array([section.finish_bytes for section in sections], np.int64)
         self._step: Ints = np.array([section.step_bytes for section in sections], np.int64)
         sizes = np.geomspace(1, max(1, len(sections) - 1), _MOST_GROUP_SIZES).round().astype(int)
@@ -355,15 +348,6 @@ class StageMemory:
         shares: Ints = _UNITS_AT_ONCE * self._running(self._sums, begin, end)
         return shares
 
-    def _held(self, part: str, begin: Ints, end: Ints) -> Ints:
-        """Bytes of a stage's units, each once."""
-        sums = self._own[part]
-        held: Ints = sums[end] - sums[begin] - self._twice_of(part, begin, end)
-        return held
-
-    def _twice_of(self, part: str, begin: Ints | int, end: Ints | int) -> Ints | int:
-        return 0 if self._twice is None else self._twice[part][begin, end]
-
     def _running(self, values: Ints, begin: Ints, end: Ints) -> Ints:
         """The largest of some sections' values."""
         key = id(values)
@@ -394,27 +378,3 @@ def _most(room: Ints, each: Ints) -> Ints:
 def _total(parts: Parts) -> Ints:
     total: Ints = np.add.reduce(np.broadcast_arrays(*parts.values()))
     return total
-
-
-def _sums(values: Sequence[int]) -> Ints:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(values, np.int64))])
-
-
-def _counted_twice(profile: Profile, own: Mapping[str, Sequence[int]]) -> dict[str, Ints] | None:
-    """By part, what the sections begin..end-1 count more than once: [K + 1, K + 1]; None where nothing is shared."""
-    shared = [unit for unit in profile.units if len(set(unit.sections)) > 1 and unit.parameter_bytes]
-    if not shared:
-        return None
-    size = profile.num_sections + 1
-    tables = {part: np.zeros((size, size), np.int64) for part in own}
-    for unit in shared:
-        uses = np.zeros(size, np.int64)
-        uses[np.array(sorted(set(unit.sections))) + 1] = 1
-        before = np.cumsum(uses)
-        more = np.maximum(0, before[None, :] - before[:, None] - 1)
-        first = unit.sections[0]
-        share = unit.parameter_bytes / max(1, profile.sections[first].parameter_bytes)
-        for part, table in tables.items():
-            known = unit.optimizer_bytes if part == "optimizer" else None
-            table += more * (round(own[part][first] * share) if known is None else known)
-    return tables

@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from simulator.answers.memory import Ints, Parts, StageMemory
+from simulator.answers.held_bytes import Ints
+from simulator.answers.memory import Parts, StageMemory
 from simulator.playing.redundant_loop import LAG
 
 _BUFFERS = 2
