@@ -239,7 +239,7 @@ def test_a_node_whose_ray_does_not_start_is_lost_at_once_with_what_it_said_last(
     python = world / "python"
     python.write_text(
         f'#!/bin/sh\ncase "$*" in *--ended=*) exec {sys.executable} "$@";; '
-        "*ray.scripts*) echo Starting; echo; echo 'RuntimeError: no GCS is there'; exit 1;; esac\n"
+        "*on_ray.node*) echo Starting; echo; echo 'RuntimeError: no GCS is there'; exit 1;; esac\n"
     )
     python.chmod(0o755)
     event_queue = EventQueue()
