@@ -64,7 +64,7 @@ def job_file(
 
     Every worker stops at its 16th step until ``let_go``.
     """
-    job = HeldJob(directory / "code", directory / "gate", 16, step_s=step_s)
+    job = HeldJob(directory / "code", directory / "gate", 16, step_s=step_s, code=directory / "code")
     described = {
         "job": {"code": f"code/{job.file.name}:job", "profile": str(profile), "steps": steps, "run_dir": "run"},
         "vms": {
