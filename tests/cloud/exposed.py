@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import secrets
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,7 +37,6 @@ OF_MANAGER: set[Socket] = {
 OF_VM: set[Socket] = {
     ("raylet", "all", "node_manager_port"),
     ("raylet", "all", "object_manager_port"),
-    ("ray::RuntimeEnvAgent", "own", "runtime_env_agent_port"),
     ("ray::WorkerActor", "all", "workers"),
     ("ray::WorkerActor", "own", "any"),
 }
@@ -55,8 +53,7 @@ class Watch:
         self.shown: dict[str, Shown] = {}
         self.modes: dict[str, int] = {}
         self.found: dict[str, set[str]] = {}
-        self._login = secrets.token_hex(16)
-        life.environment[LOGIN] = self._login
+        self._login = life.environment[LOGIN]
         life.on_line, azure.before_removal = self._on_line, self._before_removal
 
     @property

@@ -85,8 +85,9 @@ class Life:
     ``steps_after``: it is stopped, as by Ctrl-C, so many steps after the last VM's end was known or, if ``whole``, made
     good; None: it goes on to its last step. ``on_line``: called with each line that the run tells. ``secrets_path``:
     where the run's secrets are written down. ``step_s``: what a step takes at least, most of it asleep, for VMs take
-    their time to come and to go. ``uid``: of the user whom the manager is and as whom the job runs on VMs; root
-    otherwise. ``vms``: further settings. ``killed``: the VMs that lived at each death.
+    their time to come and to go. ``code``: a folder for the code of such a job, where that of others was before.
+    ``uid``: of the user whom the manager is and as whom the job runs on VMs; root otherwise. ``vms``: further settings.
+    ``killed``: the VMs that lived at each death.
     """
 
     azure: VirtualAzure
@@ -100,6 +101,7 @@ class Life:
     tls: bool = False
     uid: int = 0
     step_s: float = 0.0
+    code: Path | None = None
     steps_after: int | None = None
     whole: bool = True
     secrets_path: Path | None = None
@@ -129,7 +131,8 @@ class Life:
         (self.directory / "azure.yaml").write_text(json.dumps(CLOUD_FILE))  # JSON is YAML
         job = f"{JOB}:job"
         if self.step_s:
-            job = HeldJob(self.directory / "code", self.directory / "gate", self.steps, step_s=self.step_s).path
+            code = self.code or self.directory / "code"
+            job = HeldJob(code, self.directory / "gate", self.steps, step_s=self.step_s, code=code).path
         document = {
             "job": {"code": job, "profile": str(self.profile), "steps": self.steps, "run_dir": "run"},
             "vms": {

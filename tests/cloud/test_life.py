@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from manager.report.spent import NOTHING
 from tests.cloud.accounts import BEGIN_S, facts, requests, saved_before_loss, splits
-from tests.cloud.exposed import Watch
+from tests.cloud.exposed import LOGIN, Watch
 from tests.cloud.hosts import CACHE, ROOT, Host, not_permitted
 from tests.cloud.life import JOB, Death, Life, Taking, digests
 from tests.cloud.virtual_azure import USD_PER_H, VirtualAzure
@@ -27,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(bool(not_permitted()), reason=not_permitted() or "-"),
 ]
 KEEP, NOTICE_S, NUM_SECTIONS, FIRST_PORT, UID = 2, 30.0, 6, 20000, 50506
-STEP_S = 0.2
+STEP_S = 0.8
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +36,67 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return calibrated_once(of_all_workers(tmp_path_factory) / "calibrated", f"{JOB}:job", "--samples", 5, "-m", 2)
 
 
-def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(profile: Path, tmp_path: Path) -> None:
-    """The first one by ``morph inject``, which has Azure evict it; the second by Azure alone."""
+def run_by(uid: int, host: Host) -> list[str]:
+    """Command lines of a host's processes that are this user's."""
+    found = []
+    for process in host.processes():
+        with suppress(psutil.NoSuchProcess):
+            found += [" ".join(process.cmdline())] if process.uids().real == uid else []
+    return found
+
+
+def caches_of(uid: int, folder: Path) -> dict[str, str]:
+    """Variables with caches of a user's own, in which what numba has compiled of the simulator is already."""
+    (folder / "numba").mkdir(parents=True)
+    for found in (ROOT / "simulator").rglob("__pycache__/*.nb[ic]"):
+        source = str(found.parents[1])
+        place = folder / "numba" / f"{found.parents[1].name}_{hashlib.sha1(source.encode()).hexdigest()}"
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(found, place)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, uid, uid)
+    return {CACHE: str(folder), "NUMBA_CACHE_DIR": str(folder / "numba")}
+
+
+@pytest.fixture(scope="module")
+def user(profile: Path) -> dict[str, str]:
+    """The environment of a user who is not root, who sees the profile."""
+    profile.parent.chmod(0o755)
+    return {"HOME": "/tmp", "USER": "trainer", LOGIN: secrets.token_hex(16), **caches_of(UID, profile.parent / "cache")}
+
+
+def a_life(azure: VirtualAzure, directory: Path, profile: Path, user: dict[str, str], keep: int) -> Life:
+    """The manager's user is the one that the VMs' job has. The job's code is where that of other runs was."""
+    code, vms = profile.parent / "code", dict[str, Any](pass_variables=[CACHE])
+    life = Life(azure, directory, profile, 100_000, keep, [], steps_after=3, uid=UID, step_s=STEP_S, code=code)
+    life.checkpoint_every = 5
+    life.environment, life.vms = dict(user), vms
+    return life
+
+
+def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(
+    profile: Path, user: dict[str, str], tmp_path: Path
+) -> None:
+    """The first one by ``morph inject``, which has Azure evict it; the second by Azure alone.
+
+    And nobody is root, here or there, but for the agents.
+    """
     takings = [Taking(10, NOTICE_S, injected=True), Taking(20, None)]
     with VirtualAzure(profile.parent, tmp_path) as azure:
-        life = Life(azure, tmp_path, profile, 100_000, KEEP, takings, steps_after=5, whole=False, step_s=STEP_S)
-        life.vms, life.secrets_path = {"first_port": FIRST_PORT}, tmp_path / "made"
+        life = a_life(azure, tmp_path, profile, user, KEEP)
+        life.takings, life.whole, life.secrets_path = takings, False, tmp_path / "made"
+        life.vms["first_port"] = FIRST_PORT
         watch = Watch(azure, life, FIRST_PORT)
+        watched, roots, users = life.on_line, list[str](), list[str]()
+
+        def look(line: dict[str, Any]) -> None:
+            watched(line)
+            if watch.shown and not users:
+                for name, host in azure.hosts.living.items():
+                    roots.extend(run_by(0, host) if name != "manager" else [])
+                    users.extend(run_by(UID, host) if name != "manager" else [])
+
+        life.on_line = look
         report = life.live()
         watch.check()
         assert [taken.taking for taken in life.taken] == takings
@@ -50,6 +105,9 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(profile: Path,
         assert (azure.region.troubles, azure.region.wrong) == ([], [])
         assert list(azure.hosts.living) == ["manager"]
         bill, dollars = azure.region.bill, azure.region.dollars()
+    assert [line for line in roots if "tests.cloud.guest" not in line and "manager.notices.agent" not in line] == []
+    assert sum(line.startswith("ray::WorkerActor") for line in users) == KEEP
+    assert sum("/raylet/raylet " in line for line in users) >= KEEP
     noticed, killed = (taken.vm for taken in life.taken)
     ends = {entry.name: entry.end for entry in bill}
     assert (ends.pop(noticed), ends.pop(killed)) == ("evicted, acknowledged", "evicted")
@@ -84,60 +142,23 @@ def test_vms_are_asked_for_taken_replaced_and_all_gone_in_the_end(profile: Path,
     assert not list(Path("/run/netns").glob(f"morph-{os.getpid()}-*"))
 
 
-def run_by(uid: int, host: Host) -> list[str]:
-    """Command lines of a host's processes that are this user's."""
-    found = []
-    for process in host.processes():
-        with suppress(psutil.NoSuchProcess):
-            found += [" ".join(process.cmdline())] if process.uids().real == uid else []
-    return found
-
-
-def caches_of(uid: int, folder: Path) -> dict[str, str]:
-    """Variables with caches of a user's own, in which what numba has compiled of the simulator is already."""
-    (folder / "numba").mkdir(parents=True)
-    for found in (ROOT / "simulator").rglob("__pycache__/*.nb[ic]"):
-        source = str(found.parents[1])
-        place = folder / "numba" / f"{found.parents[1].name}_{hashlib.sha1(source.encode()).hexdigest()}"
-        place.mkdir(parents=True, exist_ok=True)
-        shutil.copy(found, place)
-    for path in (folder, *folder.rglob("*")):
-        os.chown(path, uid, uid)
-    return {CACHE: str(folder), "NUMBA_CACHE_DIR": str(folder / "numba")}
-
-
-def test_a_killed_manager_is_succeeded_with_the_same_vms_and_one_that_lost_its_head_node_with_new_ones(
-    profile: Path, tmp_path: Path
+def test_a_killed_manager_is_succeeded_with_the_same_vm_and_one_that_lost_its_head_node_with_a_new_one(
+    profile: Path, user: dict[str, str], tmp_path: Path
 ) -> None:
-    """And nobody is root, here or there, but for the agents: the manager's user is the one that the VMs' job has."""
-    profile.parent.chmod(0o755)
-    deaths = [Death(5), Death(10, then="resume", with_head=True)]
+    """Several VMs that go on with another manager: ``test_provided_vms``."""
     with VirtualAzure(profile.parent, tmp_path) as azure:
-        life = Life(azure, tmp_path, profile, 100_000, KEEP, [], steps_after=3, deaths=deaths, uid=UID, step_s=STEP_S)
-        life.environment = {"HOME": "/tmp", "USER": "trainer", **caches_of(UID, tmp_path / "cache")}
-        life.vms = {"pass_variables": [CACHE]}
-        roots, users = list[str](), list[str]()
-
-        def look(line: dict[str, Any]) -> None:
-            if line["version"] >= 3 and not users:
-                for name, host in azure.hosts.living.items():
-                    roots.extend(run_by(0, host) if name != "manager" else [])
-                    users.extend(run_by(UID, host) if name != "manager" else [])
-
-        life.on_line = look
+        life = a_life(azure, tmp_path, profile, user, 1)
+        life.deaths = [Death(5), Death(10, then="resume", with_head=True)]
         report = life.live()
         assert azure.region.left() == {"VMs": [], "scale sets": [], "NICs": [], "disks": []}
         assert (azure.region.troubles, azure.region.wrong) == ([], [])
         bill = {entry.name: entry.end for entry in azure.region.bill}
-    assert [line for line in roots if "tests.cloud.guest" not in line and "manager.notices.agent" not in line] == []
-    assert sum(line.startswith("ray::WorkerActor") for line in users) == KEEP
-    assert sum("/raylet/raylet " in line for line in users) >= KEEP
     old, kept = life.killed
-    assert len(old) == KEEP
+    assert len(old) == 1
     assert kept == old
-    assert f"{KEEP} VMs of this run live: going on with them" in life.told()
+    assert "1 VM of this run lives: going on with it" in life.told()
     new = set(bill) - set(old)
-    assert len(new) == KEEP
+    assert len(new) == 1
     assert set(bill.values()) == {"deleted"}
     reconciled = facts(life.run_dir, "vm_reconciled")
     assert [vm for vm in old if not any(vm in detail for detail in reconciled)] == []

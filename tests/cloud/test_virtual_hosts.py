@@ -210,7 +210,9 @@ def test_a_vm_runs_the_wheel_that_the_manager_gave_it_and_the_users_lines_came_f
     setup, late = (f"ln -s {tmp_path}/image {tmp_path}/opt",), tmp_path / "opt/bin/python"  # not there before it
     with managed(hosts, START.model_copy(update={"python": str(late), "setup": setup, "lonely_s": 60.0})) as found:
         start = found[0].model_copy(update={"requirements": requirements()})
-        host = booted(hosts, cloud_init(start, "vm-0", "azure").replace("ray.scripts.scripts", "manager.first_look"))
+        host = booted(
+            hosts, cloud_init(start, "vm-0", "azure").replace("manager.engine.on_ray.node", "manager.first_look")
+        )
         until(lambda: "No module named manager.first_look" in host.log("morph-node"), "what stands for the node")
         assert [agent.environ()["PYTHONPATH"] for agent in agents_of(host)] == [CODE_DIRECTORY]
     code = host.directory / CODE_DIRECTORY.lstrip("/")
@@ -241,7 +243,7 @@ def test_a_vm_has_its_key_certified_for_its_own_address_before_its_node_starts(h
         start,
         event_queue,
     ):
-        host = booted(hosts, cloud_init(start, "vm-0", "azure").replace("ray.scripts.scripts", "json.tool"))
+        host = booted(hosts, cloud_init(start, "vm-0", "azure").replace("manager.engine.on_ray.node", "json.tool"))
         found = Certificates.below(host.directory / TLS_DIRECTORY.lstrip("/"))
         until(lambda: "json.tool: error" in host.log("morph-node"), "what stands for the node")
     key = load_pem_private_key(found.key.read_bytes(), None)
@@ -283,7 +285,7 @@ def azure_and_image(tmp_path: Path) -> Iterator[tuple[VirtualAzure, str]]:
 
 
 def boot_as_user(azure: VirtualAzure, start: NodeStart, folder: Path) -> Host:
-    config = cloud_init(start, "tiny-1-0", "azure").replace("-m ray.scripts.scripts", str(folder / "probe.py"))
+    config = cloud_init(start, "tiny-1-0", "azure").replace("-m manager.engine.on_ray.node", str(folder / "probe.py"))
     azure.region.put_by_hand(machine_of("tiny-1-0"), config)
     host = until(lambda: azure.hosts.living.get("tiny-1-0"), "the VM")
     assert isinstance(host, Host)

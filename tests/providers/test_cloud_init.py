@@ -112,7 +112,7 @@ def test_an_encrypted_node_on_a_host_comes_from_the_address_that_it_is_given() -
     added = [line for line in encrypted if line not in plain]
     assert added[0] == 'sed 1,3d "$MORPH_SECRET_FILE" >"$d/authority.pem"'
     assert '--secret-file="$d"/node-secret --authority="$d"/authority.pem --directory="$d"/tls' in added[1]
-    assert '${ip:+--address="$ip"} -- /usr/bin/python3 -m ray.scripts.scripts start' in added[1]
+    assert '${ip:+--address="$ip"} -- /usr/bin/python3 -m manager.engine.on_ray.node start' in added[1]
     assert secret_of(start) == f"{RAY_TOKEN}\n{NODE_SECRET}\n{packed()}\n{PEM}"
     assert secret_of(START) == f"{RAY_TOKEN}\n{NODE_SECRET}\n{packed()}\n"
 

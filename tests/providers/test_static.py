@@ -239,7 +239,7 @@ def test_a_node_whose_ray_does_not_start_is_lost_at_once_with_what_it_said_last(
     python = world / "python"
     python.write_text(
         f'#!/bin/sh\ncase "$*" in *--ended=*) exec {sys.executable} "$@";; '
-        "*ray.scripts*) echo Starting; echo; echo 'RuntimeError: no GCS is there'; exit 1;; esac\n"
+        "*on_ray.node*) echo Starting; echo; echo 'RuntimeError: no GCS is there'; exit 1;; esac\n"
     )
     python.chmod(0o755)
     event_queue = EventQueue()
@@ -333,3 +333,14 @@ def test_the_command_line_asks_nothing_and_holds_no_option_of_the_hosts() -> Non
         SshHost(address="-oProxyCommand=evil")
     with pytest.raises(ValidationError, match="named twice"):
         StaticSpec(hosts=(SshHost(address="a"), SshHost(address="a")), command=("x",))
+
+
+def test_ctrl_c_does_not_reach_the_program_that_starts_a_node_and_one_that_was_killed_has_not_answered(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "ssh"
+    program.write_text(f"#!/bin/sh\nps -o pgid= -p $$ >{tmp_path}/group\nkill -s INT $$\n")
+    program.chmod(0o755)
+    with pytest.raises(Unanswered, match=r"h1 did not answer before .*ssh was killed by signal 2"):
+        run_ssh(SshHost(address="h1"), "true", program=[str(program)])
+    assert int((tmp_path / "group").read_text()) != os.getpgrp()

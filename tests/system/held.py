@@ -5,14 +5,20 @@ A run of it is not over before what the test did to it is known, however fast it
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+from itertools import count
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from tests.system.harness import JOB
 
 CODE = """
-import sys
+import json, sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -20,11 +26,18 @@ from neighbour import CountingText, TinyGPT, job, loss, optimizer
 
 IS_WORKER = Path(sys.argv[0]).stem not in ("main", "morph")  # the command reads samples too, where it cuts the job anew
 
+@cache
+def held():
+    return json.loads(Path({held!r}).read_text())
+
 def most_read():
     try:
-        return int(Path({allowed!r}).read_text())
+        return int(Path(held()["allowed"]).read_text())
     except FileNotFoundError:
-        return {most_read}
+        return held()["most_read"]
+
+def is_held():
+    return HeldText.num_read > most_read() and not Path(held()["gate"]).exists()
 
 class HeldText(CountingText):
     num_read = 0
@@ -32,10 +45,10 @@ class HeldText(CountingText):
     def __getitem__(self, index):
         HeldText.num_read += 1
         until_s = monotonic() + {bound_s}
-        while IS_WORKER and HeldText.num_read > most_read() and not Path({gate!r}).exists() and monotonic() < until_s:
+        while IS_WORKER and is_held() and monotonic() < until_s:
             sleep(0.02)
         if IS_WORKER:
-            sleep({pause_s})
+            sleep(held()["pause_s"])
         return super().__getitem__(index)
 
 job = replace(job, dataset=HeldText)
@@ -45,24 +58,40 @@ BOUND_S = 500
 
 
 class HeldJob:
-    """``train.py`` in a folder of its own, and ``neighbour.py``, which it imports.
+    """``train.py`` and ``neighbour.py``, which it imports, in a folder that no other such job has while this one lives.
 
+    It is one that others had before, if there is one, and the code in it is the same to the byte: a manager need not
+    look at that once more. What the test sets is elsewhere, in ``directory``, which is made here. ``code``: a folder
+    for the code that is this job's own.
     ``most_steps``: as many does each worker's process that reads every sample do while it is held; one that reads half
     of them does twice as many. ``step_s``: what a step takes such a process at least, asleep: a run that goes on while
     something else takes its time needs fewer of them.
     """
 
-    def __init__(self, directory: Path, gate: Path, most_steps: int, batch_size: int = 12, step_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        gate: Path,
+        most_steps: int,
+        batch_size: int = 12,
+        step_s: float = 0.0,
+        code: Path | None = None,
+    ) -> None:
         self._gate, self._batch_size = gate, batch_size
         self._allowed = gate.with_name(f"{gate.name}-read")
-        self.file = directory / "train.py"
+        folder, held = code or self._free_folder(), directory / "held.json"
+        self.file = folder / "train.py"
         self.path = f"{self.file}:job"
-        directory.mkdir()
-        shutil.copy(JOB.rpartition(":")[0], directory / "neighbour.py")
-        files = {"gate": str(gate), "allowed": str(self._allowed)}
-        numbers = {"most_read": most_steps * batch_size, "bound_s": BOUND_S, "pause_s": step_s / batch_size}
-        code = CODE.format(**files, **numbers)
-        self.file.write_text(code, encoding="utf-8")
+        for made in (directory, folder):
+            made.mkdir(exist_ok=True)
+        numbers = {"most_read": most_steps * batch_size, "pause_s": step_s / batch_size}
+        held.write_text(json.dumps({"gate": str(gate), "allowed": str(self._allowed), **numbers}), encoding="utf-8")
+        link = folder / held.name
+        if link != held:
+            link.unlink(missing_ok=True)
+            link.symlink_to(held)
+        shutil.copy(JOB.rpartition(":")[0], folder / "neighbour.py")
+        self.file.write_text(CODE.format(held=str(link), bound_s=BOUND_S), encoding="utf-8")
 
     def let_go(self) -> None:
         """Let the workers train on, those that begin later too."""
@@ -77,3 +106,15 @@ class HeldJob:
         written = self._allowed.with_suffix(".part")
         written.write_text(str(most_steps * self._batch_size), encoding="ascii")
         written.replace(self._allowed)
+
+    def _free_folder(self) -> Path:
+        base = Path(os.environ["MORPH_DATA_DIR"]) / "held-jobs"  # of these tests, in all of their processes
+        base.mkdir(parents=True, exist_ok=True)
+        for number in count():
+            self._lock = FileLock(base / f"{number}.lock")
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout:  # another living one has it
+                continue
+            return base / str(number)
+        raise AssertionError

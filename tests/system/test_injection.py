@@ -21,9 +21,9 @@ MANY_STEPS = 1_000_000
 BY_NAME, BY_LIFETIMES = "by name, no notice", "lifetimes of 1s on average, seed 1, a notice of 1 s"
 
 
-def sleeping(folder: Path) -> str:
+def sleeping(folder: Path) -> HeldJob:
     """The job, asleep for most of each step: while VMs take their time it needs fewer steps."""
-    return HeldJob(folder / "code", folder / "gate", MANY_STEPS, step_s=0.1).path
+    return HeldJob(folder / "code", folder / "gate", MANY_STEPS, step_s=0.1)
 
 
 def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weights_of_an_undisturbed_one(
@@ -31,7 +31,8 @@ def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weight
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     cluster.write_text(CLUSTER, encoding="utf-8")
-    command = ("run", sleeping(tmp_path), "--profile", calibrated, "--cluster", cluster, "--steps", MANY_STEPS)
+    job = sleeping(tmp_path)
+    command = ("run", job.path, "--profile", calibrated, "--cluster", cluster, "--steps", MANY_STEPS)
     with RunningMorph(*command, "--run-dir", run_dir, "--plain", "-P", 2) as run:  # each of two VMs is needed
         run.wait_for_line("the checkpoint of version")
         with RunningMorph("inject", run_dir, "--mttp", "30d") as patient:
@@ -70,7 +71,8 @@ def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(calibrated: Pa
         "  rules: {requests: {backoff_s: 0.5}}}\n",
         encoding="utf-8",
     )
-    command = ("run", sleeping(tmp_path), "--profile", calibrated, "--cluster", cluster, "--steps", MANY_STEPS)
+    job = sleeping(tmp_path)
+    command = ("run", job.path, "--profile", calibrated, "--cluster", cluster, "--steps", MANY_STEPS)
     vm = "tiny-gpt-1-0"
     with RunningMorph(*command, "--run-dir", run_dir, "--plain", "-P", 2) as run:
         run.wait_for_line("training  2x1  step ")

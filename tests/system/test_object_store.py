@@ -24,7 +24,7 @@ from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
-STEPS, MANY = 80, 10_000
+STEPS, MANY = 35, 10_000
 CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 BOUND_S = 100.0
 
@@ -75,10 +75,10 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
     place: Place, calibrated: Path, tmp_path: Path
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
-    job = HeldJob(tmp_path / "code", tmp_path / "gate", 15)  # one checkpoint
+    job = HeldJob(tmp_path / "code", tmp_path / "gate", 7)  # one checkpoint
     named = ", ".join(place.environment)
     vms = f"{{num_vms: 2, launcher: ray, pass_variables: [{named}]}}"
-    cluster.write_text(f"vms: {vms}\npolicy: {{checkpoint_every_steps: 10, order_timeout_s: 500}}\n", encoding="utf-8")
+    cluster.write_text(f"vms: {vms}\npolicy: {{checkpoint_every_steps: 5, order_timeout_s: 500}}\n", encoding="utf-8")
     arguments = (
         *("run", job.path, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS),
         *("--checkpoint-url", place.url, "--plain", "--no-page"),
@@ -94,12 +94,12 @@ def test_a_run_bears_a_failing_store_is_stopped_resumed_and_pruned_there_and_end
         run.wait_for_line("the checkpoint of version")
         with place.service.lock:
             place.service.faults += [place.expired] * MANY
-        job.allow(30)
+        job.allow(11)
         told = run.wait_for_line("could not write its part of a checkpoint: unit ")
         assert "Error: " in told
         with place.service.lock:
             place.service.faults.clear()
-        job.allow(50)
+        job.allow(16)
         run.wait_for_line("the checkpoint of version")
         directory = next(
             Path(found["RAY_TMPDIR"]) for found in shown_by(run.family()).environments.values() if "RAY_TMPDIR" in found

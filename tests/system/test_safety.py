@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from manager.dashboard.server import read_address
 from manager.journal.journal import FILE_NAME as JOURNAL
@@ -18,14 +19,15 @@ from manager.journal.journal import Journal
 from manager.machine.gone import lives
 from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions
-from tests.system.commands import ROOT, environment_of_commands, morph
+from morph.cli.main import app
+from tests.system.commands import COMMAND, ROOT, environment_of_commands
 from tests.system.exposure import Shown, files_below, files_with, holds, shown_by, with_secrets
 from tests.system.held import HeldJob
 from tests.system.watched import WatchedMorph
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-MANY_STEPS, HELD_AFTER = 1_000_000, 20
+MANY_STEPS, HELD_AFTER = 1_000_000, 8
 POLICY = "{checkpoint_every_steps: 5, heartbeat_timeout_s: 30, order_timeout_s: 500}"
 PRIVATE = ("attach.json", "page.json")
 """Files of a run directory that hold a secret while the run goes on."""
@@ -90,13 +92,13 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
             "the token": _stranger(address_of_head, RAY_AUTH_TOKEN_PATH=str(token)),
         }
         outputs = {
-            "the same command again": morph(*arguments, code=2) + _error_of(*arguments),
-            "status": morph("status", run_dir),
-            "events": morph("events", run_dir),
-            "status as JSON": morph("status", run_dir, "--json"),
+            "the same command again": _told_again(*arguments),
+            "status": _told("status", run_dir),
+            "events": _told("events", run_dir),
+            "status as JSON": _told("status", run_dir, "--json"),
         }
-        morph("report", run_dir, "--price", 1, "--on-demand-price", 3, "-o", run_dir / "report.html")
-        outputs["inject"] = morph("inject", run_dir, "--vm", "vm2", "--notice", "1s")
+        _told("report", run_dir, "--price", 1, "--on-demand-price", 3, "-o", run_dir / "report.html")
+        outputs["inject"] = _told("inject", run_dir, "--vm", "vm2", "--notice", "1s")
         command.wait_for("vm2 was lost")
         before = command.output.count("the checkpoint of version")
         worker = next(process for process in family if lives(process) and process.name().startswith("ray::Worker"))
@@ -128,13 +130,21 @@ def _stranger(address: str, **token: str) -> str:
     return done.stdout + done.stderr
 
 
-def _error_of(*arguments: object) -> str:
+def _told_again(*arguments: object) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "morph.cli.main", *map(str, arguments)],
+        [*COMMAND, *map(str, arguments)],
         cwd=ROOT, env=environment_of_commands(), capture_output=True, text=True, timeout=100,
     )  # fmt: skip
+    assert done.returncode == 2, (done.stdout, done.stderr)
     assert "is in use by process" in done.stderr
-    return done.stderr
+    return done.stdout + done.stderr
+
+
+def _told(*arguments: object) -> str:
+    """What a command of this process writes, on both of its outputs."""
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 def test_the_search_finds_what_it_looks_for() -> None:

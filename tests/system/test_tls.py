@@ -18,20 +18,21 @@ from tests.system.watched import WatchedMorph
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-STEPS = 40
+STEPS = 12
 SETTINGS = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
 
 
 def test_a_run_with_tls_has_the_same_weights_and_refuses_whoever_has_no_certificate_of_it(
     calibrated: Path, tmp_path: Path
 ) -> None:
+    """``test_provided_vms`` has several workers in such runs."""
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     cluster.write_text(
-        "vms: {num_vms: 2, tls: true}\npolicy: {checkpoint_every_steps: 10, order_timeout_s: 500}\n", encoding="utf-8"
+        "vms: {num_vms: 1, tls: true}\npolicy: {checkpoint_every_steps: 4, order_timeout_s: 500}\n", encoding="utf-8"
     )
     arguments = ("--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS, "--plain")
     (tmp_path / "other").mkdir()
-    job = HeldJob(tmp_path / "code", tmp_path / "gate", 15)
+    job = HeldJob(tmp_path / "code", tmp_path / "gate", 6)
     other = make_certificates(tmp_path / "other", Tls())
     with WatchedMorph(tmp_path / "made", "run", job.path, *arguments) as command:
         command.wait_for("the checkpoint of version")

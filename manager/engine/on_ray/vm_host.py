@@ -27,21 +27,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 from ray._private import services
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
 from manager.engine.local_vms.control_socket import ControlSocket, hear, tell
+from manager.engine.on_ray.agents import start_agents_of_ours
 from manager.machine.gone import wait_gone
 from manager.machine.ports import LOOPBACK, VM_RESOURCE, Ports
 from morph.contract.errors import ClusterError
@@ -53,8 +52,6 @@ END_TIMEOUT_S = 10.0
 NODE_TIMEOUT_S = 60.0
 LOOK_EVERY_S = 0.1
 NO_WORKERS = str(Path(__file__).with_name("no_workers.py"))
-HEAD_AGENT = str(Path(__file__).with_name("head_agent.py"))
-AGENT = str(Path(ray.__file__).parent / "_private" / "runtime_env" / "agent" / "main.py")
 LOG = "vm_host.log"
 _PARAMS: Any = RayParams  # whose types are wrong
 
@@ -204,43 +201,15 @@ class _Nodes:
                 tell(self._manager, **entries)
 
 
-@contextmanager
-def _running_nothing() -> Iterator[None]:
-    """The node that is started meanwhile runs nothing that anybody sends it: it is on the manager's machine.
-
-    Workers are ``no_workers``, by its parameters. Of its agents the one for environments makes none; the other one does
-    without what Ray adds where ``ray[default]`` is installed, which is to run commands and to look into processes. The
-    server of Ray's dashboard, which is started without one too, is not: the head node would wait for it, for nobody.
-
-    Raises:
-        ClusterError: this version of Ray starts them in another way.
-    """
-    start: Any = services.start_ray_process
-    start_server: Any = services.start_api_server
-
-    def start_agents_of_ours(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
-        if process_type == PROCESS_TYPE_RAYLET:
-            ours = [part.replace(AGENT, HEAD_AGENT) for part in command]
-            agents = [part.startswith("--dashboard_agent_command=") for part in ours]
-            if ours == command or not any(agents):
-                raise ClusterError("Ray of this version starts its agents in a way that Morph does not know")
-            command = [
-                f"{part} --minimal" if is_agent and "--minimal" not in part else part
-                for part, is_agent in zip(ours, agents, strict=True)
-            ]
-        return start(command, process_type, *args, **kwargs)
+def _start_no_server() -> None:
+    """Ray's dashboard has a server, which is started without the dashboard too: the head node would wait for it."""
 
     def start_no_server(*_args: Any, **_settings: Any) -> tuple[None, None]:
         return None, None  # as where it does not come up
 
-    vars(services).update(start_ray_process=start_agents_of_ours, start_api_server=start_no_server)
-    try:
-        yield
-    finally:
-        vars(services).update(start_ray_process=start, start_api_server=start_server)
+    vars(services)["start_api_server"] = start_no_server
 
 
-@_running_nothing()
 def _start_head(calls: socket.socket, host: str, port: int, first_port: int) -> _Nodes:
     return _Nodes(
         Cluster(
@@ -345,6 +314,8 @@ def main() -> None:
     calls.set_inheritable(False)
     asked_to_end = False
     _wait_longer()
+    start_agents_of_ours()
+    _start_no_server()
     try:
         manager = control_socket.next()
         try:

@@ -143,7 +143,7 @@ def ray_command(start: NodeStart, node: str, num_devices: int | str) -> list[str
     """
     resources = f'{{"{VM_RESOURCE}{node}": {num_devices}}}'
     return [
-        start.python, "-m", "ray.scripts.scripts", "start", "--block", f"--address={start.ray_address}",
+        start.python, "-m", "manager.engine.on_ray.node", "start", "--block", f"--address={start.ray_address}",
         f"--object-store-memory={OBJECT_STORE_BYTES}", f"--num-cpus={num_devices}",
         f"--num-gpus={num_devices if start.gpus else 0}", f"--resources={resources}", "--disable-usage-stats",
         "--include-log-monitor=false",  # it reads what workers write, for a manager that does not ask for it

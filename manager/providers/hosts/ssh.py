@@ -102,10 +102,10 @@ def end_script(node: str, directory: str = ".morph/nodes") -> str:
 def run_ssh(
     host: SshHost, remote: str, secret: str = "", program: Sequence[str] = ("ssh",), timeout_s: float = RUN_TIMEOUT_S
 ) -> None:
-    """Run a remote line; blocks for at most ``timeout_s``.
+    """Run a remote line; blocks for at most ``timeout_s``. Ctrl-C does not reach the program: a node may be starting.
 
     Raises:
-        Unanswered: the host did not answer in time.
+        Unanswered: the host did not answer in time, or the program was killed.
         Transient: the host was not reached.
         Misconfigured: there is no ssh program, or the remote line failed.
     """
@@ -117,12 +117,15 @@ def run_ssh(
             text=True,
             timeout=timeout_s,
             check=False,
+            process_group=0,
         )
     except subprocess.TimeoutExpired as error:
         raise Unanswered(f"{host.shown} did not answer within {timeout_s:g} s") from error
     except OSError as error:
         raise Misconfigured(f"{program[0]} cannot be run: {error.strerror}") from error
     said = " ".join((done.stderr or "").split())[-300:].replace(secret, "...") if secret else done.stderr.strip()[-300:]
+    if done.returncode < 0:
+        raise Unanswered(f"{host.shown} did not answer before {program[0]} was killed by signal {-done.returncode}")
     if done.returncode == SSH_FAILED:
         raise Transient(f"{host.shown} is not reached: {said}")
     if done.returncode:
