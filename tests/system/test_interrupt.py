@@ -20,7 +20,7 @@ from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
-STEPS, MANY_STEPS = 24, 48
+STEPS, MANY_STEPS = 18, 36
 """The latter of a run that is held and stopped three times."""
 HELD_AFTER = 7
 """Steps: two checkpoints, and far fewer than are left."""
@@ -31,10 +31,6 @@ CLUSTER = """
 vms: {{num_vms: {num_vms}, launcher: {launcher}}}
 policy: {{checkpoint_every_steps: 3, takeover_patience_s: {patience_s}, order_timeout_s: 500}}
 """
-
-
-HEAD_NODE = ("ray::RuntimeEnvAgent", "manager.engine.on_ray.vm_host")
-"""Processes with which it dies, each the first of its kind; ``test_takeover`` kills the GCS."""
 
 
 @pytest.fixture(scope="module")
@@ -232,10 +228,22 @@ def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_
     assert {entry.unit: entry.sha256 for entry in read_manifest(str(elsewhere), STEPS).units} == references[STEPS]
 
 
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param(("gcs_server",), id="gcs"),
+        pytest.param(
+            ("ray::RuntimeEnvAgent", "manager.engine.on_ray.vm_host"), id="agent-and-owner", marks=pytest.mark.long
+        ),
+    ],
+)
 def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(
-    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]]
+    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]], killed: tuple[str, ...]
 ) -> None:
-    """Its VMs are gone with it, however many there are: one, which starts three times."""
+    """Its VMs are gone with it, however many there are: one, which starts again.
+
+    ``killed``: processes with which it dies, each the first of its kind.
+    """
     run = Run(tmp_path, calibrated, launcher="ray", num_vms=1)
     run.job.hold()
     run.job.allow(FIRST_HELD_AFTER)
@@ -243,9 +251,9 @@ def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(
         command.wait_for_line("the checkpoint of version")
         assert command.running("dashboard/dashboard.py") == []
         run.job.allow(HELD_AFTER)
-        for part in HEAD_NODE:
+        for part in killed:
             command.wait_for_line("the checkpoint of version")
-            os.kill(command.running(part)[0], signal.SIGKILL)
+            os.kill((command.processes(part) or command.running(part))[0], signal.SIGKILL)
             line = command.wait_for_line("Ray's head node is gone")
             assert "the run goes on from its newest checkpoint at once" in line
         run.job.let_go()
@@ -253,5 +261,5 @@ def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(
         assert command.wait_for_end() == 0, command.output
         assert "Traceback" not in command.output
     report = read_report(run.directory)
-    assert (report.outcome, report.version, report.num_sessions) == ("finished", STEPS, 1 + len(HEAD_NODE))
+    assert (report.outcome, report.version, report.num_sessions) == ("finished", STEPS, 1 + len(killed))
     assert run.digests() == references[STEPS]
