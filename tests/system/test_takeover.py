@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,6 +62,8 @@ class Managed:
         self.held = HeldJob(directory / "code", directory / "gate", HELD_AFTER) if held else None
         if self.held is not None:
             cut_for_workers(self.held.path, self._environment)
+        else:
+            cut_once(tuple(self._environment.items()))
         policy = Policy(
             checkpoint_every_steps=4,
             start_patience_s=200,
@@ -167,6 +170,12 @@ class Managed:
         return [EVENT.validate_json(entry.payload_json) for entry in self._entries() if entry.kind == "event"]
 
 
+@cache
+def cut_once(environment: tuple[tuple[str, str], ...]) -> None:
+    """Keep the tiny job's cut for the workers of all that are started with this environment."""
+    cut_for_workers(JOB, dict(environment))
+
+
 def wait_until_gone(pids: list[int], directory: Path) -> None:
     """Processes and the directory of a run that ended."""
     until_s = time.monotonic() + GONE_S
@@ -200,7 +209,7 @@ LAST = {
     ),
 }
 """What dies beside the manager that comes to the end."""
-VMS = {"processes": {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}, "ray": {3: "1x3", 2: "1x2", 1: "1x1"}}
+VMS = {"processes": {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}, "ray": {2: "1x2", 1: "1x1"}}
 """How many there are, and what is made of those that are left: a worker is lost, and no step."""
 
 
