@@ -64,6 +64,11 @@ class HeldJob:
         code = CODE.format(**files, **numbers)
         self.file.write_text(code, encoding="utf-8")
 
+    def begin(self) -> None:
+        """Hold workers again, as at first: for another run of the same job, whose cut is kept."""
+        self.hold()
+        self._allowed.unlink(missing_ok=True)
+
     def let_go(self) -> None:
         """Let the workers train on, those that begin later too."""
         self._gate.touch()

@@ -40,11 +40,25 @@ def references(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return {steps: uninterrupted(steps, folder / str(steps), num_sections) for steps in (STEPS, MANY_STEPS)}
 
 
+@pytest.fixture(scope="module")
+def one_job(tmp_path_factory: pytest.TempPathFactory) -> HeldJob:
+    """Of all runs: it is exported once."""
+    folder = tmp_path_factory.mktemp("held")
+    return HeldJob(folder / "code", folder / "gate", HELD_AFTER)
+
+
+@pytest.fixture
+def job(one_job: HeldJob) -> HeldJob:
+    one_job.begin()
+    return one_job
+
+
 class Run:
     """One run directory, and the commands that work on it; its job is not held until the test says so."""
 
     def __init__(
         self,
+        job: HeldJob,
         folder: Path,
         profile: Path,
         patience_s: float = 0.0,
@@ -53,7 +67,7 @@ class Run:
         num_steps: int = STEPS,
     ) -> None:
         self.directory, self._num_steps = folder / "run", num_steps
-        self.job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
+        self.job = job
         self.job.let_go()
         self._cluster = folder / "cluster.yaml"
         cluster = CLUSTER.format(patience_s=patience_s, launcher=launcher, num_vms=num_vms)
@@ -98,10 +112,10 @@ class Run:
 
 
 def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_the_same_weights(
-    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]]
+    calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
     """Five sessions: stopped before the first step, by Ctrl-C, by Ctrl-C twice, killed, and to the end."""
-    run = Run(tmp_path, calibrated, num_steps=MANY_STEPS)
+    run = Run(job, tmp_path, calibrated, num_steps=MANY_STEPS)
     with run.start() as command:
         command.wait_for_line("vm0 appeared")
         command.press_ctrl_c()
@@ -169,10 +183,10 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
 
 
 def test_another_command_takes_over_from_a_killed_one_and_loses_nothing(
-    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]]
+    calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
     """The same command from the first one, and ``morph resume`` from that."""
-    run = Run(tmp_path, calibrated, patience_s=200.0)
+    run = Run(job, tmp_path, calibrated, patience_s=200.0)
     run.job.hold()
     with run.start() as first:
         first.wait_for_line("the checkpoint of version")
@@ -196,13 +210,12 @@ def test_another_command_takes_over_from_a_killed_one_and_loses_nothing(
 
 
 def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_its_job_alone(
-    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]]
+    calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
     lost, url = tmp_path / "lost", tmp_path / "storage"
     lost.mkdir()
-    job = HeldJob(tmp_path / "code", tmp_path / "gate", HELD_AFTER)
     shutil.copy(calibrated, lost / "profile.json")
-    cluster = CLUSTER.format(patience_s=0.0, launcher="processes", num_vms=2)
+    cluster = CLUSTER.format(patience_s=0.0, launcher="processes", num_vms=1)
     (lost / "cluster.yaml").write_text(cluster, encoding="utf-8")
     with RunningMorph(
         *("run", job.path, "--profile", lost / "profile.json", "--cluster", lost / "cluster.yaml", "--steps", STEPS),
@@ -238,13 +251,13 @@ def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_
     ],
 )
 def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(
-    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]], killed: tuple[str, ...]
+    calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]], killed: tuple[str, ...]
 ) -> None:
     """Its VMs are gone with it, however many there are: one, which starts again.
 
     ``killed``: processes with which it dies, each the first of its kind.
     """
-    run = Run(tmp_path, calibrated, launcher="ray", num_vms=1)
+    run = Run(job, tmp_path, calibrated, launcher="ray", num_vms=1)
     run.job.hold()
     run.job.allow(FIRST_HELD_AFTER)
     with run.start() as command:
