@@ -70,9 +70,13 @@ class Run:
         self.job = job
         self.job.let_go()
         self._cluster = folder / "cluster.yaml"
-        cluster = CLUSTER.format(patience_s=patience_s, launcher=launcher, num_vms=num_vms)
+        self._profile, self._launcher, self._num_vms = profile, launcher, num_vms
+        self.be_patient(patience_s)
+
+    def be_patient(self, patience_s: float) -> None:
+        """Say how long what begins from now on waits for another manager."""
+        cluster = CLUSTER.format(patience_s=patience_s, launcher=self._launcher, num_vms=self._num_vms)
         self._cluster.write_text(cluster, encoding="utf-8")
-        self._profile = profile
 
     def start(self) -> RunningMorph:
         return RunningMorph(
@@ -114,8 +118,12 @@ class Run:
 def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_the_same_weights(
     calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
-    """Five sessions: stopped before the first step, by Ctrl-C, by Ctrl-C twice, killed, and to the end."""
-    run = Run(job, tmp_path, calibrated, num_steps=MANY_STEPS)
+    """Five sessions: stopped before the first step, by Ctrl-C, by Ctrl-C twice, killed, and to the end.
+
+    In the second, managers are killed that others take over from: the same command, then ``morph resume``. They lose
+    nothing.
+    """
+    run = Run(job, tmp_path, calibrated, patience_s=200.0, num_steps=MANY_STEPS)
     with run.start() as command:
         command.wait_for_line("vm0 appeared")
         command.press_ctrl_c()
@@ -124,20 +132,34 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
         assert "Traceback" not in command.output
     assert run.versions() == ()
 
+    num_shapes = len(read_report(run.directory).shapes)
     run.job.hold()
-    with run.start() as command:
-        command.wait_for_line("the checkpoint of version")
-        assert command.ports() != set()
-        command.press_ctrl_c()
-        command.wait_for_line(STOPS)
-        run.job.let_go()
-        assert command.wait_for_end() == 130, command.output
-        assert command.ports() == set()
-        stopped = run.versions()[-1]
-        assert 3 <= stopped < MANY_STEPS
-        assert f"stopped; the same command goes on from version {stopped}" in command.output
-        assert "Traceback" not in command.output
-    assert read_report(run.directory).version == stopped  # nothing that was decided is lost
+    with run.start() as first:
+        first.wait_for_line("the checkpoint of version")
+        assert first.ports() != set()
+        first.kill()
+        with run.start() as second:
+            assert "2 VMs of this run live: going on with them" in second.wait_for_line("of this run live")
+            assert "2 workers live" in second.wait_for_line("a new manager took over")
+            second.kill()
+            with run.resume() as command:
+                assert "2 VMs of this run live: going on with them" in command.wait_for_line("of this run live")
+                assert "2 workers live" in command.wait_for_line("a new manager took over")
+                command.press_ctrl_c()
+                command.wait_for_line(STOPS)
+                run.job.let_go()
+                told = command.wait_for_line("stopped; the same command goes on from version")
+                assert command.wait_for_exit() == 130, command.output
+                assert command.ports() == set()
+                stopped = run.versions()[-1]
+                assert 3 <= stopped < MANY_STEPS
+                assert f"goes on from version {stopped}" in told
+                assert "Traceback" not in command.output
+        assert first.wait_for_end() == -signal.SIGKILL  # and nothing of it is left
+        assert first.ports() == set()
+    report = read_report(run.directory)
+    assert report.version == stopped  # nothing that was decided is lost
+    assert len(report.shapes) == num_shapes + 1
     assert run.steps() == list(range(stopped))
 
     run.job.hold()
@@ -152,6 +174,7 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
     stopped_again = run.versions()[-1]
     assert stopped < stopped_again < MANY_STEPS
 
+    run.be_patient(0.0)
     run.job.allow(FIRST_HELD_AFTER)
     with run.start() as command:  # whose manager dies, and without patience takes all along
         for most_steps in (FIRST_HELD_AFTER, HELD_AFTER):
@@ -180,33 +203,6 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
     assert set(done) == set(range(max(done) + 1))
     assert run.steps() == [*done, *range(before, MANY_STEPS)]
     assert run.digests() == references[MANY_STEPS]
-
-
-def test_another_command_takes_over_from_a_killed_one_and_loses_nothing(
-    calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]]
-) -> None:
-    """The same command from the first one, and ``morph resume`` from that."""
-    run = Run(job, tmp_path, calibrated, patience_s=200.0)
-    run.job.hold()
-    with run.start() as first:
-        first.wait_for_line("the checkpoint of version")
-        first.kill()
-        with run.start() as second:
-            assert "2 VMs of this run live: going on with them" in second.wait_for_line("of this run live")
-            assert "2 workers live" in second.wait_for_line("a new manager took over")
-            second.kill()
-            with run.resume() as third:
-                assert "2 VMs of this run live: going on with them" in third.wait_for_line("of this run live")
-                assert "2 workers live" in third.wait_for_line("a new manager took over")
-                run.job.let_go()
-                third.wait_for_line("finished")
-                assert third.wait_for_exit() == 0, third.output
-        assert first.wait_for_end() == -signal.SIGKILL  # and nothing of it is left
-    report = read_report(run.directory)
-    assert (report.outcome, report.version, report.num_sessions) == ("finished", STEPS, 1)
-    assert run.steps() == list(range(STEPS))
-    assert len(report.shapes) == 1
-    assert run.digests() == references[STEPS]
 
 
 def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_its_job_alone(
