@@ -1,20 +1,22 @@
 """Processes that help to measure: started, spoken to in JSON lines, and ended whatever happens.
 
-A helper's standard input shows that this process lives: when it closes, because this process is done or was killed,
-the helper ends itself (``calibrate.helpers.helper_end``). Nothing is written to disk.
+One process imports what they need, once, and forks them (``calibrate.helpers.helper_end``): to import torch takes
+longer than most of what they measure. A helper's standard input shows that this process lives: when it closes, because
+this process is done or was killed, the helper ends itself. Nothing is written to disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import IO, Any
 
@@ -22,7 +24,10 @@ from morph.contract.errors import ClusterError, WaitTimeout
 
 Message = Mapping[str, Any]
 _END_TIMEOUT_S = 10.0
+_LAST_WORDS_S = 1.0
 _KEPT_LINES = 50
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Until helpers are forked: not safe in a process with threads. They have what this process has."""
 
 
 class Crew:
@@ -38,14 +43,16 @@ class Crew:
         self._purpose = purpose
         self._answers: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
         self._said: list[deque[str]] = []
-        self._helpers: list[subprocess.Popen[bytes]] = []
+        self._lines: list[IO[bytes]] = []
         self._readers: list[threading.Thread] = []
         try:
-            for number in range(size):
-                self._start(module, number)
+            self._forking = self._start(module, size)
         except BaseException:
-            self._end()
+            self._close()
             raise
+        assert self._forking.stderr is not None
+        self._forking_said: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._forking_listener = self._thread(_listen, self._forking.stderr, self._forking_said)
 
     def __enter__(self) -> Crew:
         return self
@@ -58,15 +65,12 @@ class Crew:
     @property
     def size(self) -> int:
         """How many there are."""
-        return len(self._helpers)
+        return len(self._lines)
 
     def send(self, number: int, message: Message) -> None:
         """Give a helper something to do; returns at once. If it is gone, ``gather`` will say so."""
-        stream = self._helpers[number].stdin
-        assert stream is not None
         with contextlib.suppress(BrokenPipeError):
-            stream.write(json.dumps(message).encode() + b"\n")
-            stream.flush()
+            self._lines[number].write(json.dumps(message).encode() + b"\n")
 
     def gather(self, numbers: Iterable[int], what: str, timeout_s: float) -> dict[int, dict[str, Any]]:
         """Block until each of these helpers has answered once.
@@ -88,25 +92,37 @@ class Crew:
             found[number] = answer
         return found
 
-    def _start(self, module: str, number: int) -> None:
-        # a session of its own: Ctrl-C comes to this process alone, which then ends the helpers
-        helper = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._helpers.append(helper)
-        said: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._said.append(said)
-        assert helper.stdout is not None
-        assert helper.stderr is not None
-        listener = threading.Thread(target=_listen, args=(helper.stderr, said), daemon=True)
-        reader = threading.Thread(target=self._read, args=(number, helper.stdout, listener), daemon=True)
-        for thread in (listener, reader):
-            thread.start()
-            self._readers.append(thread)
+    def _start(self, module: str, size: int) -> subprocess.Popen[bytes]:
+        with contextlib.ExitStack() as theirs:
+            pipes = [self._open(number, theirs) for number in range(size)]
+            told = {"pipes": pipes, "environment": {name: os.environ.get(name) for name in _ONE_THREAD}}
+            # a session of its own: Ctrl-C comes to this process alone, which then ends the helpers
+            return subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(told)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[descriptor for pipe in pipes for descriptor in pipe],
+                env={**os.environ, **_ONE_THREAD},
+                start_new_session=True,
+            )
+
+    def _open(self, number: int, theirs: contextlib.ExitStack) -> list[int]:
+        """Make a helper's standard input, output and error; returns its ends, which are closed with ``theirs``."""
+        (told, line), (answers, answer), (words, word) = (os.pipe() for _ in range(3))
+        self._lines.append(os.fdopen(line, "wb", buffering=0))
+        for descriptor in (told, answer, word):
+            theirs.callback(os.close, descriptor)
+        self._said.append(deque(maxlen=_KEPT_LINES))
+        listener = self._thread(_listen, os.fdopen(words, "rb"), self._said[number])
+        self._thread(self._read, number, os.fdopen(answers, "rb"), listener)
+        return [told, answer, word]
+
+    def _thread(self, target: Callable[..., None], *told: Any) -> threading.Thread:
+        thread = threading.Thread(target=target, args=told, daemon=True)
+        thread.start()
+        self._readers.append(thread)
+        return thread
 
     def _read(self, number: int, stream: IO[bytes], listener: threading.Thread) -> None:
         with stream:
@@ -117,16 +133,25 @@ class Crew:
 
     def _last_words(self, number: int) -> str:
         said = self._said[number]
+        if not said:  # perhaps it was not forked
+            self._forking_listener.join(_LAST_WORDS_S)
+            said = self._forking_said
         return next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
 
     def _end(self) -> None:
-        for helper in self._helpers:
-            helper.kill()
-        for helper in self._helpers:
-            helper.wait(timeout=_END_TIMEOUT_S)
-            if helper.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    helper.stdin.close()
+        self._forking.terminate()  # it kills the helpers first, if it has any
+        try:
+            self._forking.wait(timeout=_END_TIMEOUT_S)
+        finally:
+            self._forking.kill()
+            self._forking.wait()
+            assert self._forking.stdin is not None
+            self._forking.stdin.close()
+            self._close()
+
+    def _close(self) -> None:
+        for line in self._lines:
+            line.close()
         for thread in self._readers:
             thread.join(_END_TIMEOUT_S)
 

@@ -1,4 +1,4 @@
-"""A helper's end of the line to the process that measures (``calibrate.helpers.crew``)."""
+"""A helper's end of the line to the process that measures (``calibrate.helpers.crew``), which forks it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -50,13 +51,47 @@ class Line:
 
 
 def serve(work: Callable[[Line], None]) -> NoReturn:
-    """Run a helper: ``work`` until it returns, then wait for the other end to close. Ends the process.
+    """Fork the helpers and end them with the other end; each runs ``work`` and waits for its own. Ends the process.
 
     Garbage is looked for from now on, but not among what was imported.
     """
     gc.freeze()
     gc.enable()
+    told = json.loads(sys.argv[1])
+    helpers: list[int] = []
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until it is known who is to end with this process
     try:
+        for pipe in told["pipes"]:
+            if not (pid := os.fork()):
+                _help(work, pipe, told)
+            helpers.append(pid)
+        _close(told["pipes"])
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.read(0, 1)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        for pid in helpers:
+            os.kill(pid, signal.SIGKILL)
+        for pid in helpers:
+            os.waitpid(pid, 0)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _help(work: Callable[[Line], None], own: list[int], told: Mapping[str, Any]) -> NoReturn:
+    """Be a helper."""
+    try:
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        for number, descriptor in enumerate(own):
+            os.dup2(descriptor, number)
+        _close(told["pipes"])
+        for name, value in told["environment"].items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         line = Line()
         work(line)
         line.next()
@@ -66,3 +101,10 @@ def serve(work: Callable[[Line], None]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # without waiting for gloo's threads
+
+
+def _close(pipes: list[list[int]]) -> None:
+    """What is open in another process is closed to nobody."""
+    for pipe in pipes:
+        for descriptor in pipe:
+            os.close(descriptor)

@@ -29,6 +29,7 @@ from morph.runtime.device.links import link_over
 from morph.runtime.groups.channels import Channel, GlooRing, GroupSpec, connect_store, form_group, open_device
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator
+from morph.runtime.state.fixed_point import prepare
 from morph.runtime.state.parts import Memory
 from morph.runtime.state.reducing import Reduction
 from morph.runtime.step.links import Receiver, Sender
@@ -221,4 +222,5 @@ def _work(line: Line) -> None:
 
 
 if __name__ == "__main__":
+    prepare()  # for all that are forked
     serve(_work)

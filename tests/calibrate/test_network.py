@@ -2,23 +2,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from calibrate.links import network
 from calibrate.links.network import NetworkSpec, growing_in_flight, growing_rings, measure_network
-from manager.machine.gone import lives
 from morph.contract.errors import ClusterError, WaitTimeout
+from tests.calibrate.helpers import check_that_none_outlives, helpers_of
 
-BOUND_S = 120.0
+PEER = "calibrate.links.peer"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
@@ -47,7 +42,7 @@ def test_messages_reductions_and_a_barrier_are_measured() -> None:
     assert keys == {(ring, size, count) for ring in (2, 3) for size in (4096, 80_000) for count in (1, 2)}
     assert all(entry.time.median_s > 0 and entry.time.num_samples == 7 for entry in result.all_reduce)
     assert result.barrier.median_s > 0
-    assert peers_of(os.getpid()) == []
+    assert helpers_of(os.getpid(), PEER) == []
 
 
 def test_links_can_be_measured_alone() -> None:
@@ -75,61 +70,20 @@ def test_rings_and_all_reduces_in_flight_grow_with_the_machine(
 def test_a_process_that_fails_is_reported_and_ends_the_others() -> None:
     with pytest.raises(ClusterError, match=r"measuring the network failed in process \d: .*KeyError: 'int3'"):
         measure_network(spec(element="int3"))
-    assert peers_of(os.getpid()) == []
+    assert helpers_of(os.getpid(), PEER) == []
 
 
 def test_waiting_for_the_processes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "WAIT_S", 0.0)
     with pytest.raises(WaitTimeout, match="waited 0 s for the processes that measure the network"):
         measure_network(spec())
-    assert peers_of(os.getpid()) == []
+    assert helpers_of(os.getpid(), PEER) == []
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_outlives_the_one_that_measures(tmp_path: Path, ending: signal.Signals) -> None:
+def test_no_process_outlives_the_one_that_measures(tmp_path: Path) -> None:
+    """Which is killed while they measure; ``test_crew`` has Ctrl-C."""
     script = (
-        "import signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from calibrate.links.network import NetworkSpec, measure_network\n"
         "measure_network(NetworkSpec((10,), (16,), (2,), (1,), 'int64', most=10**9, budget_s=1e9))\n"
     )
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    with (tmp_path / "said").open("wb") as said:
-        parent = subprocess.Popen(
-            [sys.executable, "-c", script], stdout=said, stderr=said, env={**os.environ, "TMPDIR": str(folder)}
-        )
-    peers: list[psutil.Process] = []
-    try:
-        peers = _until(lambda: found if len(found := peers_of(parent.pid)) == 2 else None)
-        parent.send_signal(ending)
-        parent.wait(timeout=BOUND_S)
-        _until(lambda: not any(lives(peer) for peer in peers) or None)
-        assert list(folder.iterdir()) == []
-    finally:
-        parent.kill()
-        parent.wait()
-        for peer in peers:
-            if lives(peer):
-                peer.kill()
-
-
-def peers_of(pid: int) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process(pid).children(recursive=True):
-        try:
-            if "calibrate.links.peer" in process.cmdline():
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def _until(look: Callable[[], Any]) -> Any:
-    end_s = time.monotonic() + BOUND_S
-    while time.monotonic() < end_s:
-        found = look()
-        if found is not None:
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"not within {BOUND_S} s")
+    check_that_none_outlives(script, 2, PEER, signal.SIGKILL, tmp_path)

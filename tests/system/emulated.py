@@ -15,7 +15,7 @@ from manager.preparation import section_compute_s
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
-from morph.contract.cluster import ClusterConfig, Policy
+from morph.contract.cluster import ClusterConfig, LocalVms, Policy
 from morph.contract.faults import SlowSpell
 from morph.contract.plan import Plan
 from morph.contract.profile import Profile
@@ -67,7 +67,7 @@ def emulated_run(
 
 @dataclass
 class Emulated:
-    """What to run; ``plans`` are for as many workers as each needs."""
+    """What to run; ``plans`` are for as many workers as each needs. No ``machines``: plain processes."""
 
     profile: Profile
     plans: Sequence[Plan]
@@ -79,6 +79,7 @@ class Emulated:
     spells: tuple[SlowSpell, ...] = ()
     jitter_seed: int | None = None
     machines: OpenMachines | None = None
+    under_ray: bool = False
     lines: list[str] = field(default_factory=list)
 
     def run(self, directory: Path) -> tuple[dict[str, str], int]:
@@ -90,8 +91,8 @@ class Emulated:
         spec = replace(
             spec,
             config=spec.config.model_copy(update={"policy": self.policy}),
-            cluster=ClusterConfig(policy=self.policy),
-            machines=self.machines or Processes(directory.parent / f"{directory.name}.log"),
+            cluster=ClusterConfig(vms=LocalVms(launcher="ray"), policy=self.policy),
+            machines=None if self.under_ray else self.machines or Processes(directory.parent / f"{directory.name}.log"),
             slow_spells=self.spells,
         )
         with RunDir(directory, facts) as opened:

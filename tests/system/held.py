@@ -93,6 +93,11 @@ class HeldJob:
         shutil.copy(JOB.rpartition(":")[0], folder / "neighbour.py")
         self.file.write_text(CODE.format(held=str(link), bound_s=BOUND_S), encoding="utf-8")
 
+    def begin(self) -> None:
+        """Hold workers again, as at first: for another run of the same job, whose cut is kept."""
+        self.hold()
+        self._allowed.unlink(missing_ok=True)
+
     def let_go(self) -> None:
         """Let the workers train on, those that begin later too."""
         self._gate.touch()

@@ -102,11 +102,10 @@ class Undertaker:
 
 
 def kill(process: str, workers: dict[str, int], run_dir: Path) -> None:
-    """End the store, or the host of this manager's plain processes; under Ray its head node."""
-    of_ray = {"store": "morph.runtime.groups.store", "host": "gcs_server"}[process]
-    found = [member for member in ray_processes(run_dir) if member.name() == of_ray or of_ray in member.cmdline()]
-    if found:
-        found[0].kill()
+    """End the store, or the host of this manager's plain processes."""
+    of_ray = [member for member in ray_processes(run_dir) if "morph.runtime.groups.store" in member.cmdline()]
+    if of_ray:
+        of_ray[0].kill()
         return
     children = psutil.Process().children(recursive=True)
     hosts = {child.pid: child for child in children if "manager.engine.on_processes.process_host" in child.cmdline()}

@@ -21,7 +21,7 @@ from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-STEPS, HELD_AFTER = 60, 20
+STEPS, HELD_AFTER = 24, 8
 PNG = b"\x89PNG"
 TRACE = """time_s,event,node_id
 0,add,vm0
@@ -86,7 +86,7 @@ def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
     job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
     cluster, trace = folder / "cluster.yaml", folder / "trace.csv"
     cluster.write_text(
-        "policy: {checkpoint_every_steps: 25, heartbeat_timeout_s: 30, order_timeout_s: 500}\n", encoding="utf-8"
+        "policy: {checkpoint_every_steps: 10, heartbeat_timeout_s: 30, order_timeout_s: 500}\n", encoding="utf-8"
     )
     trace.write_text(TRACE, encoding="utf-8")
     with RunningMorph(
@@ -94,7 +94,7 @@ def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
         *("--steps", STEPS, "--run-dir", run_dir, "--verbose"),
     ) as command:
         command.wait_for_line("vm1 was lost")
-        job.allow(HELD_AFTER + 10)  # a step that is given up must end
+        job.allow(HELD_AFTER + 4)  # a step that is given up must end
         command.wait_for_lines("vm2 appeared", "vm2 is ready")  # which may boot longer than vm1 lives
         job.let_go()
         command.wait_for_line(": finished")

@@ -16,23 +16,24 @@ from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-CLUSTER = "vms: {num_vms: 2, keep: 2}\npolicy: {checkpoint_every_steps: 10, takeover_patience_s: 0}\n"
+CLUSTER = "vms: {num_vms: 2, keep: 2}\npolicy: {checkpoint_every_steps: 3, takeover_patience_s: 0}\n"
 MANY_STEPS = 1_000_000
 BY_NAME, BY_LIFETIMES = "by name, no notice", "lifetimes of 1s on average, seed 1, a notice of 1 s"
 
 
-def sleeping(folder: Path) -> HeldJob:
+@pytest.fixture(scope="module")
+def sleeping(tmp_path_factory: pytest.TempPathFactory) -> HeldJob:
     """The job, asleep for most of each step: while VMs take their time it needs fewer steps."""
-    return HeldJob(folder / "code", folder / "gate", MANY_STEPS, step_s=0.1)
+    folder = tmp_path_factory.mktemp("sleeping")
+    return HeldJob(folder / "code", folder / "gate", MANY_STEPS, step_s=0.5)
 
 
 def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weights_of_an_undisturbed_one(
-    calibrated: Path, tmp_path: Path
+    calibrated: Path, sleeping: HeldJob, tmp_path: Path
 ) -> None:
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     cluster.write_text(CLUSTER, encoding="utf-8")
-    job = sleeping(tmp_path)
-    command = ("run", job.path, "--profile", calibrated, "--cluster", cluster, "--steps", MANY_STEPS)
+    command = ("run", sleeping.path, "--profile", calibrated, "--cluster", cluster, "--steps", MANY_STEPS)
     with RunningMorph(*command, "--run-dir", run_dir, "--plain", "-P", 2) as run:  # each of two VMs is needed
         run.wait_for_line("the checkpoint of version")
         with RunningMorph("inject", run_dir, "--mttp", "30d") as patient:
@@ -62,7 +63,9 @@ def test_a_run_whose_vms_are_taken_by_lifetimes_and_by_name_ends_with_the_weight
     assert {entry.unit: entry.sha256 for entry in newest.units} == alone
 
 
-def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(calibrated: Path, tmp_path: Path) -> None:
+def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(
+    calibrated: Path, sleeping: HeldJob, tmp_path: Path
+) -> None:
     """Its place is taken only when it is gone, two VMs being the most, and no checkpoint is due by itself."""
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     cluster.write_text(
@@ -71,8 +74,7 @@ def test_what_only_a_noticed_vm_holds_is_saved_before_it_is_taken(calibrated: Pa
         "  rules: {requests: {backoff_s: 0.5}}}\n",
         encoding="utf-8",
     )
-    job = sleeping(tmp_path)
-    command = ("run", job.path, "--profile", calibrated, "--cluster", cluster, "--steps", MANY_STEPS)
+    command = ("run", sleeping.path, "--profile", calibrated, "--cluster", cluster, "--steps", MANY_STEPS)
     vm = "tiny-gpt-1-0"
     with RunningMorph(*command, "--run-dir", run_dir, "--plain", "-P", 2) as run:
         run.wait_for_line("training  2x1  step ")

@@ -20,7 +20,7 @@ from tests.system.held import HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
-STEPS, MANY_STEPS = 24, 48
+STEPS, MANY_STEPS = 18, 36
 """The latter of a run that is held and stopped three times."""
 HELD_AFTER = 7
 """Steps: two checkpoints, and far fewer than are left."""
@@ -33,10 +33,6 @@ policy: {{checkpoint_every_steps: 3, takeover_patience_s: {patience_s}, order_ti
 """
 
 
-HEAD_NODE = ("ray::RuntimeEnvAgent", "manager.engine.on_ray.vm_host")
-"""Processes with which it dies, each the first of its kind; ``test_takeover`` kills the GCS."""
-
-
 @pytest.fixture(scope="module")
 def references(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
     """Digests of every unit after ``STEPS`` uninterrupted steps, and after ``MANY_STEPS``."""
@@ -44,11 +40,25 @@ def references(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return {steps: uninterrupted(steps, folder / str(steps), num_sections) for steps in (STEPS, MANY_STEPS)}
 
 
+@pytest.fixture(scope="module")
+def one_job(tmp_path_factory: pytest.TempPathFactory) -> HeldJob:
+    """Of all runs: it is exported once."""
+    folder = tmp_path_factory.mktemp("held")
+    return HeldJob(folder / "code", folder / "gate", HELD_AFTER)
+
+
+@pytest.fixture
+def job(one_job: HeldJob) -> HeldJob:
+    one_job.begin()
+    return one_job
+
+
 class Run:
     """One run directory, and the commands that work on it; its job is not held until the test says so."""
 
     def __init__(
         self,
+        job: HeldJob,
         folder: Path,
         profile: Path,
         patience_s: float = 0.0,
@@ -57,12 +67,16 @@ class Run:
         num_steps: int = STEPS,
     ) -> None:
         self.directory, self._num_steps = folder / "run", num_steps
-        self.job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
+        self.job = job
         self.job.let_go()
         self._cluster = folder / "cluster.yaml"
-        cluster = CLUSTER.format(patience_s=patience_s, launcher=launcher, num_vms=num_vms)
+        self._profile, self._launcher, self._num_vms = profile, launcher, num_vms
+        self.be_patient(patience_s)
+
+    def be_patient(self, patience_s: float) -> None:
+        """Say how long what begins from now on waits for another manager."""
+        cluster = CLUSTER.format(patience_s=patience_s, launcher=self._launcher, num_vms=self._num_vms)
         self._cluster.write_text(cluster, encoding="utf-8")
-        self._profile = profile
 
     def start(self) -> RunningMorph:
         return RunningMorph(
@@ -102,10 +116,14 @@ class Run:
 
 
 def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_the_same_weights(
-    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]]
+    calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
-    """Five sessions: stopped before the first step, by Ctrl-C, by Ctrl-C twice, killed, and to the end."""
-    run = Run(tmp_path, calibrated, num_steps=MANY_STEPS)
+    """Five sessions: stopped before the first step, by Ctrl-C, by Ctrl-C twice, killed, and to the end.
+
+    In the second, managers are killed that others take over from: the same command, then ``morph resume``. They lose
+    nothing.
+    """
+    run = Run(job, tmp_path, calibrated, patience_s=200.0, num_steps=MANY_STEPS)
     with run.start() as command:
         command.wait_for_line("vm0 appeared")
         command.press_ctrl_c()
@@ -114,20 +132,34 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
         assert "Traceback" not in command.output
     assert run.versions() == ()
 
+    num_shapes = len(read_report(run.directory).shapes)
     run.job.hold()
-    with run.start() as command:
-        command.wait_for_line("the checkpoint of version")
-        assert command.ports() != set()
-        command.press_ctrl_c()
-        command.wait_for_line(STOPS)
-        run.job.let_go()
-        assert command.wait_for_end() == 130, command.output
-        assert command.ports() == set()
-        stopped = run.versions()[-1]
-        assert 3 <= stopped < MANY_STEPS
-        assert f"stopped; the same command goes on from version {stopped}" in command.output
-        assert "Traceback" not in command.output
-    assert read_report(run.directory).version == stopped  # nothing that was decided is lost
+    with run.start() as first:
+        first.wait_for_line("the checkpoint of version")
+        assert first.ports() != set()
+        first.kill()
+        with run.start() as second:
+            assert "2 VMs of this run live: going on with them" in second.wait_for_line("of this run live")
+            assert "2 workers live" in second.wait_for_line("a new manager took over")
+            second.kill()
+            with run.resume() as command:
+                assert "2 VMs of this run live: going on with them" in command.wait_for_line("of this run live")
+                assert "2 workers live" in command.wait_for_line("a new manager took over")
+                command.press_ctrl_c()
+                command.wait_for_line(STOPS)
+                run.job.let_go()
+                told = command.wait_for_line("stopped; the same command goes on from version")
+                assert command.wait_for_exit() == 130, command.output
+                assert command.ports() == set()
+                stopped = run.versions()[-1]
+                assert 3 <= stopped < MANY_STEPS
+                assert f"goes on from version {stopped}" in told
+                assert "Traceback" not in command.output
+        assert first.wait_for_end() == -signal.SIGKILL  # and nothing of it is left
+        assert first.ports() == set()
+    report = read_report(run.directory)
+    assert report.version == stopped  # nothing that was decided is lost
+    assert len(report.shapes) == num_shapes + 1
     assert run.steps() == list(range(stopped))
 
     run.job.hold()
@@ -142,6 +174,7 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
     stopped_again = run.versions()[-1]
     assert stopped < stopped_again < MANY_STEPS
 
+    run.be_patient(0.0)
     run.job.allow(FIRST_HELD_AFTER)
     with run.start() as command:  # whose manager dies, and without patience takes all along
         for most_steps in (FIRST_HELD_AFTER, HELD_AFTER):
@@ -172,41 +205,13 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_goes_on_each_time_to_t
     assert run.digests() == references[MANY_STEPS]
 
 
-def test_another_command_takes_over_from_a_killed_one_and_loses_nothing(
-    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]]
-) -> None:
-    """The same command from the first one, and ``morph resume`` from that."""
-    run = Run(tmp_path, calibrated, patience_s=200.0)
-    run.job.hold()
-    with run.start() as first:
-        first.wait_for_line("the checkpoint of version")
-        first.kill()
-        with run.start() as second:
-            assert "2 VMs of this run live: going on with them" in second.wait_for_line("of this run live")
-            assert "2 workers live" in second.wait_for_line("a new manager took over")
-            second.kill()
-            with run.resume() as third:
-                assert "2 VMs of this run live: going on with them" in third.wait_for_line("of this run live")
-                assert "2 workers live" in third.wait_for_line("a new manager took over")
-                run.job.let_go()
-                third.wait_for_line("finished")
-                assert third.wait_for_exit() == 0, third.output
-        assert first.wait_for_end() == -signal.SIGKILL  # and nothing of it is left
-    report = read_report(run.directory)
-    assert (report.outcome, report.version, report.num_sessions) == ("finished", STEPS, 1)
-    assert run.steps() == list(range(STEPS))
-    assert len(report.shapes) == 1
-    assert run.digests() == references[STEPS]
-
-
 def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_its_job_alone(
-    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]]
+    calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]]
 ) -> None:
     lost, url = tmp_path / "lost", tmp_path / "storage"
     lost.mkdir()
-    job = HeldJob(tmp_path / "code", tmp_path / "gate", HELD_AFTER)
     shutil.copy(calibrated, lost / "profile.json")
-    cluster = CLUSTER.format(patience_s=0.0, launcher="processes", num_vms=2)
+    cluster = CLUSTER.format(patience_s=0.0, launcher="processes", num_vms=1)
     (lost / "cluster.yaml").write_text(cluster, encoding="utf-8")
     with RunningMorph(
         *("run", job.path, "--profile", lost / "profile.json", "--cluster", lost / "cluster.yaml", "--steps", STEPS),
@@ -232,20 +237,32 @@ def test_a_run_whose_machine_is_gone_goes_on_elsewhere_from_its_checkpoints_and_
     assert {entry.unit: entry.sha256 for entry in read_manifest(str(elsewhere), STEPS).units} == references[STEPS]
 
 
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param(("gcs_server",), id="gcs"),
+        pytest.param(
+            ("ray::RuntimeEnvAgent", "manager.engine.on_ray.vm_host"), id="agent-and-owner", marks=pytest.mark.long
+        ),
+    ],
+)
 def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(
-    calibrated: Path, tmp_path: Path, references: dict[int, dict[str, str]]
+    calibrated: Path, job: HeldJob, tmp_path: Path, references: dict[int, dict[str, str]], killed: tuple[str, ...]
 ) -> None:
-    """Its VMs are gone with it, however many there are: one, which starts three times."""
-    run = Run(tmp_path, calibrated, launcher="ray", num_vms=1)
+    """Its VMs are gone with it, however many there are: one, which starts again.
+
+    ``killed``: processes with which it dies, each the first of its kind.
+    """
+    run = Run(job, tmp_path, calibrated, launcher="ray", num_vms=1)
     run.job.hold()
     run.job.allow(FIRST_HELD_AFTER)
     with run.start() as command:
         command.wait_for_line("the checkpoint of version")
         assert command.running("dashboard/dashboard.py") == []
         run.job.allow(HELD_AFTER)
-        for part in HEAD_NODE:
+        for part in killed:
             command.wait_for_line("the checkpoint of version")
-            os.kill(command.running(part)[0], signal.SIGKILL)
+            os.kill((command.processes(part) or command.running(part))[0], signal.SIGKILL)
             line = command.wait_for_line("Ray's head node is gone")
             assert "the run goes on from its newest checkpoint at once" in line
         run.job.let_go()
@@ -253,5 +270,5 @@ def test_without_its_head_node_a_run_goes_on_by_itself_on_another_one(
         assert command.wait_for_end() == 0, command.output
         assert "Traceback" not in command.output
     report = read_report(run.directory)
-    assert (report.outcome, report.version, report.num_sessions) == ("finished", STEPS, 1 + len(HEAD_NODE))
+    assert (report.outcome, report.version, report.num_sessions) == ("finished", STEPS, 1 + len(killed))
     assert run.digests() == references[STEPS]
