@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from morph.cutting import cut, export_job
 from morph.cutting.making.construct import BuiltModel, LazyTensors, build_model
+from morph.job import load_job
 
 MIB = 1 << 20
+JOBS = Path(__file__).parents[2] / "configs/jobs"
+TINY_GPT = str(JOBS / "tiny_gpt.py:job")
 
 
 class Assorted(nn.Module):
@@ -160,10 +164,13 @@ recording_kib = peak_kib() - before
 job = load_job(sys.argv[2])
 big = sys.modules[type(job.dataset()).__module__]
 model = cut(export_job(replace(job, model=partial(big.model, 6, 6144, 48))), num_sections=6, micro_batch_size=1)
+cutting_kib = peak_kib() - before
+small = cut(export_job(load_job(sys.argv[3])), num_sections=4, micro_batch_size=3)
 said = {
     "recording_kib": recording_kib,
     "num_parameters": sum(prod(shape) for shape, _ in model.parameter_specs.values()),
-    "cutting_kib": peak_kib() - before,
+    "cutting_kib": cutting_kib,
+    "fingerprint": small.fingerprint,
 }
 sys.path.insert(0, sys.argv[1])
 from test_construct import Assorted, digest
@@ -178,9 +185,9 @@ def digest(model: type[nn.Module]) -> str:
 
 @pytest.fixture(scope="module")
 def other_process() -> dict[str, Any]:
-    """What a process says that does nothing else: its memory beyond what imports take, and the weights it makes."""
-    job = f"{Path(__file__).parents[2]}/configs/jobs/gpt2_big.py:gpt2_2_5b"
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(Path(__file__).parent), job]
+    """What a process says that does nothing else: its memory beyond what imports take, what it makes and cuts."""
+    big = str(JOBS / "gpt2_big.py:gpt2_2_5b")
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(Path(__file__).parent), big, TINY_GPT]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
@@ -189,6 +196,12 @@ def other_process() -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_processes_make_equal_weights(other_process: dict[str, Any]) -> None:
     assert digest(Assorted) == other_process["digest"]
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_same_fingerprint(other_process: dict[str, Any]) -> None:
+    cut_model = cut(export_job(load_job(TINY_GPT)), num_sections=4, micro_batch_size=2)
+    assert cut_model.fingerprint == other_process["fingerprint"]
 
 
 def test_one_weight_takes_the_memory_of_one_weight() -> None:

@@ -160,7 +160,7 @@ class ShapesCrew:
         with imported_once(spec):
             model = load_and_cut(spec, num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE).model
         units = {unit.id: unit.sections for unit in model.units}
-        names = list(self.members)[: max(_width(shape) for shape, _ in spans) + lose]
+        names = list(self.members)[: _num_needed([shape for shape, _ in spans], lose=lose)]
         try:
             self._set_up(names, spec, model.fingerprint, directory)
             run = _Run(self, units, names, kill_readers_at)
@@ -236,6 +236,19 @@ def _width(shape: Plan | str) -> int:
         return shape.num_workers
     depth, replicas = map(int, shape.split("x"))
     return depth * replicas
+
+
+def _num_replicas(shape: Plan | str) -> int:
+    return shape.num_replicas if isinstance(shape, Plan) else int(shape.partition("x")[2])
+
+
+def _num_needed(shapes: Sequence[Plan | str], *, lose: bool) -> int:
+    """How many workers it takes to have enough in each shape, where the first of one with replicas is lost after it."""
+    lost = num_needed = 0
+    for place_in_row, shape in enumerate(shapes):
+        num_needed = max(num_needed, lost + _width(shape))
+        lost += lose and _num_replicas(shape) > 1 and place_in_row < len(shapes) - 1
+    return num_needed
 
 
 class _Run:
