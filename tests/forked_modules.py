@@ -1,0 +1,109 @@
+"""Modules that run in forks of a process which has loaded torch: a process of their own would load it for seconds.
+
+``subprocess`` is replaced where a test does not look at how such a process starts; another one does.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing import reduction
+from types import SimpleNamespace
+from typing import IO, Any
+
+from tests.runtime.worker_crew import FORKS
+
+
+class Descriptors:
+    """Some of this process, which are those of a process that it starts too."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+
+    def __getstate__(self) -> Any:
+        return [reduction.DupFd(number) for number in self.numbers]
+
+    def __setstate__(self, state: Any) -> None:
+        self.numbers = tuple(one.detach() for one in state)
+
+
+class ForkedModule:
+    """What is needed of the ``Popen`` of ``python -m MODULE``: pipes, descriptors that are passed on, and its end."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: IO[bytes] | int,
+        stdout: IO[bytes] | int | None = None,
+        stderr: IO[bytes] | int | None = None,
+        pass_fds: Sequence[int] = (),
+        env: None = None,
+        start_new_session: bool = False,
+    ) -> None:
+        self.returncode: int | None = None
+        self.stdin, self.stdout, self.stderr = None, None, None
+        theirs: list[int] = []
+        for number, stream in enumerate((stdin, stdout, stderr)):
+            if stream == subprocess.PIPE:
+                read, write = os.pipe()
+                theirs.append(read if number == 0 else write)
+                ours = os.fdopen(write, "wb") if number == 0 else os.fdopen(read, "rb")
+                setattr(self, ("stdin", "stdout", "stderr")[number], ours)
+            elif stream == subprocess.DEVNULL:
+                theirs.append(os.open(os.devnull, os.O_RDWR))
+            else:
+                assert not isinstance(stream, int)
+                theirs.append(os.dup(number if stream is None else stream.fileno()))
+        passed = Descriptors(*theirs, *pass_fds)
+        arguments = (command[1:], pass_fds, passed, start_new_session)
+        self._process = FORKS.Process(target=_run, args=arguments, daemon=True)
+        self._process.start()
+        for descriptor in theirs:
+            os.close(descriptor)
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            self._process.kill()
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (code := self._process.exitcode) is not None:
+            self.returncode = code
+            self._process.close()
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        if self.returncode is None:
+            self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("a module", timeout)
+        return code
+
+
+SUBPROCESS = SimpleNamespace(
+    Popen=ForkedModule,
+    PIPE=subprocess.PIPE,
+    DEVNULL=subprocess.DEVNULL,
+    TimeoutExpired=subprocess.TimeoutExpired,
+)
+"""In place of the module of that name."""
+
+
+def _run(command: Sequence[str], before: Sequence[int], passed: Descriptors, start_new_session: bool) -> None:
+    """Be ``python -m MODULE ARGUMENTS``; descriptors that an argument names have other numbers here."""
+    assert command[0] == "-m"
+    if start_new_session:
+        os.setsid()
+    for number in range(3):
+        os.dup2(passed.numbers[number], number)
+        os.close(passed.numbers[number])
+    numbers = {str(old): str(new) for old, new in zip(before, passed.numbers[3:], strict=True)}
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.argv = [command[1], *(numbers.get(argument, argument) for argument in command[2:])]
+    sys.modules.pop(command[1], None)
+    runpy.run_module(command[1], run_name="__main__")
