@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import reduction
 from types import SimpleNamespace
 from typing import IO, Any
@@ -41,7 +42,7 @@ class ForkedModule:
         stdout: IO[bytes] | int | None = None,
         stderr: IO[bytes] | int | None = None,
         pass_fds: Sequence[int] = (),
-        env: None = None,
+        env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
     ) -> None:
         self.returncode: int | None = None
@@ -59,7 +60,7 @@ class ForkedModule:
                 assert not isinstance(stream, int)
                 theirs.append(os.dup(number if stream is None else stream.fileno()))
         passed = Descriptors(*theirs, *pass_fds)
-        arguments = (command[1:], pass_fds, passed, start_new_session)
+        arguments = (command[1:], (0, 1, 2, *pass_fds), passed, dict(env or os.environ), start_new_session)
         self._process = FORKS.Process(target=_run, args=arguments, daemon=True)
         self._process.start()
         for descriptor in theirs:
@@ -70,6 +71,10 @@ class ForkedModule:
     def kill(self) -> None:
         if self.poll() is None:
             self._process.kill()
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            self._process.terminate()
 
     def poll(self) -> int | None:
         if self.returncode is None and (code := self._process.exitcode) is not None:
@@ -94,16 +99,26 @@ SUBPROCESS = SimpleNamespace(
 """In place of the module of that name."""
 
 
-def _run(command: Sequence[str], before: Sequence[int], passed: Descriptors, start_new_session: bool) -> None:
-    """Be ``python -m MODULE ARGUMENTS``; descriptors that an argument names have other numbers here."""
+def _run(
+    command: Sequence[str],
+    wanted: Sequence[int],
+    passed: Descriptors,
+    environment: Mapping[str, str],
+    start_new_session: bool,
+) -> None:
+    """Be ``python -m MODULE ARGUMENTS``. What is passed on gets the numbers that are ``wanted``."""
     assert command[0] == "-m"
     if start_new_session:
         os.setsid()
-    for number in range(3):
-        os.dup2(passed.numbers[number], number)
-        os.close(passed.numbers[number])
-    numbers = {str(old): str(new) for old, new in zip(before, passed.numbers[3:], strict=True)}
+    os.environ.clear()
+    os.environ.update(environment)
+    aside = [fcntl.fcntl(number, fcntl.F_DUPFD, max(wanted) + 1) for number in passed.numbers]
+    for number in passed.numbers:
+        os.close(number)
+    for number, descriptor in zip(wanted, aside, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     sys.stdin = os.fdopen(0, closefd=False)
-    sys.argv = [command[1], *(numbers.get(argument, argument) for argument in command[2:])]
+    sys.argv = list(command[1:])
     sys.modules.pop(command[1], None)
     runpy.run_module(command[1], run_name="__main__")
