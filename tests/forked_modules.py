@@ -10,12 +10,15 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import reduction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
 from tests.runtime.worker_crew import FORKS
+from tests.waiting import ANSWER_S
 
 
 class Descriptors:
@@ -32,7 +35,7 @@ class Descriptors:
 
 
 class ForkedModule:
-    """What is needed of the ``Popen`` of ``python -m MODULE``: pipes, descriptors that are passed on, and its end."""
+    """What is needed of the ``Popen`` of ``python -m MODULE``, or ``-c``: pipes, descriptors that it gets, its end."""
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class ForkedModule:
         stdout: IO[bytes] | int | None = None,
         stderr: IO[bytes] | int | None = None,
         pass_fds: Sequence[int] = (),
+        cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
     ) -> None:
@@ -60,7 +64,7 @@ class ForkedModule:
                 assert not isinstance(stream, int)
                 theirs.append(os.dup(number if stream is None else stream.fileno()))
         passed = Descriptors(*theirs, *pass_fds)
-        arguments = (command[1:], (0, 1, 2, *pass_fds), passed, dict(env or os.environ), start_new_session)
+        arguments = (command[1:], (0, 1, 2, *pass_fds), passed, dict(env or os.environ), cwd, start_new_session)
         self._process = FORKS.Process(target=_run, args=arguments, daemon=True)
         self._process.start()
         for descriptor in theirs:
@@ -90,6 +94,16 @@ class ForkedModule:
         return code
 
 
+def run_python(*arguments: str, cwd: Path | None = None, timeout: float = ANSWER_S) -> tuple[int, str, str]:
+    """Run ``python ARGUMENTS``, ``-m`` or ``-c``, to its end: its exit code, and what it said on both its streams."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        command = [sys.executable, *arguments]
+        code = ForkedModule(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd=cwd).wait(timeout)
+        for file in (output, errors):
+            file.seek(0)
+        return code, output.read().decode(), errors.read().decode()
+
+
 SUBPROCESS = SimpleNamespace(
     Popen=ForkedModule,
     PIPE=subprocess.PIPE,
@@ -104,12 +118,15 @@ def _run(
     wanted: Sequence[int],
     passed: Descriptors,
     environment: Mapping[str, str],
+    cwd: Path | None,
     start_new_session: bool,
 ) -> None:
-    """Be ``python -m MODULE ARGUMENTS``. What is passed on gets the numbers that are ``wanted``."""
-    assert command[0] == "-m"
+    """Be ``python -m MODULE ARGUMENTS``, or ``-c CODE``. What is passed on gets the numbers that are ``wanted``."""
+    option, module, *_ = command
     if start_new_session:
         os.setsid()
+    if cwd is not None:
+        os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     aside = [fcntl.fcntl(number, fcntl.F_DUPFD, max(wanted) + 1) for number in passed.numbers]
@@ -120,5 +137,8 @@ def _run(
         os.close(descriptor)
     sys.stdin = os.fdopen(0, closefd=False)
     sys.argv = list(command[1:])
-    sys.modules.pop(command[1], None)
-    runpy.run_module(command[1], run_name="__main__")
+    if option == "-c":
+        exec(compile(module, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.modules.pop(module, None)
+        runpy.run_module(module, run_name="__main__")

@@ -107,7 +107,7 @@ class TestMailboxesOnAFakeDevice(LinkContract):
 
 
 @pytest.fixture
-def neighbours(store: StoreHost, pair: Pair) -> Iterator[Neighbours]:  # noqa: ARG001
+def neighbours(store: StoreHost, pair: Pair) -> Iterator[Neighbours]:
     """Lets go of devices that hang before the pair is closed: till then an end of it waits, and the other for that."""
     made = Neighbours(store)
     yield made
