@@ -63,6 +63,7 @@ def test_helpers_compute_beside_this_process_and_are_gone_afterwards(
     assert 1.0 <= found.factor < 20.0
 
 
+@pytest.mark.slow
 def test_with_one_core_there_is_nothing_to_measure(subject: Subject) -> None:
     assert measure_contention(subject, "no section is run", 2, num_cores=1) == ()
 

@@ -122,6 +122,7 @@ class Together(Layers):
 KEPT = [Reversed, ReversedByBatch, Rounded, RoundedWithoutGradient, Together]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_sections", [1, 3])
 @pytest.mark.parametrize("model", KEPT)
 def test_a_function_with_its_own_backward_gives_the_gradients_of_the_plain_model(

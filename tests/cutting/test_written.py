@@ -239,6 +239,7 @@ class ReadsWithoutGradient(Layers):
         return out + self.kept
 
 
+@pytest.mark.slow
 def test_what_runs_without_gradients_still_does_when_the_whole_graph_is_rewritten(tools: Any) -> None:
     job = tools.make_job(ReadsWithoutGradient, mean_loss, ITEMS)
     exported = export_job(job)

@@ -39,6 +39,7 @@ def test_the_loss_falls_and_the_final_checkpoint_is_complete(tmp_path: Path) -> 
         assert read_unit(str(tmp_path), manifest, entry.unit)
 
 
+@pytest.mark.slow
 def test_two_runs_are_the_same_bits(tmp_path: Path) -> None:
     assert run(tmp_path / "one", 3) == run(tmp_path / "other", 3)
 

@@ -189,6 +189,7 @@ def test_the_same_seed_draws_the_same_mini_batches_and_another_seed_others() -> 
     assert len(set(draws(1))) == 6
 
 
+@pytest.mark.slow
 def test_jitter_costs_time_and_is_a_step_of_the_ladder() -> None:
     profiles = [synthetic_profile(batch_size=64, micro_batch_size=2, jitter=jitter) for jitter in (0.01, 0.9)]
     usual = simulate(profiles[0], num_stages=4).expected.mini_batch_s

@@ -21,7 +21,7 @@ def _profile(**changes: object):  # type: ignore[no-untyped-def]
     return synthetic_profile(**(settings | changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2, 5, 6, 13])
+@pytest.mark.parametrize("num_gpus", [1, 2, 5, 6, pytest.param(13, marks=pytest.mark.slow)])
 def test_the_best_plan_is_the_fastest_of_all_shapes_simulated_one_by_one(num_gpus: int) -> None:
     profile = _profile()
     choice = plan(profile, num_gpus=num_gpus, schedule="varuna")
@@ -69,6 +69,7 @@ def test_more_gpus_never_make_the_best_plan_slower(seed: int) -> None:
     assert rates == sorted(rates)
 
 
+@pytest.mark.slow
 def test_pruning_by_the_lower_bound_loses_no_runner_up() -> None:
     rng = np.random.default_rng(5)
     profile = _profile(num_sections=12, forward_s=[float(v) for v in rng.uniform(0.001, 0.01, 12)], latency_s=0.01)

@@ -137,6 +137,7 @@ def test_the_report_turns_into_json(tools: Any) -> None:
     assert [finding["id"] for finding in again["findings"]] == [finding.id for finding in report.findings]
 
 
+@pytest.mark.slow
 def test_the_tiny_gpt_is_clean(tools: Any) -> None:
     from morph.job import load_job
 

@@ -271,6 +271,7 @@ def the_violation(report: DependencyReport) -> Finding:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "settings"), CLEAN, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_an_optimizer_that_keeps_parameters_apart_is_clean(tools: Any, kind: Any, settings: Any) -> None:
     report = report_of(tools, kind, **settings)

@@ -71,6 +71,7 @@ def trained_parameters(run_dir: Path, version: int = NUM_STEPS) -> dict[str, Ten
     return found
 
 
+@pytest.mark.slow
 def test_the_users_model_loads_what_was_exported(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     code, said = morph("export", run_dir, out)

@@ -93,6 +93,7 @@ def test_buffers_end_where_a_plain_loop_brings_them(name: str, tmp_path: Path) -
         torch.testing.assert_close(state[key], loop.model.get_buffer(key), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_with_one_micro_batch_a_step_running_statistics_are_those_of_the_plain_model(tmp_path: Path) -> None:
     """Its counter grows by one a step, and the last bits of its averages agree."""
     job = load_job(spec_of("normed"))
