@@ -86,11 +86,11 @@ class ForkedModule:
             self._process.close()
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             self._process.join(timeout)
         if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired("a module", timeout)
+            raise subprocess.TimeoutExpired("a module", timeout or 0.0)
         return code
 
 
