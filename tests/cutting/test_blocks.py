@@ -10,6 +10,8 @@ from torch.nn import functional
 from morph.cutting import Section, cut, export_job
 from morph.cutting.cuts.report import report_cuts
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 16
 
 
@@ -71,7 +73,6 @@ def blocks_of(section: Section) -> set[str]:
     return {name.split(".")[1] for name in section.parameters if name.startswith("blocks.")}
 
 
-@pytest.mark.slow
 def test_a_model_is_cut_between_its_repeated_blocks(tools: Any) -> None:
     sections = cut(export_job(tools.make_job(lambda: Tower(4), loss, ITEMS)), num_sections=None, micro_batch_size=2)
     assert [blocks_of(section) for section in sections.sections] == [{"0"}, {"1"}, {"2"}, {"3"}]
@@ -94,7 +95,6 @@ def test_more_sections_than_blocks_may_cut_blocks(tools: Any) -> None:
     assert len(model.sections) == 5
 
 
-@pytest.mark.slow
 def test_a_report_names_the_operation_that_no_cut_divides(tools: Any) -> None:
     exported = export_job(tools.make_job(Recurrent, loss, ITEMS, num_sections=1))
     why = report_cuts(exported, cut(exported, num_sections=1, micro_batch_size=2)).bound_by

@@ -16,6 +16,8 @@ from morph.cutting.exporting.exported import GraphJob
 from morph.cutting.exporting.user_functions import UserFunction
 from morph.tracing import check_dependencies
 
+pytestmark = pytest.mark.slow
+
 ITEMS = [
     {
         "x": torch.randn(6, generator=torch.Generator().manual_seed(index)),
@@ -122,7 +124,6 @@ class Together(Layers):
 KEPT = [Reversed, ReversedByBatch, Rounded, RoundedWithoutGradient, Together]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_sections", [1, 3])
 @pytest.mark.parametrize("model", KEPT)
 def test_a_function_with_its_own_backward_gives_the_gradients_of_the_plain_model(

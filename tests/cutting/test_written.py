@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import cut, export_job
 
+pytestmark = pytest.mark.slow
+
 ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(index))} for index in range(8)]
 
 
@@ -239,7 +241,6 @@ class ReadsWithoutGradient(Layers):
         return out + self.kept
 
 
-@pytest.mark.slow
 def test_what_runs_without_gradients_still_does_when_the_whole_graph_is_rewritten(tools: Any) -> None:
     job = tools.make_job(ReadsWithoutGradient, mean_loss, ITEMS)
     exported = export_job(job)

@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from morph.tracing import DependencyReport, Finding
 
+pytestmark = pytest.mark.slow
+
 TINY_GPT = Path(__file__).resolve().parents[2] / "configs/jobs/tiny_gpt.py"
 
 
@@ -137,7 +139,6 @@ def test_the_report_turns_into_json(tools: Any) -> None:
     assert [finding["id"] for finding in again["findings"]] == [finding.id for finding in report.findings]
 
 
-@pytest.mark.slow
 def test_the_tiny_gpt_is_clean(tools: Any) -> None:
     from morph.job import load_job
 
@@ -181,7 +182,6 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "num_tied"), [(gpt2, 1), (llama, 0)])
 def test_transformers_have_no_false_positives(tools: Any, model: Any, num_tied: int) -> None:
     pytest.importorskip("transformers")

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from morph.contract.errors import JobError
 from morph.tracing import DependencyReport, Finding, require_no_violation
 
+pytestmark = pytest.mark.slow
+
 UNITS = ("s0", "s1", "s2")
 HERE = Path(__file__).name
 
@@ -271,7 +273,6 @@ def the_violation(report: DependencyReport) -> Finding:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "settings"), CLEAN, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_an_optimizer_that_keeps_parameters_apart_is_clean(tools: Any, kind: Any, settings: Any) -> None:
     report = report_of(tools, kind, **settings)

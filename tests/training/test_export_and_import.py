@@ -22,6 +22,8 @@ from morph.runtime.process.single import run_single
 from tests.training.shapes_crew import spec_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 2
 
 
@@ -71,7 +73,6 @@ def trained_parameters(run_dir: Path, version: int = NUM_STEPS) -> dict[str, Ten
     return found
 
 
-@pytest.mark.slow
 def test_the_users_model_loads_what_was_exported(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     code, said = morph("export", run_dir, out)
@@ -152,7 +153,6 @@ def gpt2_job(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:job"
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of transformers
 def test_transformers_loads_what_was_exported_and_gives_back_what_can_be_imported(
     gpt2_job: str, tmp_path: Path

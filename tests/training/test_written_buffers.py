@@ -22,6 +22,8 @@ from morph.runtime.workloads.evaluation import evaluation_sections
 from tests.training.shapes_crew import ShapesCrew, make_plan, spec_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, Averaged, Normed
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 5
 
 
@@ -68,7 +70,6 @@ def without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Dropout, "forward", lambda _self, x: x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["normed", "averaged", "normed_fast"])
 @pytest.mark.usefixtures("without_dropout")
 def test_buffers_end_where_a_plain_loop_brings_them(name: str, tmp_path: Path) -> None:
@@ -93,7 +94,6 @@ def test_buffers_end_where_a_plain_loop_brings_them(name: str, tmp_path: Path) -
         torch.testing.assert_close(state[key], loop.model.get_buffer(key), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_with_one_micro_batch_a_step_running_statistics_are_those_of_the_plain_model(tmp_path: Path) -> None:
     """Its counter grows by one a step, and the last bits of its averages agree."""
     job = load_job(spec_of("normed"))
