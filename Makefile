@@ -4,7 +4,8 @@
 #   make test        the tests, those with real processes included: what CI runs
 #   make test-fast   tests without real worker processes, and without the slow ones of the others
 #   make test-long   every test, those too that vary what a cheaper one holds, with 10,000 random histories of the
-#                    controller in place of 200, more members and losses of elastic rings, and whole grids of cases
+#                    controller in place of 200, more random cases, more members and losses of elastic rings, and whole
+#                    grids of cases
 #   make test-gpu    the tests that need a CUDA device: skipped, with the reason, where there is none
 #   make bench-gpu   what a CUDA device takes: sums, copies, NCCL's forming and abort, whole steps beside a plain loop
 #   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED

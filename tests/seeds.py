@@ -7,14 +7,20 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from tests.grids import IS_LONG
 
-def each_seed(num_seeds: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Call a test with ``seed`` from 0 on, so many times; its other arguments are fixtures, the same for all."""
+
+def each_seed(num_seeds: int, *, in_long: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Call a test with ``seed`` from 0 on, so many times; its other arguments are fixtures, the same for all.
+
+    ``in_long``: as many in `make test-long`, where that is more.
+    """
+    count = max(num_seeds, in_long) if IS_LONG else num_seeds
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def every(*args: Any, **fixtures: Any) -> None:
-            for seed in range(num_seeds):
+            for seed in range(count):
                 try:
                     test(*args, seed=seed, **fixtures)
                 except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -121,11 +122,15 @@ def together(lives: Sequence[Life]) -> tuple[Life, ...]:
     """Mark which of a run's VMs were lost together: of those lost alone one was."""
     marked = {(life.vm, life.begun_s): life for life in lives}
     lost = sorted((life for life in lives if life.is_lost), key=_taken_s)
-    while lost:
-        event = [life for life in lost if _taken_s(life) - _taken_s(lost[0]) <= TOGETHER_S]
-        lost = lost[len(event) :]
+    taken_s = [_taken_s(life) for life in lost]
+    begun_s = sorted(life.begun_s for life in lives)
+    ended_s = sorted(max(life.begun_s, life.ended_s) for life in lives)
+    begin = 0
+    while begin < len(lost):
+        end = bisect_right(taken_s, taken_s[begin] + TOGETHER_S, begin)
+        event, begin = lost[begin:end], end
         first_s = min(life.ended_s for life in event)
-        num_there = sum(life.begun_s < first_s <= life.ended_s for life in lives)
+        num_there = bisect_left(begun_s, first_s) - bisect_left(ended_s, first_s)
         update = {"lost_with": len(event), "lost_of": max(num_there, len(event))}
         marked |= {(life.vm, life.begun_s): life.model_copy(update=update) for life in event}
     return tuple(marked.values())

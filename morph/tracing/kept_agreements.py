@@ -20,6 +20,7 @@ from morph.cutting import ExportedJob
 from morph.cutting.exporting.exported import GraphJob, MarkedJob
 from morph.cutting.exporting.user_functions import UserFunction
 from morph.job import Job
+from morph.job_files import file_of
 from morph.tracing.agreement import Agreement
 from morph.user_cache import keep, read_kept
 
@@ -39,7 +40,8 @@ def agreement_key(job: Job, exported: ExportedJob, fingerprint: str, device: tor
     files = {_file_of(sys.modules.get(name)) for name in names} - {None}
     folder = _file_of(sys.modules.get(_defined(job.loss).__module__))
     if folder is not None:
-        loaded = [_file_of(module) for module in list(sys.modules.values())]
+        near = folder.parent.name  # to make a path of each of thousands of modules takes longer than all else
+        loaded = [_file_of(module) for module in list(sys.modules.values()) if near in (file_of(module) or "")]
         files |= {file for file in loaded if file is not None and file.is_relative_to(folder.parent)}
     digests = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file is not None)
     return hashlib.sha256("\n".join(lines + digests).encode()).hexdigest()

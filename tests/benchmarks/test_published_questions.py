@@ -75,6 +75,7 @@ def test_an_anchor_does_not_count_as_a_prediction() -> None:
     assert mean_error(rows) == (pytest.approx(0.2), pytest.approx(0.3))
 
 
+@pytest.mark.slow
 def test_the_command_prints_every_table_beside_the_published_values(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

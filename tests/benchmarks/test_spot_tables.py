@@ -20,6 +20,7 @@ def test_the_thesis_totals_are_met(job: Inferred) -> None:
         assert found == pytest.approx(hours, rel=0.02), policy
 
 
+@pytest.mark.slow
 def test_fewer_nodes_and_more_losses_slow_bamboo_down_as_published() -> None:
     job = bert(11.4)
     first, tenth = (

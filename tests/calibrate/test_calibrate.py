@@ -17,6 +17,7 @@ from morph.contract.errors import JobError, ProfileError
 from morph.contract.profile import Profile, load_profile
 from morph.cutting import cut, export_job
 from morph.job import load_job
+from tests.forked_modules import SUBPROCESS
 
 ROOT = Path(__file__).parents[2]
 JOB = f"{ROOT}/configs/jobs/tiny_gpt.py:job"
@@ -29,6 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 def profile() -> Profile:
     told: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("calibrate.helpers.crew.subprocess", SUBPROCESS)
         patch.setattr("calibrate.computing.contention._WINDOW_S", 0.05)
         patch.setattr("calibrate.computing.contention._processes_that_fit", lambda: 99)  # others leave what they leave
         result = calibrate(JOB, micro_batch_sizes=(4, 2), num_samples=5, progress=lambda _, share: told.append(share))

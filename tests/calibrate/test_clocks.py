@@ -70,6 +70,7 @@ class Task:
         return 7
 
 
+@pytest.mark.slow
 def test_times_are_read_only_after_the_device_is_done_and_kinds_take_turns() -> None:
     order: list[str] = []
     tasks = [Task("a", order), Task("b", order)]

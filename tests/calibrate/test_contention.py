@@ -10,6 +10,7 @@ from calibrate.computing.contention import NUM_ROUNDS, busy_counts, factors, mea
 from calibrate.computing.subject import Subject, load_subject
 from morph.contract.errors import ClusterError
 from morph.contract.profile import Contention
+from tests.forked_modules import SUBPROCESS
 
 pytestmark = pytest.mark.timeout(300)
 JOB = f"{Path(__file__).parents[2]}/configs/jobs/tiny_gpt.py:job"
@@ -54,6 +55,7 @@ def heaviest(subject: Subject) -> str:
 def test_helpers_compute_beside_this_process_and_are_gone_afterwards(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("calibrate.helpers.crew.subprocess", SUBPROCESS)
     monkeypatch.setattr(contention, "_WINDOW_S", 0.05)
     monkeypatch.setattr(contention, "_processes_that_fit", lambda: 99)  # others leave what memory they leave
     (found,) = measure_contention(subject, heaviest(subject), 2, num_cores=2)
@@ -61,6 +63,7 @@ def test_helpers_compute_beside_this_process_and_are_gone_afterwards(
     assert 1.0 <= found.factor < 20.0
 
 
+@pytest.mark.slow
 def test_with_one_core_there_is_nothing_to_measure(subject: Subject) -> None:
     assert measure_contention(subject, "no section is run", 2, num_cores=1) == ()
 
@@ -69,6 +72,7 @@ def test_with_one_core_there_is_nothing_to_measure(subject: Subject) -> None:
 def test_a_helper_that_cannot_load_the_job_is_reported(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
+    monkeypatch.setattr("calibrate.helpers.crew.subprocess", SUBPROCESS)
     monkeypatch.setattr(contention, "_processes_that_fit", lambda: 99)
     missing = replace(subject, job_path="nowhere.py:job")
     with pytest.raises(ClusterError, match=r"measuring contention failed in process 0: .*nowhere\.py"):

@@ -1,25 +1,22 @@
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
+from multiprocessing.connection import Connection
 
 import pytest
 
 from calibrate.writing.storage import temporary_folder
+from tests.runtime.worker_crew import FORKS
+from tests.waiting import ANSWER_S, poll_until
 
-BOUND_S = 150.0
-HOLD = """
-import signal, sys
-from calibrate.writing.storage import temporary_folder
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
-with temporary_folder() as folder:
-    (folder / "state").write_bytes(b"x" * 1000)
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
+
+def hold(line: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
+    with temporary_folder() as folder:
+        (folder / "state").write_bytes(b"x" * 1000)
+        line.send(folder)
+        line.recv()
 
 
 def test_a_folder_goes_with_its_block() -> None:
@@ -34,19 +31,14 @@ def test_a_folder_goes_with_its_block() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_a_folder_goes_with_its_process(ending: signal.Signals) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        folder = Path(process.stdout.readline().strip())
+    line, theirs = FORKS.Pipe()
+    with line, theirs:
+        process = FORKS.Process(target=hold, args=(theirs,), daemon=True)
+        process.start()
+        assert line.poll(ANSWER_S)
+        folder = line.recv()
         assert (folder / "state").is_file()
-        process.send_signal(ending)
-        process.wait(BOUND_S)
-        end_s = time.monotonic() + BOUND_S
-        while folder.exists() and time.monotonic() < end_s:
-            time.sleep(0.01)
-    assert not folder.exists()
+        assert process.pid is not None
+        os.kill(process.pid, ending)
+        process.join(ANSWER_S)
+        poll_until(lambda: not folder.exists(), "the folder to go")

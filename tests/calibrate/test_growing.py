@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from calibrate import calibrate
 from calibrate.computing import compute
+from calibrate.computing.subject import load_subject
 from calibrate.links.network import NetworkMeasurement
 from calibrate.timing.samples import timing
 from calibrate.writing import measure
@@ -15,8 +17,11 @@ from morph.contract.profile import LinkProfile, SendTime
 FOLDER = Path(__file__).parents[2] / "configs/jobs"
 
 
+exported_once = cache(load_subject)
+
+
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def job(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> str:
     """The tiny job with m left open; network, contention and disk are not measured."""
     second = timing([1e-3])
     link = SendTime(size_bytes=1, time=second)
@@ -24,7 +29,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(measure, "measure_network", lambda *_, **__: network)
     monkeypatch.setattr(compute, "measure_contention", lambda *_, **__: ())
     monkeypatch.setattr(measure, "measure_checkpoint_speed", lambda _: 1e9)
-    path = tmp_path / "open_job.py"
+    monkeypatch.setattr(measure, "load_subject", exported_once)
+    path = tmp_path_factory.getbasetemp() / "open_job.py"
     path.write_text(
         "from dataclasses import replace\nfrom morph.job import load_job\n"
         f"job = replace(load_job({str(FOLDER / 'tiny_gpt.py:job')!r}), micro_batch_size=None)\n",
@@ -59,12 +65,14 @@ def test_sizes_stop_growing_where_memory_does_end(job: str, monkeypatch: pytest.
     assert calibrate(job, num_samples=5).micro_batch_sizes == (1, 2)
 
 
+@pytest.mark.slow
 def test_a_size_that_was_asked_for_and_does_not_fit_is_refused(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_memory_from(monkeypatch, 4)
     with pytest.raises(JobError, match=r"micro_batch_size: .* do not fit into the device's memory \(got 4\)"):
         calibrate(job, micro_batch_sizes=(2, 4), num_samples=5)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_model_is_not_taken_for_a_lack_of_memory(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("shapes do not match")

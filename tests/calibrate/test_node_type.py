@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,15 @@ def test_a_type_of_the_same_name_is_replaced_and_others_stay() -> None:
     assert again.for_node_type("a").intra_node == link(5e-3)
 
 
+exported_once = cache(load_subject)
+
+
 @pytest.fixture(scope="module")
 def tiny() -> dict[str, Any]:
     """A profile of the tiny job as a file would hold it, with times from nowhere, and without what is optional."""
     import torch
 
-    subject = load_subject(JOB, torch.device("cpu"))
+    subject = exported_once(JOB, torch.device("cpu"), 6)
     model = subject.cut(2)
     made = synthetic_profile(num_sections=len(model.sections), batch_size=12, micro_batch_sizes=(2,))
     content: dict[str, Any] = json.loads(made.model_dump_json(exclude_defaults=True))
@@ -128,6 +132,7 @@ def test_adding_a_type_leaves_all_else_bit_for_bit(
     assert there.sections[1].parameter_bytes == load_profile(path).sections[1].parameter_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
@@ -138,6 +143,7 @@ def test_adding_a_type_leaves_all_else_bit_for_bit(
 def test_a_profile_of_another_job_is_refused_before_anything_is_measured(
     tiny: dict[str, Any], field: str, value: object, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(node_type, "load_subject", exported_once)
     monkeypatch.setattr(node_type, "measure_compute", lambda *_, **__: pytest.fail("it was measured"))
     profile = Profile.model_validate({**tiny, "job": {**tiny["job"], field: value}})
     with pytest.raises(ProfileError, match=problem):

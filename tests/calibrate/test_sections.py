@@ -15,6 +15,7 @@ from calibrate.computing.subject import Subject, load_subject
 from calibrate.timing.samples import Sampling
 from morph.cutting import CutModel
 from morph.job import LossScaling
+from tests.forked_modules import SUBPROCESS
 
 pytestmark = pytest.mark.slow
 
@@ -109,9 +110,13 @@ def test_kinds_are_dealt_so_that_devices_finish_together() -> None:
 
 
 def test_several_devices_measure_side_by_side_the_same_kinds(
-    subject: Subject, model: CutModel, measured: dict[str, SectionMeasurement]
+    subject: Subject,
+    model: CutModel,
+    measured: dict[str, SectionMeasurement],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On two "devices" that are both the CPU: sizes are the same, times are of no use."""
+    monkeypatch.setattr("calibrate.helpers.crew.subprocess", SUBPROCESS)
     with meter_of(subject, [subject.device, subject.device]) as meter:
         found = meter.measure(model, Sampling(budget_s=0.0, most=5))
     assert found.keys() == measured.keys()

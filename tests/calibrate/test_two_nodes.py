@@ -111,6 +111,7 @@ def test_a_node_of_another_version_is_refused_by_name(monkeypatch: pytest.Monkey
     assert f"waited {BOUND_S:g} s for another node to measure with" in str(lent.errors[0])
 
 
+@pytest.mark.slow
 def test_a_failure_on_the_other_node_is_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
     children = _children()
 

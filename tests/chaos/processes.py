@@ -24,10 +24,12 @@ class Family:
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._known: dict[int, psutil.Process] = {}
+        self._strangers = set(psutil.process_iter())
+        """Who was there before: to look at them again and again takes longer than all else here."""
 
     def look(self) -> list[psutil.Process]:
         """Every process of the run that lives now. To be called often: an orphan is known by its parent."""
-        found = {process.pid: process for process in psutil.process_iter()}
+        found = {process.pid: process for process in psutil.process_iter() if process not in self._strangers}
         for process in found.values():
             if process.pid not in self._known and self._is_marked(process):
                 self._known[process.pid] = process

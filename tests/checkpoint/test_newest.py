@@ -113,6 +113,7 @@ def test_a_flipped_bit_is_found_when_every_byte_is_read(local: str) -> None:
     assert newest(local, every_byte=True) == 2
 
 
+@pytest.mark.slow
 def test_no_byte_of_any_file_can_be_flipped_or_lost_unnoticed(local: str) -> None:
     save(local, 2, 4)
     folder = Path(version_url(local, 4))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.cli.given import JOBS, Given
+from tests.forked_modules import run_python
 
 
 @pytest.mark.parametrize(
@@ -89,17 +86,10 @@ for command, *options in (
 def test_a_model_that_branches_on_its_data_is_refused_in_one_line_that_names_the_branch(given: Given) -> None:
     """In a process of its own: torch writes whole graphs to the real standard error, past what a test replaces."""
     number = next(index for index, line in enumerate(JOBS.splitlines(), 1) if "HERE" in line)
-    done = subprocess.run(
-        [sys.executable, "-c", BOTH_COMMANDS],
-        cwd=given.folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.stdout.split() == ["2", "2"], done.stderr
-    said = done.stderr.splitlines()
-    assert len(said) == 2, done.stderr
+    _, codes, errors = run_python("-c", BOTH_COMMANDS, cwd=given.folder)
+    assert codes.split() == ["2", "2"], errors
+    said = errors.splitlines()
+    assert len(said) == 2, errors
     for line in said:
         assert line.startswith("error: ")
         assert f"jobs.py:{number}: Branching cannot be exported" in line

@@ -28,6 +28,7 @@ def test_a_shape_that_cannot_be_is_refused(given: Given, arguments: tuple[object
     assert f"{path}: {problem}" in given.refused(arguments[0], path, *arguments[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

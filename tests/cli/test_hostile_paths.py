@@ -54,6 +54,7 @@ def test_a_trace_names_no_vm_like_a_path(name: str) -> None:
         parse_trace([HEADER, f"0,add,{name},z,t,s"], "trace.csv")
 
 
+@pytest.mark.slow
 def test_weights_that_are_named_like_paths_are_no_weights_of_the_model(tmp_path: Path) -> None:
     hostile = tmp_path / "weights.safetensors"
     safetensors.torch.save_file({"../../elsewhere": torch.zeros(1), "/elsewhere": torch.zeros(1)}, str(hostile))

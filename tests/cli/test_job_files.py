@@ -87,6 +87,7 @@ def test_a_right_job_file_says_what_would_run(given: Given) -> None:
     assert not given.run_dir.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "told"),
     [

@@ -42,6 +42,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert loaded.splitlines()[-1] == "LOADED []"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_loads_nothing_heavy(name: str) -> None:
     loaded = run_python(

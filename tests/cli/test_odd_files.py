@@ -125,6 +125,7 @@ ODD: tuple[Any, ...] = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data(), kind=st.sampled_from(sorted(FILES)))
 def test_odd_values_are_taken_or_refused_in_one_line(

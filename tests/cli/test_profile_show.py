@@ -65,6 +65,7 @@ def test_another_type_of_node_is_shown_as_it_is_there(path: Path) -> None:
     assert f"{path}: --node-type: is not among the profile's node types (got 'large'); allowed: small" in result.stderr
 
 
+@pytest.mark.slow
 def test_its_curves_are_drawn(path: Path, tmp_path: Path) -> None:
     picture = tmp_path / "curves.png"
     assert "Drew" in shown(path, "--png", picture)
@@ -72,6 +73,7 @@ def test_its_curves_are_drawn(path: Path, tmp_path: Path) -> None:
     assert picture.stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_a_profile_without_all_reduces_or_spreads_is_drawn_too(tmp_path: Path) -> None:
     bare = synthetic_profile(num_sections=2, micro_batch_sizes=(1,)).model_copy(update={"all_reduce": ()})
     file = tmp_path / "bare.json"

@@ -74,6 +74,7 @@ def test_drawn_traces_end_with_the_steps_that_were_asked_for(files: tuple[str, s
     assert all(row["finished"] and row["usd"] is None for row in rows)
 
 
+@pytest.mark.slow
 def test_morph_decides_by_the_policy_of_a_cluster_file(files: tuple[str, str], tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("policy: {redundancy: 'off'}")
@@ -86,6 +87,7 @@ def test_morph_decides_by_the_policy_of_a_cluster_file(files: tuple[str, str], t
     assert json.loads(given) != json.loads(on)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vms", "same_as"),
     [

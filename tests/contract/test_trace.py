@@ -199,6 +199,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
         load_trace(path)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 200), st.integers(1, 6))
 def test_who_takes_fewer_vms_has_as_many_as_there_are_up_to_that(seed: int, most: int) -> None:
     trace = spot_model(8, losses_per_vm_h=6, bulk_share=0.3, replacement_s=600, noticed=0.5).draw(seed, 7200)

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from morph.cutting import Section, cut, export_job
 from morph.cutting.cuts.report import report_cuts
+
+pytestmark = pytest.mark.slow
 
 WIDTH = 16
 

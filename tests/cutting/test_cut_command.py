@@ -28,6 +28,7 @@ def report() -> CutReport:
     return report_cuts(exported, cut(exported, num_sections=6, micro_batch_size=2))
 
 
+@pytest.mark.slow
 def test_json_holds_everything_that_was_found() -> None:
     result = run(TINY_GPT, "--json")
     assert result.exit_code == 0
@@ -39,6 +40,7 @@ def test_json_holds_everything_that_was_found() -> None:
     assert found["not_recorded"] is None
 
 
+@pytest.mark.slow
 def test_each_cut_names_its_module_and_line(report: CutReport) -> None:
     lines = (ROOT / "configs/jobs/tiny_gpt.py").read_text().splitlines()
     for entry in report.cuts:
@@ -76,6 +78,7 @@ def test_each_chosen_cut_lies_on_the_curve(report: CutReport) -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_tables_say_where_and_what(tmp_path: Path) -> None:
     result = run(TINY_GPT, "-k", "3", "--m", "4", "--png", str(tmp_path / "cuts.png"))
     assert result.exit_code == 0

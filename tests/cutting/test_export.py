@@ -86,6 +86,7 @@ def test_a_refused_model_names_the_line_and_a_way_out(tools: Any, model: type, p
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [WritesInPlace, WritesThroughAView])
 def test_in_place_operations_become_functional(tools: Any, model: Callable[[], nn.Module]) -> None:
     job = tools.make_job(model, mean_loss, ITEMS)

@@ -17,6 +17,8 @@ from morph.cutting.cuts.report import report_cuts
 from morph.cutting.exporting.exported import GraphJob, MarkedJob
 from tests.cutting.zoo import ZOO
 
+pytestmark = pytest.mark.slow
+
 ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(i)), "keep": torch.ones(6)} for i in range(8)]
 
 
@@ -151,7 +153,6 @@ def test_marks_in_a_loop_cut_a_forward_with_code_between_modules(tools: Any) -> 
     check_against_whole(tools, job, exported, model, ITEMS)
 
 
-@pytest.mark.slow
 def test_experts_that_pick_their_tokens_are_refused_with_a_line_and_run_with_marks(tools: Any) -> None:
     def model() -> nn.Module:
         return nn.Sequential(*(Experts() for _ in range(3)))
@@ -220,7 +221,6 @@ def test_an_unknown_name_is_refused(tools: Any, names: list[str]) -> None:
         cut(exported, num_sections=None, micro_batch_size=2)
 
 
-@pytest.mark.slow
 def test_names_of_an_exportable_model_pin_its_cuts(tools: Any) -> None:
     model, loss, items = ZOO["gpt2"]
     job = tools.make_job(model, loss, items, cut_points=["transformer.h.1", "transformer.h.1.mlp"])

@@ -121,6 +121,7 @@ def test_samples_that_cannot_stand_alone_are_taken_in_halves(tools: Any) -> None
     assert "in halves" in sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_models_of_others_are_means_with_their_dropout(tools: Any, name: str) -> None:
     assert loss_warnings(tools.make_job(*ZOO[name])) == ()

@@ -58,6 +58,7 @@ def test_values_that_pass_through_get_their_whole_gradient(tools: Any, num_secti
     assert False in flags
 
 
+@pytest.mark.slow
 def test_training_section_by_section_learns() -> None:
     torch.set_num_threads(1)
     job = load_job(TINY_GPT)

@@ -16,6 +16,8 @@ from morph.cutting.exporting.exported import GraphJob
 from morph.cutting.exporting.user_functions import UserFunction
 from morph.tracing import check_dependencies
 
+pytestmark = pytest.mark.slow
+
 ITEMS = [
     {
         "x": torch.randn(6, generator=torch.Generator().manual_seed(index)),

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from morph.contract.errors import ExportError, JobError
 from morph.cutting import cut, export_job
 
+pytestmark = pytest.mark.slow
+
 ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(index))} for index in range(8)]
 
 

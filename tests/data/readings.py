@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -12,6 +13,7 @@ from morph.data import DataWorkers, MicroBatchLoader
 from morph.job import load_job
 from tests.data import read_jobs
 from tests.data.read_jobs import Drawn
+from tests.forked_modules import SUBPROCESS
 from tests.waiting import poll_until
 
 KEYS = ("x", "picture", "even", "half", "none")
@@ -52,13 +54,15 @@ class Reading:
 
 
 @contextmanager
-def reading(name: str, count: int = 2, **options: Any) -> Iterator[Reading]:
-    found = Reading(name, count, **options)
-    try:
-        poll_until(lambda: is_ready(found.workers), "data workers")
-        yield found
-    finally:
-        found.workers.close()
+def reading(name: str, count: int = 2, *, is_forked: bool = True, **options: Any) -> Iterator[Reading]:
+    """``is_forked``: its data workers load no torch, as they do where a user starts them."""
+    with mock.patch("morph.data.ahead.subprocess", SUBPROCESS) if is_forked else nullcontext():
+        found = Reading(name, count, **options)
+        try:
+            poll_until(lambda: is_ready(found.workers), "data workers")
+            yield found
+        finally:
+            found.workers.close()
 
 
 def step_of(step: int) -> list[tuple[int, int]]:

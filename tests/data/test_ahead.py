@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from morph.job import load_job
 from tests.data import read_jobs
 from tests.data.read_jobs import BROKEN
 from tests.data.readings import KEYS, M, Reading, is_ready, reading, spec_of, step_of
-from tests.waiting import poll_until
+from tests.runtime.worker_crew import FORKS
+from tests.waiting import ANSWER_S, poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -37,7 +37,7 @@ def is_there(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Reading]:
-    with reading("drawn") as found:
+    with reading("drawn", is_forked=False) as found:
         yield found
 
 
@@ -181,7 +181,7 @@ def test_a_data_worker_does_without_the_compiler_also_with_deterministic_kernels
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error")
     try:
-        with reading("loaded", 1) as found:
+        with reading("loaded", 1, is_forked=False) as found:
             found.expect(step_of(0), ["compiler", "determinism"])
             batch = found.ahead.load(0, 0, ["compiler", "determinism"])
     finally:
@@ -211,7 +211,7 @@ def test_a_data_worker_that_cannot_build_its_data_set_is_not_used(monkeypatch: p
 @pytest.mark.usefixtures("shared")  # what the first data workers of a process open stays open
 def test_closing_leaves_no_process_and_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    with reading("drawn") as found:
+    with reading("drawn", 1, is_forked=False) as found:
         found.expect(step_of(0))
         found.same(0, 0)
         pids = found.workers.pids
@@ -220,21 +220,24 @@ def test_closing_leaves_no_process_and_no_descriptor() -> None:
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
+def read_for_ever(line: Connection) -> None:
+    with reading("slow", 1, is_forked=False) as found:
+        found.expect(step_of(0))
+        line.send(found.workers.pids)
+        line.recv()
+
+
 def test_data_workers_end_with_a_worker_that_is_killed_while_they_read() -> None:
-    code = (
-        "import sys; from tests.data.readings import reading, step_of\n"
-        "with reading('slow', 1) as found:\n"
-        "    found.expect(step_of(0)); print(*found.workers.pids, flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as worker:
-        assert worker.stdout is not None
-        pids = [int(pid) for pid in worker.stdout.readline().split()]
-        assert len(pids) == 1
-        assert all(is_there(pid) for pid in pids)
+    line, theirs = FORKS.Pipe()
+    with line, theirs:
+        worker = FORKS.Process(target=read_for_ever, args=(theirs,), daemon=True)
+        worker.start()
+        assert line.poll(ANSWER_S)
+        (pid,) = line.recv()
+        assert is_there(pid)
         worker.kill()
-        poll_until(lambda: not any(is_there(pid) for pid in pids), "data workers to end with their worker")
+        poll_until(lambda: not is_there(pid), "data workers to end with their worker")
+        worker.join()
 
 
 def test_batches_for_a_device_are_contiguous_and_pinned(drawn: Reading, monkeypatch: pytest.MonkeyPatch) -> None:

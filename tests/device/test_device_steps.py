@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked_modules import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = (ROOT / "docs/gpu.md").read_text().splitlines()
@@ -15,23 +14,15 @@ TIMEOUT_S = 280
 AGAIN = "what a step asks has changed; look at what python -m benchmarks.device_steps --write docs/gpu.md changes"
 
 
-def run_python(*arguments: str) -> str:
-    found = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr[-4000:]
-    return found.stdout
+def said(*arguments: str) -> str:
+    code, output, errors = run_python(*arguments, timeout=TIMEOUT_S)
+    assert code == 0, errors[-4000:]
+    return output
 
 
 def documented(*names: str) -> None:
     """Assert that what is counted for some jobs is what the docs say."""
-    counted = run_python("-m", "benchmarks.device_steps", *(word for name in names for word in ("--job", name)))
+    counted = said("-m", "benchmarks.device_steps", *(word for name in names for word in ("--job", name)))
     jobs, sites = counted.strip().split("\n\n")
     for row in jobs.splitlines():
         assert row in DOCS, f"{AGAIN}\n{row}"
@@ -82,7 +73,7 @@ for site, number in sorted(counting.counts.sites.items()):
 
 @pytest.mark.slow
 def test_syncs_and_copies_of_a_device_are_counted_and_mixed_devices_refused() -> None:
-    assert run_python("-c", _CHECKS).splitlines() == [
+    assert said("-c", _CHECKS).splitlines() == [
         "refused: True",
         "sync False 3 21",
         "to device False 1 16",

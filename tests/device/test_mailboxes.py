@@ -107,7 +107,8 @@ class TestMailboxesOnAFakeDevice(LinkContract):
 
 
 @pytest.fixture
-def neighbours(store: StoreHost) -> Iterator[Neighbours]:
+def neighbours(store: StoreHost, pair: Pair) -> Iterator[Neighbours]:
+    """Lets go of devices that hang before the pair is closed: till then an end of it waits, and the other for that."""
     made = Neighbours(store)
     yield made
     for device in made.devices.values():
@@ -153,6 +154,8 @@ def test_sending_waits_for_no_device_that_hangs_and_an_abort_ends_every_wait(
     neighbours.devices["a"].hang()
     arriving = links["b"].receive([Spec((4,))])
     leaving = links["a"].send([torch.ones(4)])
+    filling = neighbours.rooms["a"].box(0)._stream.entries  # type: ignore[attr-defined]
+    poll(lambda: len(filling) == 3, "its end to wait for the device")
     for name, transfer in (("a", leaving), ("b", arriving)):
         pair.interrupts[name].abort()
         with pytest.raises(GenerationAborted):

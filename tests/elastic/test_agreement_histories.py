@@ -41,6 +41,7 @@ LOSSES = [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2), (5, 1), (6, 1)]
 LOSSES += [(4, 3), (5, 2), (5, 3), (6, 2), (6, 3)] if IS_LONG else [(4, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_members", "num_killed"), LOSSES)
 def test_after_losses_one_ring_is_left_with_equal_states(num_members: int, num_killed: int) -> None:
     for scenario in scenarios(num_members, num_killed):

@@ -157,7 +157,7 @@ def test_a_silent_worker_is_left_out_and_told(start: Callable[..., Job], quiet: 
 
 
 def test_with_batches_of_its_own_the_survivors_agree(start: Callable[..., Job]) -> None:
-    job = start("--workers", "3", is_forked=False, OWN_LOADER="1", FAULTS=json.dumps({"5": {"kill": [2]}}))
+    job = start("--workers", "3", OWN_LOADER="1", FAULTS=json.dumps({"5": {"kill": [2]}}))
     assert job.wait() == 0, job.log
     one, other = job.ends()
     assert one == other

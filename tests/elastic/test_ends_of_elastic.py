@@ -16,6 +16,8 @@ import pytest
 
 from manager.machine.gone import runs
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 100.0
 STUBBORN = """
 import pathlib, signal, sys, time

@@ -91,12 +91,17 @@ def die_in_the_middle_of_a_model() -> None:
     Incoming.pour = pour  # type: ignore[method-assign]
 
 
-def die_together(step: int, num: int) -> None:
-    """End this process and the others that are to end at a step, once all are there: no ring is formed between."""
-    (FOLDER / f"dying-{step}-{os.getpid()}").touch()
-    while len(pids := [int(path.name.split("-")[-1]) for path in FOLDER.glob(f"dying-{step}-*")]) < num:
+def meet(step: int, num: int) -> list[int]:
+    """Wait for the others that are to end at a step, in the middle of it: none sees another go. Returns all of them."""
+    (FOLDER / f"going-{step}-{os.getpid()}").touch()
+    while len(pids := [int(path.name.split("-")[-1]) for path in FOLDER.glob(f"going-{step}-*")]) < num:
         time.sleep(0.005)
-    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+    return pids
+
+
+def die_together(step: int, num: int) -> None:
+    """End this process and the others that are to end at a step: no ring is formed between."""
+    for pid in sorted(meet(step, num), key=lambda pid: pid == os.getpid()):
         with suppress(ProcessLookupError):  # another one of them was here first
             os.kill(pid, signal.SIGKILL)
 
@@ -111,6 +116,7 @@ def meet_faults(optimizer: morph.elastic.Optimizer, first_rank: int, met: set[in
     if first_rank in faults.get("kill", []):
         die_together(step, len(faults["kill"]))
     if first_rank in faults.get("exit", []):
+        meet(step, len(faults["exit"]))
         sys.exit(3)
     if first_rank in faults.get("stop", []):
         (FOLDER / "stopped").write_text(str(os.getpid()))

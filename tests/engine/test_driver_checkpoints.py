@@ -151,6 +151,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_noted_and_the_new_one_counts
     assert facts[0].detail == "OSError: busy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusal", [(503, "ServerBusy"), (403, "AuthenticationFailed")], ids=["away", "expired"])
 def test_ten_minutes_without_storage_cost_no_step_and_are_told_once(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, refusal: tuple[int, str]

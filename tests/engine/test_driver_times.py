@@ -32,6 +32,7 @@ def note_times(run: Run) -> None:
     run.react = react
 
 
+@pytest.mark.slow
 def test_compute_times_reach_the_controller_as_one_event_an_interval(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,8 +177,9 @@ def reset(server: LinkServer, worker: str, role: str) -> None:
         caller.connection.close()
 
 
+@pytest.mark.slow
 def test_many_workers_of_one_address_come_at_once(scene: LinkScene) -> None:
-    homes = [scene.home(f"vm{number}") for number in range(300)]
+    homes = [scene.home(f"vm{number}") for number in range(150)]
     talks = [Talk(home, lambda: None, lambda _: None) for home in homes]
     for talk in talks:
         scene.callers.run(talk.hear)

@@ -193,6 +193,7 @@ def crowd(address: tuple[str, int], number: int = NUM_STRANGERS, said: bytes = b
         process.wait(BOUND_S)
 
 
+@pytest.mark.slow
 def test_a_crowd_of_silent_strangers_keeps_nobody_out_and_is_not_held(scene: Scene) -> None:
     scene.come()
     before = psutil.Process().num_fds()

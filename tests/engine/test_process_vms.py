@@ -20,6 +20,7 @@ from morph.contract.messages import Failed
 from morph.link.proof import new_secret
 from morph.runtime.process.messages import ANSWER, pack, parts
 from tests.engine.link_scene import Told
+from tests.forked_modules import SUBPROCESS
 from tests.worker_setup import SETUP
 
 pytestmark = pytest.mark.slow
@@ -56,8 +57,9 @@ class Manager:
 
 
 @pytest.fixture
-def first(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]:
+def first(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
     """One whose successor is waited for, for as long as a test says; a VM is up."""
+    monkeypatch.setattr("manager.engine.local_vms.host_line.subprocess", SUBPROCESS)
     patience_s = getattr(request, "param", BOUND_S)
     manager = Manager(tmp_path / "log", Entrance(listen("127.0.0.1"), new_secret()), patience_s=patience_s)
     manager.vms.start(manager.entrance.listening)

@@ -92,6 +92,7 @@ for number in range(15):
 """
 
 
+@pytest.mark.slow
 def test_several_managers_write_at_once_and_nothing_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "not there yet" / FILE_NAME
     writers = [

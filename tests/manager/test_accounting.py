@@ -63,6 +63,7 @@ def test_a_killed_step_is_lost_and_the_change_of_shape_is_no_bubble(tmp_path: Pa
     assert account.parts_ns[Part.SPARE] > 0, "one of five has no place in 2x2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_the_parts_add_up_to_the_nodes_lives_in_any_history(tmp_path: Path, seed: int) -> None:
     faults, num_nodes, _ = random_faults(seed)

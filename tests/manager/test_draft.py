@@ -13,6 +13,7 @@ from simulated_job import PLANS
 from manager.controller.shape import choosing
 from manager.controller.state.draft import Draft
 from manager.controller.state.state import Phase
+from tests.grids import IS_LONG
 
 
 def test_the_best_shape_is_chosen_once_when_a_planned_change_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +42,7 @@ def test_what_was_chosen_is_what_would_be_chosen_now_in_every_history(monkeypatc
         return kept
 
     monkeypatch.setattr(Draft, "once", checked)
-    play_all(range(100))
+    play_all(range(100 if IS_LONG else 40))
     assert num_kept > 100
 
 

@@ -22,12 +22,13 @@ from manager.controller.state.draft import Draft
 from manager.controller.state.events import CheckpointFound, CheckpointNotFound
 from manager.controller.state.reasons import ReasonCode
 from manager.controller.state.state import Phase
+from tests.grids import IS_LONG
 
 pytestmark = pytest.mark.slow
 
 NUM_HISTORIES = int(os.environ.get("MORPH_HISTORIES", "200"))
 SEEDS_AT_ONCE = 50
-REACHING = 250
+REACHING = 200
 """So many are asked what they came to."""
 
 
@@ -48,8 +49,9 @@ def test_every_history_keeps_the_invariants_and_ends(played: list[Reached]) -> N
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
 def test_workers_dying_at_once_in_any_phase_cost_no_step_without_a_word(phase: Phase, count: int) -> None:
-    reached = sum(play_deaths(phase, count, seed).entered[phase] > 0 for seed in range(12))
-    assert reached >= (1 if phase is Phase.HOLDING else 12)
+    seeds = range(12 if IS_LONG or phase is Phase.HOLDING else 4)  # few come to a holding
+    reached = sum(play_deaths(phase, count, seed).entered[phase] > 0 for seed in seeds)
+    assert reached >= (1 if phase is Phase.HOLDING else len(seeds))
 
 
 def play_deaths(phase: Phase, count: int, seed: int) -> SimulatedCluster:

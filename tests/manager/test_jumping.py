@@ -18,6 +18,7 @@ from manager.simulation.spot.job import Durations, SpotJob
 from morph.contract.cluster import Policy
 from morph.contract.messages import Prepared
 from morph.contract.plan import Plan
+from tests.grids import cells
 
 EXACT = Durations(  # sums of these are exact, in whatever order they are added
     noticed_s=0.125,
@@ -92,8 +93,7 @@ def is_step(event: Event) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [None, 200])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "every"), cells(range(4), [None, 200]))
 def test_every_later_event_and_decision_is_the_same(seed: int, every: int | None) -> None:
     slow, all_told = history_of(seed, jumps=False, every=every)
     fast, told = history_of(seed, jumps=True, every=every)

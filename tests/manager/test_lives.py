@@ -257,6 +257,7 @@ def test_a_vm_that_a_new_manager_does_not_find_is_lost_unless_it_waited_for_it_i
     assert (lives["b"].ending, lives["b"].ended_s) == (Ending.REVOKED, 1000.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(16))
 def test_in_any_history_each_vm_has_its_lives_one_after_the_other(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

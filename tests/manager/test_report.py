@@ -48,6 +48,7 @@ def test_an_undisturbed_run_has_one_shape_and_no_morph(tmp_path: Path) -> None:
     assert [count.num_vms for count in report.vms] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_what_is_expected_on_shared_cores_is_told_beside_what_is_expected_of_a_device_each(tmp_path: Path) -> None:
     cluster = JournalledCluster(0, tmp_path, Faults(), expected_nodes=4, shared_mini_batch_s={"2x2": 3.25})
     assert cluster.run(4).outcome == "finished"
@@ -94,6 +95,7 @@ class InjectedCluster(JournalledCluster):
         super().kill(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [JournalledCluster, InjectedCluster])
 def test_a_loss_that_was_injected_is_told_from_a_real_one(kind: type[JournalledCluster], tmp_path: Path) -> None:
     cluster = kind(0, tmp_path, Faults(deaths_after_s=((6.0, 1),)), expected_nodes=6)

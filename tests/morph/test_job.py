@@ -10,6 +10,7 @@ import pytest
 
 from morph.contract.errors import JobError
 from morph.job import Job, load_job
+from tests.forked_modules import run_python
 
 ROOT = Path(__file__).parents[2]
 HEADER = "from morph import Job\nnothing = lambda *_: None\n"
@@ -133,8 +134,9 @@ def test_the_examples_load(name: str) -> None:
 def test_the_standard_library_text_is_the_same_in_every_process() -> None:
     load = "from morph.job import load_job; import hashlib, sys; data = load_job(sys.argv[1]).dataset()"
     script = f"{load}; print(len(data), data[7]['input_ids'].tolist(), hashlib.sha256(data.text).hexdigest())"
-    command = [sys.executable, "-c", script, f"{ROOT}/configs/jobs/gpt2_stdlib.py:job"]
-    other = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
-    data = load_job(command[-1]).dataset()
+    job = f"{ROOT}/configs/jobs/gpt2_stdlib.py:job"
+    _, other, errors = run_python("-c", script, job)
+    assert errors == ""
+    data = load_job(job).dataset()
     assert other == f"{len(data)} {data[7]['input_ids'].tolist()} {hashlib.sha256(data.text).hexdigest()}\n"
     assert len(data) > 10_000

@@ -120,6 +120,7 @@ def test_the_same_request_again_gets_the_same_vms_and_no_others(case: Case) -> N
     assert len(case.provider.list()) == 2
 
 
+@pytest.mark.slow
 def test_more_than_there_is_is_granted_in_part_and_then_refused(case: Case) -> None:
     granted = case.provider.request("a", ROOM + 2)
     assert len(granted) == ROOM

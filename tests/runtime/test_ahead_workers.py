@@ -201,6 +201,7 @@ def alone(directory: Path, version: int) -> dict[str, bytes]:
     return made.weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "first", "after", "then"),
     [

@@ -28,6 +28,7 @@ def workload(tiny: CutJob) -> JobWorkload:
     return JobWorkload(setup)
 
 
+@pytest.mark.slow
 def test_a_unit_that_is_about_to_be_loaded_draws_nothing_and_becomes_what_was_sent(
     workload: JobWorkload, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,7 @@ def test_probes_between_steps_of_sections_held_or_not_change_no_bit(tiny_job: Ti
     assert probed.written(2) == plain.written(2)
 
 
+@pytest.mark.slow
 def test_a_probe_finds_a_slow_spell_and_its_end(
     tiny_job: TinyJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_probe_finds_a_slow_spell_and_its_end(
     assert probe(5, healthy_s) < 4
 
 
+@pytest.mark.slow
 def test_heartbeats_tell_what_each_micro_batch_took(tiny_job: TinyJob, tmp_path: Path) -> None:
     alone = Alone(tiny_job, tmp_path)
     alone.form()
@@ -191,6 +193,7 @@ def test_heartbeats_tell_what_each_micro_batch_took(tiny_job: TinyJob, tmp_path:
     assert alone.worker.heartbeat(0.0).times is None
 
 
+@pytest.mark.slow
 def test_sections_that_cannot_be_probed_are_told_as_an_error(tiny_job: TinyJob, tmp_path: Path) -> None:
     alone = Alone(tiny_job, tmp_path)
     answer = alone.worker.probe(ProbeOrder(probe=1, step=0, first_section=90, end_section=91, healthy_s=1.0))

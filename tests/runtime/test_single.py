@@ -13,6 +13,8 @@ from morph.runtime.process.worker import Worker
 from morph.runtime.state import accumulators, unit_state
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
 
+pytestmark = pytest.mark.slow
+
 
 def run(directory: Path, steps: int, num_sections: int | None = NUM_SECTIONS) -> tuple[dict[str, str], list[float]]:
     losses: list[float] = []
@@ -27,7 +29,6 @@ def run(directory: Path, steps: int, num_sections: int | None = NUM_SECTIONS) ->
     return {entry.unit: entry.sha256 for entry in manifest.units}, losses
 
 
-@pytest.mark.slow
 def test_the_loss_falls_and_the_final_checkpoint_is_complete(tmp_path: Path) -> None:
     _, losses = run(tmp_path, 25)
     assert len(losses) == 25

@@ -96,6 +96,7 @@ def whole(tiny: CutJob) -> Ran:
     return run(tiny, (), recompute=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("bounds", PARTITIONS, ids=lambda bounds: "|".join(map(str, bounds)) or "whole")
 def test_every_grouping_gives_the_same_bits(tiny: CutJob, whole: Ran, bounds: tuple[int, ...], recompute: bool) -> None:

@@ -78,6 +78,7 @@ def forming_ends(groups: list[GroupSpec], chance: list[int]) -> bool:
 BOUNDS = st.lists(st.integers(1, NUM_SECTIONS - 1), unique=True, max_size=5).map(sorted)
 
 
+@pytest.mark.slow
 @given(BOUNDS, st.integers(1, 4), st.data())
 def test_forming_the_groups_in_their_order_cannot_dead_lock(
     bounds: list[int], num_replicas: int, data: st.DataObject

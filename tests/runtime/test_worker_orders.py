@@ -107,12 +107,14 @@ def test_a_worker_that_is_not_set_up_gives_signs_of_life() -> None:
     assert worker.heartbeat(0.001).written == ()
 
 
+@pytest.mark.slow
 def test_setting_up_ends_in_a_ready_worker(tiny: CutJob, tmp_path: Path) -> None:
     answer = Worker().setup(make_setup(tmp_path, fingerprint=tiny.model.fingerprint))
     assert isinstance(answer, WorkerReady)
     assert answer.worker == "w0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "detail", "parts"),
     [
@@ -182,6 +184,7 @@ def test_an_order_that_was_given_up_is_given_up_when_it_comes_again(worker: Work
     assert isinstance(worker._once(order, (), lambda: "done"), Aborted)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_set_up_again_keeps_its_model(tiny: CutJob, tmp_path: Path) -> None:
     worker, answers, workloads = Worker(), [], []
     for _ in range(2):
@@ -192,6 +195,7 @@ def test_a_worker_that_is_set_up_again_keeps_its_model(tiny: CutJob, tmp_path: P
     assert workloads[0] is workloads[1]
 
 
+@pytest.mark.slow
 def test_a_worker_has_the_variables_that_its_user_named_and_keeps_no_other_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

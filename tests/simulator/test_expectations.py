@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from simulator import Simulation, simulate, synthetic_profile
+from tests.grids import IS_LONG
 
 SECTIONS = 5
 
@@ -45,7 +46,9 @@ def _cases(draw: st.DrawFn) -> Simulation:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=150 if IS_LONG else 75, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(_cases())
 def test_no_expected_time_is_below_its_bound_and_all_parts_are_the_whole(case: Simulation) -> None:
     expected = case.expected

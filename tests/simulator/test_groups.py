@@ -179,7 +179,7 @@ def test_the_partition_in_groups_is_as_good_as_trying_every_cut(seed: int) -> No
 
 
 @pytest.mark.slow
-@each_seed(20)
+@each_seed(8, in_long=20)
 def test_no_groups_are_faster_than_the_bound_of_a_moved_cut(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(seed, num_sections=6, batch_size=12, micro_batch_sizes=(1,))
@@ -209,7 +209,7 @@ def test_plans_have_no_groups_where_memory_is_ample() -> None:
 
 
 @pytest.mark.slow
-@each_seed(12)
+@each_seed(6, in_long=12)
 def test_plans_are_never_slower_than_without_groups(seed: int) -> None:
     profile = random_profile(seed)
     free = plan(profile, num_gpus=4, num_runners_up=0).best.expected

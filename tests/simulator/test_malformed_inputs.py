@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from morph.cli.main import app
 from morph.contract.profile import Contention, NodeTypeProfile, Profile
 from simulator import synthetic_profile
+from tests.grids import IS_LONG
 
 ODD: tuple[Any, ...] = (
     *(True, False, None, "", "x", "1", [], {}, [1], 0, -1, 0.5, 1e-300, 1e10, 1e300),
@@ -112,7 +113,9 @@ def _refused(path: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(
+    max_examples=300 if IS_LONG else 150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
 @given(arguments=_commands(), changes=st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(ODD)), max_size=2))
 def test_whatever_is_given_is_answered_or_refused_in_one_line(
     arguments: list[str], changes: Changes, tmp_path_factory: pytest.TempPathFactory

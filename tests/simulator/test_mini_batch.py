@@ -56,10 +56,12 @@ def _lower_bound_cases() -> list[Simulation]:
     return cases
 
 
+@pytest.mark.slow
 def test_no_random_shape_is_faster_than_its_lower_bound() -> None:
     assert all(case.expected.lower_bound_s <= case.expected.mini_batch_s * (1 + 1e-12) for case in _lower_bound_cases())
 
 
+@pytest.mark.slow
 def test_parts_and_ladder_add_up_under_all_conditions() -> None:
     for case in _lower_bound_cases():
         assert sum(case.expected.parts_s.values()) == pytest.approx(case.expected.mini_batch_s)

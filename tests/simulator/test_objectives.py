@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from morph.contract.errors import PlanError
+from morph.contract.plan import Plan
 from morph.contract.profile import Profile, load_profile
 from simulator import plan, plan_frame, plan_table, simulate, synthetic_profile
 from simulator.search.objectives import MostProgress, Revocations, Shape, usd_per_h_of
 from simulator.search.windows import Trial
+from tests.grids import cells
 
 pytestmark = pytest.mark.slow
 
@@ -104,9 +107,10 @@ SOME = [0.0, 0.0, 12.0, 12.0, 22.0, 30.0, 37.0, 37.0, 49.0, 54.0, 58.0, 58.0, 66
 """Examples per second with 0, 1, ..., 12 nodes."""
 
 
-@pytest.mark.parametrize("together", [1, 3])
-@pytest.mark.parametrize("replacement_s", [120.0, 3600.0, 14_400.0, 3 * 86_400.0])
-@pytest.mark.parametrize("per_hour", [0.001, 0.05, 0.5, 1.0, 10.0])
+@pytest.mark.parametrize(
+    ("per_hour", "replacement_s", "together"),
+    cells([0.001, 0.05, 0.5, 1.0, 10.0], [120.0, 3600.0, 14_400.0, 3 * 86_400.0], [1, 3]),
+)
 def test_expected_progress_is_what_a_run_with_random_revocations_makes(
     per_hour: float, replacement_s: float, together: int
 ) -> None:
@@ -119,11 +123,18 @@ def test_expected_progress_is_what_a_run_with_random_revocations_makes(
         assert value == pytest.approx(simulated, rel=0.3 if often else 0.04, abs=0.001 * SOME[planned])
 
 
+@cache
+def _with_table() -> tuple[Profile, dict[int, Plan]]:
+    """A profile, and its plans for up to 64 GPUs."""
+    profile = _profile(batch_size=256)
+    return profile, plan_table(profile, 64)
+
+
 @pytest.mark.parametrize(("per_hour", "hours"), [(1.0, 1.0), (0.5, 4.0), (0.5, 24.0), (10.0, 72.0)])
 def test_a_plan_for_many_revocations_uses_the_nodes_that_live_and_expects_what_they_make(
     per_hour: float, hours: float
 ) -> None:
-    profile = _profile(batch_size=256)
+    profile, table = _with_table()
     given = Revocations(per_hour, replacement_s=3600 * hours)
     choice = plan(
         profile,
@@ -133,7 +144,6 @@ def test_a_plan_for_many_revocations_uses_the_nodes_that_live_and_expects_what_t
         replacement_s=given.replacement_s,
         num_runners_up=0,
     )
-    table = plan_table(profile, 64)
     rates = [0.0, *(table[number].expected.examples_per_s for number in range(1, 65))]
     simulated = _simulated(given, 64, choice.best.num_workers, 256, rates)
     assert choice.values[0] == pytest.approx(simulated, rel=0.05, abs=0.001 * rates[64])

@@ -120,6 +120,7 @@ def test_simulate_takes_nodes_slow_workers_and_a_late_all_reduce(profile: Path) 
     assert seconds("--own-links") <= usual
 
 
+@pytest.mark.slow
 def test_jitter_is_drawn_from_the_spread_that_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "jittery.json"
     path.write_text(synthetic_profile(jitter=0.3).model_dump_json())

@@ -27,6 +27,7 @@ from simulator.search.moves import moved_bounds_ns
 from simulator.search.moves import neighbours as moved_cuts
 from simulator.search.partition import bounds_ns
 from simulator.search.setting import SCHEDULES, Setting
+from tests.grids import IS_LONG
 from tests.seeds import each_seed
 
 pytestmark = pytest.mark.slow
@@ -186,7 +187,7 @@ def test_a_round_that_is_not_full_comes_last() -> None:
     assert fixed_order("gpipe", 0, 2, 5, False) == "FFFFFBBBBB"
 
 
-@pytest.mark.parametrize("seed", [4, 11, 27])
+@pytest.mark.parametrize("seed", [pytest.param(4, marks=pytest.mark.long), 11, 27])
 def test_more_gpus_are_never_slower_on_nodes(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_sections, size = int(rng.integers(2, 8)), int(rng.integers(2, 6))
@@ -285,7 +286,7 @@ def test_m_recompute_and_windows_are_chosen_together() -> None:
     assert either.expected.examples_per_s >= stored.expected.examples_per_s
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(6 if IS_LONG else 3))
 def test_a_table_has_the_m_that_trying_every_m_would_choose(seed: int) -> None:
     profile, size = random_profile(seed), 3 if seed % 3 == 0 else None
     options: dict[str, Any] = {} if size is None else {"num_gpus_per_node": size}
@@ -294,7 +295,7 @@ def test_a_table_has_the_m_that_trying_every_m_would_choose(seed: int) -> None:
     assert plan_table(profile, 7, **options) == best
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3 if IS_LONG else 1))
 def test_no_number_of_replicas_is_cheaper_or_makes_more_progress_than_those_looked_at(seed: int) -> None:
     profile = random_profile(seed, batch_size=12)
     aims: list[dict[str, Any]] = [

@@ -12,6 +12,7 @@ from morph.contract.profile import Contention
 from simulator import plan, plan_table, simulate, synthetic_profile
 from simulator.answers.costs import SectionCosts
 from simulator.search.partition import least_bytes
+from tests.grids import IS_LONG
 from tests.seeds import each_seed
 
 
@@ -20,7 +21,7 @@ def _profile(**changes: object):  # type: ignore[no-untyped-def]
     return synthetic_profile(**(settings | changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2, 5, 6, 13])
+@pytest.mark.parametrize("num_gpus", [1, 2, 5, 6, pytest.param(13, marks=pytest.mark.slow)])
 def test_the_best_plan_is_the_fastest_of_all_shapes_simulated_one_by_one(num_gpus: int) -> None:
     profile = _profile()
     choice = plan(profile, num_gpus=num_gpus, schedule="varuna")
@@ -53,7 +54,7 @@ def test_a_gpu_that_only_makes_the_reduction_longer_is_left_idle() -> None:
 
 @pytest.mark.slow
 @given(st.integers(0, 10_000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25 if IS_LONG else 10, deadline=None)
 def test_more_gpus_never_make_the_best_plan_slower(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_sections = int(rng.integers(1, 9))
@@ -68,6 +69,7 @@ def test_more_gpus_never_make_the_best_plan_slower(seed: int) -> None:
     assert rates == sorted(rates)
 
 
+@pytest.mark.slow
 def test_pruning_by_the_lower_bound_loses_no_runner_up() -> None:
     rng = np.random.default_rng(5)
     profile = _profile(num_sections=12, forward_s=[float(v) for v in rng.uniform(0.001, 0.01, 12)], latency_s=0.01)
@@ -84,12 +86,12 @@ def test_a_plan_survives_its_file() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [None, 2])
 def test_the_table_answers_what_plan_answers_for_each_number_of_gpus(slots: int | None) -> None:
-    profile = _profile(batch_size=24)
+    profile = _profile(batch_size=24, num_sections=8 if slots is None else 4)
     table = plan_table(profile, 7, compute_slots=slots)
     assert set(table) == set(range(1, 8))
     for num_gpus, best in table.items():
         m = best.micro_batch_size
-        assert best == plan(profile, num_gpus=num_gpus, compute_slots=slots, micro_batch_size=m).best
+        assert best == plan(profile, num_gpus=num_gpus, compute_slots=slots, micro_batch_size=m, num_runners_up=0).best
 
 
 @pytest.mark.slow
@@ -97,7 +99,8 @@ def test_the_table_has_the_one_micro_batch_size_that_is_best_over_its_range() ->
     profile = _profile(overhead_s=0.004)
     rates = {
         m: {
-            gpus: plan(profile, num_gpus=gpus, micro_batch_size=m).best.expected.examples_per_s for gpus in range(1, 15)
+            gpus: plan(profile, num_gpus=gpus, micro_batch_size=m, num_runners_up=0).best.expected.examples_per_s
+            for gpus in range(1, 15)
         }
         for m in profile.micro_batch_sizes
     }
@@ -108,7 +111,7 @@ def test_the_table_has_the_one_micro_batch_size_that_is_best_over_its_range() ->
 
 
 @pytest.mark.slow
-@each_seed(12)
+@each_seed(5, in_long=12)
 def test_the_table_answers_what_plan_answers_where_busy_cores_hinder_each_other(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_sections = int(rng.integers(2, 5))
@@ -122,7 +125,7 @@ def test_the_table_answers_what_plan_answers_where_busy_cores_hinder_each_other(
     profile = profile.model_copy(update={"contention": slower})
     given = {"compute_slots": int(rng.integers(4, 6)), "micro_batch_size": 1}
     table = plan_table(profile, 8, **given)
-    assert table == {gpus: plan(profile, num_gpus=gpus, **given).best for gpus in table}
+    assert table == {gpus: plan(profile, num_gpus=gpus, num_runners_up=0, **given).best for gpus in table}
 
 
 def test_the_table_leaves_out_numbers_of_gpus_that_cannot_hold_the_job() -> None:
@@ -247,7 +250,7 @@ def test_the_table_on_nodes_answers_what_plan_answers() -> None:
     profile = _profile(latency_s=0.004, micro_batch_size=2)
     table = plan_table(profile, 9, num_gpus_per_node=4)
     for num_gpus, best in table.items():
-        assert best == plan(profile, num_gpus=num_gpus, num_gpus_per_node=4).best
+        assert best == plan(profile, num_gpus=num_gpus, num_gpus_per_node=4, num_runners_up=0).best
 
 
 def test_nodes_alone_say_how_many_gpus_there_are() -> None:

@@ -110,6 +110,7 @@ def finished(found: Simulation, luck: Luck | None = None) -> tuple[Finish, np.nd
     return found.rehearsal.finished(found.costs, counts, played, luck), played.last_backward_ns
 
 
+@pytest.mark.slow
 @each_seed(80)
 def test_reductions_end_when_the_simpy_model_ends_them(seed: int) -> None:
     found = random_simulation(np.random.default_rng(seed))

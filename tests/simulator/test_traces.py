@@ -117,6 +117,7 @@ def test_the_figures_of_a_small_trace() -> None:
     assert survival([(1.0, True), (2.0, False), (3.0, True)]) == [(1.0, pytest.approx(2 / 3)), (3.0, 0.0)]
 
 
+@pytest.mark.slow
 def test_a_model_fitted_to_long_traces_is_the_one_that_they_were_drawn_from() -> None:
     by_hour = tuple(1.6 if 8 <= hour < 20 else 0.4 for hour in range(24))
     zones = tuple(

@@ -47,6 +47,7 @@ def test_whose_notices_there_are_is_said_as_one_writes_it(tmp_path: Path) -> Non
     assert told.endswith("(got 'azur'); allowed: '' or azure or aws or gcp")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels tell no process of its parent's end")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_however_it_is_ended_it_leaves_neither_script_nor_folder(

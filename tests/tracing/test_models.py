@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from morph.tracing import DependencyReport, Finding
 
+pytestmark = pytest.mark.slow
+
 TINY_GPT = Path(__file__).resolve().parents[2] / "configs/jobs/tiny_gpt.py"
 
 
@@ -180,7 +182,6 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "num_tied"), [(gpt2, 1), (llama, 0)])
 def test_transformers_have_no_false_positives(tools: Any, model: Any, num_tied: int) -> None:
     pytest.importorskip("transformers")

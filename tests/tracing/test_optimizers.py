@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from morph.contract.errors import JobError
 from morph.tracing import DependencyReport, Finding, require_no_violation
 
+pytestmark = pytest.mark.slow
+
 UNITS = ("s0", "s1", "s2")
 HERE = Path(__file__).name
 

@@ -97,6 +97,7 @@ def profile_of(job_path: str) -> Profile:
     return made.model_copy(update={"job": facts, "units": units})
 
 
+@pytest.mark.slow
 def test_a_job_with_a_violation_does_not_start(jobs: Path) -> None:
     profile = profile_of(f"{jobs}:clean")
     check_job(f"{jobs}:clean", profile)

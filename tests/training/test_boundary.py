@@ -85,6 +85,7 @@ def test_calibration_runs_a_section_on_narrow_tensors(model: CutModel) -> None:
     bench.both()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begins", [[0, 1, 2, 3], [0, 2]])
 def test_gradients_have_the_same_bits_wherever_stages_begin(model: CutModel, begins: list[int]) -> None:
     loss, expected = gradients(model, [0], recompute=False)

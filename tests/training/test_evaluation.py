@@ -52,6 +52,7 @@ class Attention(Net):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Net, Attention])
 def test_dropout_of_every_kind_is_off(model: type[Net]) -> None:
     job = replace(plain, model=model)

@@ -22,6 +22,8 @@ from morph.runtime.process.single import run_single
 from tests.training.shapes_crew import spec_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 2
 
 
@@ -151,7 +153,6 @@ def gpt2_job(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:job"
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of transformers
 def test_transformers_loads_what_was_exported_and_gives_back_what_can_be_imported(
     gpt2_job: str, tmp_path: Path

@@ -22,6 +22,8 @@ from morph.runtime.workloads.evaluation import evaluation_sections
 from tests.training.shapes_crew import ShapesCrew, make_plan, spec_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, Averaged, Normed
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 5
 
 
@@ -68,7 +70,6 @@ def without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Dropout, "forward", lambda _self, x: x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["normed", "averaged", "normed_fast"])
 @pytest.mark.usefixtures("without_dropout")
 def test_buffers_end_where_a_plain_loop_brings_them(name: str, tmp_path: Path) -> None:

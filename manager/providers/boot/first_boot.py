@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,6 +82,7 @@ class Unheard(Unfit):
     """The manager did not answer for as long as a VM waits for it."""
 
 
+@lru_cache(maxsize=1)  # each VM of a run is given it
 def packed() -> str:
     """Return this program as a file for Python to run, in base 64; the same modules give the same text.
 
