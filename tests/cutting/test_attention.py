@@ -4,72 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 from torch.nn import functional
 
-from morph.cutting import ExportedJob, cut, export_job
-from morph.cutting.exporting.exported import GraphJob
-from tests.cutting.zoo import ZOO, causal_loss, llama, made, texts
+from morph.cutting import cut, export_job
+from tests.cutting.attentions import plainly, traced
+from tests.cutting.zoo import NUM_LAYERS, bert, causal_loss, llama, made, texts
 from tests.models.language import DECODER, LENGTH
 
 pytestmark = pytest.mark.slow
 
-ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-
 
 def attentions(tools: Any, model: Callable[[], nn.Module], loss: Any, items: Any) -> list[tuple[Any, ...]]:
-    """Of each traced attention: has it a mask, is it causal, has it grouped keys, and its heads of queries and keys."""
     return traced(export_job(tools.make_job(model, loss, items)))
 
 
-def traced(exported: ExportedJob) -> list[tuple[Any, ...]]:
-    assert isinstance(exported, GraphJob)
-    return [_told(node) for node in exported.graph_module.graph.nodes if node.target is ATTENTION]
-
-
-def _told(node: Node) -> tuple[Any, ...]:
-    arguments = node.normalized_arguments(nn.Module(), normalize_to_only_use_kwargs=True)
-    assert arguments is not None
-    values = arguments.kwargs
-    heads = [values[name].meta["val"].shape[1] for name in ("query", "key")]
-    return values["attn_mask"] is not None, values["is_causal"], values["enable_gqa"], *heads
-
-
-def plainly(model: Callable[[], nn.Module], loss: Any, batch: dict[str, Tensor]) -> list[tuple[Any, ...]]:
-    """The same of the plain model."""
-    found: list[tuple[Any, ...]] = []
-    real = functional.scaled_dot_product_attention
-
-    def told(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        heads = query.shape[1], key.shape[1]
-        mask = given.get("attn_mask") is not None
-        found.append((mask, given.get("is_causal", False), given.get("enable_gqa", False), *heads))
-        return real(query, key, value, **given)
-
-    with mock.patch.object(functional, "scaled_dot_product_attention", told):
-        loss(model(), batch)
-    return found
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2 tied", "qwen3", "mixtral"])
-def test_a_traced_decoder_keeps_its_causal_flag_and_its_grouped_keys(tools: Any, name: str) -> None:
-    model, loss, items = ZOO[name]
-    assert attentions(tools, model, loss, items) == [(False, True, True, 4, 2)] * 3
-    assert plainly(model, loss, tools.stack(items, 4)) == [(False, True, True, 4, 2)] * 3
-
-
 def sliding(window: int) -> Callable[[], nn.Module]:
-    return made("MistralForCausalLM", **{**DECODER, "num_hidden_layers": 2}, sliding_window=window)
+    return made("MistralForCausalLM", **{**DECODER, "num_hidden_layers": 1}, sliding_window=window)
 
 
 def test_a_window_longer_than_the_text_needs_no_mask_and_a_shorter_one_does(tools: Any) -> None:
     for window, masked in ((LENGTH + 1, False), (LENGTH, True), (4, True)):
-        expected = [(masked, not masked, not masked, 4, 4 if masked else 2)] * 2
+        expected = [(masked, not masked, not masked, 4, 4 if masked else 2)]
         assert attentions(tools, sliding(window), causal_loss, texts()) == expected
         assert plainly(sliding(window), causal_loss, tools.stack(texts(), 4)) == expected
 
@@ -86,7 +45,7 @@ def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def test_positions_of_the_batch_may_pack_several_texts_so_the_mask_stays(tools: Any) -> None:
-    expected = [(True, False, False, 4, 4)] * 3
+    expected = [(True, False, False, 4, 4)] * NUM_LAYERS
     job = tools.make_job(llama, packed_loss, packed(5))
     exported, batch = export_job(job), tools.stack(packed(5), 4)
     assert traced(exported) == expected
@@ -109,10 +68,9 @@ def unmasked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
-def test_an_encoder_without_padding_has_no_mask_and_one_that_is_told_of_padding_has(tools: Any) -> None:
-    model, masked_loss, padded = ZOO["bert"]
-    assert attentions(tools, model, unmasked_loss, texts()) == [(False, False, False, 4, 4)] * 3
-    assert attentions(tools, model, masked_loss, padded) == [(True, False, False, 4, 4)] * 3
+def test_an_encoder_without_padding_has_no_mask(tools: Any) -> None:
+    """One that is told of padding has: see ``test_models``."""
+    assert attentions(tools, bert, unmasked_loss, texts()) == [(False, False, False, 4, 4)] * NUM_LAYERS
 
 
 def test_heads_of_other_lengths_get_the_bits_of_the_plain_model(tools: Any) -> None:

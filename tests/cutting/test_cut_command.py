@@ -13,7 +13,6 @@ from morph.cutting import cut, export_job
 from morph.cutting.cuts.report import CutReport, report_cuts
 from morph.job import load_job
 from morph.words import kind_name, size_text
-from tests.cutting.zoo import ZOO
 
 ROOT = Path(__file__).parents[2]
 TINY_GPT = f"{ROOT}/configs/jobs/tiny_gpt.py:job"
@@ -90,17 +89,6 @@ def test_a_picture_that_cannot_be_written_is_refused_before_any_work(tmp_path: P
     result = run(str(tmp_path / "nothing.py:job"), "--png", str(tmp_path / "none" / "cuts.png"))
     assert result.exit_code == 2
     assert "folder does not exist" in result.stderr
-
-
-@pytest.mark.slow
-def test_unused_parameters_and_constants_are_reported(tools: Any) -> None:
-    model, loss, items = ZOO["vit"]
-    exported = export_job(tools.make_job(model, loss, items))
-    found = report_cuts(exported, cut(exported, num_sections=2, micro_batch_size=1))
-    assert found.unused_parameters == ()
-    bert = export_job(tools.make_job(*ZOO["bert"]))
-    sections = report_cuts(bert, cut(bert, num_sections=2, micro_batch_size=1)).sections
-    assert sections[0].num_constants > 0
 
 
 def test_kinds_have_names_and_sizes_have_units() -> None:

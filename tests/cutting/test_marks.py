@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def test_experts_that_pick_their_tokens_are_refused_with_a_line_and_run_with_mar
         return nn.Sequential(*(Experts() for _ in range(3)))
 
     with pytest.raises(ExportError, match="depends on") as caught:
-        export_job(tools.make_job(model, mean_loss, ITEMS))
+        export_job(tools.make_job(Experts, mean_loss, ITEMS))
     lines, start = inspect.getsourcelines(Experts)
     number = start + next(place for place, line in enumerate(lines) if "# refused here" in line)
     assert str(caught.value).startswith(f"{__file__}:{number}")
@@ -222,22 +223,18 @@ def test_an_unknown_name_is_refused(tools: Any, names: list[str]) -> None:
 @pytest.mark.slow
 def test_names_of_an_exportable_model_pin_its_cuts(tools: Any) -> None:
     model, loss, items = ZOO["gpt2"]
-    job = tools.make_job(model, loss, items, cut_points=["transformer.h.1", "transformer.h.2.mlp"])
+    job = tools.make_job(model, loss, items, cut_points=["transformer.h.1", "transformer.h.1.mlp"])
     exported = export_job(job)
     assert isinstance(exported, GraphJob)
     cut_model = cut(exported, num_sections=None, micro_batch_size=4)
-    assert [section.label for section in cut_model.sections][1:] == ["transformer.h.1.ln_1", "transformer.h.2.mlp.c_fc"]
+    assert [section.label for section in cut_model.sections][1:] == ["transformer.h.1.ln_1", "transformer.h.1.mlp.c_fc"]
     batch = tools.stack(items, 4)
     expected_loss, expected = tools.run_whole(job, exported.initial_parameters, batch)
     found_loss, found = tools.run_sections(cut_model, exported.initial_parameters, batch)
     assert torch.equal(found_loss, expected_loss)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     with pytest.raises(JobError, match=r"no operation in a module of this name \(got 'transformer\.h\.9'\)"):
-        cut(
-            export_job(tools.make_job(model, loss, items, cut_points=["transformer.h.9"])),
-            num_sections=None,
-            micro_batch_size=1,
-        )
+        cut(replace(exported, cut_points=("transformer.h.9",)), num_sections=None, micro_batch_size=1)
 
 
 class Plain(nn.Module):

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from morph.cutting import ExportedJob, cut, export_job
+from morph.cutting.cuts.report import report_cuts
 from morph.job import Job
 from morph.tracing.agreement import QUICK_FLOPS, Limits, compare_with_plain
-from tests.cutting.zoo import ZOO, causal_loss, phimoe, texts
+from tests.cutting.attentions import plainly, traced
+from tests.cutting.zoo import NUM_LAYERS, ZOO, causal_loss, phimoe, texts
 from tests.grids import cells
 
 pytestmark = pytest.mark.slow
@@ -70,6 +72,17 @@ def test_no_constructor_of_these_is_really_run(case_of: Any, name: str) -> None:
     assert case_of(name)[1].not_recorded is None
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2 tied", "qwen3", "mixtral"])
+def test_a_traced_decoder_keeps_its_causal_flag_and_its_grouped_keys(case_of: Any, tools: Any, name: str) -> None:
+    model, loss, items = ZOO[name]
+    assert traced(case_of(name)[1]) == [(False, True, True, 4, 2)] * NUM_LAYERS
+    assert plainly(model, loss, tools.stack(items, 4)) == [(False, True, True, 4, 2)] * NUM_LAYERS
+
+
+def test_an_encoder_that_is_told_of_padding_has_a_mask(case_of: Any) -> None:
+    assert traced(case_of("bert")[1]) == [(True, False, False, 4, 4)] * NUM_LAYERS
+
+
 def _tied(exported: ExportedJob, num_sections: int) -> list[tuple[str, tuple[str, ...]]]:
     units = cut(exported, num_sections=num_sections, micro_batch_size=2).units
     return [(unit.id, unit.parameters) for unit in units if len(unit.sections) > 1]
@@ -103,6 +116,13 @@ def test_masks_and_labels_are_loaded_where_they_are_read(case_of: Any) -> None:
     assert [section.batch_keys.count("labels") for section in sections] == [0, 0, 1]
     for section in sections[:-1]:
         assert all(spec.dtype == torch.float32 for spec in section.outputs)
+
+
+def test_a_report_tells_unused_parameters_and_constants(case_of: Any) -> None:
+    vit, bert = (case_of(name)[1] for name in ("vit", "bert"))
+    assert report_cuts(vit, cut(vit, num_sections=2, micro_batch_size=1)).unused_parameters == ()
+    sections = report_cuts(bert, cut(bert, num_sections=2, micro_batch_size=1)).sections
+    assert sections[0].num_constants > 0
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])

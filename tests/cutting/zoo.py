@@ -41,7 +41,8 @@ def gpt2(num_layers: int, dropout: float = 0.0) -> Callable[[], nn.Module]:
     return made("GPT2LMHeadModel", **sizes, **drops, use_cache=False, bos_token_id=None, eos_token_id=None)
 
 
-LLAMA_SIZES: dict[str, Any] = {**DECODER, "num_hidden_layers": 3}
+NUM_LAYERS = 2
+LLAMA_SIZES: dict[str, Any] = {**DECODER, "num_hidden_layers": NUM_LAYERS}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 llama = made("LlamaForCausalLM", **LLAMA_SIZES)
 qwen2 = made("Qwen2ForCausalLM", **LLAMA_SIZES, tie_word_embeddings=True)
@@ -49,7 +50,13 @@ qwen3 = made("Qwen3ForCausalLM", **LLAMA_SIZES, head_dim=8)
 mixtral = made("MixtralForCausalLM", **LLAMA_SIZES, **EXPERTS)
 phimoe = made("PhimoeForCausalLM", **LLAMA_SIZES, **EXPERTS)
 """Its routers draw, and have a backward of their own (an autograd.Function)."""
-_ENCODER = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, **QUIET}
+_ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    **QUIET,
+}
 bert = made("BertForMaskedLM", **_ENCODER, vocab_size=VOCABULARY, max_position_embeddings=16)
 vit = made("ViTForImageClassification", **_ENCODER, image_size=16, patch_size=4, num_labels=4)
 t5 = made(
@@ -58,7 +65,8 @@ t5 = made(
     d_model=32,
     d_kv=8,
     d_ff=48,
-    num_layers=2,
+    num_layers=1,
+    num_decoder_layers=2,
     num_heads=4,
     dropout_rate=0.0,
     use_cache=False,
@@ -141,7 +149,7 @@ hf_resnet = made(
 
 Entry = tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, Tensor]], Tensor], list[dict[str, Tensor]]]
 ZOO: dict[str, Entry] = {
-    "gpt2": (gpt2(3), causal_loss, texts()),
+    "gpt2": (gpt2(NUM_LAYERS), causal_loss, texts()),
     "llama": (llama, causal_loss, texts()),
     "qwen2 tied": (qwen2, causal_loss, texts()),
     "qwen3": (qwen3, causal_loss, texts()),

@@ -42,6 +42,8 @@ class Case:
         warns: Part of the warning of a job that runs.
         instead: For the docs: what a refusal advises.
         fields: Further ones of the job.
+        another: Of a design that another row, or ``tests/cutting/zoo.py``, has too: only ``make test-long`` goes
+            through it.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Case:
     warns: str = ""
     instead: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
+    another: bool = False
 
     def job(self) -> Job:
         """The job, of two sections at least."""
@@ -129,4 +132,7 @@ def _load(job: Job, keys: tuple[str, ...]) -> dict[str, Tensor]:
 
 def parameters(cases: Iterable[Case]) -> Any:
     """The cases as parameters of a test."""
-    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
+    marks = {False: (), True: pytest.mark.long}
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, id=case.name, marks=marks[case.another]) for case in cases]
+    )

@@ -32,8 +32,8 @@ def tokens(seed: int, length: int = LENGTH) -> Tensor:
     return torch.randint(2, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def texts() -> Items:
-    return [{"input_ids": tokens(i), "labels": tokens(i)} for i in range(8)]
+def texts(length: int = LENGTH) -> Items:
+    return [{"input_ids": tokens(i, length), "labels": tokens(i, length)} for i in range(8)]
 
 
 def masked_texts() -> Items:
@@ -152,7 +152,7 @@ bart = made(
     decoder_start_token_id=0,
 )
 mamba = made(
-    "MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False
+    "MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, state_size=4, use_cache=False
 )
 
 

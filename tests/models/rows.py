@@ -21,8 +21,8 @@ def _text(name: str, model: Any, outcome: Outcome = "exact", **fields: Any) -> C
     return Case(name=name, model=model, outcome=outcome, **values)
 
 
-def _masked(name: str, model: Any) -> Case:
-    return Case(name=name, model=model, loss=language.own_loss, items=language.masked_texts())
+def _masked(name: str, model: Any, **fields: Any) -> Case:
+    return Case(name=name, model=model, loss=language.own_loss, items=language.masked_texts(), **fields)
 
 
 def _picture(name: str, model: Any, outcome: Outcome = "close", **fields: Any) -> Case:
@@ -42,26 +42,27 @@ def _whole(name: str, model: Any, **fields: Any) -> Case:
 
 
 LANGUAGE = (
-    _text("GPT-NeoX", language.gpt_neox),
+    _text("GPT-NeoX", language.gpt_neox, another=True),
     _text("Gemma 2", language.gemma2, "close"),
-    _text("Falcon", language.falcon),
+    _text("Falcon", language.falcon, another=True),
     _text("BLOOM", language.bloom, "close"),
-    _text("OPT", language.opt),
-    _text("Phi", language.phi),
-    _text("OLMo", language.olmo),
+    _text("OPT", language.opt, another=True),
+    _text("Phi", language.phi, another=True),
+    _text("OLMo", language.olmo, another=True),
     _text("Mixtral with its auxiliary loss", language.mixtral_with_auxiliary_loss, loss=language.own_loss, warns=MEET),
-    _text("Phi-MoE", language.phi_moe, "close"),
-    _text("Mamba", language.mamba, "close"),
+    _text("Phi-MoE", language.phi_moe, "close", another=True),
+    _text("Mamba", language.mamba, "close", items=language.texts(6)),
     _masked("RoBERTa, masked tokens", language.roberta),
-    _masked("DistilBERT", language.distilbert),
-    _masked("ELECTRA", language.electra),
+    _masked("DistilBERT", language.distilbert, another=True),
+    _masked("ELECTRA", language.electra, another=True),
     _masked("ALBERT (one block, called again)", language.albert),
-    _masked("BART", language.bart),
+    _masked("BART", language.bart, another=True),
     Case(
         name="LSTM of two layers",
         model=partial(language.Recurrent, one_by_one=False),
         loss=language.recurrent_loss,
         items=language.texts(),
+        another=True,
     ),
     Case(
         name="an LSTM for each layer",
@@ -72,13 +73,13 @@ LANGUAGE = (
 )
 
 VISION = (
-    _picture("DeiT", vision.deit, "exact"),
+    _picture("DeiT", vision.deit, "exact", another=True),
     _picture("Swin", vision.swin, "exact"),
     _picture("ConvNeXt", vision.convnext, items=vision.big_pictures()),
-    _picture("ResNet with BatchNorm", vision.resnet),
+    _picture("ResNet with BatchNorm", vision.resnet, another=True),
     _picture("MLP-Mixer", vision.mixer, loss=vision.picture_loss),
     _picture("CLIP, with in-batch negatives", vision.clip, loss=vision.clip_loss, items=vision.captioned(), warns=MEET),
-    _picture("Whisper", vision.whisper, loss=language.own_loss, items=vision.sounds()),
+    _picture("Whisper", vision.whisper, loss=language.own_loss, items=vision.sounds(), another=True),
 )
 
 BACKWARDS = (
