@@ -162,7 +162,7 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=32, n_layer=3, n_head=2))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=32, n_layer=2, n_head=2))
 
 
 def llama() -> nn.Module:
@@ -172,7 +172,7 @@ def llama() -> nn.Module:
         vocab_size=32,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=False,
