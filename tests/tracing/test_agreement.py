@@ -146,9 +146,9 @@ def test_a_costly_model_is_compared_fewer_times(good: tuple[Job, ExportedJob]) -
 
 
 def test_a_model_that_does_not_fit_is_compared_with_fewer_of_its_equal_blocks() -> None:
-    job = job_of(lambda: Texts(num_blocks=40))
+    job = job_of(lambda: Texts(num_blocks=12))
     exported = export_job(job)
-    small = replace(ROOMY, available_bytes=100_000)
+    small = replace(ROOMY, available_bytes=30_000)
     found = compare_with_plain(job, exported, 3, small)
     assert (found.how, found.largest) == ("shortened", 0.0)
     assert "GiB are free" in str(found.reason)
@@ -160,9 +160,9 @@ def test_a_model_that_does_not_fit_is_compared_with_fewer_of_its_equal_blocks() 
 
 
 def test_with_fewer_blocks_too_a_lost_backward_is_refused() -> None:
-    job = job_of(lambda: Texts(HookBehindTheGraph, num_blocks=40))
+    job = job_of(lambda: Texts(HookBehindTheGraph, num_blocks=12))
     with pytest.raises(ExportError, match=r"2 samples, seed 0.*blocks\.1\.inner\.weight by"):
-        compare_with_plain(job, export_job(job), 3, replace(ROOMY, available_bytes=100_000))
+        compare_with_plain(job, export_job(job), 3, replace(ROOMY, available_bytes=30_000))
 
 
 def test_a_model_without_equal_blocks_that_does_not_fit_is_not_compared_and_that_is_said(
