@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 
-from calibrate.computing.compute import measure_compute
+from calibrate.computing import compute as computing
 from calibrate.computing.subject import Subject, load_subject
 from calibrate.links.network import NetworkMeasurement
 from calibrate.timing.environment import describe_environment
@@ -120,11 +121,12 @@ class MeasuredJob:
 
 def measured_job(job_path: str) -> MeasuredJob:
     """Calibrate what a job computes and holds; links are made up, for no time is asked for."""
-    with one_thread():
+    alone = mock.patch.object(computing, "num_cores", lambda: 1)  # nothing is timed beside busy neighbours
+    with one_thread(), alone:
         subject = load_subject(job_path, torch.device("cpu"))
         size = subject.job.micro_batch_size
         assert size is not None
-        compute = measure_compute(
+        compute = computing.measure_compute(
             subject, (size,), stop_early=False, num_samples=5, progress=lambda _what, _share: None
         )
     made_up = synthetic_profile()

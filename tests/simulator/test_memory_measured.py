@@ -7,6 +7,7 @@ long as it lives. ``benchmarks/stage_memory.py`` prints the same for every shape
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,14 @@ def test_steps_take_what_the_planner_says(job: MeasuredJob, shape: str, recomput
         assert reached <= (1 + TOLERATED + 0.1 * (replicas > 1)) * peak, found
 
 
-@pytest.mark.parametrize(("shape", "live_sections"), [("1x1", 1), ("1x2", 2), ("2x1", 1), ("2x1", 2), ("2x2", 1)])
+def further(*values: str | int) -> Any:
+    """A case that ``make test-long`` goes through, besides those that show each value."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    ("shape", "live_sections"), [further("1x1", 1), further("1x2", 2), further("2x1", 1), ("2x1", 2), ("2x2", 1)]
+)
 def test_steps_whose_stages_run_again_in_groups_take_what_the_planner_says(
     job: MeasuredJob, shape: str, live_sections: int, tmp_path: Path
 ) -> None:
@@ -45,7 +53,7 @@ def test_steps_whose_stages_run_again_in_groups_take_what_the_planner_says(
         assert reached <= (1 + TOLERATED + 0.1 * (replicas > 1)) * peak, found
 
 
-@pytest.mark.parametrize(("before", "after"), [("2x1", "3x1"), ("3x1", "2x1"), ("1x2", "2x1"), ("2x1", "1x1")])
+@pytest.mark.parametrize(("before", "after"), [("2x1", "3x1"), further("3x1", "2x1"), ("1x2", "2x1"), ("2x1", "1x1")])
 def test_a_change_of_shape_never_takes_more_than_the_planner_says(
     job: MeasuredJob, before: str, after: str, tmp_path: Path
 ) -> None:
