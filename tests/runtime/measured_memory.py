@@ -121,7 +121,7 @@ class MeasuredJob:
 
 def measured_job(job_path: str) -> MeasuredJob:
     """Calibrate what a job computes and holds; links are made up, for no time is asked for."""
-    alone = mock.patch.object(computing, "num_cores", lambda: 1)  # nothing is timed beside busy neighbours
+    alone = mock.patch.object(computing, "num_cores", return_value=1)  # nothing is timed beside busy neighbours
     with one_thread(), alone:
         subject = load_subject(job_path, torch.device("cpu"))
         size = subject.job.micro_batch_size

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from morph.checkpoint.manifest import read_manifest
 from morph.contract.errors import JobError, TrainingStopped
 from morph.runtime.process.single import run_single
 from morph.runtime.step.kernels import (
@@ -99,16 +100,33 @@ def seen_in(errors: str) -> Any:
     return [json.loads(line.removeprefix("seen ")) for line in errors.splitlines() if line.startswith("seen ")][-1]
 
 
-@pytest.mark.slow
-def test_a_worker_computes_with_these_kernels_and_cublas_has_its_workspace_before_cuda_starts(tmp_path: Path) -> None:
-    given = [write_job(tmp_path, "exact"), "--steps", "1", "--micro-batch", "2", "--checkpoints", str(tmp_path / "out")]
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, subprocess.CompletedProcess[str]]:
+    """A job that a process of its own has trained for two steps, where to, and what it said."""
+    folder = tmp_path_factory.mktemp("process")
+    job, out = write_job(folder, "exact"), folder / "out"
+    given = [job, "--steps", "2", "--sections", "2", "--micro-batch", "2", "--checkpoints", str(out)]
     command = [sys.executable, "-m", "morph.runtime.process.single", *given]
     variables = {name: value for name, value in os.environ.items() if name != CUBLAS_VARIABLE}
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env=variables)
     assert done.returncode == 0, done.stderr
-    kernels, *cublas = seen_in(done.stderr)
+    return job, out, done
+
+
+@pytest.mark.slow
+def test_a_worker_computes_with_these_kernels_and_cublas_has_its_workspace_before_cuda_starts(process: Any) -> None:
+    kernels, *cublas = seen_in(process[2].stderr)
     assert Kernels(**kernels) == STEADY
     assert cublas == [":4096:8", False]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_before")
+def test_a_process_of_its_own_says_each_step_and_ends_with_the_same_bits(process: Any, tmp_path: Path) -> None:
+    job, out, done = process
+    assert [line[:9] for line in done.stdout.splitlines()] == ['{"step": ', '{"step": ']
+    here = run_single(job, steps=2, num_sections=2, micro_batch_size=2, checkpoint_url=str(tmp_path))
+    assert [e.sha256 for e in read_manifest(str(out), 2).units] == [e.sha256 for e in here.units]
 
 
 @pytest.mark.slow

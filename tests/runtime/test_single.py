@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -82,15 +80,3 @@ def test_a_step_that_overflows_again_and_again_ends_the_run(
 def test_a_wrong_job_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         run_single("none.py:job", steps=1, num_sections=2, micro_batch_size=2, checkpoint_url=str(tmp_path))
-
-
-@pytest.mark.system
-def test_it_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "morph.runtime.process.single", JOB, "--steps", "2"]
-    command += ["--sections", str(NUM_SECTIONS), "--micro-batch", str(MICRO_BATCH_SIZE)]
-    done = subprocess.run(
-        [*command, "--checkpoints", str(tmp_path / "a")], capture_output=True, text=True, timeout=250, check=True
-    )
-    assert [line[:9] for line in done.stdout.splitlines()] == ['{"step": ', '{"step": ']
-    manifest = read_manifest(str(tmp_path / "a"), 2)
-    assert {entry.unit: entry.sha256 for entry in manifest.units} == run(tmp_path / "b", 2)[0]
