@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import textwrap
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +329,24 @@ def test_an_edited_neighbour_is_another_job(
         (tmp_path / "user" / "neighbour.py").write_text(f"WIDTH = {width}\n")
         load(job_path)
         assert exports.count == count
+
+
+def test_code_in_folders_without_an_init_file_is_the_jobs(
+    exports: Exports, plain: ExportedJob, write: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a folder is a package without a file: one below the job's, or the job's own where others import from it."""
+    exports.ready = plain
+    job_path = write(f"from parts.sizes import WIDTH\n{PLAIN}")
+    (tmp_path / "user" / "parts").mkdir()
+    (tmp_path / "user" / "other.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import_module("user.other")
+    for width, count in ((8, 1), (8, 1), (9, 2)):
+        (tmp_path / "user" / "parts" / "sizes.py").write_text(f"WIDTH = {width}\n")
+        load(job_path)
+        assert exports.count == count
+    for name in ("user", "user.other", "parts"):
+        sys.modules.pop(name, None)
 
 
 NOT_KEPT = {

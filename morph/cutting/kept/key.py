@@ -75,8 +75,11 @@ def job_key(facts: Mapping[str, object], environment: Mapping[str, str]) -> str:
 
 
 def loaded(files: JobFiles) -> set[str]:
-    """Modules of a job that this process has imported, by their path below the job's folder."""
-    found = (files.inside(file) for module in list(sys.modules.values()) if (file := _file(module)) is not None)
+    """Modules of a job that this process has imported, by their path below the job's folder.
+
+    A folder without ``__init__.py`` that others import from is none: there is no code to it.
+    """
+    found = (files.inside(file) for module in list(sys.modules.values()) if (file := file_of(module)) is not None)
     return {inside for inside in found if inside is not None}
 
 
