@@ -16,8 +16,8 @@ from manager.run_dir import RunDir, RunFacts, read_facts
 from morph.checkpoint.manifest import read_manifest, version_url, write_manifest
 from morph.checkpoint.unit_files import read_unit
 from morph.cli.main import app
-from morph.cutting import cut, export_job
-from morph.job import load_job
+from morph.cutting.kept.cut_job import load_and_cut
+from morph.job_files import imported_once
 from morph.runtime.process.single import run_single
 from tests.training.shapes_crew import spec_of
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net
@@ -35,13 +35,13 @@ def morph(*arguments: object) -> tuple[int, str]:
 
 def trained_run(job: str, path: Path, num_sections: int = NUM_SECTIONS) -> Path:
     """A run directory with a checkpoint after two steps."""
-    loaded = load_job(job)
-    model = cut(export_job(loaded), num_sections=num_sections, micro_batch_size=MICRO_BATCH_SIZE)
+    with imported_once(job):  # kept, and read by the run's worker
+        found = load_and_cut(job, num_sections=num_sections, micro_batch_size=MICRO_BATCH_SIZE)
     facts = RunFacts(
         job=job,
-        fingerprint=model.fingerprint,
+        fingerprint=found.model.fingerprint,
         micro_batch_size=MICRO_BATCH_SIZE,
-        batch_size=loaded.batch_size,
+        batch_size=found.job.batch_size,
         num_sections=num_sections,
     )
     with RunDir(path, facts) as opened:
