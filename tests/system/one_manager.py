@@ -1,4 +1,4 @@
-"""One manager's process: ``python -m tests.system.one_manager ORDERS.json``; takes over what a killed one left.
+"""One manager's process: ``python tests/system/one_manager.py ORDERS.json``; takes over what a killed one left.
 
 It can be told to kill itself, and a worker with it, when the run reaches a phase at a version.
 """
@@ -72,6 +72,14 @@ class Orders(Value):
     deaths: tuple[Death, ...] = ()
     pids: dict[str, int] | None = None
     gate: Path | None = None
+
+
+def say_into(path: str) -> None:
+    """Let what this process writes go to a file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
 
 
 class Undertaker:

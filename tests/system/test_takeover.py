@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,16 +24,19 @@ from manager.report.reading import read_report
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Limits, LocalVms, Policy
 from morph.contract.messages import WorkerReady
+from tests.forked_scripts import Nursery
+from tests.system import one_manager
 from tests.system.commands import ROOT
 from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, constant_vms, cut_for_workers
 from tests.system.held import HeldJob
-from tests.system.one_manager import Death, Orders
+from tests.system.one_manager import Death, Orders, say_into
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 SHAPES = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
 MANAGER_S = 300.0
+ONE_MANAGER, ONE_MANAGER_MODULE = Path(one_manager.__file__), one_manager.__name__
 GONE_S = 60.0
 HELD_AFTER = 7
 """Steps of a run that is not to be over before a checkpoint is complete, or what was killed is known to be dead."""
@@ -45,6 +47,8 @@ EventT = TypeVar("EventT", bound=Event)
 
 class Managed:
     """One run directory, and the managers that work on it one after the other."""
+
+    nursery: Nursery
 
     def __init__(
         self,
@@ -97,17 +101,14 @@ class Managed:
         pids = self.pids() if self.directory.exists() else {}
         orders = self._orders.model_copy(update={"deaths": deaths, "pids": pids})
         self._orders_path.write_text(orders.model_dump_json(), encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.system.one_manager", str(self._orders_path)],
-            cwd=ROOT,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=MANAGER_S,
-        )
+        said = self.directory.with_name("said")
+        command = [sys.executable, str(ONE_MANAGER), str(self._orders_path)]
+        says = partial(say_into, str(said))
+        manager = self.nursery.popen(command, cwd=ROOT, env=self._environment, preexec_fn=says, start_new_session=True)
+        code, output = manager.wait(MANAGER_S), said.read_text(encoding="utf-8")
         dies = any(not death.manager_lives for death in deaths)
-        assert done.returncode == (-signal.SIGKILL if dies else 0), (deaths, done.stdout, done.stderr, self.history())
-        return done.stdout
+        assert code == (-signal.SIGKILL if dies else 0), f"{deaths}\n{output}\n{self.history()}"
+        return output
 
     def start_from_newest(self) -> None:
         """Let the next manager begin with the newest checkpoint."""
@@ -168,6 +169,14 @@ class Managed:
 
     def _events(self) -> list[Event]:
         return [EVENT.validate_json(entry.payload_json) for entry in self._entries() if entry.kind == "event"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nursery() -> Iterator[None]:
+    """Managers are forks of a process that has imported what they need."""
+    Managed.nursery = Nursery(ONE_MANAGER_MODULE)
+    yield
+    Managed.nursery.close()
 
 
 @cache
