@@ -1,13 +1,14 @@
 """Modules that run in forks of a process which has loaded torch: a process of their own would load it for seconds.
 
-``subprocess`` is replaced where a test does not look at how such a process starts; another one does.
+``subprocess`` is replaced where a test does not look at how such a process starts; another one does. Each is a process
+of ``multiprocessing``; ``tests/forked_scripts.py`` has programs that are to be found as a user's own would be: by their
+words, children and files.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+from tests.forked_scripts import begin
 from tests.runtime.worker_crew import FORKS
 from tests.waiting import ANSWER_S
 
@@ -121,8 +123,7 @@ def _run(
     cwd: Path | None,
     start_new_session: bool,
 ) -> None:
-    """Be ``python -m MODULE ARGUMENTS``, or ``-c CODE``. What is passed on gets the numbers that are ``wanted``."""
-    option, module, *_ = command
+    """Be ``python`` with such a command. What is passed on gets the numbers that are ``wanted``."""
     if start_new_session:
         os.setsid()
     if cwd is not None:
@@ -136,9 +137,4 @@ def _run(
         os.dup2(descriptor, number)
         os.close(descriptor)
     sys.stdin = os.fdopen(0, closefd=False)
-    sys.argv = list(command[1:])
-    if option == "-c":
-        exec(compile(module, "<string>", "exec"), {"__name__": "__main__"})
-    else:
-        sys.modules.pop(module, None)
-        runpy.run_module(module, run_name="__main__")
+    begin(command)

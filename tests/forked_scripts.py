@@ -144,7 +144,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         warnings.simplefilter("default")
     code = 0
     try:
-        _begin(command[1:])
+        begin(command[1:])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
@@ -160,7 +160,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     return code
 
 
-def _begin(arguments: Sequence[str]) -> None:
+def begin(arguments: Sequence[str]) -> None:
+    """Run what an interpreter with these arguments would, as its main module."""
     if arguments[0] == "-m":
         sys.modules.pop(arguments[1], None)  # it is to be run once more, under another name
         sys.argv = list(arguments[1:])

@@ -85,7 +85,7 @@ def test_no_helper_is_left_behind_when_one_cannot_be_started(helper: str, tmp_pa
     script = tmp_path / f"{helper}.py"
     script.write_text(SECOND_FAILS.format(born=str(born)) + script.read_text(encoding="utf-8"), encoding="utf-8")
     with (
-        pytest.raises(ClusterError, match="testing failed in process [01]: BlockingIOError: no more processes"),
+        pytest.raises(ClusterError, match=r"testing failed in process [01]: BlockingIOError: no more processes"),
         Crew(helper, 2, "testing") as crew,
     ):
         crew.gather([1], "an answer", BOUND_S)
