@@ -72,4 +72,5 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(50_000, 20, 10)  # as in Morph's commands
         gc.enable()
