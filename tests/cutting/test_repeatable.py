@@ -20,6 +20,8 @@ from morph.cutting import cut, export_job
 from morph.cutting.trials.repeatable import Forward as RepeatedForward
 from morph.cutting.trials.repeatable import _Watch
 
+pytestmark = pytest.mark.slow
+
 ITEMS = [{"x": torch.randn(6, generator=torch.Generator().manual_seed(index))} for index in range(8)]
 HERE = Path(__file__)
 DRAWN = np.random.default_rng(3)

@@ -39,6 +39,8 @@ from manager.providers.boot.first_boot import (
 from morph.contract.errors import ClusterError
 from tests.cloud.image import bare_python
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SECRET, NODE = "n0de-secret-77aa", "tiny-1-0"
 BOUND_S = 120.0
@@ -91,7 +93,6 @@ def world(wheel: bytes) -> Iterator[World]:
     world.server.close()
 
 
-@pytest.mark.slow
 def test_what_is_given_is_a_wheel_of_every_file_and_its_own_wheel_is_the_same(wheel: bytes, tmp_path: Path) -> None:
     name = f"morph_train-{metadata.version('morph-train')}-py3-none-any.whl"
     (tmp_path / name).write_bytes(wheel)
@@ -169,7 +170,6 @@ def test_a_vm_without_morph_has_it_after_its_first_program_and_asks_no_index(wor
     assert world.heard() == []
 
 
-@pytest.mark.slow
 def test_what_is_missing_is_installed_of_the_version_that_is_wanted(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

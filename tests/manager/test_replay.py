@@ -231,6 +231,7 @@ def test_neighbours_that_are_lost_at_once_have_the_step_begun_anew() -> None:
     assert 0 < ended.parts_s[Part.LOST] < 4 * step_s
 
 
+@pytest.mark.slow
 def test_what_redundant_computation_takes_is_simulated_for_the_shape_of_the_job() -> None:
     profile = synthetic_profile(num_sections=6, batch_size=32, micro_batch_size=2, parameter_bytes=10**9)
     job = job_from_profile(profile, 6, PlanRequest(memory_bytes=20 * 10**9, recompute=False, changes=False))

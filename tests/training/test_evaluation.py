@@ -16,6 +16,8 @@ from morph.runtime.workloads.evaluation import EvaluationStage, evaluation_secti
 from morph.runtime.workloads.job_checks import check_training
 from tests.training.training_jobs import MICRO_BATCH_SIZE, WIDTH, Net, Points, plain, warm_up
 
+pytestmark = pytest.mark.slow
+
 
 def cut_job(job: Job) -> CutModel:
     return cut(export_job(job), num_sections=job.num_sections, micro_batch_size=MICRO_BATCH_SIZE)
@@ -52,7 +54,6 @@ class Attention(Net):
         return out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", [Net, Attention])
 def test_dropout_of_every_kind_is_off(model: type[Net]) -> None:
     job = replace(plain, model=model)
@@ -105,7 +106,6 @@ def test_a_model_that_is_cut_at_its_marks_is_evaluated_in_evaluation_mode() -> N
     assert model.sections[0].code.whole.training  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
 def test_dropout_that_cannot_be_switched_off_is_refused() -> None:
     with pytest.raises(JobError, match=r"eval_data: the dropout in section \d .* cannot be switched off"):
         check_training(

@@ -18,6 +18,8 @@ from morph.runtime.step.stage import Stage
 from morph.runtime.step.sums import MicroBatchSums, told_losses
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, Net, loss_with_metrics, measured, plain
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("close", "early", "inputs", "loss_again", "shift")
 
 
