@@ -215,7 +215,7 @@ def test_a_host_that_dies_with_both_its_devices_is_replaced_and_one_without_a_ma
     with RunningMorph("resume", tmp_path / "run", "--verbose", "--no-page") as again:
         again.wait_for_line("going on from its newest checkpoint")
         until(lambda: hosts.note().keys() - {first, second}, "a node on the host")
-        assert second not in leases.read_text()
+        until(lambda: second not in leases.read_text(), "the lease of the node before to end")
         assert again.family()
         again.press_ctrl_c()
         assert again.wait_for_end() == 130, again.output
