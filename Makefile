@@ -8,6 +8,7 @@
 #                    grids of cases
 #   make test-gpu    the tests that need a CUDA device: skipped, with the reason, where there is none
 #   make bench-gpu   what a CUDA device takes: sums, copies, NCCL's forming and abort, whole steps beside a plain loop
+#   make gpu-kit     dist/gpu-kit.tar: this tree and wheels, for tests and times on a GPU machine without a package registry
 #   make soak        runs under faults from outside, for SOAK_MINUTES (60), drawn from SEED
 #   make check       lint, format, types, layers: what CI runs first
 #
@@ -33,7 +34,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1 RAY_USAGE_
 TEST_ENV += PYTHONDONTWRITEBYTECODE=
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-long test-gpu bench-gpu soak check lint types layers format clean
+.PHONY: help setup demo test test-fast test-long test-gpu bench-gpu gpu-kit soak check lint types layers format clean
 .PHONY: .packages .byte-code .first-plan
 .DELETE_ON_ERROR:
 
@@ -89,6 +90,9 @@ test-gpu: $(READY)
 
 bench-gpu: $(READY)
 	$(BIN)/python -m benchmarks.device_speed
+
+gpu-kit:
+	PYTHON="$(PYTHON)" bash benchmarks/gpu_kit/prepare.sh
 
 soak: $(READY)
 	$(TEST_ENV) $(BIN)/python -m tests.chaos --minutes $(SOAK_MINUTES) $(if $(SEED),--seed $(SEED))

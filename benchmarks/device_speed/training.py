@@ -17,7 +17,7 @@ from morph.data import MicroBatchLoader
 from morph.job import load_job
 from morph.runtime.groups.store import StoreHost
 from morph.runtime.process.worker import Worker
-from morph.runtime.step.kernels import kernels_for, kernels_now, set_kernels
+from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
 from morph.runtime.step.section_run import autocast
 
 LOOPBACK = "127.0.0.1"
@@ -34,6 +34,7 @@ class PlainLoop:
     def times_s(self, job_path: str, device: str, num_steps: int) -> list[float]:
         """Seconds of so many steps, behind one to warm up."""
         torch.set_num_threads(1)
+        prepare_cublas()
         job = load_job(job_path)
         set_kernels(kernels_for(job.accumulation, kernels_now()))
         model = job.model().to(device)

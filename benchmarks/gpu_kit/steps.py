@@ -1,0 +1,188 @@
+"""Step time of a job, by a plain loop or by one worker of Morph in this process; and where it goes.
+
+    python -m benchmarks.gpu_kit.steps MODE JOB [DEVICE]     MODE: plain, plain-free or morph
+
+`plain`: the loop of benchmarks/device_speed with the kernels that exact sums allow. `plain-free`: torch's own choice of
+kernels and a fused AdamW, what a user would write. `morph`: the whole of a worker's step, 1x1.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from morph.contract.decided import decided_step
+from morph.contract.messages import Prepared, ReshapeOrder, Slot, Source, StepOrder, WorkerSetup
+from morph.cutting.kept.cut_job import load_and_cut
+from morph.data import MicroBatchLoader
+from morph.job import load_job
+from morph.runtime.process.single import single_plan
+from morph.runtime.process.worker import Worker
+from morph.runtime.step.kernels import kernels_for, kernels_now, prepare_cublas, set_kernels
+from morph.runtime.step.section_run import autocast
+
+mode, job_path, device = sys.argv[1], sys.argv[2], (sys.argv[3:] or ["cuda"])[0]
+if mode != "plain-free":
+    prepare_cublas()
+STEPS = 5 if device == "cuda" else 1
+PEAK = 989e12  # dense bf16 of an H100 or H200, by the datasheet
+torch.set_num_threads(1)
+
+
+def sync() -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def plain(free: bool):
+    job = load_job(job_path)
+    if not free:
+        set_kernels(kernels_for(job.accumulation, kernels_now()))
+    with torch.device(device):
+        model = job.model().to(device)
+    optimizer = job.optimizer(model.named_parameters())
+    if free and device == "cuda":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    loader = MicroBatchLoader(job.dataset(), job.seed, job.batch_size, job.micro_batch_size)
+    num, keys = job.batch_size // job.micro_batch_size, tuple(job.dataset()[0])
+
+    def step(number: int) -> None:
+        for micro_batch in range(num):
+            batch = loader.load(number, micro_batch, keys)
+            with autocast(job.precision, device):
+                loss = job.loss(model, {key: value.to(device, non_blocking=True) for key, value in batch.items()})
+            (loss / num).backward()
+        if job.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return job, num, sum(one.numel() for one in model.parameters()), step
+
+
+def morph():
+    job = load_job(job_path)
+    model = load_and_cut(job_path, num_sections=job.num_sections, micro_batch_size=job.micro_batch_size).model
+    num = job.batch_size // model.micro_batch_size
+    plan = single_plan(model.fingerprint, len(model.sections), model.micro_batch_size, num)
+    worker = Worker()
+    setup = WorkerSetup(
+        worker="w0",
+        job_path=job_path,
+        fingerprint=model.fingerprint,
+        num_sections=len(model.sections),
+        micro_batch_size=model.micro_batch_size,
+        checkpoint_url=tempfile.mkdtemp(),
+        store_host="127.0.0.1",
+        store_port=1,
+        listen_host="127.0.0.1",
+        device=device,
+    )
+    begun = time.perf_counter()
+    ready = worker.setup(setup)
+    print(f"setup {time.perf_counter() - begun:.1f} s: {type(ready).__name__} {getattr(ready, 'error', '')}")
+    units = tuple(unit.id for unit in model.units)
+    sources = tuple(Source(worker="w0", unit=unit, kind="initial") for unit in units)
+    order = ReshapeOrder(
+        generation=1, version=0, plan=plan, slots=(Slot(worker="w0", stage=0, replica=0),), sources=sources
+    )
+    begun = time.perf_counter()
+    reshaped = worker.reshape(order)
+    print(f"reshape {time.perf_counter() - begun:.1f} s: {type(reshaped).__name__} {getattr(reshaped, 'error', '')}")
+    state = {"decided": None, "scale": reshaped.loss_scale}
+    attempts = []
+
+    def step(number: int) -> None:
+        for attempt in range(8):
+            asked = StepOrder(
+                generation=1, step=number, attempt=attempt, decided=state["decided"], loss_scale=state["scale"]
+            )
+            answer = worker.step(asked)
+            assert isinstance(answer, Prepared), answer
+            if not answer.overflowed:
+                break
+        attempts.append(attempt + 1)
+        state["decided"] = decided_step(number + 1, [answer.unit_norms_sq], [answer.non_finite], units)
+        state["times"] = answer.times
+        state["loss"] = sum(entry.loss for entry in answer.losses) / len(answer.losses)
+
+    count = sum(torch.Size(model.specs[name][0]).numel() for unit in model.units for name in unit.parameters)
+    return job, num, count, step, state, attempts
+
+
+made = morph() if mode == "morph" else plain(mode == "plain-free")
+job, num, count, step = made[:4]
+length = next(iter(job.dataset()[0].values())).numel()
+took = []
+for number in range(STEPS + 2):
+    sync()
+    begun, thread_s = time.perf_counter(), time.thread_time()
+    step(number)
+    sync()
+    took.append((time.perf_counter() - begun, time.thread_time() - thread_s))
+wall, thread = (statistics.median(one) for one in zip(*took[2:], strict=True))
+flops = 6 * count * job.batch_size * length
+print(f"steps: {[round(one, 3) for one, _ in took]}")
+if mode == "morph":
+    print("attempts", made[5], "times", made[4]["times"], "loss", made[4]["loss"])
+if device == "cuda":
+    print(
+        f"memory: most allocated {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, reserved "
+        f"{torch.cuda.max_memory_reserved() / 2**30:.1f}"
+    )
+print(
+    f"RESULT {mode} {job.name}: {wall:.3f} s a step ({num} micro-batches of {job.micro_batch_size}), host thread "
+    f"{thread / num * 1e3:.1f} ms a micro-batch; "
+    f"{job.batch_size * length / wall:.0f} tokens/s, {flops / wall / PEAK:.1%} of {PEAK / 1e12:.0f} TFLOP/s (6N)",
+    flush=True,
+)
+activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
+with profile(activities=activities) as found:
+    sync()
+    begun = time.perf_counter()
+    step(STEPS + 2)
+    sync()
+    profiled_s = time.perf_counter() - begun
+events = found.key_averages()
+print(
+    events.table(
+        sort_by="self_device_time_total" if device == "cuda" else "self_cpu_time_total",
+        row_limit=18,
+        max_name_column_width=70,
+    )
+)
+print(events.table(sort_by="self_cpu_time_total", row_limit=18, max_name_column_width=70))
+on_device = [one for one in events if str(one.device_type).endswith("CUDA")]
+busy_s = sum(one.self_device_time_total for one in on_device) / 1e6
+calls = {
+    one.key: one.count
+    for one in events
+    if one.key.startswith(
+        (
+            "cudaLaunch",
+            "cuLaunch",
+            "cudaMemcpy",
+            "cudaStreamSync",
+            "cudaEventSync",
+            "cudaDeviceSync",
+            "cudaMalloc",
+            "cudaHostAlloc",
+            "cudaFree",
+            "cudaEventRecord",
+            "cudaEventCreate",
+        )
+    )
+}
+print(f"calls: {calls}")
+print(
+    f"PROFILE {mode} {job.name}: device busy {busy_s:.3f} s of {profiled_s:.3f} s of the profiled step, "
+    f"{sum(one.count for one in on_device)} kernels and copies",
+    flush=True,
+)
+os._exit(0)
