@@ -38,7 +38,7 @@ def acknowledge(draft: Draft) -> None:
     first = {vm_of(worker): worker for worker in reversed(free)}
     actions = [AcknowledgeNotice(worker=first[vm], notice=notice) for vm, notice in notices]
     sentence = f"nothing of value is left on {', '.join(free)}: it may go"
-    draft.change(leaving=provisioning.leaving - set(free))
+    draft.change_provisioning(leaving=provisioning.leaving - set(free))
     if draft.code in ROUTINE:
         draft.code = ReasonCode.NOTICE_ACKNOWLEDGED
     draft.add(sentence, *actions)

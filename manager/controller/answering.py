@@ -51,7 +51,7 @@ def answered(draft: Draft, event: WorkerAnswered) -> None:
     if step.order is None or event.worker not in step.awaited or not _fits(event.answer, step.order):
         return draft.say(ReasonCode.IGNORED, f"{event.worker} has no order that this {event.answer.kind} answers")
     if isinstance(event.answer, Failed):
-        draft.change(kept={worker: sums for worker, sums in step.kept.items() if worker != event.worker})
+        draft.change_step(kept={worker: sums for worker, sums in step.kept.items() if worker != event.worker})
         return failed(draft, event.worker, event.answer)
     return _order_answered(draft, event.worker, event.answer)
 
@@ -71,7 +71,7 @@ def note_answers(draft: Draft, answers: Mapping[WorkerId, Answer]) -> Sequence[W
     last = answers.popitem() if len(answers) == len(step.awaited) else None
     if answers:
         _note(draft, answers)
-        draft.change(awaited=step.awaited.difference(answers))
+        draft.change_step(awaited=step.awaited.difference(answers))
         left, kind = len(draft.state.step.awaited), next(iter(answers.values())).kind
         draft.say(
             ReasonCode.AWAITING_ANSWERS,
@@ -106,14 +106,15 @@ def _note_reshaped(draft: Draft, answers: Mapping[WorkerId, Reshaped]) -> None:
         if not units <= entry.holds:
             entries[worker] = entry.model_copy(update={"holds": entry.holds | units})
     scales = [answer.loss_scale for answer in answers.values() if answer.loss_scale is not None]
-    draft.change(workers=entries, loss_scale=scales[-1] if scales else state.step.loss_scale)
+    draft.change(workers=entries)
+    draft.change_step(loss_scale=scales[-1] if scales else state.step.loss_scale)
     measure_speed(draft, answers)
 
 
 def _note_prepared(draft: Draft, answers: Mapping[WorkerId, Prepared]) -> None:
     reports = {key: _report_of(answer) for key, answer in _alike(answers).items()}
     told = zip(answers, [reports[key] for key in map(id, answers.values())], strict=True)
-    draft.change(reports=draft.state.step.reports | dict(told))
+    draft.change_step(reports=draft.state.step.reports | dict(told))
 
 
 def _note_aborted(draft: Draft, answers: Mapping[WorkerId, Aborted]) -> None:
@@ -123,7 +124,7 @@ def _note_aborted(draft: Draft, answers: Mapping[WorkerId, Aborted]) -> None:
         for worker, answer in answers.items():
             if answer.kept is not None and answer.kept.step == state.version and answer.kept.sums:
                 kept[worker] = answer.kept.sums
-    draft.change(kept=kept)
+    draft.change_step(kept=kept)
 
 
 _NOTES: Mapping[type, Callable[[Draft, Mapping[WorkerId, Any]], None]] = {
@@ -158,9 +159,8 @@ def _set_up(draft: Draft, worker: WorkerId, answer: Answer) -> None:
     wait_s = hold_s(draft, entry.host)
     eligible_s = now_s + wait_s if wait_s else None
     draft.change_node(worker, NodeEvent.SET_UP, ready_s=now_s, eligible_s=eligible_s)
-    draft.change(
-        num_setups_lost=0, setup_lost_s=None, setup_s=mean_of(state.measured.setup_s, now_s - entry.appeared_s)
-    )
+    draft.change_provisioning(num_setups_lost=0, setup_lost_s=None)
+    draft.change_measured(setup_s=mean_of(state.measured.setup_s, now_s - entry.appeared_s))
     draft.change(evaluation=answer.evaluation)
     sentence = f"{worker} is ready"
     if eligible_s is not None:

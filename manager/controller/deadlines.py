@@ -58,7 +58,7 @@ def tick(draft: Draft, event: Tick) -> None:
     """Do what is due: give up workers that were awaited too long, look after nodes and requests, end long waits."""
     del event
     if draft.state.provisioning.nodes_wake_s is not None and draft.now_s >= draft.state.provisioning.nodes_wake_s:
-        draft.change(nodes_wake_s=None)
+        draft.change_provisioning(nodes_wake_s=None)
         _look_after_nodes(draft)
     late = _late_workers(draft.state, draft.now_s)
     if late and (loading := loading_workers(draft.state)):
@@ -101,7 +101,9 @@ def nobody_heard(draft: Draft, event: NobodyHeard) -> None:
         else entry
         for worker, entry in state.workers.items()
     }
-    draft.change(order=order, pending=pending, workers=workers)
+    draft.change(workers=workers)
+    draft.change_step(order=order)
+    draft.change_saving(pending=pending)
     draft.say(ReasonCode.OUTAGE_OVER, f"no worker was heard for {event.lasted_s:.1f} s: that time does not count")
 
 
@@ -184,7 +186,7 @@ def _look_after_nodes(draft: Draft) -> None:
     state = draft.state
     times = [time_s for entry in state.workers.values() for time_s in _node_times(state, entry)]
     times += _request_times(state)
-    draft.change(nodes_wake_s=min(times, default=None))
+    draft.change_provisioning(nodes_wake_s=min(times, default=None))
 
 
 def _node_times(state: ControllerState, entry: WorkerState) -> list[float]:

@@ -149,7 +149,7 @@ def _node_appeared(draft: Draft, event: NodeAppeared) -> None:
     draft.change(workers={**state.workers, event.node: entry}, num_appeared=state.num_appeared + 1)
     forget_kept(draft, event.node)
     if state.phase is Phase.STARTING and state.waits.waiting_since_s is None:
-        draft.change(waiting_since_s=now_s)
+        draft.change_waits(waiting_since_s=now_s)
     draft.wake_by(now_s + setup_bound_s(state))
     sentence = f"{event.node} appeared: its worker is started"
     draft.say(ReasonCode.NODE_REGISTERED, sentence, StartWorker(worker=event.node))

@@ -85,14 +85,10 @@ def _begin_waits_anew(draft: Draft) -> None:
         worker: entry.model_copy(update={"appeared_s": now_s}) if entry.node is NodeState.WARMING else entry
         for worker, entry in state.workers.items()
     }
-    draft.change(
-        order=order if awaited else None,
-        awaited=awaited,
-        pending=pending,
-        workers=workers,
-        sealing_since_s=None if state.saving.sealing_since_s is None else now_s,
-        morph_began_s=None,
-    )
+    draft.change(workers=workers)
+    draft.change_step(order=order if awaited else None, awaited=awaited)
+    draft.change_saving(pending=pending, sealing_since_s=None if state.saving.sealing_since_s is None else now_s)
+    draft.change_measured(morph_began_s=None)
 
 
 def _again(state: ControllerState) -> tuple[Action, ...]:

@@ -18,10 +18,24 @@ from manager.controller.state.events import (
     WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.state.state import ControllerState, Decision, Phase, initial_state
+from manager.controller.state.provisioning import Provisioning
+from manager.controller.state.saves import Saving
+from manager.controller.state.state import ControllerState, Decision, Measured, Phase, Waits, initial_state
+from manager.controller.state.steps import StepProgress
 from manager.controller.state.validate import validate
 from morph.contract.decided import LossScale
 from morph.contract.messages import Aborted, Committed, Prepared, Reshaped, UnitWritten, WorkerReady
+
+SLICES = {"step": StepProgress, "saving": Saving, "waits": Waits, "provisioning": Provisioning, "measured": Measured}
+
+
+def changed(state: ControllerState, **fields: object) -> ControllerState:
+    """Return the state with some fields replaced, each in the slice where it stands."""
+    for name, kind in SLICES.items():
+        own = {field: fields.pop(field) for field in kind.model_fields if field in fields}
+        state = state.model_copy(update={name: getattr(state, name).model_copy(update=own)}) if own else state
+    assert fields.keys() <= ControllerState.model_fields.keys(), fields
+    return state.model_copy(update=fields)
 
 
 class Script:

@@ -36,7 +36,7 @@ def test_what_was_long_ago_is_forgotten() -> None:
     assert hold_s(draft, "m") == 0.0
     flapped(draft, "other")
     assert set(draft.state.provisioning.flaps) == {"other"}
-    draft.change(flaps={"m": Flaps(num=10**6, last_s=draft.now_s)})
+    draft.change_provisioning(flaps={"m": Flaps(num=10**6, last_s=draft.now_s)})
     assert hold_s(draft, "m") == FLAPS.hold_max_s
 
 

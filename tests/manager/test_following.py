@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from controller_script import Script
+from controller_script import Script, changed
 from simulated_job import SIZES, UNITS, make_config, make_plan
 
 from manager.controller.shape.following import choose_follows, redundancy_of
@@ -14,7 +14,7 @@ from manager.controller.shape.risk import holders_of, mean_s_to_fatal_loss
 from manager.controller.shape.salvage import losses_of
 from manager.controller.state.config import units_by_stage
 from manager.controller.state.events import ManifestWritten, WorkerAnswered, WorkerLost
-from manager.controller.state.state import ControllerState, changed, initial_state
+from manager.controller.state.state import ControllerState, initial_state
 from morph.contract.cluster import Policy
 from morph.contract.messages import Slot
 from morph.contract.plan import Plan

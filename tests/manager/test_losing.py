@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controller_script import Script, receivers, script_in
+from controller_script import Script, changed, receivers, script_in
 from simulated_job import MANIFEST, PLANS, UNITS
 
 from manager.controller.shape.torn_vms import GATHER_S
@@ -22,7 +22,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.reasons import ReasonCode
-from manager.controller.state.state import Phase, changed
+from manager.controller.state.state import Phase
 from morph.contract.messages import (
     ReshapeOrder,
 )

@@ -37,7 +37,7 @@ def _everything_is_kept(*arguments: Any) -> Any:
 
 def _nobody_is_forgotten(draft: Draft, lost: Any) -> None:
     awaited = draft.state.step.awaited - set(lost)
-    draft.change(awaited=awaited, order=draft.state.step.order if awaited else None)
+    draft.change_step(awaited=awaited, order=draft.state.step.order if awaited else None)
 
 
 def _no_vm_is_given_back(draft: Draft, lost: Any) -> None:
@@ -45,14 +45,14 @@ def _no_vm_is_given_back(draft: Draft, lost: Any) -> None:
     draft.actions = [action for action in draft.actions if not isinstance(action, ReleaseNodes)]
 
 
-def _nobody_else_is_awaited(draft: Draft, worker: str, **fields: Any) -> None:
-    draft.change(awaited=frozenset(), order=None, **fields)
+def _nobody_else_is_awaited(draft: Draft, worker: str) -> None:
+    draft.change_step(awaited=frozenset(), order=None)
 
 
-def _the_last_one_is_not_awaited(draft: Draft, worker: str, **fields: Any) -> None:
-    taken(draft, worker, **fields)
+def _the_last_one_is_not_awaited(draft: Draft, worker: str) -> None:
+    taken(draft, worker)
     if draft.state.phase is Phase.RESHAPING and len(draft.state.step.awaited) == 1:
-        draft.change(awaited=frozenset(), order=None)
+        draft.change_step(awaited=frozenset(), order=None)
 
 
 def _any_generation_fits(answer: Any, order: Any) -> Any:
@@ -62,7 +62,7 @@ def _any_generation_fits(answer: Any, order: Any) -> Any:
 
 
 def _nothing_is_aborted(draft: Draft) -> None:
-    draft.change(awaited=frozenset(), order=None)
+    draft.change_step(awaited=frozenset(), order=None)
     forming.form(draft)
 
 
@@ -74,7 +74,7 @@ def _an_aborted_step_counts(draft: Draft) -> None:
 
 def _overflow_is_overlooked(draft: Draft) -> None:
     reports = draft.state.step.reports.items()
-    draft.change(reports={worker: entry.model_copy(update={"overflowed": False}) for worker, entry in reports})
+    draft.change_step(reports={worker: entry.model_copy(update={"overflowed": False}) for worker, entry in reports})
     decide_step(draft)
 
 
@@ -119,7 +119,7 @@ def _nothing_happens(draft: Draft, *arguments: Any, **fields: Any) -> None:
 
 
 def _a_refusal_means_nothing(draft: Draft, why: str) -> None:
-    draft.change(ask_at_s=None)
+    draft.change_provisioning(ask_at_s=None)
     draft.say(node_requests.ReasonCode.REQUEST_REFUSED, why)
 
 
@@ -206,7 +206,7 @@ def _one_contribution_is_left_out(sums: WorkerSums, num_micro_batches: int | Non
 
 def _every_follower_is_in_step(draft: Draft, *, others_keep: bool) -> None:
     reports = draft.state.step.reports.items()
-    draft.change(reports={worker: entry.model_copy(update={"followed": True}) for worker, entry in reports})
+    draft.change_step(reports={worker: entry.model_copy(update={"followed": True}) for worker, entry in reports})
     settle_holdings(draft, others_keep=others_keep)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from controller_script import Script, receivers, script_in
+from controller_script import Script, changed, receivers, script_in
 from simulated_job import PLANS, UNITS
 
 from manager.controller.shape.postponing import MARGIN, STEP_MARGIN
@@ -29,7 +29,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import Phase, changed
+from manager.controller.state.state import Phase
 
 
 def noticed(script: Script, worker: str, lead_s: float = 2.5, notice: str = "first") -> None:

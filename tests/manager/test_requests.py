@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from controller_script import Script
+from controller_script import Script, changed
 from simulated_job import RULES, make_config
 
 from manager.controller.requests.node_requests import MAX_SENT
@@ -19,7 +19,7 @@ from manager.controller.state.events import (
     Tick,
     WorkerLost,
 )
-from manager.controller.state.state import Phase, changed
+from manager.controller.state.state import Phase
 
 REQUESTS = RULES.requests
 

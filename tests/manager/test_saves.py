@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from controller_script import Script
+from controller_script import Script, changed
 from simulated_job import PLANS, UNITS, make_config
 
 from manager.controller.saves.timing import cheapest_interval, insurance_save, next_save
@@ -24,7 +24,7 @@ from manager.controller.state.events import (
     WorkerLost,
 )
 from manager.controller.state.expected import ExpectedLosses
-from manager.controller.state.state import ControllerState, Phase, changed
+from manager.controller.state.state import ControllerState, Phase
 from morph.contract.messages import UnitWritten
 
 H = 3600.0

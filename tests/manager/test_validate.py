@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from controller_script import Script, script_in
+from controller_script import Script, changed, script_in
 from simulated_job import MANIFEST, UNITS
 
 from manager.controller.state.actions import Finish
 from manager.controller.state.draft import Draft
 from manager.controller.state.nodes import NodeState
 from manager.controller.state.provisioning import KeptNotice, NodeRequest
-from manager.controller.state.state import ControllerState, Phase, PreCopy, changed
+from manager.controller.state.state import ControllerState, Phase, PreCopy
 from manager.controller.state.validate import INVARIANTS, BrokenState, validate
 from manager.controller.state.workers import Failing, Probation
 from morph.contract.decided import Decided

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from controller_script import Script, receivers, script_in
+from controller_script import Script, changed, receivers, script_in
 from simulated_job import PLANS, RULES, make_config, make_plan
 
 from manager.controller.state.actions import Abort, EndWorker, Finish, SendReshape, SendStep
 from manager.controller.state.events import NobodyHeard, NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost
-from manager.controller.state.state import Phase, changed
+from manager.controller.state.state import Phase
 from morph.contract.messages import Aborted, WorkerReady
 from morph.contract.rules import Rules
 from morph.contract.salvage import LOSSES, KeptSums, partial_sum

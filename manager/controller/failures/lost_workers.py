@@ -61,13 +61,11 @@ def dissolve(draft: Draft, *, planned: bool = False) -> None:
     if order is not None:
         order = order.model_copy(update={"abort_sent_s": draft.now_s, "give_up_s": give_up_bound_s(state)})
     pending = state.saving.pending.model_copy(update={"stale": True}) if state.saving.pending is not None else None
-    draft.change(
-        phase=Phase.ABORTING,
-        order=order,
-        pending=pending,
-        num_fruitless=state.waits.num_fruitless + (not planned),
-        morph_began_s=None,
-    )
+    draft.change(phase=Phase.ABORTING)
+    draft.change_step(order=order)
+    draft.change_saving(pending=pending)
+    draft.change_waits(num_fruitless=state.waits.num_fruitless + (not planned))
+    draft.change_measured(morph_began_s=None)
     shape_left(draft)
     dropped = without_pre_copy(draft)
     aborts = Abort.each("worker", busy, generation=state.generation)

@@ -16,7 +16,7 @@ def keeps(draft: Draft, event: NoticeGiven) -> bool:
     if not is_awaited(draft.state):
         return False
     entry = KeptNotice(notice=event.notice, taken_s=draft.now_s + event.lead_s)
-    draft.change(kept_notices={**draft.state.provisioning.kept_notices, event.worker: entry})
+    draft.change_provisioning(kept_notices={**draft.state.provisioning.kept_notices, event.worker: entry})
     draft.say(ReasonCode.NOTICE_KEPT, f"{event.worker} will be taken in {event.lead_s:.3g} s and is not known yet")
     return True
 
@@ -46,7 +46,7 @@ def forget_kept(draft: Draft, *nodes: WorkerId) -> None:
         for node, entry in provisioning.kept_notices.items()
         if node not in nodes and (is_awaited(state) or vm_of(node) in known)
     }
-    draft.change(kept_notices=left)
+    draft.change_provisioning(kept_notices=left)
 
 
 def is_awaited(state: ControllerState) -> bool:

@@ -51,7 +51,7 @@ def ask_missing(draft: Draft) -> None:
         return
     name = request_name(state.config, provisioning.num_requests + 1)
     keep_request(draft, name, NodeRequest(count=missing, asked_s=now_s))
-    draft.change(num_requests=provisioning.num_requests + 1)
+    draft.change_provisioning(num_requests=provisioning.num_requests + 1)
     draft.wake_by(now_s + state.config.policy.rules.requests.answer_s)
     sentence = f"{missing} of {state.config.target_nodes} workers are missing: asked for as {name}"
     draft.add(sentence, RequestNodes(request=name, count=missing))
@@ -77,7 +77,7 @@ def nodes_granted(draft: Draft, event: NodesGranted) -> None:
     if short:
         _refuse(draft, f"{event.request} is granted in part")
     else:
-        draft.change(num_refused=0, ask_at_s=None)
+        draft.change_provisioning(num_refused=0, ask_at_s=None)
     for notice in notices:
         gives_back(draft, notice)
     draft.code = ReasonCode.NODES_GRANTED
@@ -97,7 +97,7 @@ def request_refused(draft: Draft, event: RequestRefused) -> None:
 
 def note_appeared(draft: Draft, event: NodeAppeared) -> NodeFacts:
     """Take a node that is up out of what is awaited, whether its grant was heard of or not; returns what it is."""
-    draft.change(num_absent=0)
+    draft.change_provisioning(num_absent=0)
     requests = draft.state.provisioning.requests
     for name, request in requests.items():
         if event.node in request.granted:
@@ -159,10 +159,12 @@ def pause_asking(draft: Draft, since_s: float, num_absent: int = 0) -> None:
     if provisioning.setup_lost_s is not None and since_s < provisioning.setup_lost_s:
         return
     num_lost = provisioning.num_setups_lost + 1
-    draft.change(num_setups_lost=num_lost, setup_lost_s=now_s, num_absent=provisioning.num_absent + num_absent)
+    draft.change_provisioning(
+        num_setups_lost=num_lost, setup_lost_s=now_s, num_absent=provisioning.num_absent + num_absent
+    )
     if num_lost > 1:
         wait_s = min(rules.backoff_s * float(2 ** min(num_lost - 2, 64)), rules.backoff_max_s)
-        draft.change(ask_at_s=max(provisioning.ask_at_s or 0.0, now_s + wait_s))
+        draft.change_provisioning(ask_at_s=max(provisioning.ask_at_s or 0.0, now_s + wait_s))
         draft.wake_by(now_s + wait_s)
     if num_absent and asks_no_more(draft.state):
         draft.say(ReasonCode.NODE_ABSENT, why_no_more(draft.state))
@@ -203,7 +205,7 @@ def resend_at_s(state: ControllerState, request: NodeRequest) -> float:
 def keep_request(draft: Draft, name: RequestId, request: NodeRequest) -> None:
     """Replace a request, or forget it once nothing of it is awaited."""
     others = {other: entry for other, entry in draft.state.provisioning.requests.items() if other != name}
-    draft.change(requests={**others, name: request} if request.count or request.granted else others)
+    draft.change_provisioning(requests={**others, name: request} if request.count or request.granted else others)
 
 
 def without_granted(request: NodeRequest, *nodes: WorkerId) -> NodeRequest:
@@ -230,6 +232,6 @@ def _refuse(draft: Draft, why: str) -> None:
     state, now_s = draft.state, draft.now_s
     rules = state.config.policy.rules.requests
     wait_s = min(rules.backoff_s * float(2 ** min(state.provisioning.num_refused, 64)), rules.backoff_max_s)
-    draft.change(num_refused=state.provisioning.num_refused + 1, ask_at_s=now_s + wait_s)
+    draft.change_provisioning(num_refused=state.provisioning.num_refused + 1, ask_at_s=now_s + wait_s)
     draft.wake_by(now_s + wait_s)
     draft.say(ReasonCode.REQUEST_REFUSED, f"{why}; the next request in {wait_s:g} s")

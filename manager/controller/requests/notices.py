@@ -30,12 +30,12 @@ def notice_given(draft: Draft, event: NoticeGiven) -> None:
         return None
     if event.notice and event.notice == entry.notice:
         if entry.node is NodeState.DRAINING:  # who tells it again has not heard that it may go
-            draft.change(leaving=state.provisioning.leaving | {event.worker})
+            draft.change_provisioning(leaving=state.provisioning.leaving | {event.worker})
         return draft.say(ReasonCode.IGNORED, f"the notice of {event.worker} is known already")
     until_s = draft.now_s + event.lead_s + state.config.policy.rules.requests.notice_grace_s
     draft.change_node(event.worker, NodeEvent.NOTICED, drain_until_s=until_s, notice=event.notice, probation=None)
     if event.notice:
-        draft.change(leaving=state.provisioning.leaving | {event.worker})
+        draft.change_provisioning(leaving=state.provisioning.leaving | {event.worker})
     draft.wake_by(until_s)
     sentence = f"{event.worker} will be taken in {event.lead_s:.3g} s"
     if step_outlasts(draft):
@@ -61,7 +61,7 @@ def spare(draft: Draft, worker: WorkerId, why: str) -> None:
     state = draft.state
     entry = state.workers[worker]
     host = entry.host or worker
-    draft.change(leaving=state.provisioning.leaving - {worker})
+    draft.change_provisioning(leaving=state.provisioning.leaving - {worker})
     flapped(draft, host)
     wait_s = hold_s(draft, host)
     draft.change_node(

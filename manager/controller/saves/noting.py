@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from manager.controller.saves.timing import insurance_save, periodic_save, retry_after_s, sooner
 from manager.controller.state.actions import NoteNextSave
@@ -19,21 +18,21 @@ from morph.contract.vm_names import vm_of
 
 def step_ordered(draft: Draft) -> None:
     """A step begins; with the first one there is something to lose."""
-    _note(draft, ordered_s=draft.now_s)
+    draft.change_save_times(ordered_s=draft.now_s)
     if draft.state.saving.save_times.since_s is None:
-        _note(draft, saved_s=draft.now_s, since_s=draft.now_s)
+        draft.change_save_times(saved_s=draft.now_s, since_s=draft.now_s)
 
 
 def step_decided(draft: Draft) -> None:
     """Take the time of a step into the mean."""
     times = draft.state.saving.save_times
     if times.ordered_s is not None:
-        _note(draft, step_s=mean_of(times.step_s, draft.now_s - times.ordered_s), ordered_s=None)
+        draft.change_save_times(step_s=mean_of(times.step_s, draft.now_s - times.ordered_s), ordered_s=None)
 
 
 def shape_left(draft: Draft) -> None:
     """The step under way is dissolved: its time is of no use."""
-    _note(draft, ordered_s=None)
+    draft.change_save_times(ordered_s=None)
 
 
 def save_begun(draft: Draft, writers: dict[str, WorkerId], kind: SaveKind) -> PendingCheckpoint:
@@ -47,8 +46,8 @@ def save_begun(draft: Draft, writers: dict[str, WorkerId], kind: SaveKind) -> Pe
         kind=kind,
         shape="" if state.plan is None else state.plan.shape,
     )
-    draft.change(pending=pending)
-    _note(draft, since_s=now_s, retry_s=None, insurance=None)
+    draft.change_saving(pending=pending)
+    draft.change_save_times(since_s=now_s, retry_s=None, insurance=None)
     return pending
 
 
@@ -57,7 +56,7 @@ def units_complete(draft: Draft, pending: PendingCheckpoint) -> None:
     stall_s: dict[WorkerId, float] = {}
     for entry in pending.written.values():
         stall_s[entry.worker] = stall_s.get(entry.worker, 0.0) + entry.stall_s
-    _note(draft, stall_s=mean_of(draft.state.saving.save_times.stall_s, max(stall_s.values(), default=0.0)))
+    draft.change_save_times(stall_s=mean_of(draft.state.saving.save_times.stall_s, max(stall_s.values(), default=0.0)))
 
 
 def save_complete(draft: Draft, manifest: Manifest) -> str:
@@ -65,15 +64,15 @@ def save_complete(draft: Draft, manifest: Manifest) -> str:
     times = draft.state.saving.save_times
     if manifest.saved_s is not None:
         saved_s = manifest.saved_s if times.saved_s is None else max(times.saved_s, manifest.saved_s)
-        _note(draft, durable_s=mean_of(times.durable_s, draft.now_s - manifest.saved_s), saved_s=saved_s)
-    _note(draft, num_refused=0, retry_s=None, weighs=draft.state.config.policy.redundancy == "auto")
+        draft.change_save_times(durable_s=mean_of(times.durable_s, draft.now_s - manifest.saved_s), saved_s=saved_s)
+    draft.change_save_times(num_refused=0, retry_s=None, weighs=draft.state.config.policy.redundancy == "auto")
     return f", after {times.num_refused} that storage did not take" if times.num_refused else ""
 
 
 def save_refused(draft: Draft) -> bool:
     """Storage did not take a save: the next one is tried after a while. Returns whether it is the first in a row."""
     num = draft.state.saving.save_times.num_refused + 1
-    _note(draft, num_refused=num, retry_s=draft.now_s + retry_after_s(num))
+    draft.change_save_times(num_refused=num, retry_s=draft.now_s + retry_after_s(num))
     return num == 1
 
 
@@ -84,14 +83,16 @@ def vms_lost(draft: Draft, lost: Mapping[WorkerId, WorkerState]) -> None:
     if appeared_s:
         times = draft.state.saving.save_times
         lived_s = sum(max(0.0, draft.now_s - since_s) for since_s in appeared_s.values())
-        _note(draft, num_lost=times.num_lost + len(appeared_s), vm_s=times.vm_s + lived_s)
+        draft.change_save_times(num_lost=times.num_lost + len(appeared_s), vm_s=times.vm_s + lived_s)
 
 
 def vm_came(draft: Draft, event: NodeAppeared) -> None:
     """Take the time from a request to its VM into the mean."""
     request = draft.state.provisioning.requests.get(event.request) if event.request is not None else None
     if request is not None:
-        _note(draft, allocation_s=mean_of(draft.state.saving.save_times.allocation_s, draft.now_s - request.asked_s))
+        draft.change_save_times(
+            allocation_s=mean_of(draft.state.saving.save_times.allocation_s, draft.now_s - request.asked_s)
+        )
 
 
 def tell_next(draft: Draft) -> None:
@@ -101,13 +102,9 @@ def tell_next(draft: Draft) -> None:
     state = draft.state
     saving = state.saving
     if not saving.sealing and (saving.pending is None or saving.pending.stale):  # what was under way came to nothing
-        _note(draft, since_s=saving.save_times.saved_s)
+        draft.change_save_times(since_s=saving.save_times.saved_s)
     insurance = insurance_save(draft.state, draft.now_s)
-    _note(draft, insurance=insurance)
+    draft.change_save_times(insurance=insurance)
     save = sooner(periodic_save(draft.state, draft.now_s), insurance)
     if save is not None:
         draft.actions.append(NoteNextSave(next_save=save))
-
-
-def _note(draft: Draft, **fields: Any) -> None:
-    draft.change(save_times=draft.state.saving.save_times.model_copy(update=fields))

@@ -46,14 +46,14 @@ def change_due(draft: Draft) -> str | None:
     gain = gain_of(state, choice) if choice else 0.0
     if choice is None or gain <= 0 or gain < state.config.policy.min_join_gain:
         if state.waits.join_since_s is not None:
-            draft.change(join_since_s=None)
+            draft.change_waits(join_since_s=None)
         return None if choice is None else followers_due(draft)
     slow = [worker for worker in state.member_units if state.workers[worker].node is NodeState.SUSPECT]
     slow = [worker for worker in slow if worker not in choice.workers]
     if slow:
         return f"{', '.join(slow)} is slow and left out, {gain:.1%} faster"
     if state.waits.join_since_s is None:
-        draft.change(join_since_s=draft.now_s)
+        draft.change_waits(join_since_s=draft.now_s)
     if _next_is_near(draft.state, choice, gain, draft.now_s):
         return None
     return f"more workers are ready, {gain:.1%} faster"

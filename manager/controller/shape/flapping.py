@@ -12,7 +12,7 @@ def flapped(draft: Draft, host: str) -> None:
     memory_s = state.config.policy.rules.flaps.memory_s
     recent = {name: entry for name, entry in state.provisioning.flaps.items() if now_s < entry.last_s + memory_s}
     num = recent[host].num + 1 if host in recent else 1
-    draft.change(flaps={**recent, host: Flaps(num=num, last_s=now_s)})
+    draft.change_provisioning(flaps={**recent, host: Flaps(num=num, last_s=now_s)})
 
 
 def hold_s(draft: Draft, host: str) -> float:

@@ -57,7 +57,7 @@ def followers_due(draft: Draft) -> str | None:
     state = draft.state
     if not state.saving.save_times.weighs or state.reshape is None:
         return None
-    draft.change(save_times=state.saving.save_times.model_copy(update={"weighs": False}))
+    draft.change_save_times(weighs=False)
     if not _sole_units(state.slots, state.config.units_of(state.reshape.plan)):
         return None
     held = {worker: state.workers[worker].holds for worker in state.ready_workers}

@@ -39,7 +39,8 @@ def form_or_hold(draft: Draft) -> None:
     until_s = _hold_until_s(state, choice, now_s) if held_until_s is None else held_until_s
     if until_s is None or now_s >= until_s or not _worth_holding(state, choice, now_s, until_s):
         return form(draft)
-    draft.change(phase=Phase.HOLDING, hold_until_s=until_s, reshape=None, member_units={})
+    draft.change(phase=Phase.HOLDING, reshape=None, member_units={})
+    draft.change_waits(hold_until_s=until_s)
     sentence = f"{counted(len(choice.workers), 'worker')} could go on; one more is about to be ready"
     return draft.say(ReasonCode.HOLDING, f"{sentence}: waiting {until_s - now_s:.1f} s at most")
 
@@ -48,10 +49,11 @@ def _await_torn_vms(draft: Draft) -> bool:
     """Hold while workers may follow one that their VM has lost; returns whether that is so."""
     until_s = torn_until_s(draft.state, draft.now_s)
     if until_s is None:
-        draft.change(torn={}, hold_until_s=None)
+        draft.change_waits(torn={}, hold_until_s=None)
     if until_s is None or chosen(draft) is None:
         return False
-    draft.change(phase=Phase.HOLDING, hold_until_s=until_s, reshape=None, member_units={})
+    draft.change(phase=Phase.HOLDING, reshape=None, member_units={})
+    draft.change_waits(hold_until_s=until_s)
     vms = ", ".join(draft.state.waits.torn)
     draft.say(ReasonCode.HOLDING, f"{vms} may go as a whole: waiting {until_s - draft.now_s:.1f} s at most")
     return True
@@ -82,20 +84,12 @@ def form(draft: Draft, *, planned: bool = False) -> None:
     outstanding = OutstandingOrder(
         kind="reshape", generation=order.generation, version=order.version, sent_s=now_s, limit_s=reshape_s
     )
-    draft.order(
-        outstanding,
-        receivers,
-        phase=Phase.RESHAPING,
-        generation=order.generation,
-        attempt=0,
-        loss_scale=None,
-        reshape=order,
-        member_units={slot.worker: needed[slot.stage] for slot in order.slots},
-        waiting_since_s=None,
-        hold_until_s=None,
-        join_since_s=None,
-        morph_began_s=now_s if planned else None,
-    )
+    draft.order(outstanding, receivers)
+    draft.change_step(attempt=0, loss_scale=None)
+    members = {slot.worker: needed[slot.stage] for slot in order.slots}
+    draft.change(phase=Phase.RESHAPING, generation=order.generation, reshape=order, member_units=members)
+    draft.change_waits(waiting_since_s=None, hold_until_s=None, join_since_s=None)
+    draft.change_measured(morph_began_s=now_s if planned else None)
     dropped = without_pre_copy(draft, spared=receivers)
     _measure_anew(draft)
     sentence = (
@@ -175,14 +169,8 @@ def _wait(draft: Draft) -> None:
     """No plan fits: wait for more workers, or end if a stop was asked for."""
     state = draft.state
     since_s = draft.now_s if state.waits.waiting_since_s is None else state.waits.waiting_since_s
-    draft.change(
-        phase=Phase.WAITING,
-        reshape=None,
-        member_units={},
-        waiting_since_s=since_s,
-        hold_until_s=None,
-        join_since_s=None,
-    )
+    draft.change(phase=Phase.WAITING, reshape=None, member_units={})
+    draft.change_waits(waiting_since_s=since_s, hold_until_s=None, join_since_s=None)
     if state.stop_reason is not None:
         sentence = "too few workers are left to save what came after version"
         return draft.end("stopped", f"{state.stop_reason}; {sentence} {_restorable(state)[0]}")
@@ -215,7 +203,8 @@ def _go_by_what_was_learned(draft: Draft) -> None:
     correction = draft.state.measured.correction
     if correction is not None and correction.factors != draft.state.measured.planned_with:
         config = draft.state.config.corrected(correction.factors)
-        draft.change(config=config, planned_with=correction.factors)
+        draft.change(config=config)
+        draft.change_measured(planned_with=correction.factors)
 
 
 def _measure_anew(draft: Draft) -> None:
@@ -260,7 +249,7 @@ def _set_back(draft: Draft) -> str:
     )
     times = {"saved_s": draft.now_s, "since_s": draft.now_s, "ordered_s": None, "insurance": None}
     saves = state.saving.save_times.model_copy(update=times)
-    draft.change(
-        version=version, decided=None, workers=workers, pending=None, checkpoint_base=version, save_times=saves, kept={}
-    )
+    draft.change(version=version, decided=None, workers=workers)
+    draft.change_saving(pending=None, checkpoint_base=version, save_times=saves)
+    draft.change_step(kept={})
     return sentence

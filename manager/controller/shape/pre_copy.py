@@ -88,7 +88,7 @@ def measure_speed(draft: Draft, answers: Mapping[WorkerId, Reshaped]) -> None:
             num_bytes = sum(sizes[source.unit] for source in lacked)
             mean = mean_of(mean, num_bytes / answer.state_s) if num_bytes else mean
     if mean != draft.state.measured.state_bytes_per_s:
-        draft.change(state_bytes_per_s=mean)
+        draft.change_measured(state_bytes_per_s=mean)
 
 
 def _order(ahead: PreCopy, worker: WorkerId) -> SendPreCopy:

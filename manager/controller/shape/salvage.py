@@ -99,7 +99,7 @@ def note_prepared(draft: Draft) -> None:
         ]
         losses = partial_sum(LOSSES, losses_of(plan, slot, salvage))
         kept[slot.worker] = (*sums, losses) if losses.counted else tuple(sums)
-    draft.change(kept=kept)
+    draft.change_step(kept=kept)
 
 
 def losses_of(plan: Plan, slot: Slot, salvage: Salvage | None) -> dict[int, int]:

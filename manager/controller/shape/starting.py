@@ -20,7 +20,7 @@ def start_if_due(draft: Draft) -> None:
     num_ready = len(choice.workers) if choice else len(state.ready_workers)
     waiting_since_s = now_s if waits.waiting_since_s is None else waits.waiting_since_s
     if choice is None:
-        draft.change(waiting_since_s=waiting_since_s, first_feasible_s=None)
+        draft.change_waits(waiting_since_s=waiting_since_s, first_feasible_s=None)
         needed = counted(state.config.fewest_workers, "is needed", "are needed")
         sentence = f"{counted(num_ready, 'worker is', 'workers are')} ready, {needed} to start"
         return draft.say(ReasonCode.START_WAIT, sentence)
@@ -29,7 +29,7 @@ def start_if_due(draft: Draft) -> None:
         draft.wake_by(until_s)
         return draft.say(ReasonCode.START_WAIT, f"{', '.join(waits.torn)} may go as a whole")
     since_s = now_s if waits.first_feasible_s is None else waits.first_feasible_s
-    draft.change(waiting_since_s=waiting_since_s, first_feasible_s=since_s)
+    draft.change_waits(waiting_since_s=waiting_since_s, first_feasible_s=since_s)
     if num_ready == num_known and state.num_appeared >= state.config.expected_nodes:
         told = "the one worker is ready" if num_ready == 1 else f"all {num_ready} workers are ready"
         draft.say(ReasonCode.FORMED, told)

@@ -24,7 +24,7 @@ def note_torn_vms(draft: Draft, lost: Iterable[WorkerId]) -> None:
         if not gone.issuperset(beside(worker, state.workers)):
             torn.setdefault(vm_of(worker), draft.now_s + GATHER_S)
     if torn != state.waits.torn:
-        draft.change(torn=torn)
+        draft.change_waits(torn=torn)
 
 
 def torn_until_s(state: ControllerState, now_s: float) -> float | None:

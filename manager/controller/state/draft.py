@@ -3,17 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar
+from itertools import accumulate
+from typing import Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack
 
 from manager.controller.state import nodes
 from manager.controller.state.actions import Abort, Action, Finish, ReleaseNodes
+from manager.controller.state.config import ControllerConfig
+from manager.controller.state.events import NodeFacts
 from manager.controller.state.nodes import NodeEvent
+from manager.controller.state.provisioning import Provisioning
 from manager.controller.state.reasons import Reason, ReasonCode
-from manager.controller.state.state import ControllerState, Decision, Phase, changed
-from manager.controller.state.steps import OutstandingOrder
-from morph.contract.messages import WorkerId
+from manager.controller.state.saves import SaveTimes, Saving
+from manager.controller.state.state import ControllerState, Decision, Measured, Phase, PreCopy, Waits
+from manager.controller.state.steps import OutstandingOrder, StepProgress
+from manager.controller.state.workers import Failing, Pace, Probation, WorkerState
+from morph.contract.decided import Decided
+from morph.contract.messages import EvaluationSize, ReshapeOrder, UnitId, Version, WorkerId
 
 Answer = TypeVar("Answer")
+Fields = ParamSpec("Fields")
+
+
+class StateFields(TypedDict, total=False):
+    """Fields of ``ControllerState`` that stand in none of its slices."""
+
+    config: ControllerConfig
+    phase: Phase
+    version: Version
+    generation: int
+    decided: Decided | None
+    reshape: ReshapeOrder | None
+    member_units: dict[WorkerId, frozenset[UnitId]]
+    workers: dict[WorkerId, WorkerState]
+    num_appeared: int
+    ahead: PreCopy | None
+    num_ahead: int
+    evaluation: EvaluationSize | None
+    failing: Failing | None
+    stop_reason: str | None
+    finish: Finish | None
+    recent: tuple[str, ...]
+
+
+class WorkerFields(TypedDict, total=False):
+    """Fields of ``WorkerState`` but for its node, which ``Draft.change_node`` sets."""
+
+    facts: NodeFacts
+    ready_s: float | None
+    eligible_s: float | None
+    notice: str | None
+    drain_until_s: float | None
+    pace: Pace
+    probation: Probation | None
+    holds: frozenset[UnitId]
+
+
+class SliceChange(Generic[Fields]):
+    """Replaces some fields of one slice of a draft's state.
+
+    Args:
+        draft: The draft.
+        path: Names of the fields that lead to the slice, from the state on.
+        kind: The slice's class, whose constructor says which fields there are, and their types.
+    """
+
+    def __init__(self, draft: Draft, path: str, kind: Callable[Fields, object]) -> None:  # noqa: ARG002 (for its type)
+        self._draft, self._path = draft, path.split(".")
+
+    def __call__(self, *args: Fields.args, **fields: Fields.kwargs) -> None:
+        """Replace these fields."""
+        assert not args, "fields are given by name"
+        owners = list(accumulate(self._path, getattr, initial=self._draft.state))
+        replaced = owners.pop().model_copy(update=fields)
+        for name, owner in zip(reversed(self._path), reversed(owners), strict=True):
+            replaced = owner.model_copy(update={name: replaced})
+        self._draft.state = replaced
 
 
 class Draft:
@@ -29,6 +93,12 @@ class Draft:
         self.code: ReasonCode | None = None
         self._sentences: list[str] = []
         self._known: dict[Callable[..., Any], tuple[tuple[object, ...], Any]] = {}
+        self.change_step = SliceChange(self, "step", StepProgress)
+        self.change_saving = SliceChange(self, "saving", Saving)
+        self.change_save_times = SliceChange(self, "saving.save_times", SaveTimes)
+        self.change_waits = SliceChange(self, "waits", Waits)
+        self.change_provisioning = SliceChange(self, "provisioning", Provisioning)
+        self.change_measured = SliceChange(self, "measured", Measured)
 
     def say(self, code: ReasonCode, sentence: str, *actions: Action) -> None:
         """Tell what was done last, and why. That work is lost is told whatever follows, but for the run's end."""
@@ -48,7 +118,8 @@ class Draft:
             outcome, trace, cause = "failed", failing.traceback, failing.cause
         aborts = [Abort(worker=worker, generation=self.state.generation) for worker in self.state.busy_workers]
         finish = Finish(outcome=outcome, sentence=sentence, traceback=trace, cause=cause)
-        self.change(phase=Phase.ENDED, order=None, awaited=frozenset(), finish=finish)
+        self.change(phase=Phase.ENDED, finish=finish)
+        self.change_step(order=None, awaited=frozenset())
         self.say(ReasonCode(outcome), sentence, *aborts, finish)
 
     def decision(self, wake_at_s: float | None) -> Decision:
@@ -59,28 +130,30 @@ class Draft:
             state=self.state, actions=tuple(self.actions), reason=reason, wake_at_s=wake_at_s
         )
 
-    def change(self, **fields: Any) -> None:
-        """Replace some fields of the state, each in the slice where it stands."""
-        self.state = changed(self.state, **fields)
+    def change(self, **fields: Unpack[StateFields]) -> None:
+        """Replace some fields of the state that stand in none of its slices."""
+        self.state = self.state.model_copy(update=fields)
 
-    def change_worker(self, worker: WorkerId, **fields: Any) -> None:
+    def change_worker(self, worker: WorkerId, **fields: Unpack[WorkerFields]) -> None:
         """Replace some fields of one worker."""
         workers = self.state.workers.copy()
         workers[worker] = workers[worker].model_copy(update=fields)
         self.change(workers=workers)
 
-    def change_node(self, worker: WorkerId, event: NodeEvent, **fields: Any) -> None:
-        """Put a node in the state that follows an event, and replace some of its fields."""
-        self.change_worker(worker, node=nodes.after(self.state.workers[worker].node, event), **fields)
+    def change_node(self, worker: WorkerId, event: NodeEvent, **fields: Unpack[WorkerFields]) -> None:
+        """Put a node in the state that follows an event, and replace some of its worker's fields."""
+        entry = self.state.workers[worker]
+        node = nodes.after(entry.node, event)
+        self.change(workers={**self.state.workers, worker: entry.model_copy(update={**fields, "node": node})})
 
-    def order(self, order: OutstandingOrder, receivers: Iterable[WorkerId], **fields: Any) -> None:
-        """Make this order outstanding, and replace other fields; nobody had one before."""
-        self.change(order=order, awaited=frozenset(receivers), reports={}, **fields)
+    def order(self, order: OutstandingOrder, receivers: Iterable[WorkerId]) -> None:
+        """Make this order outstanding; nobody had one before."""
+        self.change_step(order=order, awaited=frozenset(receivers), reports={})
 
-    def answered(self, worker: WorkerId, **fields: Any) -> None:
-        """Take a worker's order from it, and replace other fields."""
+    def answered(self, worker: WorkerId) -> None:
+        """Take a worker's order from it."""
         awaited = self.state.step.awaited - {worker}
-        self.change(awaited=awaited, order=self.state.step.order if awaited else None, **fields)
+        self.change_step(awaited=awaited, order=self.state.step.order if awaited else None)
 
     def forget(self, lost: Iterable[WorkerId]) -> None:
         """Forget workers, and give back what VMs they had of a provider.
@@ -92,17 +165,17 @@ class Draft:
         pending, awaited = state.saving.pending, state.step.awaited - gone
         if pending is not None and gone & pending.debtors:
             pending = pending.model_copy(update={"stale": True})
-        order = state.step.order if awaited else None
-        self.change(
-            workers=workers, pending=pending, awaited=awaited, order=order, leaving=state.provisioning.leaving - gone
-        )
+        self.change(workers=workers)
+        self.change_saving(pending=pending)
+        self.change_step(awaited=awaited, order=state.step.order if awaited else None)
+        self.change_provisioning(leaving=state.provisioning.leaving - gone)
         if state.config.target_nodes and gone:
             self.actions.append(ReleaseNodes(nodes=tuple(sorted(gone))))
 
     def wake_by(self, time_s: float) -> None:
         """Look at nodes and requests again at this time, at the latest."""
         if self.state.provisioning.nodes_wake_s is None or time_s < self.state.provisioning.nodes_wake_s:
-            self.change(nodes_wake_s=time_s)
+            self.change_provisioning(nodes_wake_s=time_s)
 
     def once(self, question: Callable[[ControllerState, float], Answer], *depends_on: object) -> Answer:
         """Answer a question about the state, once unless a part of it that the answer depends on was replaced."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
 
 from pydantic import Field
 
@@ -123,8 +122,7 @@ class Measured(Value):
 class ControllerState(Value):
     """Everything that ``decide`` knows. ``version`` is the decided version; ``workers`` are in order of appearance.
 
-    What belongs to one concern stands in a slice of it. No two have a field of the same name, so that ``changed`` finds
-    it.
+    What belongs to one concern stands in a slice of it.
     """
 
     config: ControllerConfig
@@ -168,37 +166,6 @@ class ControllerState(Value):
     def slots(self) -> tuple[Slot, ...]:
         """Who drives what in it."""
         return self.reshape.slots if self.reshape else ()
-
-
-SLICES: dict[str, type[Value]] = {
-    "step": StepProgress,
-    "saving": Saving,
-    "waits": Waits,
-    "provisioning": Provisioning,
-    "measured": Measured,
-}
-_SLICE_OF = dict.fromkeys(ControllerState.model_fields, "") | {
-    field: name for name, kind in SLICES.items() for field in kind.model_fields
-}
-
-
-def changed(state: ControllerState, **fields: Any) -> ControllerState:
-    """Return the state with some fields replaced, each in the slice where it stands.
-
-    Raises:
-        KeyError: there is no such field.
-    """
-    update: dict[str, Any] = {}
-    slices: dict[str, dict[str, Any]] = {}
-    for field, value in fields.items():
-        name = _SLICE_OF[field]
-        if name:
-            slices.setdefault(name, {})[field] = value
-        else:
-            update[field] = value
-    for name, values in slices.items():
-        update[name] = getattr(state, name).model_copy(update=values)
-    return state.model_copy(update=update)
 
 
 def initial_state(config: ControllerConfig) -> ControllerState:

@@ -39,14 +39,8 @@ def rest(draft: Draft) -> None:
     if state.stop_reason is not None and is_saved(state):
         return draft.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
     pause_s = pause_after(waits.num_fruitless - policy.max_fruitless_generations)
-    draft.change(
-        phase=Phase.RESTING,
-        resting_since_s=since_s,
-        rest_until_s=now_s + pause_s,
-        reshape=None,
-        member_units={},
-        join_since_s=None,
-    )
+    draft.change(phase=Phase.RESTING, reshape=None, member_units={})
+    draft.change_waits(resting_since_s=since_s, rest_until_s=now_s + pause_s, join_since_s=None)
     draft.say(ReasonCode.RESTING, f"{sentence}: the next one is formed in {pause_s:g} s")
     return _save_held(draft)
 
@@ -64,8 +58,10 @@ def save_before_waiting(draft: Draft) -> bool:
         known.add(saving.pending.version)
     if chosen(draft) is not None or is_saved(state) or state.version in known or _writers(state) is None:
         return False
-    draft.change(phase=Phase.RESTING, rest_until_s=draft.now_s, hold_until_s=None, waiting_since_s=None)
-    draft.change(reshape=None, member_units={}, join_since_s=None)
+    draft.change(phase=Phase.RESTING)
+    draft.change_waits(rest_until_s=draft.now_s, hold_until_s=None, waiting_since_s=None)
+    draft.change(reshape=None, member_units={})
+    draft.change_waits(join_since_s=None)
     _save_held(draft)
     return True
 
@@ -79,7 +75,7 @@ def rest_over(draft: Draft) -> None:
     """While resting: form the next generation once the pause is over and everybody answered."""
     state = draft.state
     if not state.step.awaited and (state.waits.rest_until_s is None or draft.now_s >= state.waits.rest_until_s):
-        draft.change(rest_until_s=None)
+        draft.change_waits(rest_until_s=None)
         form_or_hold(draft)
 
 
@@ -91,7 +87,7 @@ def stop_while_resting(draft: Draft) -> None:
         return draft.end("stopped", f"{state.stop_reason}; version {state.version} is saved")
     if state.step.awaited or saving.sealing or (saving.pending is not None and not saving.pending.stale):
         return draft.say(ReasonCode.STOP_NOTED, f"{state.stop_reason}: the run ends when what is held is saved")
-    draft.change(rest_until_s=None)
+    draft.change_waits(rest_until_s=None)
     return form(draft)
 
 
@@ -116,7 +112,8 @@ def _save_held(draft: Draft) -> None:
         limit_s=commit_bound_s(state),
     )
     receivers = [worker for worker in state.workers if worker in writers.values()]
-    draft.order(order, receivers, generation=order.generation)
+    draft.order(order, receivers)
+    draft.change(generation=order.generation)
     save_begun(draft, writers, "emergency")
     sentence = f"version {state.version} is written by the {len(receivers)} workers that hold it"
     draft.say(ReasonCode.RESTING, sentence, *commit_orders(draft.state, writers, receivers))

@@ -27,7 +27,7 @@ def note_doubt(draft: Draft, sentence: str, *workers: WorkerId) -> None:
     if known is None or not in_doubt(state):
         num_tries, unable = (known.num_tries, known.unable) if known is not None else (0, frozenset[WorkerId]())
         known = Doubt(version=state.version, sentence=sentence, num_tries=num_tries, unable=unable)
-        draft.change(doubt=known)
+        draft.change_saving(doubt=known)
     _change(draft, failed=known.failed.union(workers))
 
 
@@ -55,12 +55,10 @@ def find_whole(draft: Draft) -> None:
         limit = f"for {limit_s:g} s, {why_retried_no_longer(state)}"
         return draft.end("failed", f"{saving.doubt.sentence}; no step was decided {limit}")
     pause_s = pause_after(saving.doubt.num_tries - 1) if saving.doubt.num_tries else 0.0
-    draft.change(
-        phase=Phase.RESTING,
+    draft.change(phase=Phase.RESTING, reshape=None, member_units={})
+    draft.change_waits(
         resting_since_s=since_s,
         rest_until_s=now_s + pause_s,
-        reshape=None,
-        member_units={},
         hold_until_s=None,
         waiting_since_s=None,
         join_since_s=None,
@@ -82,7 +80,7 @@ def find_if_due(draft: Draft) -> None:
     since_s = now_s if waits.resting_since_s is None else waits.resting_since_s
     if now_s >= since_s + retry_bound_s(state):
         return find_whole(draft)
-    return draft.change(rest_until_s=now_s + LONGEST_PAUSE_S)
+    return draft.change_waits(rest_until_s=now_s + LONGEST_PAUSE_S)
 
 
 def checkpoint_found(draft: Draft, event: CheckpointFound) -> None:
@@ -94,7 +92,8 @@ def checkpoint_found(draft: Draft, event: CheckpointFound) -> None:
     _change(draft, status="answered")
     if state.phase is not Phase.RESTING:
         return draft.say(ReasonCode.IGNORED, f"version {found.version} is whole, and not needed any more")
-    draft.change(checkpoint=found, rest_until_s=None)
+    draft.change_saving(checkpoint=found)
+    draft.change_waits(rest_until_s=None)
     if found.version == saving.doubt.version:
         sentence = f"every byte of version {found.version} is right: it is loaded again{_read_for_others(draft)}"
     else:
@@ -137,11 +136,11 @@ def _ask(draft: Draft) -> None:
     doubt = draft.state.saving.doubt
     assert doubt is not None, "nothing is in doubt"
     _change(draft, status="asked", num_tries=doubt.num_tries + 1)
-    draft.change(rest_until_s=draft.now_s + LONGEST_PAUSE_S)
+    draft.change_waits(rest_until_s=draft.now_s + LONGEST_PAUSE_S)
     sentence = f"version {doubt.version} could not be loaded: the newest checkpoint that is whole is looked for"
     draft.say(ReasonCode.RESTING, sentence, FindCheckpoint(doubted=doubt.version))
 
 
 def _change(draft: Draft, **fields: Any) -> None:
     assert draft.state.saving.doubt is not None, "nothing is in doubt"
-    draft.change(doubt=draft.state.saving.doubt.model_copy(update=fields))
+    draft.change_saving(doubt=draft.state.saving.doubt.model_copy(update=fields))

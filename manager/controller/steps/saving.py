@@ -36,7 +36,7 @@ def units_written(draft: Draft, event: UnitsWritten) -> None:
     if not new:
         return draft.say(ReasonCode.IGNORED, f"nothing of these is awaited for version {pending.version}")
     pending = pending.model_copy(update={"written": {**pending.written, **new}, "started_s": draft.now_s})
-    draft.change(pending=pending)
+    draft.change_saving(pending=pending)
     sentence = f"{len(pending.written)} of {len(pending.writers)} units of version {pending.version} are written"
     draft.say(ReasonCode.UNITS_NOTED, sentence)
     if draft.state.phase is Phase.COMMITTING:
@@ -58,15 +58,15 @@ def checkpoint_failed(draft: Draft, event: CheckpointFailed) -> None:
             return _save_later(draft, told)
         left = tuple(entry for entry in saving.sealing if event.version not in (None, entry.version))
         since_s = saving.sealing_since_s if left else None
-        draft.change(sealing=left, sealing_since_s=since_s, checkpoint_base=_last_try(state))
+        draft.change_saving(sealing=left, sealing_since_s=since_s, checkpoint_base=_last_try(state))
         return _abandon(draft, f"the manifest cannot be written: {event.error}")
     if saving.pending is None or event.worker not in saving.pending.debtors:
         return draft.say(ReasonCode.IGNORED, f"{event.worker} had nothing to write: {event.error}")
     if state.phase is Phase.COMMITTING:
         pending = saving.pending.model_copy(update={"refused": saving.pending.refused | {event.worker}})
-        draft.change(pending=pending)
+        draft.change_saving(pending=pending)
         return _save_later(draft, sentence)
-    draft.change(pending=None, checkpoint_base=_last_try(state))
+    draft.change_saving(pending=None, checkpoint_base=_last_try(state))
     return _abandon(draft, sentence)
 
 
@@ -88,7 +88,7 @@ def manifest_written(draft: Draft, event: ManifestWritten) -> None:
     newest = manifest
     if saving.checkpoint is not None and saving.checkpoint.version > manifest.version:
         newest = saving.checkpoint
-    draft.change(
+    draft.change_saving(
         sealing=left,
         sealing_since_s=saving.sealing_since_s if left else None,
         checkpoint=newest,
@@ -113,8 +113,8 @@ def _save_later(draft: Draft, sentence: str) -> None:
     code = ReasonCode.CHECKPOINT_ABANDONED if saving.unsaved_since_s is None else ReasonCode.UNITS_NOTED  # told once
     pending = None if saving.pending is None else saving.pending.model_copy(update={"started_s": again_s})
     sealing_since_s = None if saving.sealing_since_s is None else again_s
-    draft.change(pending=pending, sealing_since_s=sealing_since_s)
-    draft.change(unsaved_since_s=since_s, save_again_s=again_s)
+    draft.change_saving(pending=pending, sealing_since_s=sealing_since_s)
+    draft.change_saving(unsaved_since_s=since_s, save_again_s=again_s)
     draft.say(code, f"{sentence}; it is tried again until it can be")
 
 
@@ -128,7 +128,7 @@ def save_if_due(draft: Draft) -> None:
     limit_s = state.config.policy.rules.wait.vms_patience_s
     if now_s >= since_s + limit_s:
         return draft.end("failed", f"version {state.version} could not be written for {limit_s:g} s")
-    draft.change(save_again_s=None)
+    draft.change_saving(save_again_s=None)
     sentence = f"version {state.version} is written once more"
     if state.phase is Phase.SEALING:
         manifests = [WriteManifest(manifest=manifest) for manifest in saving.sealing]
@@ -138,7 +138,7 @@ def save_if_due(draft: Draft) -> None:
     pending = saving.pending
     owed = {unit: worker for unit, worker in pending.writers.items() if unit not in pending.written}
     orders = commit_orders(state, owed, sorted(pending.refused & pending.debtors))
-    draft.change(pending=pending.model_copy(update={"refused": frozenset()}))
+    draft.change_saving(pending=pending.model_copy(update={"refused": frozenset()}))
     return draft.say(ReasonCode.COMMIT_STARTED, sentence, *orders)
 
 

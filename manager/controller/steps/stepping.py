@@ -34,7 +34,9 @@ def begin(draft: Draft) -> None:
     state = draft.state
     measured = state.measured
     if measured.morph_began_s is not None:
-        draft.change(morph_s=mean_of(measured.morph_s, draft.now_s - measured.morph_began_s), morph_began_s=None)
+        draft.change_measured(
+            morph_s=mean_of(measured.morph_s, draft.now_s - measured.morph_began_s), morph_began_s=None
+        )
     leaving = drain_due(draft) if not _is_last(state) else None
     if leaving is not None:  # nobody was given an order yet, so nobody dropped anything
         draft.say(ReasonCode.FORMED, leaving)
@@ -62,7 +64,10 @@ def decide_step(draft: Draft) -> None:
     _settle_holdings(draft, others_keep=False)
     step_decided(draft)
     step = state.version
-    draft.change(version=step + 1, attempt=0, num_fruitless=0, resting_since_s=None, doubt=None)
+    draft.change(version=step + 1)
+    draft.change_step(attempt=0)
+    draft.change_waits(num_fruitless=0, resting_since_s=None)
+    draft.change_saving(doubt=None)
     if state.failing is not None and state.failing.version <= step and not state.failing.final:
         draft.change(failing=None)
     state = draft.state
@@ -112,8 +117,8 @@ def seal(draft: Draft, pending: PendingCheckpoint) -> None:
             UnitFile.model_construct(**{key: getattr(file, key) for key in UnitFile.model_fields}) for file in files
         ),
     )
-    draft.change(pending=None, sealing=(*state.saving.sealing, manifest), sealing_since_s=draft.now_s)
-    draft.change(unsaved_since_s=None, save_again_s=None)
+    draft.change_saving(pending=None, sealing=(*state.saving.sealing, manifest), sealing_since_s=draft.now_s)
+    draft.change_saving(unsaved_since_s=None, save_again_s=None)
     sentence = f"every unit of version {pending.version} is written: its manifest follows"
     draft.say(ReasonCode.CHECKPOINT_SEALED, sentence, WriteManifest(manifest=manifest))
 
@@ -167,7 +172,8 @@ def _decide_facts(draft: Draft) -> None:
         state.config.units,
     )
     scale = step.loss_scale.after(skipped=decided.skipped) if step.loss_scale is not None else None
-    draft.change(decided=decided, loss_scale=scale)
+    draft.change(decided=decided)
+    draft.change_step(loss_scale=scale)
 
 
 def _settle_holdings(draft: Draft, *, others_keep: bool) -> None:
@@ -224,7 +230,7 @@ def _retry(draft: Draft, overflowed: list[WorkerId]) -> None:
     if attempt >= MAX_ATTEMPTS:
         return draft.end("failed", f"{sentence}, {attempt} times in a row")
     sentence += f"; attempt {attempt} of the step is ordered"
-    draft.change(attempt=attempt)
+    draft.change_step(attempt=attempt)
     return _send_step(draft, {}, sentence, ReasonCode.OVERFLOW_RETRY)
 
 
@@ -239,7 +245,9 @@ def _send_step(draft: Draft, share: dict[UnitId, WorkerId], sentence: str, code:
         sent_s=draft.now_s,
         limit_s=step_bound_s(state, state.reshape, state.version),
     )
-    draft.order(order, state.member_units, phase=Phase.TRAINING, kept={})
+    draft.order(order, state.member_units)
+    draft.change_step(kept={})
+    draft.change(phase=Phase.TRAINING)
     draft.say(code, sentence, *_step_orders(state, share, state.member_units))
 
 
@@ -271,7 +279,9 @@ def _commit(draft: Draft) -> None:
     state, now_s = draft.state, draft.now_s
     saved = state.saving.checkpoint is not None and state.saving.checkpoint.version == state.version
     share = {} if saved else _shares(state)
-    draft.change(unsaved_since_s=None, save_again_s=None, phase=Phase.COMMITTING, pending=None, kept={})
+    draft.change(phase=Phase.COMMITTING)
+    draft.change_saving(unsaved_since_s=None, save_again_s=None, pending=None)
+    draft.change_step(kept={})
     if not saved:
         save_begun(draft, share, "final")
     limit_s = commit_bound_s(state)

@@ -26,8 +26,8 @@ def learn(draft: Draft, event: ComputeTimesSeen) -> None:
     seen = with_times(measured.stage_ratios, sections, samples_s, profiled_s)
     if seen is measured.stage_ratios:
         return
-    draft.change(stage_ratios=seen)
+    draft.change_measured(stage_ratios=seen)
     found = correction_of(seen, profiled_s)
     if is_material(measured.correction, found, seen, profiled_s):
-        draft.change(correction=found)
+        draft.change_measured(correction=found)
         draft.add(found.sentence, NoteCorrection(correction=found))

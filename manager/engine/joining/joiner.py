@@ -68,8 +68,8 @@ class Joiner:
         paid, facts = self._known_of(new) if new else ({}, {})
         for worker, request in new.items():
             self._appeared.add(worker)
-            known = {"paid": paid.get(worker), "facts": facts.get(worker)}
-            self._event_queue.put(NodeAppeared(node=worker, request=request, **known))
+            event = NodeAppeared(node=worker, request=request, paid=paid.get(worker), facts=facts.get(worker))
+            self._event_queue.put(event)
             self._event_queue.put(Fact(name=VM_UP, worker=worker, detail=nodes[worker]))
         for worker in sorted((self._here - set(nodes)) & self._appeared):
             self._event_queue.put(WorkerLost(worker=worker, cause="its VM left the cluster"))

@@ -266,10 +266,11 @@ class Provisioning:
                 self._told_of(vms)
                 return vms
             except (QuotaExceeded, CapacityShort) as error:
-                waited, cause = str(error), "quota" if isinstance(error, QuotaExceeded) else "capacity"
+                waited = str(error)
                 if attempt + 1 < TRIES and self._wait_for_room(name, waited, ends):
                     continue
-                return RequestRefused(request=name, cause=cause, detail=waited)
+                is_quota = isinstance(error, QuotaExceeded)
+                return RequestRefused(request=name, cause="quota" if is_quota else "capacity", detail=waited)
             except (Throttled, Transient) as error:
                 waited = str(error)
                 own_s = min(WAIT_S * 2.0**attempt, WAIT_MAX_S)

@@ -11,7 +11,8 @@ from manager.controller.deadlines import wake_at_s
 from manager.controller.saves.timing import is_due
 from manager.controller.state.bounds import save_bound_s
 from manager.controller.state.nodes import NodeState
-from manager.controller.state.state import ControllerState, Phase, changed, mean_of
+from manager.controller.state.state import ControllerState, Phase, mean_of
+from manager.controller.state.steps import OutstandingOrder
 from morph.contract.decided import Decided
 
 
@@ -27,7 +28,7 @@ def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: fl
     saving = state.saving
     if not _is_steady(state, now_s):
         return 0
-    quiet_s = min(until_s, wake_at_s(changed(state, order=None)) or math.inf)
+    quiet_s = min(until_s, wake_at_s(_with_order(state, None)) or math.inf)
     under_way = saving.pending is not None and not saving.pending.stale
     if saving.pending is not None and under_way:
         quiet_s = min(quiet_s, saving.pending.started_s + save_bound_s(state))
@@ -59,16 +60,19 @@ def _passed(state: ControllerState, now_s: float, step_s: float, num_steps: int)
     for _ in range(min(num_steps, 128)):  # by then it stands still
         mean_s = mean_of(mean_s, step_s)
     now_s += num_steps * step_s
-    later = changed(
-        state,
-        version=version,
-        decided=Decided(version=version),
-        order=state.step.order.model_copy(update={"version": version, "sent_s": now_s}),
-        save_times=saves.model_copy(update={"step_s": mean_s, "ordered_s": now_s}),
-        num_fruitless=0,
-        resting_since_s=None,
-    )
-    return later, now_s
+    later = _with_order(state, state.step.order.model_copy(update={"version": version, "sent_s": now_s}))
+    times = saves.model_copy(update={"step_s": mean_s, "ordered_s": now_s})
+    changes = {
+        "version": version,
+        "decided": Decided(version=version),
+        "saving": state.saving.model_copy(update={"save_times": times}),
+        "waits": state.waits.model_copy(update={"num_fruitless": 0, "resting_since_s": None}),
+    }
+    return later.model_copy(update=changes), now_s
+
+
+def _with_order(state: ControllerState, order: OutstandingOrder | None) -> ControllerState:
+    return state.model_copy(update={"step": state.step.model_copy(update={"order": order})})
 
 
 def _is_steady(state: ControllerState, now_s: float) -> bool:
