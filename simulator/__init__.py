@@ -6,17 +6,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from simulator.answers.answer import Simulation
 from simulator.given.request import PlanRequest
 from simulator.given.synthetic import synthetic_profile
 from simulator.search.mini_batch import simulate, simulate_plan
-from simulator.search.planner import PlanChoice, plan, plan_table
+from simulator.search.planner import PlanChoice, plan, plan_frame, plan_table
 from simulator.traces.model import TraceModel, spot_model
-
-if TYPE_CHECKING:
-    from simulator.search.frames import plan_frame
 
 __all__ = [
     "PlanChoice",
@@ -31,12 +26,3 @@ __all__ = [
     "spot_model",
     "synthetic_profile",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """``plan_frame`` imports pandas, which is slow, and few ask for it."""
-    if name == "plan_frame":
-        from simulator.search.frames import plan_frame
-
-        return plan_frame
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -67,9 +67,12 @@ class PlanChoice:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """The best shape and the runners-up, one row each; columns as in :func:`plan_frame`."""
-        from simulator.search.frames import choice_frame  # pandas is slow to import
+        from simulator.search.frames import plans_frame  # pandas is slow to import
 
-        return choice_frame(self)
+        frame = plans_frame((self.num_gpus, plan) for plan in (self.best, *self.runners_up))
+        if self.objective != "examples_per_s":
+            frame[self.objective] = self.values
+        return frame
 
 
 def plan(
@@ -221,3 +224,27 @@ def _shapes(
         counts = sweep.replicas(most) if smaller and num_replicas is None else [most]
         shapes += [(depth, count) for count in counts]
     return shapes
+
+
+def plan_frame(
+    profile: Profile,
+    max_gpus: int,
+    request: PlanRequest = PlanRequest(),  # noqa: B008 (frozen)
+    *,
+    min_gpus: int = 1,
+    **more: Any,
+) -> pd.DataFrame:
+    """:func:`plan_table` as a pandas table: the plan with most examples per second for every number of GPUs.
+
+    Columns: ``simulator.search.frames.COLUMNS``; with a price also usd_per_h and usd_per_1000_examples, of all GPUs, idle
+    ones too.
+    """
+    from simulator.search.frames import plans_frame  # pandas is slow to import
+
+    request = replace(request, **more)
+    plans = plan_table(profile, max_gpus, request, min_gpus=min_gpus)
+    if request.usd_per_gpu_hour is None:
+        return plans_frame(plans.items())
+    node_size = request.num_gpus_per_node or 1
+    assert isinstance(node_size, int), "nodes of unlike sizes have no price for a range of GPUs"
+    return plans_frame(plans.items(), request.usd_per_gpu_hour, node_size)
