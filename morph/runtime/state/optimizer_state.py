@@ -22,7 +22,7 @@ from morph.runtime.state.deferred_compiler import defer_compiler
 MakeOptimizer = Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 
-_NOT_HYPERPARAMETERS = ("params", "param_names")
+NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
 def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Parameter]) -> Optimizer:
@@ -135,7 +135,7 @@ def group_numbers(optimizer: Optimizer) -> list[Any]:
         {
             key: _plain("optimizer", f"hyperparameter {key!r}", optimizer, value)
             for key, value in group.items()
-            if key not in _NOT_HYPERPARAMETERS
+            if key not in NOT_HYPERPARAMETERS
         }
         for group in optimizer.param_groups
     ]
