@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from calibrate.timing.samples import Sampling, no_garbage_collection, timing
 from morph.contract.decided import Decided
 from morph.contract.profile import Timing
 from morph.cutting import CutModel
+from morph.cutting.trials.trial import run_users_code
+from morph.job import Job
 from morph.runtime.state.accumulators import Accumulator
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.state.update_rules import update_rules
@@ -51,16 +54,18 @@ def measure_units(subject: Subject, model: CutModel, sampling: Sampling) -> dict
                 exact=job.accumulation == "exact",
                 rules=update_rules(job, device),
             )
-            clips = job.clip_grad_norm is not None
-            by_shapes[shapes] = _measure(state, device, sampling, job.batch_size, clips=clips)
+            by_shapes[shapes] = _measure(state, job, device, sampling)
         result[unit.id] = by_shapes[shapes]
     return result
 
 
-def _measure(
-    state: UnitState, device: torch.device, sampling: Sampling, num_micro_batches: int, *, clips: bool
-) -> UnitMeasurement:
-    clock = clock_of(device)
+def _measure(state: UnitState, job: Job, device: torch.device, sampling: Sampling) -> UnitMeasurement:
+    clock, num_micro_batches = clock_of(device), job.batch_size
+
+    def apply(version: int) -> None:
+        decided = Decided(version=version, gradient_norm=None if job.clip_grad_norm is None else 1.0)
+        run_users_code(partial(state.apply, decided), job, None, "optimizer")
+
     generator = torch.Generator().manual_seed(0)
     gradients = {
         name: (torch.randn(parameter.shape, generator=generator) * _MOCK_GRADIENT).to(state.device)
@@ -73,11 +78,13 @@ def _measure(
         begun_s, number = time.perf_counter(), 0
         while sampling.wants_more([samples_s], time.perf_counter() - begun_s):
             _fill(sums, gradients)
+            for gradient in gradients.values():
+                gradient.neg_()  # one direction for hundreds of steps would let estimated step sizes grow without end
             clock.settle()
             start = clock.mark()
             _finish(state, sums, num_micro_batches, number)
             number += 1
-            state.apply(Decided(version=number, gradient_norm=1.0 if clips else None))
+            apply(number)
             sums = state.new_accumulator()
             end = clock.mark()
             clock.settle()
@@ -87,14 +94,13 @@ def _measure(
     finish_peak = peak_bytes(lambda: _finish(state, sums, num_micro_batches, number), device)
     assert state.reduced is not None
     reduced_bytes = _bytes_of(state.reduced.gradients.values())
-    decided = Decided(version=number + 1, gradient_norm=1.0 if clips else None)
     return UnitMeasurement(
         step=timing(samples_s),
         optimizer_bytes=_bytes_of(value for entry in state.optimizer.state.values() for value in entry.values())
         + state.master_bytes,
         reduced_bytes=reduced_bytes,
         finish_bytes=max(0, finish_peak - reduced_bytes),
-        step_bytes=peak_bytes(lambda: state.apply(decided), device),
+        step_bytes=peak_bytes(lambda: apply(number + 1), device),
     )
 
 

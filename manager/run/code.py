@@ -10,7 +10,7 @@ from manager.journal.records import Fact
 from manager.run.request import IfChanged
 from manager.run_dir import RunDir
 from morph.contract.errors import JobError, RunDirError
-from morph.contract.job_file import JobFacts, require_same
+from morph.contract.job_file import JobFacts, changes, told
 from morph.contract.messages import JobCode
 from morph.contract.profile import Profile
 from morph.job_files import JobFiles
@@ -110,20 +110,39 @@ class RunCode:
             self.check()
         assert self._found is not None
         began = run_dir.facts
-        try:
-            require_same(self._found, began.known_by, self._job_path)
-        except JobError as error:
-            if self._if_changed is not IfChanged.ACCEPT:
-                allowed = f"{error.allowed}; or --if-changed accept"
-                raise JobError(
-                    error.message, source=error.source, field=error.field, value=error.value, allowed=allowed
-                ) from error
-            self._accepted = str(error)
+        differing = list(changes(self._found, began.known_by))
+        for change in differing:
+            refusal, why = change.refusal(self._job_path), change.cannot_apply
+            if why is None and self._if_changed is IfChanged.ACCEPT:
+                continue
+            allowed = refusal.allowed if why else f"{refusal.allowed}; or --if-changed accept"
+            message = why if why and self._if_changed is IfChanged.ACCEPT else refusal.message
+            raise JobError(
+                message, source=refusal.source, field=refusal.field, value=refusal.value, allowed=allowed
+            ) from None
+        self._tell_accepted(told(differing))
         code = self._kept or pack(self._job_path, self._files, unpack=self._unpack)
         if (code.sha256, self._found) != (began.code_sha256, began.known_by):
             keep(run_dir.path, code)
             run_dir.begin_with(began.model_copy(update={"code_sha256": code.sha256, "known_by": self._found}))
         return code
+
+    def _tell_accepted(self, differing: str) -> None:
+        """Say on standard error what changed and applies from now on, and what stays as it was saved."""
+        if self._if_changed is not IfChanged.ACCEPT or not (differing or self._changed):
+            return
+        assert self._found is not None
+        settings = self._found.settings
+        stays = ["weights", "optimizer state", "step counts"]
+        if settings.get("effective_loss_scaling", "None") != "None" and "effective_loss_scaling" not in differing:
+            stays.append("loss scale")
+        schedule = any(name.startswith("lr_scheduler(") and value != "None" for name, value in settings.items())
+        where = "; the schedule is where it would be had it been there from the beginning" if schedule else ""
+        self._accepted = (
+            f"{differing or 'no setting differs'}; applies from the next step on{where}; as saved: {', '.join(stays)}"
+        )
+        files = f"changed code: {self._names}; " if self._changed else ""
+        print(f"going on with what was changed: {files}{self._accepted}", file=sys.stderr)
 
     def facts(self, code: JobCode) -> tuple[Fact, ...]:
         """What the journal is to say of it."""

@@ -42,6 +42,8 @@ def _morph(draft: Draft) -> tuple[str, str]:
 
 
 def _mixing(draft: Draft) -> tuple[str, str]:
+    if draft.handled:
+        return "a Python number is computed from several units, but no weight was seen to depend on it", ""
     library = draft.place.library or ""
     flow = (
         f"; it flows into {counted(len(draft.reached), 'unit')}"
@@ -58,6 +60,12 @@ def _mixing(draft: Draft) -> tuple[str, str]:
             f"a check over several units, such as for overflow{flow}",
             "leave fp16 loss scaling to Morph, which decides for all units: Job.precision and Job.loss_scaling",
         )
+    if draft.detail == "number":
+        flow = flow if draft.reached else "; in trials one optimizer for each unit ended elsewhere"
+        return (
+            f"a Python number is computed from several units, such as a norm or a step size for all{flow}",
+            f"compute it for each parameter by itself, use another optimizer, or train with num_sections=1; {_ALLOW}",
+        )
     if all(not shape for shape in draft.shapes) and any(word in draft.operator for word in _REDUCING):
         return (
             f"a number taken over several units, such as a global norm{flow}",
@@ -67,6 +75,8 @@ def _mixing(draft: Draft) -> tuple[str, str]:
 
 
 def _leaves(draft: Draft) -> tuple[str, str]:
+    if draft.detail == "met":
+        return "its value is used by Python; where values of several units meet is a finding of its own", ""
     if draft.handled:
         return "its value is used by Python; in trials one optimizer for each unit gave the same bits", ""
     return (

@@ -122,6 +122,8 @@ def _dry_run(
         gradients = {name: _drawn(shapes[name], specs[name][1]) for name in specs}
     gradients = {name: gradients[name] if name in gradients else torch.zeros_like(parameters[name]) for name in specs}
     unit_of = {name: unit.id for unit in model.units for name in unit.parameters}
+    if job.master_weights:
+        parameters, gradients = _widened(parameters), _widened(gradients)
     try:
         run_optimizer(job, step, parameters, gradients, unit_of, recorder)
     except MorphError:
@@ -158,10 +160,21 @@ def _drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.randn(shape).to(dtype)
 
 
+def _widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what an optimizer works on under ``Job.master_weights``."""
+    narrow = {name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.dtype.itemsize < 4}
+    return {name: tensor.float() if name in narrow else tensor for name, tensor in tensors.items()}
+
+
 def _judge(result: TrialResult, job: Job, recorder: Recorder) -> None:
     """Let the trials decide about numbers that left for Python, and add what only they saw."""
+    same = not (result.differing or result.refused)
+    numbers = [draft for draft in recorder.of("mixing") if draft.detail == "number"]
+    for draft in numbers:
+        draft.handled = same and not draft.reached
+    met = not all(draft.handled for draft in numbers)
     for draft in recorder.of("leaves"):
-        draft.handled = not (result.differing or result.refused)
+        draft.handled, draft.detail = same or met, "met" if met else ""
     place = Place(definition_line(job.optimizer), None, getattr(job.optimizer, "__name__", "optimizer"))
     for unit, error in result.refused.items():
         detail = f"cannot be built for unit {unit} alone: {error}"

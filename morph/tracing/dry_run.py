@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from morph.cutting import CutModel
 from morph.cutting.source.locate import definition_line
 from morph.job import Job
+from morph.runtime.state.optimizer_state import build_optimizer
 from morph.runtime.step.section_run import SectionRun, run_section, section_backward
 from morph.runtime.step.stage import seed_section
 from morph.tracing.findings import Place
@@ -98,7 +99,7 @@ def run_optimizer(
     leaves = {name: Parameter(tensor.detach().clone()) for name, tensor in parameters.items()}
     mode.own(leaves)
     with mode.watching(0):
-        optimizer = job.optimizer(list(leaves.items()))
+        optimizer = build_optimizer(job.optimizer, leaves)
         scheduler = job.lr_scheduler(optimizer) if job.lr_scheduler else None
     for epoch in range(1, _NUM_STEPS + 1):
         for name, leaf in leaves.items():

@@ -1,8 +1,8 @@
-"""The optimizer's steps under a dispatch mode that knows whose data every tensor holds."""
+"""The optimizer's steps under a dispatch mode that knows whose data every tensor holds, and what ``item()`` gives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,8 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unit_of = unit_of
         self.storages = Storages()
         self._recorder = recorder
+        self._numbers: tuple[Tag, ...] = ()
+        self._listed: list[Sequence[Any]] = []
 
     @contextmanager
     def watching(self, epoch: int) -> Iterator[None]:
@@ -64,6 +66,40 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(value, Tensor):
                     self.storages.see(value, outside=False).kept = True
 
+    @contextmanager
+    def with_numbers(self, arguments: Sequence[Any]) -> Iterator[None]:
+        """Take numbers among the arguments of a call for tensors that the operations inside read.
+
+        Those in a list belong to the entries of that place, as in ``torch._foreach_``.
+        """
+        before = self._numbers, self._listed
+        self._numbers = tuple(argument.tag for argument in arguments if isinstance(argument, _Number))
+        self._listed = [argument for argument in arguments if isinstance(argument, list | tuple)]
+        try:
+            yield
+        finally:
+            self._numbers, self._listed = before
+
+    def number(self, tensor: Tensor, value: Any) -> Any:
+        """Return what ``item()`` gave as a number that goes on telling whose it is, where it can."""
+        known = self.storages.find(tensor)
+        tag = known.tag if known else None
+        return _Number(value, tag, self) if type(value) is float and tag else value
+
+    def joined(self, operator: str, one: Tag, other: Tag) -> Tag:
+        """Return the tag of a number made of two; units that meet in it for the first time are a finding."""
+        units, roots = one.units | other.units, one.roots | other.roots
+        if units not in (one.units, other.units):
+            key: Key = ("mixing", operator, here())
+            self._recorder.add("mixing", "optimizer", operator, key[2], units, detail="number")
+            roots |= {key}
+        return Tag(units, roots)
+
+    def _tags_at(self, index: int, num_influences: int) -> list[Tag]:
+        """Tags of the numbers that go into one influence of the present call."""
+        listed = (entries[index] for entries in self._listed if len(entries) == num_influences > index)
+        return [*self._numbers, *(entry.tag for entry in listed if isinstance(entry, _Number))]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and note what its tensors mean for its results."""
         options = kwargs or {}
@@ -72,8 +108,9 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.storages.see(tensor, outside=not lifting)
         result = func(*args, **options)
         influences = influences_of(func, args, options, result)
-        for influence in influences:
-            self._influence(func, influence)
+        num_entries = len(tensors_in(args[0])) if args else 0
+        for index, influence in enumerate(influences):
+            self._influence(func, influence, self._tags_at(index, num_entries))
         if is_random(func) and influences:
             units = {
                 unit
@@ -96,10 +133,10 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = (*influence.reads, *influence.writes, *influence.results)
         return [self.storages.see(tensor, outside=False) for tensor in tensors]
 
-    def _influence(self, func: Any, influence: Influence) -> None:
+    def _influence(self, func: Any, influence: Influence, numbers: list[Tag]) -> None:
         reads = [self.storages.see(tensor, outside=True) for tensor in influence.reads]
         writes = [self.storages.see(tensor, outside=True) for tensor in influence.writes]
-        tag = None if takes_only_shapes(func) else self._join(func, influence, reads, writes)
+        tag = None if takes_only_shapes(func) else self._join(func, influence, reads, writes, numbers)
         self._note_carried(func, influence, reads, writes)
         if name_of(func) in _TO_PYTHON:
             self.leaves({"_local_scalar_dense": "item"}.get(name_of(func), name_of(func)), influence.reads)
@@ -111,9 +148,11 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made.tag = tag
                 made.sources = () if tag else self._sources(reads)
 
-    def _join(self, func: Any, influence: Influence, reads: list[Known], writes: list[Known]) -> Tag | None:
+    def _join(
+        self, func: Any, influence: Influence, reads: list[Known], writes: list[Known], numbers: list[Tag]
+    ) -> Tag | None:
         """Return the tag of the results; units that meet here for the first time are a finding."""
-        tags = [known.tag for known in reads if known.tag]
+        tags = [*numbers, *(known.tag for known in reads if known.tag)]
         tags += [known.tag for known in writes if known.owner and known.tag]
         single = frozenset(unit for tag in tags if len(tag.units) == 1 for unit in tag.units)
         mixed = frozenset(unit for tag in tags if len(tag.units) > 1 for unit in tag.units)
@@ -184,8 +223,49 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._recorder.add("constant", "optimizer", operator, place, known.users).handled = True
 
 
+class _Number(float):
+    """A Python number that knows whose data it holds; what arithmetic makes of it does too."""
+
+    tag: Tag
+    mode: OptimizerMode
+
+    def __new__(cls, value: float, tag: Tag, mode: OptimizerMode) -> _Number:
+        made = super().__new__(cls, value)
+        made.tag, made.mode = tag, mode
+        return made
+
+    def __deepcopy__(self, _memory: object) -> _Number:
+        return self
+
+    def __reduce__(self) -> Any:
+        return float, (float(self),)
+
+
+def _arithmetic(name: str) -> Callable[..., Any]:
+    plain = getattr(float, f"__{name}__")
+
+    def apply(self: _Number, *others: Any) -> Any:
+        value = plain(self, *others)
+        if type(value) is not float:
+            return value
+        tag = self.tag
+        for other in others:
+            if isinstance(other, _Number):
+                tag = self.mode.joined(name.removeprefix("r"), tag, other.tag)
+        return _Number(value, tag, self.mode)
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "mod", "floordiv"):
+    setattr(_Number, f"__{_name}__", _arithmetic(_name))
+    setattr(_Number, f"__r{_name}__", _arithmetic(f"r{_name}"))
+for _name in ("neg", "pos", "abs"):
+    setattr(_Number, f"__{_name}__", _arithmetic(_name))
+
+
 class _PythonExits(TorchFunctionMode):
-    """Sees the ways to Python that run no operation: ``tolist`` and ``numpy``."""
+    """Sees the ways to Python that run no operation, ``tolist`` and ``numpy``, and numbers that come back from it."""
 
     def __init__(self, mode: OptimizerMode) -> None:
         super().__init__()
@@ -194,4 +274,7 @@ class _PythonExits(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OUT_OF_TORCH and args and isinstance(args[0], torch.Tensor):
             self._mode.leaves(_OUT_OF_TORCH[func], (args[0],))
-        return func(*args, **(kwargs or {}))
+        options = kwargs or {}
+        with self._mode.with_numbers((*args, *options.values())):
+            result = func(*args, **options)
+        return self._mode.number(args[0], result) if func is Tensor.item else result

@@ -81,7 +81,7 @@ class Recorder:
             message, advice = describe(draft)
             status: Status = "handled" if draft.handled else "allowed" if finding_id in accepted else "violation"
             finished.append(_finding(finding_id, draft, status, message, advice))
-        return tuple(sorted(finished, key=lambda finding: _ORDER[finding.status]))
+        return tuple(sorted(finished, key=lambda found: (_ORDER[found.status], found.kind != "mixing")))
 
 
 def in_order(units: Iterable[str]) -> tuple[str, ...]:

@@ -2,13 +2,15 @@
 
 The tracer sees operations; it does not see what Python does with numbers that left the tensors, with the length of the
 list of parameters, or with numbers kept on the optimizer. The trials do, for the gradients that they try: ordinary,
-large and small ones, and an overflow in one unit only.
+large and small ones, an overflow in one unit only, and some that keep their direction in every other unit only, until
+a step size that is estimated over all parameters has moved. One trial goes on from counters set far ahead, as if a
+warm-up were over. Parameters, their state and the numbers of their groups are compared.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +19,27 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from morph.cutting import ParameterUnit
-from morph.runtime.state.optimizer_state import MakeOptimizer
+from morph.runtime.state.optimizer_state import NOT_HYPERPARAMETERS, MakeOptimizer
 from morph.runtime.state.unit_state import UnitState
 
 StepFunction = Callable[[Optimizer, Mapping[str, Parameter]], object]
 _NUM_STEPS = 2
+_STEADY_STEPS = 12
 _SCALES = (1.0, 1e4, 1e-4)
-Gradients = Sequence[Mapping[str, Tensor]]
+_FAR_AHEAD = 10_000
+"""Steps that no warm-up inside an optimizer exceeds."""
+Gradients = Sequence[Callable[[str], Tensor]]
+"""Of each step, by the parameter's name."""
 Outcome = dict[str, dict[str, object]]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """``skip_after``: the step after which counters are set far ahead; None: never."""
+
+    label: str
+    gradients: Gradients
+    skip_after: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,13 +72,14 @@ def run_trials(
     if refused:
         return TrialResult({}, refused, ())
     differing: dict[str, str] = {}
-    for label, gradients in _cases(parameters, units):
-        together = _outcome(parameters, gradients, make, step)
+    cases = _cases(parameters, units)
+    for case in cases:
+        together = _outcome(parameters, case, make, step)
         for unit in units:
-            alone = _outcome({name: parameters[name] for name in unit.parameters}, gradients, make, step)
+            alone = _outcome({name: parameters[name] for name in unit.parameters}, case, make, step)
             if unit.id not in differing and not all(_same(alone[name], together[name]) for name in unit.parameters):
-                differing[unit.id] = label
-    ordinary = next(gradients for _, gradients in _cases(parameters, units))
+                differing[unit.id] = case.label
+    ordinary = cases[0].gradients
     lost = tuple(unit.id for unit in units if not _survives_a_move(unit, parameters, ordinary, make, step))
     return TrialResult(differing, {}, lost)
 
@@ -78,38 +94,80 @@ def _refusals(parameters: Mapping[str, Tensor], units: Sequence[ParameterUnit], 
     return refused
 
 
-def _cases(parameters: Mapping[str, Tensor], units: Sequence[ParameterUnit]) -> Iterable[tuple[str, Gradients]]:
+def _cases(parameters: Mapping[str, Tensor], units: Sequence[ParameterUnit]) -> list[_Case]:
     generator = torch.Generator().manual_seed(0)
     drawn = [
         {name: torch.randn(value.shape, generator=generator).to(value.dtype) for name, value in parameters.items()}
         for _ in range(_NUM_STEPS)
     ]
-    for scale in _SCALES:
-        yield f"gradients times {scale:g}", [{k: g * scale for k, g in step.items()} for step in drawn]
-    overflowed = [{name: gradient.clone() for name, gradient in step.items()} for step in drawn]
-    hit = overflowed[0][units[0].parameters[0]]
-    hit.view(-1)[:1] = float("inf")
-    yield f"an overflow in {units[0].id} only", overflowed
+    place = {name: index for index, unit in enumerate(units) for name in unit.parameters}
+    hit = units[0].parameters[0]
+
+    def scaled(scale: float, *steps: int) -> Gradients:
+        return [lambda name, step=step: drawn[step][name] * scale for step in steps]  # type: ignore[misc]
+
+    def overflowed(name: str) -> Tensor:
+        gradient = drawn[0][name].clone()
+        if name == hit:
+            gradient.view(-1)[:1] = float("inf")
+        return gradient
+
+    def steady(step: int) -> Callable[[str], Tensor]:
+        turning = -1.0 if step % 2 else 1.0
+        return lambda name: drawn[0][name] * (turning if place[name] % 2 else 1.0 + place[name])
+
+    return [
+        *(_Case(f"gradients times {scale:g}", scaled(scale, *range(_NUM_STEPS))) for scale in _SCALES),
+        _Case(f"an overflow in {units[0].id} only", [overflowed, *scaled(1.0, 1)]),
+        _Case("gradients that are steady in some units only", [steady(step) for step in range(_STEADY_STEPS)]),
+        _Case(f"step counters set to {_FAR_AHEAD:,}", scaled(1.0, 0, 1, 0, 1), skip_after=1),
+    ]
 
 
-def _outcome(values: Mapping[str, Tensor], gradients: Gradients, make: MakeOptimizer, step: StepFunction) -> Outcome:
-    """Run the steps; returns each parameter's end: its value and state, or the error that ended it."""
+def _outcome(values: Mapping[str, Tensor], case: _Case, make: MakeOptimizer, step: StepFunction) -> Outcome:
+    """Run the steps; returns each parameter's end: its value, state and group, or the error that ended it."""
     torch.manual_seed(0)
     parameters = {name: Parameter(value.clone()) for name, value in values.items()}
     try:
         optimizer = make(list(parameters.items()))
-        for gradient in gradients:
+        for index, gradient in enumerate(case.gradients):
             for name, parameter in parameters.items():
-                parameter.grad = gradient[name].clone()
+                parameter.grad = gradient(name)
+            before = _counts(optimizer) if index == case.skip_after else {}
             step(optimizer, parameters)
+            if index == case.skip_after:
+                _skip(optimizer, before)
     except Exception as error:
         return {name: {"error": type(error).__name__} for name in values}
     return {name: _end(parameter, optimizer) for name, parameter in parameters.items()}
 
 
+def _counts(optimizer: Optimizer) -> dict[tuple[int, object], float]:
+    """Whole numbers of state and groups, by where they are kept."""
+    kept = (*optimizer.state.values(), *optimizer.param_groups)
+    return {
+        (id(entries), key): float(value)
+        for entries in kept
+        for key, value in entries.items()
+        if type(value) is int or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
+    }
+
+
+def _skip(optimizer: Optimizer, before: Mapping[tuple[int, object], float]) -> None:
+    """Set far ahead what the last step has counted one up."""
+    now = _counts(optimizer)
+    for entries in (*optimizer.state.values(), *optimizer.param_groups):
+        for key in entries:
+            at = (id(entries), key)
+            if at in before and now.get(at) == before[at] + 1:
+                entries[key] = entries[key] + _FAR_AHEAD
+
+
 def _end(parameter: Parameter, optimizer: Optimizer) -> dict[str, object]:
+    groups = (group for group in optimizer.param_groups if any(one is parameter for one in group["params"]))
     return {
         "value": parameter.detach(),
+        "group": {key: value for key, value in next(groups, {}).items() if key not in NOT_HYPERPARAMETERS},
         **{str(key): value for key, value in optimizer.state.get(parameter, {}).items()},
     }
 
@@ -138,7 +196,7 @@ def _survives_a_move(
 
     def advance(state: UnitState, index: int) -> None:
         for name, parameter in state.parameters.items():
-            parameter.grad = gradients[index][name].clone()
+            parameter.grad = gradients[index](name)
         step(state.optimizer, state.parameters)
         state.optimizer.zero_grad(set_to_none=True)
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -10,7 +12,10 @@ from typer.testing import CliRunner
 
 from calibrate import calibrate, write_profile
 from calibrate.computing.contention import busy_counts
+from calibrate.computing.optimizer import measure_units
+from calibrate.computing.subject import load_subject
 from calibrate.timing.environment import num_cores
+from calibrate.timing.samples import Sampling
 from calibrate.writing.schema import schema_text
 from morph.cli.main import app
 from morph.contract.errors import JobError, ProfileError
@@ -142,3 +147,32 @@ def test_the_command_refuses_a_bad_output_before_measuring(tmp_path: Path) -> No
     result = CliRunner().invoke(app, ["calibrate", "missing.py:job", "-o", str(tmp_path / "no/p.json")])
     assert result.exit_code == 2
     assert "its folder does not exist" in result.output
+
+
+class Estimating(torch.optim.SGD):
+    """Its step size grows while gradients keep their direction, as Prodigy's does; it ends where it is too large."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            kept, gradient = self.state[parameter], parameter.grad.clone()
+            onward = "last" in kept and float((kept["last"] * gradient).sum()) > 0
+            kept["size"] = kept.get("size", 1.0) * (2.0 if onward else 0.5)
+            if kept["size"] > self.defaults["lr"]:
+                raise OverflowError("the step size is too large")
+            kept["last"] = gradient
+
+
+@pytest.mark.parametrize(("most", "ends"), [(8.0, False), (0.25, True)])
+def test_an_optimizer_is_measured_with_gradients_that_turn_and_its_failure_is_one_sentence(
+    most: float, ends: bool
+) -> None:
+    subject = load_subject(JOB, torch.device("cpu"))
+    job = replace(subject.job, optimizer=lambda named: Estimating([parameter for _, parameter in named], lr=most))
+    subject = replace(subject, job=job)
+    sampling = Sampling(budget_s=0.0, most=20, least=20)
+    if ends:
+        with pytest.raises(JobError, match=r"test_calibrate\.py:\d+: optimizer failed: OverflowError: the step size"):
+            measure_units(subject, subject.cut(2), sampling)
+    else:
+        measured = measure_units(subject, subject.cut(2), sampling)
+        assert min(unit.step.median_s for unit in measured.values()) > 0

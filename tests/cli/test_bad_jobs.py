@@ -66,6 +66,28 @@ def test_a_job_file_that_cannot_be_imported_is_refused(given: Given, text: str, 
     assert problem in line
 
 
+COUPLED = """class Coupled(torch.optim.SGD):
+    def step(self, closure=None):
+        with torch.no_grad():
+            parameters = self.param_groups[0]["params"]
+            norm = sum(parameter.grad.square().sum().item() for parameter in parameters) ** 0.5
+            for parameter in parameters:
+                parameter.sub_(parameter.grad, alpha=0.1 / norm)
+
+
+def sgd(parameters):
+    return Coupled"""
+
+
+def test_calibrate_refuses_an_optimizer_that_couples_parameter_units_with_its_line(given: Given) -> None:
+    text = JOBS.replace("def sgd(parameters):\n    return torch.optim.SGD", COUPLED)
+    given.file("jobs.py", text.replace("num_sections=2", "cut_points=('second',)"))
+    number = next(index for index, line in enumerate(text.splitlines(), 1) if "norm = sum" in line)
+    line = given.refused("calibrate", given.job, "-o", given.folder / "new.json")
+    assert f"jobs.py:{number}: mixing:add@jobs.py:" in line
+    assert "a Python number is computed from several units" in line
+
+
 BOTH_COMMANDS = """
 import sys
 from morph.cli.main import main

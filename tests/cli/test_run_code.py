@@ -98,6 +98,26 @@ def test_changed_code_is_refused_kept_out_or_accepted_as_the_user_says(begun: Gi
     assert {path.stem for path in (begun.run_dir / "code").iterdir()} == {began.code_sha256, other.sha256}
 
 
+def test_what_is_accepted_is_told_with_what_stays_and_another_optimizer_is_refused(
+    begun: Given, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def accepted(text: str) -> str:
+        begun.file("jobs.py", text)
+        with RunDir(begun.run_dir, facts(begun)) as opened:
+            code = run_code(begun, IfChanged.ACCEPT)
+            code.of(opened)
+            return code.facts(code.begin(opened))[-1].detail
+
+    text = SCALED.replace("lr=0.1", "lr=0.2, momentum=0.9")
+    detail = accepted(text.replace("num_sections=2", "num_sections=2, seed=4"))
+    assert "seed: 4 (was 0); optimizer[0]['lr'] of s0: 0.2 (was 0.1); optimizer[0]['momentum'] of s0: 0.9" in detail
+    assert detail.endswith("as saved: weights, optimizer state, step counts")
+    assert f"going on with what was changed: changed code: jobs.py; {detail}" in capsys.readouterr().err
+    for other in ("AdamW([parameter for _, parameter in parameters]", "SGD([{'params': [p]} for _, p in parameters]"):
+        with pytest.raises(JobError, match=r"optimizer\(s0\).*: cannot be changed within a run"):
+            accepted(SCALED.replace("SGD([parameter for _, parameter in parameters]", other))
+
+
 def test_code_that_would_not_even_load_any_more_is_kept_out(begun: Given) -> None:
     begun.file("jobs.py", "def broken(:")
     with RunDir(begun.run_dir, facts(begun)) as opened:

@@ -221,3 +221,23 @@ def test_code_from_outside_of_the_folder_is_named_unless_it_is_installed(
     assert set(files.files) == {"help.py"}
     for name in ("bought", "shared_code", "shared_code.more"):
         del sys.modules[name]
+
+
+@pytest.mark.usefixtures("importing")
+def test_a_worker_knows_the_digest_of_its_code_and_gives_up_the_archive(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from morph.runtime.process.worker import Worker
+
+    code = packed(folder, unpack=True)
+    seen: list[WorkerSetup] = []
+
+    def load(setup: WorkerSetup) -> None:
+        seen.append(setup)
+        raise JobError("is not loaded here")
+
+    monkeypatch.setattr("morph.runtime.process.worker.load_workload", load)
+    answer = Worker().setup(SETUP.model_copy(update={"code": code}))
+    assert isinstance(answer, Failed)
+    assert answer.error == "is not loaded here"
+    assert [setup.code and (setup.code.sha256, setup.code.archive) for setup in seen] == [(code.sha256, b"")]

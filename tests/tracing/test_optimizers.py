@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,92 @@ class CountsInPython(Custom):
             parameter.sub_(parameter.grad, alpha=0.1 / self.num_steps)
 
 
+class EstimatesStepSize(Custom):
+    """As Prodigy: a step size over all parameters, from gradients and the way since the start; kept in the groups."""
+
+    def setup(self) -> None:
+        for group in self.param_groups:
+            group |= {"d": 1e-6, "numerator": 0.0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        first = self.param_groups[0]
+        d, numerator, denominator = first["d"], first["numerator"], 0.0
+        for parameter in self.all:
+            state = self.state[parameter]
+            if not state:
+                state |= {"start": parameter.clone(), "sum": torch.zeros_like(parameter)}
+            numerator += d * torch.sum(parameter.grad * (state["start"] - parameter)).item()  # estimated
+            state["sum"].add_(parameter.grad, alpha=d)
+            denominator += state["sum"].abs().sum().item()  # estimated too
+        for group in self.param_groups:
+            group |= {"numerator": numerator, "d": max(d, min(numerator / denominator, 1.1 * d))}
+        for parameter in self.all:
+            parameter.sub_(parameter.grad.sign() * d)
+
+
+class EstimatesOutOfSight(Custom):
+    """The same, from numbers that cannot be followed; nothing shows until the estimate has grown."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        d = max((self.state[parameter].get("d", 1e-6) for parameter in self.all), default=1e-6)
+        way = total = 0.0
+        for parameter in self.all:
+            start = self.state[parameter].setdefault("start", parameter.clone())
+            way += float(torch.sum(parameter.grad * (start - parameter)))  # way
+            total += float(parameter.grad.abs().sum())  # total
+        for parameter in self.all:
+            self.state[parameter]["d"] = max(d, min(2 * way / total, 1.5 * d))
+            parameter.sub_(parameter.grad.sign() * d)
+
+
+class ClipsAfterWarmUp(Custom):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            norm = 1.0
+            if group["k"] > 1000:
+                norm = sum(float(parameter.grad.square().sum()) for parameter in self.all) ** 0.5
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=0.1 / norm)
+
+
+class AveragesByCounters(Custom):
+    """As schedule-free optimizers: counters and sums of weights in the groups, which hold no parameter's data."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["weight_sum"] = group.get("weight_sum", 0.0) + group["lr"] ** 2 * min(1.0, group["k"] / 100)
+            for parameter in group["params"]:
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                z.sub_(parameter.grad, alpha=group["lr"])
+                parameter.lerp_(z, group["lr"] ** 2 / group["weight_sum"] * min(1.0, group["k"] / 100))
+
+
+class LambWithListedNumbers(Custom):
+    """A number for each entry of a list."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [parameter.grad for parameter in self.all]
+        ratios = [p.norm().item() / (p.grad.norm().item() + 1e-6) for p in self.all]
+        torch._foreach_mul_(gradients, ratios)
+        torch._foreach_add_(self.all, gradients, alpha=-0.1)
+
+
+class ReportsTheNorm(Custom):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        norm = sum(parameter.grad.square().sum().item() for parameter in self.all) ** 0.5
+        logging.getLogger(__name__).debug("gradient norm %g", norm)
+        for parameter in self.all:
+            parameter.sub_(parameter.grad, alpha=0.1)
+
+
 class AddsNoise(Custom):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -246,9 +333,17 @@ CLEAN: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (torch.optim.Rprop, {}),
     (torch.optim.ASGD, {}),
     (torch.optim.Adafactor, {}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    (torch.optim.Adagrad, {"fused": True}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True, "foreach": True}),
+    (torch.optim.RAdam, {"foreach": True, "decoupled_weight_decay": True}),
+    (torch.optim.Rprop, {"foreach": True}),
+    (torch.optim.ASGD, {"foreach": True}),
     (Lion, {}),
     (Lamb, {}),
     (LambWithNumbers, {}),
+    (LambWithListedNumbers, {}),
+    (AveragesByCounters, {}),
     (KeepsAverage, {}),
     (ReusesMemory, {}),
     (ReadsAConstant, {}),
@@ -289,12 +384,49 @@ def test_numbers_taken_from_one_parameter_are_cleared_by_the_trials(tools: Any) 
     assert "same bits" in leaving[0].message
 
 
-@pytest.mark.parametrize("kind", [NvLambWithNumbers, SkipsOverflowWithPython])
-def test_numbers_that_mix_in_python_are_violations_with_their_line(tools: Any, kind: type[Optimizer]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "seen"),
+    [(NvLambWithNumbers, ("mixing", "add")), (SkipsOverflowWithPython, ("leaves", "item"))],
+)
+def test_numbers_that_mix_in_python_are_violations_with_their_line(
+    tools: Any, kind: type[Optimizer], seen: tuple[str, str]
+) -> None:
     found = the_violation(report_of(tools, kind))
-    assert (found.kind, found.operator, found.units) == ("leaves", "item", UNITS)
+    assert (found.kind, found.operator, found.units) == (*seen, UNITS)
     assert found.place.user is not None
     assert found.place.user.startswith(__file__)
+
+
+def test_a_step_size_estimated_over_all_parameters_is_a_violation_at_its_lines(tools: Any) -> None:
+    found = report_of(tools, EstimatesStepSize).violations
+    assert [finding.kind for finding in found] == ["mixing"] * 2
+    assert [finding.place.user for finding in found] == [line_of("# estimated"), line_of("# estimated too")]
+    assert all("one optimizer for each unit ended elsewhere" in finding.message for finding in found)
+    job = tools.make_job(optimizer=tools.optimizer_of(EstimatesStepSize), num_sections=1)
+    assert tools.trace(job, num_sections=1).violations == ()  # as its author meant it
+
+
+def test_a_step_size_that_moves_only_after_some_steps_is_a_violation_at_its_lines(tools: Any) -> None:
+    found = report_of(tools, EstimatesOutOfSight).violations
+    assert [finding.kind for finding in found] == ["leaves"] * 2
+    assert [finding.place.user for finding in found] == [line_of("# way"), line_of("# total")]
+
+
+def test_what_couples_parameters_only_after_a_warm_up_is_found(tools: Any) -> None:
+    found = the_violation(report_of(tools, ClipsAfterWarmUp))
+    assert (found.kind, found.units) == ("differs", UNITS)
+    assert "step counters set to 10,000" in found.message
+
+
+def test_a_number_over_all_parameters_that_is_only_reported_is_handled(tools: Any) -> None:
+    report = report_of(tools, ReportsTheNorm)
+    assert report.violations == ()
+    assert [(f.kind, f.status) for f in report.findings if f.kind == "mixing"] == [("mixing", "handled")]
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused_in_a_sentence(tools: Any) -> None:
+    with pytest.raises(JobError, match="returns an optimizer whose step needs a closure"):
+        report_of(tools, torch.optim.LBFGS)
 
 
 def test_a_global_norm_is_a_violation_at_its_line(tools: Any) -> None:

@@ -17,13 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from morph.checkpoint.unit_files import from_payload, to_payload
 from morph.contract.errors import JobError
+from morph.contract.job_file import Change
 from morph.cutting import cut, export_job
 from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.state.accumulators import Reduced
 from morph.runtime.state.optimizer_state import MakeOptimizer, from_plain, to_plain
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.state.update_rules import UpdateRules, update_rules
-from morph.runtime.workloads.job_checks import settings
+from morph.runtime.workloads.job_checks import check_training, settings
 from tests.training.training_jobs import MICRO_BATCH_SIZE, NUM_SECTIONS, plain
 
 UNIT = ParameterUnit("s1", (1,), ("weight", "bias"))
@@ -92,10 +93,12 @@ SCHEDULES: dict[str, Callable[[Optimizer], LRScheduler]] = {
 }
 
 
-def make(optimizer: MakeOptimizer, schedule: Any = None, seed: int = 0, *, in_host_memory: bool = False) -> UnitState:
+def make(
+    optimizer: MakeOptimizer, schedule: Any = None, seed: int = 0, *, in_host_memory: bool = False, code: str = ""
+) -> UnitState:
     generator = torch.Generator().manual_seed(seed)
     parameters = {"weight": torch.randn(4, 3, generator=generator), "bias": torch.randn(5, generator=generator)}
-    rules = UpdateRules(make_scheduler=schedule, optimizer_in_host_memory=in_host_memory)
+    rules = UpdateRules(make_scheduler=schedule, optimizer_in_host_memory=in_host_memory, code=code)
     return UnitState(UNIT, parameters, optimizer, num_micro_batches=2, exact=True, rules=rules)
 
 
@@ -122,6 +125,126 @@ def check_round_trip(optimizer: MakeOptimizer, schedule: Any = None) -> None:
             step(state, 100 + index)
             step(twin, 100 + index)
             assert same(twin.tensors(), state.tensors())
+
+
+def resumed(state: UnitState, optimizer: MakeOptimizer, schedule: Any = None, code: str = "") -> UnitState:
+    """A state of a changed job that goes on from what another saved."""
+    other = make(optimizer, schedule, seed=99, code=code)
+    other.load(from_payload(to_payload(state.tensors())))
+    return other
+
+
+def begun(optimizer: MakeOptimizer, schedule: Any = None, num_steps: int = 5) -> UnitState:
+    state = make(optimizer, schedule)
+    for index in range(num_steps):
+        step(state, index)
+    return state
+
+
+def rates(state: UnitState) -> list[float]:
+    """The rate now, and at each of the next steps."""
+    found = []
+    for index in range(4):
+        found.append(float(state.optimizer.param_groups[0]["lr"]))
+        step(state, 100 + index)
+    return found
+
+
+def test_settings_that_the_job_changed_apply_and_the_optimizers_state_goes_on() -> None:
+    changed = one_group(optim.AdamW, lr=0.03, betas=(0.5, 0.9), weight_decay=0.2)
+    went_on = resumed(begun(one_group(optim.AdamW, lr=0.01)), changed)
+    by_hand = begun(one_group(optim.AdamW, lr=0.01))
+    by_hand.optimizer.param_groups[0].update(lr=0.03, betas=(0.5, 0.9), weight_decay=0.2)
+    for index in range(3):
+        step(went_on, 50 + index)
+        step(by_hand, 50 + index)
+    one, other = went_on.tensors(), by_hand.tensors()
+    assert same({**one, "numbers": other["numbers"]}, other)
+
+
+def test_with_a_rate_of_zero_no_weight_moves() -> None:
+    state = begun(one_group(optim.AdamW, lr=0.01))
+    went_on = resumed(state, one_group(optim.AdamW, lr=0.0))
+    step(went_on, 7)
+    assert same(dict(went_on.parameters), dict(state.parameters))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_changed_rate_under_a_schedule_is_where_it_would_be_from_the_beginning(name: str) -> None:
+    changed = one_group(optim.SGD, lr=0.3, momentum=0.9)
+    wanted = rates(begun(changed, SCHEDULES[name]))
+    assert rates(resumed(begun(OPTIMIZERS["SGD, momentum"], SCHEDULES[name]), changed, SCHEDULES[name])) == wanted
+
+
+def test_a_schedule_that_is_another_function_of_the_same_form_applies_from_the_next_step() -> None:
+    sgd = OPTIMIZERS["SGD"]
+
+    def halved(optimizer: Optimizer) -> LRScheduler:
+        return schedules.LambdaLR(optimizer, lambda index: 0.5**index)
+
+    def inverse(optimizer: Optimizer) -> LRScheduler:
+        return schedules.LambdaLR(optimizer, lambda index: 1 / (1 + index))
+
+    assert rates(resumed(begun(sgd, halved), sgd, inverse, code="other")) == rates(begun(sgd, inverse))
+
+
+def test_a_schedule_may_be_added_or_taken_away() -> None:
+    sgd, cosine = OPTIMIZERS["SGD"], SCHEDULES["OneCycleLR"]
+    assert rates(resumed(begun(sgd), sgd, cosine)) == rates(begun(sgd, cosine))
+    assert rates(resumed(begun(sgd, cosine), sgd)) == [0.1] * 4
+
+
+def test_what_was_accepted_holds_for_workers_that_join_and_runs_that_resume_again() -> None:
+    changed, schedule = one_group(optim.AdamW, lr=0.02), SCHEDULES["OneCycleLR"]
+    state = resumed(begun(OPTIMIZERS["AdamW"], schedule), changed, schedule)
+    for index in range(3):
+        joined = resumed(state, changed, schedule)
+        assert same(joined.tensors(), state.tensors())
+        step(joined, index)
+        step(state, index)
+        assert same(joined.tensors(), state.tensors())
+    state.load(begun(OPTIMIZERS["AdamW"], schedule).tensors())  # back to a checkpoint of before
+    assert rates(state) == rates(begun(changed, schedule))
+
+
+class Counting(optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+def test_what_an_optimizer_counts_in_its_groups_goes_on_under_changed_settings() -> None:
+    went_on = resumed(begun(one_group(Counting, lr=0.1)), one_group(Counting, lr=0.2))
+    (group,) = went_on.optimizer.param_groups
+    assert (group["k"], group["lr"]) == (5, 0.2)
+
+
+def test_a_schedule_that_does_not_reach_the_runs_step_is_refused() -> None:
+    def short(optimizer: Optimizer) -> LRScheduler:
+        return schedules.OneCycleLR(optimizer, 0.1, total_steps=3)
+
+    with pytest.raises(JobError, match=r"lr_scheduler: failed: ValueError: Tried to step .* reaches step 5"):
+        resumed(begun(OPTIMIZERS["SGD"]), OPTIMIZERS["SGD"], short)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "needed"),
+    [
+        (one_group(optim.AdamW), "exp_avg, exp_avg_sq, step"),
+        (one_group(optim.AdamW, amsgrad=True), "exp_avg, exp_avg_sq, max_exp_avg_sq, step"),
+        (one_group(optim.SGD, lr=0.1, momentum=0.9), ""),
+    ],
+)
+def test_the_state_that_an_optimizer_needs_is_known_and_what_lacks_it_is_refused(
+    optimizer: MakeOptimizer, needed: str
+) -> None:
+    job = replace(plain, optimizer=optimizer)
+    model = cut(export_job(job), num_sections=NUM_SECTIONS, micro_batch_size=MICRO_BATCH_SIZE)
+    (found,) = {value for name, value in check_training(job, model).items() if name.endswith(" needs")}
+    assert found == needed
+    change = Change(what="setting", name="optimizer(s0) needs", now=found, was="exp_avg, exp_avg_sq, step")
+    assert ("'max_exp_avg_sq'" in (change.cannot_apply or "")) == ("max_exp_avg_sq" in needed)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -206,17 +206,21 @@ def test_a_scale_that_cannot_get_smaller_ends_the_run() -> None:
     assert scale.after(skipped=False).exponent == MIN_LOSS_SCALE_EXPONENT + 1
 
 
-def test_growth_follows_the_job_when_a_state_of_another_setting_is_loaded() -> None:
-    saved = make(LossScale(exponent=7, good_steps=5, growth_steps=9), exact=True)
+def test_the_present_scale_stays_unless_the_job_changed_the_first_one_and_growth_follows_the_job() -> None:
+    saved = make(LossScale(exponent=1, growth_steps=9), exact=True)
+    saved.loss_scale = LossScale(exponent=7, good_steps=5, growth_steps=9)
     state = make(LossScale(exponent=1, growth_steps=4), exact=True)
     state.load(saved.tensors())
     assert state.loss_scale == LossScale(exponent=7, good_steps=5, growth_steps=4)
     assert state.loss_scale.after(skipped=False).exponent == 8
+    other = make(LossScale(exponent=3, growth_steps=4), exact=True)
+    other.load(saved.tensors())
+    assert other.loss_scale == LossScale(exponent=3, growth_steps=4)
     bare = make(None, exact=True)
     bare.load(saved.tensors())
     assert bare.loss_scale is None
-    state.load(make(None, exact=True).tensors())
-    assert state.loss_scale == LossScale(exponent=7, good_steps=5, growth_steps=4)
+    state.load(bare.tensors())
+    assert state.loss_scale == LossScale(exponent=1, growth_steps=4)
 
 
 def test_half_precision_has_a_loss_scale_by_default_and_others_do_not() -> None:

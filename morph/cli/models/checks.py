@@ -216,20 +216,21 @@ def _look_at(loaded: LoadedJob, profile: Profile, job_path: str) -> _Findings:
     compared = compare_once(job, exported, model)
     if compared.how != "whole":
         notes.append(f"note: {agreement_note(compared)}")
-    notes += _check_dependencies(job, exported, profile, job_path)
+    notes += refuse_dependencies(job, exported, job_path, profile.num_sections, profile.micro_batch_sizes[0])
     loaded.keep_for_workers(exported, model, profile.micro_batch_sizes, handed_on(os.environ))
     return _Findings(tuple(notes), settings, compared.how != "none")
 
 
-def _check_dependencies(job: Job, exported: ExportedJob, profile: Profile, job_path: str) -> list[str]:
-    """Refuse a job whose optimizer mixes parameter units (``morph trace-deps``); returns notes."""
+def refuse_dependencies(
+    job: Job, exported: ExportedJob, job_path: str, num_sections: int, micro_batch_size: int
+) -> list[str]:
+    """Refuse a job whose optimizer mixes parameter units (``morph trace-deps``); returns notes.
+
+    Raises:
+        JobError: naming the line of the first violation.
+    """
     from morph.tracing import check_dependencies, require_no_violation
 
-    report = check_dependencies(
-        job,
-        num_sections=profile.num_sections,
-        micro_batch_size=profile.micro_batch_sizes[0],
-        exported=exported,
-    )
+    report = check_dependencies(job, num_sections=num_sections, micro_batch_size=micro_batch_size, exported=exported)
     require_no_violation(report, job_path)
     return [f"note: {note}" for note in report.notes]

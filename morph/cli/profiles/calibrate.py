@@ -121,7 +121,7 @@ def calibrate_command(
             checkpoint_url=checkpoint_url,
             peer=other_node,
             progress=progress,
-            check=_compare_with_plain,
+            check=_look_at,
         )
         return _with_commit_round(found, samples) if commit_round else found
 
@@ -139,10 +139,13 @@ def calibrate_command(
 calibrate_command.__doc__ = CALIBRATE_HELP
 
 
-def _compare_with_plain(subject: Subject) -> None:
+def _look_at(subject: Subject) -> None:
+    """Compare the job with the plain model, and refuse an optimizer that mixes parameter units, as a run would."""
+    from morph.cli.models.checks import refuse_dependencies
     from morph.cli.models.plain_check import agreement_note, compare_once
 
     model = subject.cut(subject.job.micro_batch_size or 1)
+    refuse_dependencies(subject.job, subject.exported, subject.job_path, len(model.sections), model.micro_batch_size)
     found = compare_once(subject.job, subject.exported, model, device=subject.device)
     print(agreement_note(found), file=sys.stderr)
 

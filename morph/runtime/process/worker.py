@@ -96,7 +96,8 @@ class Worker:
                     self._code_sha256 = setup.code.sha256
                     job_path = use(setup.code)
                     self._folders = (str(Path(job_path).parent), setup.code.folder)
-                    setup = self._setup = setup.model_copy(update={"job_path": job_path, "code": None})
+                    known = setup.code.model_copy(update={"archive": b""})
+                    setup = self._setup = setup.model_copy(update={"job_path": job_path, "code": known})
                 self._prober = Prober(setup.worker)
                 self._faults = FaultPlan(
                     [fault for fault in setup.faults if fault.worker == setup.worker],

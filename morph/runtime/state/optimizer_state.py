@@ -1,10 +1,13 @@
 """An optimizer's state as named tensors and plain numbers, whatever the optimizer; and its learning-rate schedule's.
 
-Hyperparameters and counters go through JSON and come back with the same types and bits."""
+Hyperparameters and counters go through JSON and come back with the same types and bits. A state carries what its job
+said of optimizer and schedule, so that what a changed job says applies (``load_settings``)."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,7 +25,7 @@ from morph.runtime.state.deferred_compiler import defer_compiler
 MakeOptimizer = Callable[[Iterable[tuple[str, Parameter]]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 
-_NOT_HYPERPARAMETERS = ("params", "param_names")
+NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
 def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Parameter]) -> Optimizer:
@@ -60,6 +63,31 @@ def build_scheduler(make_scheduler: MakeScheduler, optimizer: Optimizer) -> LRSc
         raise _wrong("lr_scheduler", "returns a scheduler whose step needs a value", scheduler, allowed)
     scheduler_numbers(scheduler)
     return scheduler
+
+
+def build_both(
+    make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, parameters: Mapping[str, Parameter]
+) -> tuple[Optimizer, LRScheduler | None, dict[str, Any]]:
+    """Build an optimizer and its schedule; returns them and, as plain values, what the job says of both.
+
+    Raises:
+        JobError: one of them cannot be used.
+    """
+    optimizer = build_optimizer(make_optimizer, parameters)
+    groups = group_numbers(optimizer)
+    scheduler = build_scheduler(make_scheduler, optimizer) if make_scheduler and parameters else None
+    scheduled = {
+        key
+        for before, after in zip(groups, group_numbers(optimizer), strict=True)
+        for key, value in after.items()
+        if key == "lr" or before.get(key) != value
+    }
+    said = {
+        "groups": groups,
+        "scheduled": sorted(scheduled) if scheduler else [],
+        "scheduler": scheduler_numbers(scheduler) if scheduler else None,
+    }
+    return optimizer, scheduler, said
 
 
 def _needs_argument(thing: Optimizer | LRScheduler) -> bool:
@@ -135,16 +163,62 @@ def group_numbers(optimizer: Optimizer) -> list[Any]:
         {
             key: _plain("optimizer", f"hyperparameter {key!r}", optimizer, value)
             for key, value in group.items()
-            if key not in _NOT_HYPERPARAMETERS
+            if key not in NOT_HYPERPARAMETERS
         }
         for group in optimizer.param_groups
     ]
 
 
-def load_groups(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> None:
-    """The inverse of ``group_numbers``."""
-    for group, values in zip(optimizer.param_groups, saved, strict=True):
-        group.update({key: from_plain(value) for key, value in values.items()})
+def load_settings(
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    numbers: Mapping[str, Any],
+    said: Mapping[str, Any],
+) -> None:
+    """Take over the saved groups and schedule, but for what the job says otherwise now than when they were saved.
+
+    A schedule of another job, or of changed code, is brought to where it would be had it been there from the beginning.
+
+    Args:
+        optimizer: As the job built it, where ``numbers`` differ from what the job says.
+        scheduler: Likewise.
+        numbers: The saved ``groups`` and ``scheduler``, ``said`` of the job that saved them, and ``num_applied`` steps.
+        said: What this job says: of ``build_both``, and whatever else it depends on.
+
+    Raises:
+        JobError: the schedule cannot be brought there.
+    """
+    before = numbers.get("said")
+    if before is None or not says_otherwise(numbers, said):
+        for group, values in zip(optimizer.param_groups, numbers["groups"], strict=True):
+            group.update({key: from_plain(value) for key, value in values.items()})
+        if scheduler is not None and numbers.get("scheduler"):
+            scheduler.load_state_dict(from_plain(numbers["scheduler"]))
+        return
+    if scheduler is not None:
+        _advance(scheduler, numbers["num_applied"])
+    scheduled = {*before["scheduled"], *said["scheduled"]}
+    every = zip(optimizer.param_groups, numbers["groups"], before["groups"], said["groups"], strict=True)
+    for group, values, was, now in every:
+        kept = {key for key in values if key not in scheduled and was.get(key) == now.get(key)}
+        group.update({key: from_plain(values[key]) for key in kept})
+
+
+def says_otherwise(numbers: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
+    """Whether a saved state is of a job that said something else; False where it does not tell."""
+    before = numbers.get("said")
+    return before is not None and json.dumps(before, sort_keys=True) != json.dumps(said, sort_keys=True)
+
+
+def _advance(scheduler: LRScheduler, num_steps: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch asks for steps of the optimizer between these
+        try:
+            for _ in range(num_steps):
+                scheduler.step()
+        except Exception as error:
+            allowed = f"a schedule that reaches step {num_steps}, where the run is"
+            raise _wrong("lr_scheduler", f"failed: {type(error).__name__}: {error}", scheduler, allowed) from error
 
 
 def scheduler_numbers(scheduler: LRScheduler) -> Any:
@@ -154,11 +228,6 @@ def scheduler_numbers(scheduler: LRScheduler) -> Any:
         JobError: it is not plain numbers.
     """
     return _plain("lr_scheduler", "state", scheduler, dict(scheduler.state_dict()))
-
-
-def load_scheduler(scheduler: LRScheduler, saved: Any) -> None:
-    """The inverse of ``scheduler_numbers``."""
-    scheduler.load_state_dict(from_plain(saved))
 
 
 def _plain(field: str, what: str, owner: object, value: Any) -> Any:

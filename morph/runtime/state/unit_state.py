@@ -26,14 +26,13 @@ from morph.runtime.state.accumulators import (
 from morph.runtime.state.fixed_point import first_exponent
 from morph.runtime.state.optimizer_state import (
     MakeOptimizer,
-    build_optimizer,
-    build_scheduler,
+    build_both,
     group_numbers,
     is_aligned,
-    load_groups,
     load_optimizer_state,
-    load_scheduler,
+    load_settings,
     optimizer_state,
+    says_otherwise,
     scheduler_numbers,
 )
 from morph.runtime.state.parts import Memory
@@ -79,19 +78,28 @@ class UnitState:
         self.buffers = {name: own[name] for name in unit.buffers}
         self._updated = {name: _updated(parameter, rules) for name, parameter in self.parameters.items()}
         """What the optimizer works on: the parameters, or copies of them."""
-        self.optimizer = build_optimizer(make_optimizer, self._updated)
-        make_scheduler = rules.make_scheduler if unit.parameters else None
-        self.scheduler = build_scheduler(make_scheduler, self.optimizer) if make_scheduler else None
+        self._make_optimizer, self._rules, self.num_applied = make_optimizer, rules, 0
+        self._build_optimizer()
         self.reduced: Reduced | None = None
         self._scales_before: dict[str, int] | None = None
         self._copy: StateCopy | None = None
         self.loss_scale = rules.loss_scale
-        self._rules = rules
         self._exact = exact
         self._num_contributions = num_micro_batches * len(unit.sections)
         self.exponents = dict.fromkeys(unit.names, first_exponent(self._num_contributions)) if exact else {}
         self._summed = self._all_summed()
         self._home: torch.device | None = None
+
+    def _build_optimizer(self) -> None:
+        self.optimizer, self.scheduler, said = build_both(
+            self._make_optimizer, self._rules.make_scheduler, self._updated
+        )
+        scale = self._rules.loss_scale
+        self._said = {
+            **said,
+            "code": self._rules.code if self.scheduler else "",  # a schedule may be a function, which shows no numbers
+            "loss_scale": None if scale is None else scale.exponent,
+        }
 
     def _all_summed(self) -> Mapping[str, Tensor]:
         changes = {name: change_like(buffer, exact=self._exact) for name, buffer in self.buffers.items()}
@@ -217,6 +225,7 @@ class UnitState:
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             self.scheduler.step()
+        self.num_applied += 1
         self._publish()
         for name, buffer in self.buffers.items():
             apply_change(name, buffer, reduced.gradients[name])
@@ -257,6 +266,8 @@ class UnitState:
         tensors |= {f"optim/{name}/{key}": value for (name, key), value in found.items()}
         numbers: dict[str, Any] = {
             "version": self.version,
+            "num_applied": self.num_applied,
+            "said": self._said,
             "exponents": self.exponents,
             "optimizer": plain,
             "groups": group_numbers(self.optimizer),
@@ -286,6 +297,8 @@ class UnitState:
             for name, buffer in self.buffers.items():
                 buffer.copy_(self._saved(tensors, "buffer", name, buffer))
         self._publish()
+        if says_otherwise(numbers, self._said):
+            self._build_optimizer()
         load_optimizer_state(self.optimizer, self._updated, found, numbers["optimizer"], for_good=for_good)
         self._load_numbers(numbers)
         self.reduced = self._scales_before = None
@@ -297,14 +310,15 @@ class UnitState:
         return saved
 
     def _load_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """What a state lacks, because it was saved under other settings of the job, stays as the job says."""
+        """What the job says otherwise than the one that saved the state, or a state lacks, is as this job says."""
         self.version = int(numbers["version"])
+        self.num_applied = int(numbers.get("num_applied", self.version))
         self.exponents = {name: int(numbers["exponents"].get(name, first)) for name, first in self.exponents.items()}
-        if numbers.get("groups"):
-            load_groups(self.optimizer, numbers["groups"])
-        if self.scheduler is not None and numbers.get("scheduler"):
-            load_scheduler(self.scheduler, numbers["scheduler"])
-        if self.loss_scale is not None and numbers.get("loss_scale"):
+        load_settings(self.optimizer, self.scheduler, numbers, self._said)
+        began = numbers.get("said", self._said)["loss_scale"]
+        if began != self._said["loss_scale"]:
+            self.loss_scale = self._rules.loss_scale
+        elif self.loss_scale is not None and numbers.get("loss_scale"):
             saved = LossScale.model_validate(numbers["loss_scale"])
             self.loss_scale = saved.model_copy(update={"growth_steps": self.loss_scale.growth_steps})
 

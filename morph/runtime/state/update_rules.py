@@ -18,7 +18,7 @@ class UpdateRules:
 
     ``loss_scale`` is the one of version 0. ``optimizer_in_host_memory``: the optimizer works on a copy of the
     parameters in host memory, which is copied to the device after each step. ``master_weights``: likewise on fp32
-    copies of parameters that have fewer bits.
+    copies of parameters that have fewer bits. ``code``: digest of the job's code.
     """
 
     make_scheduler: MakeScheduler | None = None
@@ -26,10 +26,11 @@ class UpdateRules:
     loss_scale: LossScale | None = None
     optimizer_in_host_memory: bool = False
     master_weights: bool = False
+    code: str = ""
 
 
-def update_rules(job: Job, device: torch.device) -> UpdateRules:
-    """The rules of a job on one kind of device."""
+def update_rules(job: Job, device: torch.device, code: str = "") -> UpdateRules:
+    """The rules of a job, with this digest of its code, on one kind of device."""
     scaling, scale = job.effective_loss_scaling, None
     if scaling is not None:
         _, bits = math.frexp(scaling.initial)
@@ -40,4 +41,5 @@ def update_rules(job: Job, device: torch.device) -> UpdateRules:
         loss_scale=scale,
         optimizer_in_host_memory=job.optimizer_device == "cpu" and device.type != "cpu",
         master_weights=job.master_weights,
+        code=code,
     )

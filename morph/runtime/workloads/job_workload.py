@@ -59,7 +59,7 @@ class JobWorkload:
         self._job, self._model, self._initial = found.job, found.model, found.initial
         self._data_workers = self._start_data_workers(setup) if self._job.data_workers else None
         set_kernels(kernels_for(self._job.accumulation, kernels_now()))
-        self._rules = update_rules(self._job, self._device)
+        self._rules = update_rules(self._job, self._device, setup.code.sha256 if setup.code else "")
         if self._model.fingerprint != setup.fingerprint:
             raise ProfileError(
                 "the profile belongs to another model; calibrate again",
