@@ -236,8 +236,8 @@ def plan_frame(
 ) -> pd.DataFrame:
     """:func:`plan_table` as a pandas table: the plan with most examples per second for every number of GPUs.
 
-    Columns: ``simulator.search.frames.COLUMNS``; with a price also usd_per_h and usd_per_1000_examples, of all GPUs, idle
-    ones too.
+    Columns: ``simulator.search.frames.COLUMNS``; with a price also usd_per_h and usd_per_1000_examples, of all GPUs,
+    idle ones too.
     """
     from simulator.search.frames import plans_frame  # pandas is slow to import
 
