@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import pandas as pd
 
 from morph.contract.plan import Plan
-from simulator.search.objectives import usd_per_h_of
 
 COLUMNS = (
     "num_gpus",
@@ -43,20 +42,16 @@ def plan_row(plan: Plan, num_gpus: int) -> dict[str, float | int]:
     return dict(zip(COLUMNS, values, strict=True))
 
 
-def plans_frame(
-    plans: Iterable[tuple[int, Plan]], usd_per_gpu_h: float | None = None, node_size: int = 1
-) -> pd.DataFrame:
+def plans_frame(plans: Iterable[tuple[int, Plan]], usd_per_gpu_h: float | None = None) -> pd.DataFrame:
     """Plans as a table, each with its number of GPUs: columns as in ``COLUMNS``.
 
     Args:
         plans: Each plan with the number of GPUs that it is for.
         usd_per_gpu_h: Price of one GPU; adds ``usd_per_h`` and ``usd_per_1000_examples`` of all GPUs, idle ones too.
-        node_size: GPUs of a node; whole nodes are paid for.
     """
     rows = [plan_row(plan, num_gpus) for num_gpus, plan in plans]
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
     if usd_per_gpu_h is not None:
-        usd_per_h = usd_per_h_of(usd_per_gpu_h, {node_size: 1}) / node_size
-        frame["usd_per_h"] = [usd_per_h * gpus for gpus in frame["num_gpus"]]
+        frame["usd_per_h"] = usd_per_gpu_h * frame["num_gpus"]
         frame["usd_per_1000_examples"] = frame["usd_per_h"] / 3600 / frame["examples_per_s"] * 1000
     return frame

@@ -19,7 +19,7 @@ from simulator.given.placement import node_sizes
 from simulator.given.request import ObjectiveName, PlanRequest
 from simulator.search.aims import objective_for
 from simulator.search.memory import memory_sentence
-from simulator.search.objectives import Shape
+from simulator.search.objectives import Shape, usd_per_h_of
 from simulator.search.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -247,4 +247,5 @@ def plan_frame(
         return plans_frame(plans.items())
     node_size = request.num_gpus_per_node or 1
     assert isinstance(node_size, int), "nodes of unlike sizes have no price for a range of GPUs"
-    return plans_frame(plans.items(), request.usd_per_gpu_hour, node_size)
+    usd_per_gpu_h = usd_per_h_of(request.usd_per_gpu_hour, {node_size: 1}) / node_size
+    return plans_frame(plans.items(), usd_per_gpu_h)
