@@ -265,9 +265,7 @@ class Averages(Layers):
         return x - self.kept
 
 
-@pytest.mark.parametrize(
-    "write", [assigned_alone, assigned_outside, copied_outside, in_a_function, one_within_another]
-)
+@pytest.mark.parametrize("write", [assigned_alone, assigned_outside, copied_outside, in_a_function, one_within_another])
 def test_an_average_is_one_however_it_is_written_down_without_gradients(tools: Any, write: Any) -> None:
     job = tools.make_job(lambda: Averages(write), mean_loss, ITEMS)
     exported = export_job(job)

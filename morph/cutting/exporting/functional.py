@@ -160,9 +160,9 @@ def _set_results(graph_module: GraphModule, results: Sequence[Node]) -> None:
 
 
 def _write_out_regions(graph_module: GraphModule, *, only_of_buffers: bool) -> None:
-    """Write out regions without gradients: all of them, or those that change a tensor from outside or compute its change.
+    """Write out regions without gradients: all of them, or those that change a tensor from outside or compute a change.
 
-    What is looked for in changes of buffers must not be hidden in a region.
+    How a buffer changes must be visible: a region is one operation to whoever looks at it.
     """
     again = True
     while again:

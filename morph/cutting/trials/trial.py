@@ -23,6 +23,8 @@ from morph.job import Job
 _EXAMPLE_SAMPLES = 3
 _MAX_REAL_BYTES = 2 << 30
 _MAX_SAMPLES_TRIED = 64
+_NOISE = 0.1
+_NOISE_OF_ZEROS = 0.01
 ResultT = TypeVar("ResultT")
 
 
@@ -241,6 +243,21 @@ def run_really(job: Job, batch: dict[str, Tensor]) -> None:
         except Exception as error:
             raise _loss_error(error, job, model) from error
         check_loss(result)
+
+
+def move_weights(model: nn.Module) -> None:
+    """Move weights a little away from where they begin: zeros at the beginning would hide differences and gradients."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                size = rms(parameter)
+                parameter.add_(torch.randn_like(parameter), alpha=_NOISE * size if size > 0 else _NOISE_OF_ZEROS)
+
+
+def rms(tensor: Tensor) -> float:
+    """The root of the mean square of its elements."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return float(real.double().square().mean().sqrt())
 
 
 def _parameter_bytes(model: nn.Module) -> int:
