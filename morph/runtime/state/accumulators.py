@@ -215,9 +215,11 @@ class ExactAccumulator(Accumulator):
         """See ``Accumulator.add``."""
         exponent = self._exponents[name] - self._loss_exponents[name]
         into, is_first = self._part_of[name].sum_of(name)
+        values = reals(gradient)
+        assert len(values) == len(into), f"a gradient of {len(values)} numbers for {len(into)} of {name}"
         if is_first:
             into.zero_()
-        add_fixed(into, reals(gradient), exponent, self._largest_of[name])
+        add_fixed(into, values, exponent, self._largest_of[name])
 
     def mean(self, part: Part, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``."""
