@@ -16,7 +16,7 @@ from calibrate.timing.samples import Sampling, no_garbage_collection, timing
 from morph.contract.decided import Decided
 from morph.contract.profile import Timing
 from morph.cutting import CutModel
-from morph.runtime.state.accumulators import Accumulator
+from morph.runtime.state.accumulators import Accumulator, change_of
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.state.update_rules import update_rules
 
@@ -63,10 +63,12 @@ def _measure(
     clock = clock_of(device)
     generator = torch.Generator().manual_seed(0)
     gradients = {
-        name: (torch.randn(parameter.shape, generator=generator) * _MOCK_GRADIENT).to(state.device)
+        name: (torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * _MOCK_GRADIENT).to(
+            state.device
+        )
         for name, parameter in state.parameters.items()
     }
-    gradients |= {name: torch.zeros(buffer.shape, device=state.device) for name, buffer in state.buffers.items()}
+    gradients |= {name: change_of(buffer, buffer) for name, buffer in state.buffers.items()}
     samples_s: list[float] = []
     with no_garbage_collection():
         sums = state.new_accumulator()

@@ -220,15 +220,16 @@ def _backward(
     """Return, for each section, the parameters that got a gradient there; their sum is that of the whole."""
     total: dict[str, Tensor] = {}
     read: list[set[str]] = []
-    gradient: tuple[Tensor | None, ...] = (None,)
-    for inputs, outputs in reversed(runs):
+    gradient: Tensor | None = torch.ones_like(runs[-1][1][0])
+    for inputs, (output, *_) in reversed(runs):
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
         wanted = [*leaves, *parameters.values()]
-        found = _gradients(outputs[0], wanted, gradient[0]) if outputs[0].requires_grad else (None,) * len(wanted)
-        gradient = found[: len(leaves)] or (None,)
+        given = torch.ones_like(output) if gradient is None else gradient  # a later branch may not use the border
+        found = _gradients(output, wanted, given) if output.requires_grad else (None,) * len(wanted)
         section = {n: g for n, g in zip(parameters, found[len(leaves) :], strict=True) if g is not None}
-        for name, part in section.items():
+        for name, part in section.items() if gradient is not None else ():
             total[name] = part if name not in total else total[name] + part
+        gradient = found[0] if leaves and gradient is not None else None
         read.append(set(section))
     for name, expected in reference.gradients.items():
         if expected is not None and (name not in total or not _equal(total[name], expected)):

@@ -156,6 +156,8 @@ class MarkedCode:
                 value: Tensor = reached.value
                 if self._border_shape not in {None, tuple(value.shape)}:
                     raise self.otherwise(self.end, f"with a tensor of shape {list(value.shape)}") from None
+                if value.requires_grad and not self.needs_gradient:
+                    raise self.otherwise(self.end, "with a tensor that depends on a parameter") from None
                 return (value.contiguous() if self.needs_gradient else value.detach().contiguous(),)
         if self.end is not None or not walk.inside:
             raise self.otherwise(self.end or self.entry, "not at all")

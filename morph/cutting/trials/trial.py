@@ -206,6 +206,9 @@ def check_loss(result: object) -> None:
         raise JobError(
             "does not return a scalar", source="Job", field="loss", value=shown, allowed="a tensor of shape ()"
         )
+    if loss.is_complex():
+        allowed = "a real number, such as its absolute value: a complex one has no direction in which it falls"
+        raise JobError("is complex", source="Job", field="loss", value=str(loss.dtype), allowed=allowed)
     if not loss.requires_grad:
         raise JobError("does not depend on the model's parameters", source="Job", field="loss")
     _check_metrics(metrics)

@@ -84,7 +84,8 @@ class Generation:
         work = self.work_between(
             micro_batches, model.sections[stage.first_section].inputs, model.sections[stage.end_section - 1].outputs
         )
-        return replace(work, metric_names=model.metric_names) if stage.end_section == len(model.sections) else work
+        names = model.metric_names if stage.end_section == len(model.sections) else ()
+        return replace(work, metric_names=names, gradients_may_lack=model.borders_may_lack_gradients)
 
     def work_between(
         self, micro_batches: Sequence[int], inputs: tuple[BoundaryTensor, ...], outputs: tuple[BoundaryTensor, ...]
