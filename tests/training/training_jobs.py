@@ -446,3 +446,32 @@ frozen_wrongly = replace(
         lambda step: 1.0 if step < 2 else optimizer.param_groups[0]["params"][0].requires_grad_(False) is None,
     ),
 )
+
+
+class OneSided(torch.autograd.Function):
+    """A sum whose second part gets no gradient."""
+
+    @staticmethod
+    def forward(_ctx: object, one: Tensor, other: Tensor) -> Tensor:
+        """Add them."""
+        return one + other
+
+    @staticmethod
+    def backward(_ctx: object, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Give it to the first one alone."""
+        return gradient, None
+
+
+class CutOff(Net):
+    """The first layer is read, but a backward of the user's own gives it nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [samples, width] to the same shape."""
+        aside = torch.tanh(self.second(x))
+        x = torch.tanh(self.third(x))
+        x = torch.tanh(self.first(x))
+        out: Tensor = self.last(OneSided.apply(x, aside))
+        return out
+
+
+cut_off = replace(plain, model=CutOff, optimizer=decaying)
