@@ -24,6 +24,7 @@ from morph.job import Job
 _EXAMPLE_SAMPLES = 3
 _MAX_REAL_BYTES = 2 << 30
 _MAX_SAMPLES_TRIED = 64
+_SETTERS = (Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
 ResultT = TypeVar("ResultT")
 
 
@@ -115,7 +116,7 @@ class _NobodyFreezes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Carry out ``func``, unless it changes what a parameter requires."""
         kwargs = kwargs or {}
-        if func in (Tensor.requires_grad_, Tensor.requires_grad.__set__) and id(args[0]) in self._names:
+        if func in _SETTERS and id(args[0]) in self._names:
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             if wanted != args[0].requires_grad:
                 raise changes_requires_grad(self._names[id(args[0])], calling_line())
