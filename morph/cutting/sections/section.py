@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule
 
 from morph.cutting.exporting.user_functions import UserFunction
 
 SectionCode = Callable[..., tuple[Tensor, ...]]
+_TORCHS_OWN = {"aten", "prims"}
+"""Namespaces of operations."""
 Finish = Callable[[SectionCode, torch.device], SectionCode]
 
 
@@ -178,13 +181,18 @@ class CutModel:
         So it is where sections are the user's code, which may branch, or run a backward of the user's own.
         """
         return any(
-            not isinstance(section.code, GraphModule) or _has_user_function(section.code) for section in self.sections
+            not isinstance(section.code, GraphModule) or _has_backwards(section.code) for section in self.sections
         )
 
 
-def _has_user_function(code: GraphModule) -> bool:
+def _has_backwards(code: GraphModule) -> bool:
+    """Whether a graph runs a function or a custom operation whose backward is not torch's: it may return None."""
     graphs = [module.graph for module in code.modules() if isinstance(module, GraphModule)]
-    return any(isinstance(node.target, UserFunction) for graph in graphs for node in graph.nodes)
+    targets = [node.target for graph in graphs for node in graph.nodes]
+    return any(
+        isinstance(target, UserFunction) or (isinstance(target, OpOverload) and target.namespace not in _TORCHS_OWN)
+        for target in targets
+    )
 
 
 def narrowed(model: CutModel, dtype: torch.dtype) -> CutModel:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from morph.cutting.sections.section import Section
+from morph.cutting.source.refusal import changes_requires_grad
 from morph.job import Precision
 from morph.runtime.state.accumulators import change_of
 from morph.runtime.step.kernels import kernels_refused
@@ -58,6 +59,9 @@ def run_section(
     Outputs have the types of the cut model in every precision, and conjugates are carried out, so that what is sent,
     and what the next section of the same stage takes, is the same. Where a job has narrower ones cross its cuts, the
     section widens its inputs, so that their gradients are narrow too.
+
+    Raises:
+        JobError: the user's code has frozen a parameter.
     """
     leaves = tuple(
         tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in zip(inputs, section.inputs, strict=True)
@@ -71,6 +75,9 @@ def run_section(
         outputs = tuple(
             _carried_out(output.to(spec.dtype)) for output, spec in zip(outputs, section.outputs, strict=True)
         )
+    for name in section.parameters:
+        if not parameters[name].requires_grad:
+            raise changes_requires_grad(name, section.source)
     return SectionRun(inputs=leaves, outputs=outputs, written=written)
 
 
