@@ -14,17 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule
 
-from morph.cutting.sections.section import Section
+from morph.cutting.exporting.user_functions import UserFunction
+from morph.cutting.sections.section import CutModel, Section
 from morph.cutting.source.refusal import changes_requires_grad
 from morph.job import Precision
 from morph.runtime.state.accumulators import change_of
 from morph.runtime.step.kernels import kernels_refused
 
+_TORCHS_OWN = {"aten", "prims"}
+"""Namespaces of operations."""
 AddGradient = Callable[[str, Tensor], None]
 
 
@@ -117,6 +123,26 @@ def section_backward(
         if gradient is not None:
             add(name, gradient.to_dense() if gradient.is_sparse else gradient)
     return input_gradients
+
+
+@lru_cache(maxsize=4)
+def borders_may_lack_gradients(model: CutModel) -> bool:
+    """Whether it may depend on a micro-batch if a border tensor that carries a gradient gets one.
+
+    So it is where sections are the user's code, which may branch, or run a backward of the user's own, which may return
+    None. Other graphs are cut so that a border that carries a gradient always gets one.
+    """
+    codes = [section.code for section in model.sections]
+    return any(not isinstance(code, GraphModule) or _has_backward_of_users(code) for code in codes)
+
+
+def _has_backward_of_users(code: GraphModule) -> bool:
+    graphs = [module.graph for module in code.modules() if isinstance(module, GraphModule)]
+    targets = [node.target for graph in graphs for node in graph.nodes]
+    return any(
+        isinstance(target, UserFunction) or (isinstance(target, OpOverload) and target.namespace not in _TORCHS_OWN)
+        for target in targets
+    )
 
 
 def _maybe(gradient: Tensor | None) -> Tensor | None:
